@@ -1,0 +1,209 @@
+"""An algorithm is one choice per axis of the menu, and the named ones are rows of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent import kl as kl_
+from ascent.advantages import (
+    ADVANTAGES,
+    Advantage,
+    BatchNormalized,
+    BestOnly,
+    Centered,
+    LeaveOneOut,
+    Normalized,
+    Raw,
+    RunningMean,
+)
+from ascent.correction import CORRECTIONS, Correction, NoCorrection
+from ascent.exploration import EXPLORATIONS, Exploration, NoBonus
+from ascent.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
+from ascent.kl import KL, KLS, InLoss, InReward, NoKL
+from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Loss, SequenceRatio
+from ascent.menu import name_of, spell
+from ascent.reference import REFERENCES, Frozen, NoReference, Reference
+from ascent.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
+from ascent.update import UPDATES, Adam, Update
+from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
+
+MENU = {
+    "advantage": ADVANTAGES,
+    "loss": LOSSES,
+    "weights": WEIGHTS,
+    "kl": KLS,
+    "reference": REFERENCES,
+    "exploration": EXPLORATIONS,
+    "correction": CORRECTIONS,
+    "groups": GROUPS,
+    "shaping": SHAPINGS,
+    "update": UPDATES,
+}
+"""Every axis, in the order in which a step meets them, with its choices."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One choice per axis. What a row does not name is off."""
+
+    advantage: Advantage = Raw()
+    """Credit: how a reward becomes δ."""
+    loss: Loss = LogProb()
+    """Surrogate: what is maximised per token, given δ."""
+    weights: Weights = SequenceSum()
+    """Aggregation: the weight of each token."""
+    kl: KL = NoKL()
+    """The penalty for leaving the reference."""
+    reference: Reference = NoReference()
+    """The policy that the KL is measured to."""
+    exploration: Exploration = NoBonus()
+    """The entropy bonus."""
+    correction: Correction = NoCorrection()
+    """Importance weights between sampler and trainer."""
+    groups: Groups = All()
+    """Which groups are trained on."""
+    shaping: Shaping = NoShaping()
+    """What a response's length does to its reward."""
+    update: Update = Adam()
+    """How a step is taken."""
+
+    def __post_init__(self) -> None:
+        if self.kl.where != "nowhere" and not self.reference.kept:
+            raise Refused(
+                f"--kl {name_of(self.kl)} with --reference {name_of(self.reference)}: a KL needs a policy to be "
+                "measured to. Set --reference frozen (or every, moving-average), or --kl no-kl"
+            )
+        if self.loss.sequence and self.correction.on and self.correction.level == "token":
+            raise Refused(
+                f"--loss {name_of(self.loss)} has one term a response, but --correction {name_of(self.correction)} "
+                "weighs single tokens. Set --correction.level sequence"
+            )
+        if self.loss.sequence and isinstance(self.kl, InReward) and self.kl.per == "token":
+            raise Refused(
+                f"--loss {name_of(self.loss)} needs one credit a response, but --kl.per token makes it differ from "
+                "token to token. Set --kl.per response"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The batch fields that these choices read beyond tokens, mask, reward and logp."""
+        needs = set(self.advantage.needs)
+        if self.reference.kept:
+            needs.add("logp_ref")
+        if self.kl.where == "reward" and self.kl.estimator == "exact":
+            needs.add("kl_full")
+        return frozenset(needs)
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """What the training forward must bring beyond logp, with a gradient."""
+        exact = self.kl.where == "loss" and self.kl.estimator == "exact"
+        return frozenset({"kl_full"} if exact else ()) | (
+            frozenset() if isinstance(self.exploration, NoBonus) else frozenset({"entropy"})
+        )
+
+    def start(self) -> State:
+        """What the choices remember, before the first step."""
+        begin = getattr(self.advantage, "start", dict)
+        return {**begin(), **kl_.start(self.kl)}
+
+    def credited(self, batch: Batch, state: State) -> Batch:
+        """The batch with the reward that credit is given for: shaped by length, the KL taken off."""
+        extra = self.shaping(batch)
+        if extra is not None:
+            batch = batch.add(reward=add_outcome(batch, extra))
+        if isinstance(self.kl, InReward):
+            assert batch.logp_old is not None
+            penalty = kl_.estimate(self.kl.estimator, batch.logp_old, batch.logp_ref, batch.kl_full)
+            batch = batch.add(reward=self.kl.shaped(batch, penalty, state["kl_coef"]))
+        return batch
+
+    def credit(self, batch: Batch, state: State) -> tuple[Batch, State]:
+        """δ for every response, and the factor for the gap between sampler and trainer."""
+        credited = self.credited(batch, state)
+        δ = self.advantage(credited, state)
+        remember = getattr(self.advantage, "after", None)
+        state = remember(credited, state) if remember else state
+        return batch.add(advantage=δ, correction=self.correction(batch)), state
+
+    def scalars(self, state: State, progress: float) -> dict[str, float]:
+        """The numbers of this step that a loss or an update reads."""
+        return {
+            "entropy_coef": self.exploration(progress),
+            "kl_coef": state.get("kl_coef", 0.0),
+            "progress": progress,
+        }
+
+    def objective(self, mini: Batch, out: Outputs) -> Terms:
+        """What is maximised: Σ weight · (surrogate − β·KL + c·entropy), with sums to report.
+
+        A pure function of a mini-batch and of what the learner computed for it.
+        """
+        assert mini.advantage is not None and mini.weight is not None
+        logp_old = mini.logp_old if mini.logp_old is not None else out.logp.detach()
+        counted = mini.counted
+        surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
+        if mini.correction is not None:
+            surrogate = surrogate * mini.correction
+        objective = _total(mini.weight, surrogate)
+        sums = {"entropy": torch.where(counted, out.entropy.detach(), 0.0).sum()}
+        if mini.logp_ref is not None:
+            full = out.kl_full if out.kl_full is not None else mini.kl_full
+            kl = kl_.estimate(self.kl.estimator, out.logp, mini.logp_ref, full)
+            if self.kl.where == "loss":
+                objective = objective - mini.kl_coef * _total(mini.weight, kl)
+            sums["kl"] = torch.where(counted, kl.detach(), 0.0).sum()
+        if mini.entropy_coef:
+            objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
+        clips = self.loss.clipped(out.logp.detach() - logp_old, mini.advantage, counted)
+        if clips is not None:
+            sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()
+            sums["clip_ratio/high_mean"] = (clips[1] & counted).sum()
+        return Terms(objective, sums)
+
+    def after(self, state: State, metrics: Metrics) -> State:
+        """Adaptive coefficients, once a step's metrics are known."""
+        if self.kl.target is None:
+            return state
+        return {**state, "kl_coef": kl_.adapt(state["kl_coef"], metrics["kl"], self.kl.target)}
+
+
+def _total(weight: Float[Tensor, "prompt sample token"], term: Float[Tensor, "prompt sample #token"]) -> Tensor:
+    """Σ weight · term; a term of a whole response takes the sum of its tokens' weights."""
+    if term.shape[-1] != weight.shape[-1]:
+        weight = weight.sum(-1, keepdim=True)
+    return (weight * term).sum()
+
+
+_CLIP = Clipped(0.2, 0.2)
+GRPO = Algorithm(Normalized(1e-4), _CLIP, SequenceMean(), InLoss("k3", 0.04), Frozen())
+
+ALGORITHMS = {
+    "reinforce": Algorithm(Raw(), LogProb(), SequenceSum()),
+    "reinforce-baseline": Algorithm(RunningMean(), LogProb(), SequenceSum()),
+    "best-only": Algorithm(BestOnly(), LogProb(), SequenceSum()),
+    "rloo": Algorithm(LeaveOneOut(), LogProb(), SequenceSum(), InReward("k1", 0.05, "response"), Frozen()),
+    "reinforce++": Algorithm(BatchNormalized(), _CLIP, TokenMean(), InReward("k1", 0.01, "token"), Frozen()),
+    "grpo": GRPO,
+    "dr-grpo": replace(GRPO, advantage=Centered(), weights=FixedLength(), kl=NoKL(), reference=NoReference()),
+    "dapo": Algorithm(Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
+    "gspo": Algorithm(Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
+    "cispo": Algorithm(Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
+}
+"""The named rows, as in their papers. `ascent explain NAME` says how others compute the same name."""
+
+
+def label(algorithm: Algorithm) -> str:
+    """The nearest row, and what was changed on it: dr-grpo+annealed. The update is not part of a row."""
+
+    def changes(row: Algorithm) -> list[str]:
+        axes = (f.name for f in fields(Algorithm) if f.name != "update")
+        return [a for a in axes if getattr(row, a) != getattr(algorithm, a)]
+
+    row = min(ALGORITHMS, key=lambda name: len(changes(ALGORITHMS[name])))
+    changed = [spell(getattr(algorithm, axis)) for axis in changes(ALGORITHMS[row])]
+    return "+".join([row, *changed])

@@ -1,0 +1,263 @@
+"""Config: a whole run in one frozen object, and how settings become one.
+
+Settings are plain: a flat mapping from a flag's name to a value, `{"advantage": "leave-one-out",
+"loss.high": 0.28, "steps": 100}`. A task's preset, a config file, Python keywords and the command
+line all speak it. Layers are laid over one another: a row named later replaces every axis of the
+algorithm, a choice named later drops the fields of the one before it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ascent.algorithms import ALGORITHMS, MENU, Algorithm, label
+from ascent.groups import Overlong
+from ascent.menu import build, find, hyperparameters, load_python, name_of, nearest, to_dict
+from ascent.policies import POLICIES
+from ascent.tasks import TASKS
+from ascent.types import Refused
+
+Settings = Mapping[str, Any]
+SHORT = {"lr": "update.lr"}
+"""Flags that stand for a field of a choice."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's numbers, and how it is recorded."""
+
+    task: Any
+    """Where prompts and rewards come from."""
+    policy: Any
+    """What is trained."""
+    algorithm: Algorithm
+    """One choice per axis of the menu."""
+    steps: int = 100
+    """Rollout batches in the run."""
+    prompts: int = 64
+    """Prompts per step."""
+    samples: int = 8
+    """Responses per prompt: G, the size of a group."""
+    epochs: int = 1
+    """Passes over a rollout batch before new rollouts."""
+    minibatches: int = 1
+    """Optimizer updates in one pass."""
+    micro_batch: int = 0
+    """Responses in one forward pass, 0 for all. Memory only: it never changes a gradient."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are taken at it on both sides."""
+    old_logp: Literal["sampler", "learner"] = "sampler"
+    """Whose log-probs are logp_old. The mismatch of the two is measured either way."""
+    seed: int = 0
+    """Decides every random number of the run."""
+    init: str | None = None
+    """A run, or a folder with params.safetensors, to start from. None: random parameters."""
+    eval_every: int = 10
+    """Steps between evaluations on held-out prompts; the last step is always evaluated."""
+    eval_prompts: int = 1000
+    """Held-out prompts, at most."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = 2
+    """Checkpoints to keep."""
+    record_every: int = 10
+    """Steps between recorded rollouts."""
+    record_rollouts: str = "4"
+    """Groups to record in such a step; `all`: every group of every step; `none`."""
+    max_reward_errors: float = 0.1
+    """Share of a step's rewards that may fail before the run stops."""
+    threads: int = 0
+    """Threads of torch; 0: as many as there are cores. The same number gives the same bits."""
+
+    def __post_init__(self) -> None:
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise Refused(f"--{_flag(name)} is {getattr(self, name)}: it has to be at least {least}")
+        if not self.temperature > 0:
+            raise Refused(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
+        if self.samples < 2 and self.algorithm.advantage.group:
+            raise Refused(
+                f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: a group credit compares the "
+                "responses of a prompt, and one alone gives 0. Set --samples 2 or more, or --advantage raw, "
+                "running-mean or greedy"
+            )
+        if self.minibatches > self.prompts:
+            raise Refused(
+                f"--minibatches {self.minibatches} with --prompts {self.prompts}: mini-batches are cut between "
+                "prompts, so there cannot be more of them than prompts"
+            )
+        if self.old_logp == "sampler" and self.algorithm.correction.on:
+            raise Refused(
+                f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "
+                "the two, which is then 0 by definition. Set --old-logp learner"
+            )
+        if not (self.record_rollouts in ("all", "none") or self.record_rollouts.isdigit()):
+            raise Refused(f"--record-rollouts {self.record_rollouts}: a number of groups, `all` or `none`")
+        check = getattr(self.task, "check", None)
+        if check is not None:
+            check(self.prompts)
+        shaping, limit = self.algorithm.shaping, self.task.space.limit
+        if isinstance(shaping, Overlong) and self.task.space.end is not None and shaping.margin >= limit:
+            raise Refused(
+                f"--shaping.margin {shaping.margin} with a limit of {limit} tokens: every response would be punished. "
+                f"Set it below {limit}, or --shaping no-shaping"
+            )
+
+    @property
+    def label(self) -> str:
+        return label(self.algorithm)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting, resolved; `from_dict` reads it back."""
+        axes = {axis: to_dict(getattr(self.algorithm, axis)) for axis in MENU}
+        choices = {"task": to_dict(self.task), "policy": to_dict(self.policy), **axes}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("task", "policy", "algorithm")}
+        return {**choices, **plain}
+
+
+_AT_LEAST = {
+    "steps": 1,
+    "prompts": 1,
+    "samples": 1,
+    "epochs": 1,
+    "minibatches": 1,
+    "micro_batch": 0,
+    "seed": 0,
+    "eval_every": 1,
+    "eval_prompts": 1,
+    "checkpoint_every": 1,
+    "keep": 1,
+    "record_every": 1,
+    "max_reward_errors": 0,
+    "threads": 0,
+}
+PLAIN = {f.name: f for f in fields(Config) if f.name not in ("task", "policy", "algorithm")}
+CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
+    flat: dict[str, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            flat[key] = value["name"]
+            flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in value.items() if k != "name"}
+        else:
+            flat[key] = value
+    return flat
+
+
+def configure(task: Any, *layers: Settings) -> Config:
+    """The config of a task (a name, a class or an instance) under these settings, later ones winning."""
+    if isinstance(task, str):
+        task = load_python("TASK", task) if task.startswith("python:") else _task_class(task)
+    cls = task if isinstance(task, type) else type(task)
+    layers = tuple({_canonical(k): v for k, v in layer.items() if v is not None or "." in k} for layer in layers)
+    preset_name = next((str(layer["preset"]) for layer in reversed(layers) if "preset" in layer), "default")
+    presets = cls.presets  # type: ignore[attr-defined]
+    if preset_name not in presets:
+        raise Refused(
+            f"--preset {preset_name}: {name_of(cls)} has {', '.join(presets)}.{nearest(preset_name, presets)}"
+        )
+    preset = {_canonical(k): v for k, v in presets[preset_name].items()}
+    stack = (preset, *layers)
+    algorithm, policy = Algorithm(), POLICIES[0]()
+    plain: dict[str, Any] = {}
+    own: dict[str, Any] = {} if isinstance(task, type) else dict(vars(task))
+    for layer in stack:
+        if "algorithm" in layer:
+            algorithm = replace(_row(layer["algorithm"]), update=algorithm.update)
+        chosen = {axis: getattr(algorithm, axis) for axis in MENU} | {"policy": policy}
+        for axis in CHOICES:
+            chosen[axis] = _choose(axis, chosen[axis], layer, preset)
+        policy = chosen.pop("policy")
+        algorithm = _assemble(chosen, last=layer is stack[-1])
+        plain |= {k: _checked(k, v, Config) for k, v in layer.items() if k in PLAIN}
+        own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
+        _refuse_unknown(layer, cls, preset=layer is preset)
+    return Config(task=build("task", cls, own), policy=policy, algorithm=algorithm, **plain)
+
+
+def _assemble(chosen: dict[str, Any], last: bool) -> Algorithm:
+    """An algorithm of these choices. A layer may leave an impossible one for the next to complete."""
+    if last:
+        return Algorithm(**chosen)
+    unchecked = object.__new__(Algorithm)
+    unchecked.__dict__.update(chosen)
+    return unchecked
+
+
+def _task_class(name: str) -> type:
+    known = {name_of(cls): cls for cls in TASKS}
+    if name not in known:
+        raise Refused(f"TASK {name}: no such task. There are {', '.join(known)}.{nearest(name, known)}")
+    return known[name]
+
+
+def _canonical(key: str) -> str:
+    """--max-norm and max_norm are one name; --lr is --update.lr."""
+    axis, dot, field = key.partition(".")
+    key = f"{axis}.{field.replace('-', '_')}" if dot else axis.replace("-", "_")
+    return SHORT.get(key, key)
+
+
+def _row(given: Any) -> Algorithm:
+    if isinstance(given, Algorithm):
+        return given
+    if given not in ALGORITHMS:
+        raise Refused(
+            f"--algorithm {given}: no such row. There are {', '.join(ALGORITHMS)}.{nearest(str(given), ALGORITHMS)}"
+        )
+    return ALGORITHMS[given]
+
+
+def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
+    """This axis after a layer: another choice if it names one, other fields if it sets any."""
+    named = layer.get(axis)
+    if named is not None and not isinstance(named, str):
+        now = named() if isinstance(named, type) else named
+    elif named is not None:
+        cls = find(axis, CHOICES[axis], named)
+        if cls is not type(now):
+            starts = {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
+            now = build(axis, cls, starts)
+    fields_set = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
+    if not fields_set:
+        return now
+    build(axis, type(now), {k: v for k, v in fields_set.items() if k not in hyperparameters(type(now))})
+    return replace(now, **{k: _checked(f"{axis}.{k}", v, type(now)) for k, v in fields_set.items()})
+
+
+def _refuse_unknown(layer: Settings, task: type, preset: bool) -> None:
+    if preset:
+        return
+    known = {*PLAIN, *CHOICES, *hyperparameters(task), "algorithm", "preset", "lr"}
+    for key in layer:
+        if key.split(".")[0] not in known:
+            raise Refused(f"--{_flag(key)}: there is no such setting for {name_of(task)}.{nearest(key, known)}")
+
+
+def _checked(key: str, value: Any, cls: type) -> Any:
+    """The value if it is of the field's type, an int made a float where that is wanted; else refused."""
+    hint = get_type_hints(cls)[key.rpartition(".")[2]]
+    wanted = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for kind in wanted:
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return value
+        elif kind is Any or type(value) is kind or (kind is type(None) and value is None):
+            return value
+        elif kind is float and type(value) is int:
+            return float(value)
+        elif kind is str and key == "record_rollouts" and type(value) is int:
+            return str(value)
+    choices = [str(v) for kind in wanted for v in (get_args(kind) if get_origin(kind) is Literal else ())]
+    what = f"one of {', '.join(choices)}" if choices else " or ".join(getattr(k, "__name__", str(k)) for k in wanted)
+    raise Refused(f"--{_flag(key)} is {value!r}: it has to be {what}")

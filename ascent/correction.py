@@ -1,0 +1,118 @@
+"""Importance weights between the sampler that drew the tokens and the policy that trains on them.
+
+    w_t = exp(logp_old_t − logp_sampler_t) · m_t
+
+m_t is the probability that top-p or top-k kept at that token: what was really drawn there has
+log-probability logp_sampler − log m. A constant factor on the surrogate. The two policies should
+be one and the same; kernels, precisions and stale weights make them differ. How much is always
+measured, whether it is corrected or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ascent.types import Batch, Refused
+
+PerToken = Float[Tensor, "prompt sample token"]
+Factor = Float[Tensor, "prompt sample #token"]
+Level = Literal["token", "sequence"]
+
+
+def log_weight(logp: PerToken, batch: Batch) -> PerToken:
+    """log w at each token, 0 at masked ones."""
+    log_w = logp - batch.logp_sampler
+    if batch.mass is not None:
+        log_w = log_w + batch.mass.log()
+    return torch.where(batch.mask, log_w, 0.0)
+
+
+def _weight(batch: Batch, level: Level) -> Factor:
+    assert batch.logp_old is not None
+    log_w = log_weight(batch.logp_old, batch)
+    return torch.exp(log_w if level == "token" else log_w.sum(-1, keepdim=True))
+
+
+def mismatch(logp: PerToken, batch: Batch) -> dict[str, Tensor]:
+    """How far the trainer's log-probs are from the sampler's, measured before any update.
+
+    The mean and largest |logp − logp_sampler|, the effective sample size (Σw)²/Σw² as a share of
+    the tokens, and KL(sampler ‖ trainer) as the mean of k3 over the sampled tokens.
+    """
+    counted = batch.counted
+    gap = torch.where(counted, logp - batch.logp_sampler, 0.0)
+    tokens = counted.sum().clamp(min=1)
+    w = torch.where(counted, torch.exp(log_weight(logp, batch)), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": gap.abs().sum() / tokens,
+        "sampling/sampling_logp_difference/max": gap.abs().max(),
+        "sampling/effective_sample_size": w.sum() ** 2 / (w**2).sum() / tokens,
+        "sampling/kl": (torch.exp(gap) - gap - 1).sum() / tokens,
+    }
+
+
+@dataclass(frozen=True)
+class NoCorrection:
+    """Sampler and trainer are taken to be the same policy; the mismatch is measured all the same."""
+
+    on: ClassVar[bool] = False
+    level: ClassVar[Level] = "token"
+
+    def __call__(self, batch: Batch) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """The weight, cut off at c.
+
+    min(w, c), w per token or its product over the response
+    Ionides 2008; for language models, Yao et al. 2025. Biased only where w > c.
+    """
+
+    level: Level = "token"
+    """One weight a token, or their product over the response."""
+    cap: float = 2.0
+    """c: the largest weight."""
+    on: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise Refused(f"--correction.cap is {self.cap:g}: every weight would be 0 or less; set it above 0")
+
+    def __call__(self, batch: Batch) -> Factor:
+        return _weight(batch, self.level).clamp(max=self.cap)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The weight inside a band; 0 outside, so that what is too far off is not learned from.
+
+    w if low ≤ w ≤ high else 0, w per token or its product over the response
+    """
+
+    level: Level = "token"
+    """One weight a token, or their product over the response."""
+    low: float = 0.5
+    """Below it, 0."""
+    high: float = 2.0
+    """Above it, 0."""
+    on: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise Refused(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
+
+    def __call__(self, batch: Batch) -> Factor:
+        w = _weight(batch, self.level)
+        inside: Bool[Tensor, "prompt sample #token"] = (w >= self.low) & (w <= self.high)
+        return torch.where(inside, w, 0.0)
+
+
+Correction = NoCorrection | Truncated | Masked
+CORRECTIONS = (NoCorrection, Truncated, Masked)

@@ -1,0 +1,134 @@
+"""KL(π ‖ π_ref): how it is estimated, and where the penalty goes.
+
+With ℓ = log π − log π_ref of a token drawn from π:
+
+    k1 = ℓ                  unbiased as a value, high variance
+    k2 = ½ ℓ²               biased as a value, low variance
+    k3 = e^−ℓ + ℓ − 1       unbiased as a value, never negative      (Schulman 2020)
+    exact                   Σ_v π(v) (log π(v) − log π_ref(v)) over the whole vocabulary
+
+What an estimator is worth as a *value* says nothing of its *gradient*:
+
+- In the loss, differentiated per token, k1 pushes nowhere (its expected gradient is 0), k2 and
+  exact push almost along ∇KL(π ‖ π_ref), and k3 along ∇KL(π_ref ‖ π): they hold the visited
+  states fixed and miss what a token does to the KL of later ones.
+- In the reward, k1 gives exactly −β ∇KL(π ‖ π_ref). k2, k3 and exact do not, and may raise the KL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent.types import Batch, Refused, State, add_outcome, at_last
+
+Estimator = Literal["k1", "k2", "k3", "exact"]
+PerToken = Float[Tensor, "prompt sample token"]
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """ℓ, with ℓ = log π − log π_ref."""
+    return log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """½ ℓ²."""
+    return 0.5 * log_ratio**2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """e^−ℓ + ℓ − 1: the ratio is π_ref/π, so that it is an estimate of KL(π ‖ π_ref)."""
+    return torch.exp(-log_ratio) + log_ratio - 1
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def estimate(name: Estimator, logp: PerToken, logp_ref: PerToken | None, kl_full: PerToken | None) -> PerToken:
+    """The KL at each token; exact takes the full-vocabulary value that the learner computed."""
+    if name == "exact":
+        assert kl_full is not None
+        return kl_full
+    assert logp_ref is not None
+    return ESTIMATORS[name](logp - logp_ref)
+
+
+def adapt(coef: float, kl: float, target: float) -> float:
+    """β ← β · (1 + 0.1 · clip(KL/target − 1, ±0.2))      (Ziegler et al. 2019)"""
+    return coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
+
+
+@dataclass(frozen=True)
+class NoKL:
+    """No penalty. A reference, if there is one, is only measured against."""
+
+    estimator: ClassVar[Estimator] = "k3"
+    coef: ClassVar[float] = 0.0
+    target: ClassVar[float | None] = None
+    where: ClassVar[str] = "nowhere"
+
+
+@dataclass(frozen=True)
+class _Penalty:
+    def __post_init__(self) -> None:
+        if not self.coef >= 0:  # type: ignore[attr-defined]
+            raise Refused(f"--kl.coef is {self.coef}: a penalty is 0 or more")  # type: ignore[attr-defined]
+        target = self.target  # type: ignore[attr-defined]
+        if target is not None and not target > 0:
+            raise Refused(f"--kl.target is {target}: an adaptive coefficient needs a KL above 0 to steer to")
+
+
+@dataclass(frozen=True)
+class InLoss(_Penalty):
+    """The KL of each token, differentiated, with the surrogate's own weights.
+
+    objective = Σ weight · (surrogate − β · KL_t)
+    GRPO's place for it (Shao et al. 2024). See the file's head for what its gradient is.
+    """
+
+    estimator: Estimator = "k3"
+    """k1 | k2 | k3 | exact"""
+    coef: float = 0.04
+    """β, or where an adaptive β starts."""
+    target: float | None = None
+    """KL per token that β is steered to. None: β stays fixed."""
+    where: ClassVar[str] = "loss"
+
+
+@dataclass(frozen=True)
+class InReward(_Penalty):
+    """A constant, taken from logp_old and subtracted from the reward before any group statistic.
+
+    per response: R ← R − β Σ_t KL_t;   per token: r_t ← r_t − β KL_t, then rewards-to-go
+    RLHF's classical place for it (Ziegler et al. 2019). With k1 its gradient is exactly
+    −β ∇KL(π ‖ π_ref); with the others it is not.
+    """
+
+    estimator: Estimator = "k1"
+    """k1 | k2 | k3 | exact"""
+    coef: float = 0.05
+    """β, or where an adaptive β starts."""
+    per: Literal["response", "token"] = "response"
+    """Subtract the sum from the outcome, or each token's KL at that token."""
+    target: float | None = None
+    """KL per token that β is steered to. None: β stays fixed."""
+    where: ClassVar[str] = "reward"
+
+    def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
+        """The reward with the penalty taken off; an outcome moves to the last token if need be."""
+        penalty = torch.where(batch.mask, coef * kl, 0.0)
+        if self.per == "response":
+            return add_outcome(batch, -penalty.sum(-1, keepdim=True))
+        return (at_last(batch, batch.reward) if batch.reward.shape[-1] == 1 else batch.reward) - penalty
+
+
+def start(choice: KL) -> State:
+    return {"kl_coef": choice.coef} if choice.where != "nowhere" else {}
+
+
+KL = NoKL | InLoss | InReward
+KLS = (NoKL, InLoss, InReward)

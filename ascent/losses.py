@@ -1,0 +1,190 @@
+"""Surrogates: what is maximised per token, given δ. One frozen dataclass per choice.
+
+ρ = exp(logp − logp_old) compares the policy with itself at the time of sampling. `logp_old` and
+δ are constants: gradient flows through `logp` alone. At ρ = 1 every surrogate here has the
+gradient of the first one, so the first update on a fresh batch is REINFORCE's whatever is chosen.
+
+A surrogate returns one number a token, or, with token length 1, one a response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ascent.types import Refused
+
+PerToken = Float[Tensor, "prompt sample token"]
+Broadcast = Float[Tensor, "prompt sample #token"]
+Clips = tuple[Bool[Tensor, "prompt sample token"], Bool[Tensor, "prompt sample token"]]
+
+
+def _positive(value: float, flag: str) -> None:
+    if not value > 0:
+        raise Refused(f"{flag} is {value:g}, but a clipping bound is a distance from 1: set it above 0")
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """Log-probability times credit, the naive policy gradient.
+
+    δ · log π
+    Williams 1992. Unbiased on fresh samples. Reused for further updates on the same batch it is
+    not corrected for the policy having moved.
+    """
+
+    ratio: ClassVar[bool] = False
+    sequence: ClassVar[bool] = False
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        return advantage * logp
+
+    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Importance-weighted credit, one ratio a token, never clipped.
+
+    ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
+    Kakade and Langford 2002, and TRPO's objective. A token ratio ignores that the states before
+    it were reached by the old policy, so once the policy has moved it is biased; only the product
+    over the response is the exact importance weight.
+    """
+
+    ratio: ClassVar[bool] = True
+    sequence: ClassVar[bool] = False
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        return torch.exp(logp - logp_old) * advantage
+
+    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The ratio, worth no more once it has moved far enough (PPO, GRPO).
+
+    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ);  with dual clip c, where δ < 0: at least c·δ
+    Schulman et al. 2017; asymmetric bounds, Yu et al. 2025 (DAPO); dual clip, Ye et al. 2020.
+    The gradient is 0 where ρ has passed the bound in δ's direction. At ρ = 1 nothing is clipped.
+    """
+
+    low: float = 0.2
+    """ε_low: how far below 1 the ratio of a bad token still earns."""
+    high: float = 0.2
+    """ε_high: how far above 1 the ratio of a good token still earns."""
+    dual: float | None = None
+    """c > 1: bounds the loss of a bad token whose ratio has exploded. None: off."""
+    ratio: ClassVar[bool] = True
+    sequence: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _positive(self.low, "--loss.low")
+        _positive(self.high, "--loss.high")
+        if self.dual is not None and not self.dual > 1:
+            raise Refused(f"--loss.dual is {self.dual:g}: at 1 or less it would clip fresh samples; set it above 1")
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        ρ = torch.exp(logp - logp_old)
+        surrogate = torch.minimum(ρ * advantage, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
+        if self.dual is not None:
+            surrogate = torch.where(advantage < 0, torch.maximum(surrogate, self.dual * advantage), surrogate)
+        return surrogate
+
+    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return _outside(torch.exp(log_ratio), advantage, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class SequenceRatio:
+    """One ratio for the whole response, with gradient through all its tokens.
+
+    product:  ρ = exp(Σ_t (logp_t − logp_old_t)), the exact importance weight (TRL's RLOO)
+    mean:     ρ = exp(mean_t (logp_t − logp_old_t)), length-normalised (GSPO, Zheng et al. 2025)
+    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ), or ρ δ with no bounds set
+    Only the unclipped product stays unbiased once the policy has moved; its variance grows with
+    the length. Needs an outcome reward: one δ a response.
+    """
+
+    form: Literal["product", "mean"] = "mean"
+    """Sum the log-ratios of the tokens, or take their mean."""
+    low: float | None = 3e-4
+    """ε_low; None with ε_high None: never clipped."""
+    high: float | None = 4e-4
+    """ε_high; None with ε_low None: never clipped."""
+    ratio: ClassVar[bool] = True
+    sequence: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise Refused("--loss.low and --loss.high: set both, or both to None for no clipping")
+        for value, flag in ((self.low, "--loss.low"), (self.high, "--loss.high")):
+            if value is not None:
+                _positive(value, flag)
+
+    def log_ratio(self, log_ratio: PerToken, mask: Tensor) -> Float[Tensor, "prompt sample 1"]:
+        total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
+        return total if self.form == "product" else total / mask.sum(-1, keepdim=True).clamp(min=1)
+
+    def __call__(
+        self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor
+    ) -> Float[Tensor, "prompt sample 1"]:
+        if advantage.shape[-1] != 1:
+            raise Refused(
+                f"{type(self).__name__} has one ratio a response, but the credit differs from token to token "
+                "(a reward or a KL per token): use an outcome reward, or --loss clipped"
+            )
+        ρ = torch.exp(self.log_ratio(logp - logp_old, mask))
+        if self.low is None or self.high is None:
+            return ρ * advantage
+        return torch.minimum(ρ * advantage, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
+
+    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        if self.low is None or self.high is None:
+            return None
+        ρ = torch.exp(self.log_ratio(log_ratio, mask)).expand_as(log_ratio)
+        return _outside(ρ, advantage, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Cispo:
+    """Log-probability times credit, weighted by a clipped ratio that carries no gradient (CISPO).
+
+    sg[clip(ρ, 1−ε_low, 1+ε_high)] · δ · log π
+    MiniMax 2025. Unlike the clipped ratio it never silences a token; far-off tokens only weigh
+    less. ε_low = 1 means no lower bound. At ρ = 1 it is the log-prob surrogate.
+    """
+
+    low: float = 1.0
+    """ε_low; 1: no lower bound."""
+    high: float = 4.0
+    """ε_high; the weight of a token is at most 1 + ε_high."""
+    ratio: ClassVar[bool] = True
+    sequence: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _positive(self.low, "--loss.low")
+        _positive(self.high, "--loss.high")
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        ρ = torch.exp(logp.detach() - logp_old)
+        return ρ.clamp(1 - self.low, 1 + self.high) * advantage * logp
+
+    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return _outside(torch.exp(log_ratio), advantage, self.low, self.high)
+
+
+def _outside(ρ: PerToken, advantage: Broadcast, low: float, high: float) -> Clips:
+    """Where the bound binds: low is ρ < 1−ε_low with δ < 0, high is ρ > 1+ε_high with δ > 0."""
+    return (ρ < 1 - low) & (advantage < 0), (ρ > 1 + high) & (advantage > 0)
+
+
+Loss = LogProb | Ratio | Clipped | SequenceRatio | Cispo
+LOSSES = (LogProb, Ratio, Clipped, SequenceRatio, Cispo)

@@ -1,0 +1,71 @@
+"""The lecture's policy: linear, and every response position is drawn independently of the others.
+
+    encoded = Σ_position emb[prompt_position] · E_position
+    logits_position = encoded · D_position · embᵀ        (the same embedding, no bias, no activation)
+
+Following Stanford's CS336, lecture 17. Small enough that all its responses can be enumerated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ascent.policies.base import Policy, Sampled
+from ascent.types import Refused, Space
+
+
+@dataclass(frozen=True)
+class PerPosition:
+    """A linear policy whose response positions are independent of one another."""
+
+    dim: int = 10
+    """Width of the embedding."""
+
+    def __call__(self, space: Space, generator: torch.Generator) -> PerPositionPolicy:
+        if space.end is not None:
+            raise Refused(
+                "--policy per-position draws every position by itself, so it cannot decide to end: "
+                "use --policy transformer, or a task without an end token"
+            )
+        return PerPositionPolicy(space, self.dim, generator)
+
+
+class PerPositionPolicy(Policy):
+    def __init__(self, space: Space, dim: int, generator: torch.Generator):
+        super().__init__()
+        self.space = space
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        # The order of these draws is part of the published random stream.
+        self.embedding = nn.Parameter(normal(space.vocab, dim))
+        self.encode = nn.Parameter(normal(space.prompt_length, dim, dim) / math.sqrt(dim))
+        self.decode = nn.Parameter(normal(space.limit, dim, dim) / math.sqrt(dim))
+
+    def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt token vocab"]:
+        encoded = torch.einsum("bpd,pde->be", self.embedding[prompt], self.encode)
+        decoded = torch.einsum("bd,pde->bpe", encoded, self.decode)
+        return decoded @ self.embedding.T
+
+    def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt 1 token vocab"]:
+        return self.all_logits(prompt).unsqueeze(1)
+
+    @torch.no_grad()
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+        logits = self.all_logits(prompt) / temperature
+        prompts, tokens, vocab = logits.shape
+        if generator is None:
+            response = logits.argmax(-1).unsqueeze(1).expand(-1, samples, -1)
+        else:
+            rows = torch.softmax(logits, -1).reshape(prompts * tokens, vocab)
+            drawn = torch.multinomial(rows, samples, replacement=True, generator=generator)
+            response = drawn.reshape(prompts, tokens, samples).transpose(1, 2)
+        logp = torch.log_softmax(logits, -1).unsqueeze(1).expand(-1, samples, -1, -1)
+        chosen = logp.gather(-1, response.unsqueeze(-1)).squeeze(-1)
+        return Sampled(response, chosen, torch.full((prompts, samples), tokens))

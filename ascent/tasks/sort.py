@@ -1,0 +1,129 @@
+"""Sort n numbers out of V, generated, with held-out prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from ascent.tasks import sorting
+from ascent.types import Refused, Rollouts, Scores, Space
+
+Prompts = Int[Tensor, "prompt position"]
+
+ONE_IN = 5
+"""One prompt in so many is held out."""
+ENUMERABLE = 200_000
+
+
+@dataclass(frozen=True)
+class Sort:
+    """Sort `length` numbers out of 0 … numbers−1; one prompt in five is held out."""
+
+    reward: str = "positions"
+    """exact | positions | inclusion-ordering | python:FILE:NAME"""
+    length: int = 5
+    """How many numbers a prompt has."""
+    numbers: int = 10
+    """How many different numbers there are."""
+    distinct: bool = False
+    """Draw without repeats."""
+    end: bool = False
+    """The response must close with an end token, so that lengths differ."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "default": {
+            "policy": "transformer",
+            "algorithm": "dr-grpo",
+            "lr": 2e-3,
+            "update.schedule": "linear",
+            "update.max_norm": 1.0,
+            "steps": 500,
+            "prompts": 64,
+            "samples": 8,
+            "epochs": 1,
+            "seed": 0,
+            "eval_every": 50,
+            "record_every": 50,
+            "checkpoint_every": 100,
+        }
+    }
+
+    def __post_init__(self) -> None:
+        sorting.check_reward(self.reward)
+        if self.length < 2 or self.numbers < 2:
+            raise Refused(
+                f"--length {self.length} --numbers {self.numbers}: sorting needs at least two positions and two numbers"
+            )
+        if self.distinct and self.length > self.numbers:
+            raise Refused(
+                f"--distinct with --length {self.length} --numbers {self.numbers}: there are not that many different "
+                "numbers; raise --numbers or lower --length"
+            )
+        if self.numbers**self.length <= ENUMERABLE and not len(self.held_out(1)):
+            raise Refused(
+                f"--length {self.length} --numbers {self.numbers}: so few prompts that none is held out; raise either"
+            )
+
+    @property
+    def space(self) -> Space:
+        if self.end:
+            return Space(self.length, self.numbers + 1, self.length + 1, end=self.numbers)
+        return Space(self.length, self.numbers, self.length)
+
+    @property
+    def max_reward(self) -> float | None:
+        return sorting.reward_maximum(self.reward, self.length)
+
+    @property
+    def loophole(self) -> str | None:
+        if self.reward != "inclusion-ordering" or self.distinct:
+            return None
+        return (
+            "where a prompt repeats a number, wrong responses hold all its numbers in order too: "
+            "[1 2 2] earns as much for [1 1 2] as [1 1 2] does"
+        )
+
+    def draw(self, count: int, generator: torch.Generator) -> Prompts:
+        found = torch.empty(0, self.length, dtype=torch.long)
+        while len(found) < count:
+            fresh = self._any(2 * count, generator)
+            found = torch.cat([found, fresh[~self._held_out(fresh)]])
+        return found[:count]
+
+    def held_out(self, count: int) -> Prompts:
+        generator = torch.Generator().manual_seed(0)
+        if self.numbers**self.length <= ENUMERABLE:
+            every = torch.cartesian_prod(*[torch.arange(self.numbers)] * self.length)
+            if self.distinct:
+                ordered = every.sort(-1).values
+                every = every[(ordered[:, 1:] != ordered[:, :-1]).all(-1)]
+            every = every[self._held_out(every)]
+            return every[torch.randperm(len(every), generator=generator)[:count]]
+        found = torch.empty(0, self.length, dtype=torch.long)
+        while len(found) < count:
+            fresh = self._any(2 * ONE_IN * count, generator)
+            found = torch.cat([found, fresh[self._held_out(fresh)]]).unique(dim=0)
+        return found[torch.randperm(len(found), generator=generator)[:count]]
+
+    def _any(self, count: int, generator: torch.Generator) -> Prompts:
+        if self.distinct:
+            return torch.rand(count, self.numbers, generator=generator).argsort(-1)[:, : self.length]
+        return torch.randint(self.numbers, (count, self.length), generator=generator)
+
+    def _held_out(self, prompt: Prompts) -> Bool[Tensor, "prompt"]:
+        """A fixed rule on the prompt itself, so that no list has to be kept: one hash in five."""
+        code = torch.zeros(len(prompt), dtype=torch.long)
+        for number in prompt.unbind(-1):
+            code = (code * 6364136223846793005 + number + 1442695040888963407) & (2**62 - 1)
+            code = code ^ (code >> 29)
+        return code % ONE_IN == 0
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        return sorting.score(self.reward, rollouts, self.space)
+
+    def text(self, ids: list[int]) -> str:
+        return sorting.text(ids, self.space.end)

@@ -1,0 +1,115 @@
+"""Rewards for sorting, on whole tensors, and a user's own on lists.
+
+    exact               1 if the response is the sorted prompt, else 0
+    positions           the number of positions that are right
+    inclusion-ordering  one point for each prompt position whose number appears in the response, and
+                        one for each adjacent pair x, y of the response with x ≤ y
+
+The last has two traps, kept on purpose. Where a prompt repeats a number, wrong responses earn the
+maximum: [1 2 2] for [1 1 2]. And one fixed answer, [1 2 3], earns 4, 4 and 5 of 5 on the lecture's
+three prompts: a local optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ascent.menu import load_python, nearest
+from ascent.types import Refused, Rollouts, Scores, Space
+
+RewardName = Literal["exact", "positions", "inclusion-ordering"]
+REWARDS: tuple[str, ...] = ("exact", "positions", "inclusion-ordering")
+Numbers = Int[Tensor, "prompt sample position"]
+Prompt = Int[Tensor, "prompt position"]
+
+NOTHING = -1
+"""Stands at a response position that holds no number: after the end, or the end token itself."""
+
+
+def numbers(rollouts: Rollouts, space: Space) -> Numbers:
+    """The response as exactly `prompt_length` numbers, NOTHING where there is none."""
+    held = rollouts.mask if space.end is None else rollouts.mask & (rollouts.response != space.end)
+    found = torch.where(held, rollouts.response, NOTHING)[..., : space.prompt_length]
+    return torch.nn.functional.pad(found, (0, space.prompt_length - found.shape[-1]), value=NOTHING)
+
+
+def positions_right(prompt: Prompt, response: Numbers) -> Float[Tensor, "prompt sample"]:
+    return (response == prompt.sort(-1).values.unsqueeze(1)).sum(-1).float()
+
+
+def inclusion_ordering(prompt: Prompt, response: Numbers) -> Float[Tensor, "prompt sample"]:
+    included = (prompt[:, None, :, None] == response[:, :, None, :]).any(-1).sum(-1)
+    left, right = response[..., :-1], response[..., 1:]
+    ordered = ((left <= right) & (left != NOTHING)).sum(-1)
+    return (included + ordered).float()
+
+
+def sorted_exactly(rollouts: Rollouts, space: Space) -> Bool[Tensor, "prompt sample"]:
+    """Is the response the sorted prompt and nothing more?"""
+    right = positions_right(rollouts.prompt, numbers(rollouts, space)) == space.prompt_length
+    extra = 0 if space.end is None else 1
+    return right & (rollouts.mask.sum(-1) == space.prompt_length + extra) & ~rollouts.truncated
+
+
+def check_reward(reward: str) -> None:
+    """Refuse an unknown reward; load a user's own once, so that a broken file is refused early."""
+    if reward.startswith("python:"):
+        if not callable(load_python("--reward", reward)):
+            raise Refused(f"--reward {reward}: a reward is a function f(prompt, response) -> number")
+    elif reward not in REWARDS:
+        raise Refused(
+            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, and python:FILE:NAME for your own."
+            + nearest(reward, REWARDS)
+        )
+
+
+def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
+    correct = sorted_exactly(rollouts, space)
+    if reward.startswith("python:"):
+        value, errors = own_reward(load_python("--reward", reward), rollouts, space)
+        return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
+    response = numbers(rollouts, space)
+    if reward == "exact":
+        value = correct.float()
+    elif reward == "positions":
+        value = positions_right(rollouts.prompt, response)
+    else:
+        value = inclusion_ordering(rollouts.prompt, response)
+    return Scores(value.unsqueeze(-1), torch.ones_like(correct), correct)
+
+
+def own_reward(
+    function: Callable[..., Any], rollouts: Rollouts, space: Space
+) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
+    """A user's f(prompt, response) on every response: a number, or (number, reason).
+
+    What raises, or is no finite number, is NaN here and a reason in the list: never a silent 0.
+    """
+    values, errors = [], []
+    for prompt, group in zip(rollouts.prompt.tolist(), numbers(rollouts, space).tolist(), strict=True):
+        for padded in group:
+            response = [x for x in padded if x != NOTHING]
+            try:
+                value = function(prompt, response)
+                number = float(value[0] if isinstance(value, tuple) else value)
+                why = "" if math.isfinite(number) else f"returned {number}"
+            except Exception as error:
+                number, why = math.nan, f"{type(error).__name__}: {error}"
+            if why:
+                errors.append(f"prompt {prompt}, response {response}: {why}")
+            values.append(number if not why else math.nan)
+    return torch.tensor(values).view(rollouts.mask.shape[:2]), tuple(errors)
+
+
+def reward_maximum(reward: str, length: int) -> float | None:
+    return {"exact": 1.0, "positions": float(length), "inclusion-ordering": 2.0 * length - 1}.get(reward)
+
+
+def text(ids: list[int], end: int | None = None) -> str:
+    return "[" + " ".join("end" if i == end else str(i) for i in ids) + "]"

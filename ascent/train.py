@@ -1,0 +1,229 @@
+"""The loop, top to bottom: prompts → rollouts → rewards → credit → loss → step → sync → metrics → checkpoint.
+
+It is handed its task, sampler, learner and records, and knows none of their kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ascent.algorithms import Algorithm
+from ascent.config import Config
+from ascent.correction import mismatch
+from ascent.engines.base import Learner, Sampler, Stepped
+from ascent.groups import without_signal
+from ascent.tasks.base import Task
+from ascent.types import Batch, Metrics, Refused, Rollouts, State, Trouble, join
+
+
+class Streams:
+    """Every source of randomness in a run, each with its own generator, all from one seed.
+
+    `sampling` draws the first parameters and then every response: nothing else may draw from it.
+    """
+
+    def __init__(self, seed: int):
+        self.sampling = torch.Generator().manual_seed(seed)
+        self.prompts = torch.Generator().manual_seed(seed + 1_000_003)
+        self.order = torch.Generator().manual_seed(seed + 2_000_003)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: generator.get_state() for name, generator in vars(self).items()}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        for name, generator in vars(self).items():
+            generator.set_state(state[name])
+
+
+class Records(Protocol):
+    """Where a run is written down, and who may ask it to stop."""
+
+    def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None: ...
+
+    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State) -> None:
+        """Save all that a resume needs to go on with `step`."""
+
+    def dump(self, step: int, batch: Batch) -> str:
+        """Keep the batch that made trouble; say where."""
+
+    def stopping(self) -> bool: ...
+
+
+class Clock:
+    """Seconds spent in each phase of a step, under `time/`."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.spent[f"time/{phase}"] += time.perf_counter() - begin
+
+
+def train(
+    config: Config,
+    task: Task,
+    sampler: Sampler,
+    learner: Learner,
+    records: Records,
+    streams: Streams,
+    evaluate: Callable[[], Metrics],
+    start: int = 0,
+    state: State | None = None,
+) -> None:
+    """Steps `start` … `config.steps`, from this state (or the algorithm's first)."""
+    algorithm = config.algorithm
+    needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" else frozenset())
+    check_needs(needs, sampler, learner)
+    state = algorithm.start() if state is None else state
+    sampler.load(learner.params(), version=start)
+    for step in range(start, config.steps):
+        clock, begin = Clock(), time.perf_counter()
+        batch, metrics = collect(task, sampler, algorithm, config, streams.prompts, clock)
+        with clock("score"):
+            batch = batch.add(logp_old=batch.logp_sampler)
+            batch = batch.add(**learner.score(batch, needs))
+        batch, state = algorithm.credit(batch, state)
+        scalars = algorithm.scalars(state, step / config.steps)
+        minis, updates = [], []
+        with clock("update"):
+            for mini in batch.minibatches(config.epochs, config.minibatches, streams.order):
+                mini = mini.add(weight=algorithm.weights(mini), **scalars)
+                updates.append(learner.step(mini, algorithm.objective, algorithm.update))
+                minis.append(mini)
+        metrics |= summarize(batch, minis, updates, config)
+        with clock("sync"):
+            state = algorithm.after(state, metrics)
+            sampler.load(learner.params(), version=step + 1)
+            algorithm.reference(learner, step)
+        if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
+            with clock("eval"):
+                metrics |= evaluate()
+        metrics |= {**clock.spent, "time/step": time.perf_counter() - begin}
+        stop_on_trouble(step, metrics, batch, records)
+        records.step(step, metrics, batch, minis, updates)
+        stopping = records.stopping()
+        if stopping or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+            records.checkpoint(step + 1, learner, streams, state)
+        if stopping:
+            return
+
+
+def collect(
+    task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: torch.Generator, clock: Clock
+) -> tuple[Batch, Metrics]:
+    """Prompts, rollouts and rewards; with dynamic sampling, again in place of groups without signal.
+
+    The metrics are over everything that was sampled, before any group is dropped.
+    """
+    sampled: list[Batch] = []
+    kept: list[Batch] = []
+    missing, errors = config.prompts, []
+    for _ in range(algorithm.groups.rounds):
+        prompt = task.draw(config.prompts, rng)
+        with clock("generate"):
+            rollouts = sampler.generate(prompt, config.samples)
+            greedy = sampler.generate(prompt, 1, greedy=True) if "reward_greedy" in algorithm.needs else None
+        with clock("reward"):
+            batch, reasons = scored(task, rollouts, greedy)
+        errors += reasons
+        sampled.append(batch)
+        keep = algorithm.groups(batch).nonzero().flatten()[:missing]
+        kept.append(batch if len(keep) == len(prompt) else batch.select(keep))
+        missing -= len(keep)
+        if missing <= 0:
+            break
+    metrics = describe(join(sampled))
+    metrics["reward_errors"] = len(errors)
+    if errors and len(errors) > config.max_reward_errors * metrics["num_responses"]:
+        raise Trouble(
+            f"the reward failed on {len(errors)} of {metrics['num_responses']:.0f} responses, more than "
+            f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {errors[0]}"
+        )
+    batch = join(kept)
+    return batch.add(index=torch.arange(batch.prompt.shape[0])), metrics
+
+
+def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Batch, list[str]]:
+    """Rollouts with their rewards; where one failed, the response is marked and the reason returned."""
+    scores = task.score(rollouts)
+    batch = Batch(**vars(rollouts), reward=scores.reward, valid=scores.valid, correct=scores.correct)
+    errors = list(scores.errors)
+    if greedy is not None:
+        baseline = task.score(greedy)
+        errors += baseline.errors
+        # Without its baseline a group has no credit: it is left out as if its own rewards had failed.
+        batch = batch.add(reward_greedy=baseline.reward, valid=batch.valid & baseline.valid)
+    return batch, errors
+
+
+def describe(batch: Batch) -> Metrics:
+    """What was sampled, in numbers: reward and its spread, strict score, signal, lengths."""
+    valid, total = batch.valid, batch.reward.sum(-1)
+    count = valid.sum().clamp(min=1)
+    mean = torch.where(valid, total, 0.0).sum() / count
+    spread = (torch.where(valid, (total - mean) ** 2, 0.0).sum() / (count - 1).clamp(min=1)).sqrt()
+    assert batch.correct is not None
+    silent, length = without_signal(batch), batch.length.to(total.dtype)
+    values = {
+        "reward": mean,
+        "reward_std": spread,
+        "accuracy": (batch.correct & valid).sum() / count,
+        "frac_reward_zero_std": silent.to(total.dtype).mean(),
+        "frac_all_right": batch.correct.all(1).to(total.dtype).mean(),
+        "frac_all_wrong": (~batch.correct).all(1).to(total.dtype).mean(),
+        "completions/mean_length": length.mean(),
+        "completions/clipped_ratio": batch.truncated.to(total.dtype).mean(),
+        "num_tokens": length.sum(),
+    }
+    metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    return {**metrics, "num_responses": valid.numel()}
+
+
+def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
+    """The means over a step's updates, and the sampler's mismatch before the first of them."""
+    if not updates:
+        return {}
+    rows = torch.stack([torch.stack(list(u.metrics.values())) for u in updates]).tolist()
+    names = list(updates[0].metrics)
+    for update, row in zip(updates, rows, strict=True):
+        values = dict(zip(names, row, strict=True))
+        tokens = max(values.pop("tokens"), 1)
+        whole = {"loss": values.pop("loss"), "grad_norm": values.pop("grad_norm")}
+        update.report.update(whole | {name: total / tokens for name, total in values.items()})
+    metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}
+    if config.old_logp == "learner":
+        assert batch.logp_old is not None
+        gap = mismatch(batch.logp_old, batch)
+    else:
+        gap = mismatch(updates[0].logp, minis[0])
+    return metrics | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
+
+
+def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> None:
+    """Refuse, before any work, what neither the sampler nor the learner can bring."""
+    missing = needs - sampler.fills - learner.fills
+    if missing:
+        raise Refused(
+            f"these choices need {', '.join(sorted(missing))}, which neither {type(sampler).__name__} nor "
+            f"{type(learner).__name__} can compute; choose others, or another engine"
+        )
+
+
+def stop_on_trouble(step: int, metrics: Metrics, batch: Batch, records: Records) -> None:
+    """The first non-finite loss or gradient ends the run, with the batch that made it."""
+    bad = [name for name in ("loss", "grad_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]
+    if bad:
+        where = records.dump(step, batch)
+        raise Trouble(
+            f"step {step}: {' and '.join(bad)} became {metrics[bad[0]]}. The batch is kept in {where}; the last "
+            "checkpoint is from before. Lower --lr, or set --update.max-norm"
+        )

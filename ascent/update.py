@@ -1,0 +1,101 @@
+"""How a step is taken. An update stands on a few operations of the learner and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ascent.types import Batch, Outputs, Refused, Terms
+
+Objective = Callable[[Batch, Outputs], Terms]
+
+
+class Learns(Protocol):
+    """What an update asks of a learner. Each operation is a plain sum over micro-batches and ranks."""
+
+    optimizer: torch.optim.Optimizer
+
+    def trainable(self) -> list[Tensor]:
+        """The parameters that training moves."""
+
+    def gradient(self, mini: Batch, objective: Objective) -> Terms:
+        """The objective and its sums; every trainable parameter's `.grad` becomes −∇objective."""
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """‖g‖ over all of them together."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+@dataclass(frozen=True)
+class Adam:
+    """One step of Adam (AdamW where there is weight decay) along the objective's gradient.
+
+    Kingma and Ba 2015; Loshchilov and Hutter 2019. The rate follows a schedule over the run;
+    the gradient is scaled down where its norm exceeds a bound.
+    """
+
+    lr: float = 1e-3
+    """Learning rate at its highest. Short form: --lr."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the rate does after the warm-up: stay, or fall to 0 over the run."""
+    warmup: float = 0.0
+    """Share of the run over which the rate rises from 0."""
+    beta1: float = 0.9
+    """Decay of the gradient's mean."""
+    beta2: float = 0.999
+    """Decay of the gradient's square."""
+    eps: float = 1e-8
+    """Added to the root of the mean square."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_norm: float | None = None
+    """Largest gradient norm. None: as it is."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise Refused(f"--lr is {self.lr:g}: nothing would move, or everything uphill; set it above 0")
+        if not 0 <= self.warmup < 1:
+            raise Refused(f"--update.warmup is {self.warmup:g}: it is a share of the run, from 0 to below 1")
+
+    def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            parameters,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
+        )
+
+    def rate(self, progress: float) -> float:
+        """The learning rate after this share of the run."""
+        if progress < self.warmup:
+            return self.lr * progress / self.warmup
+        left = 1 - (progress - self.warmup) / (1 - self.warmup)
+        if self.schedule == "linear":
+            return self.lr * left
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 - math.cos(math.pi * left))
+        return self.lr
+
+    def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, Tensor]:
+        """Take the step; return the objective's terms before it, and the gradient's norm."""
+        terms = learner.gradient(mini, objective)
+        gradients = [p.grad for p in learner.trainable() if p.grad is not None]
+        norm = global_norm(gradients)
+        if self.max_norm is not None:
+            torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for group in learner.optimizer.param_groups:
+            group["lr"] = self.rate(mini.progress)
+        learner.optimizer.step()
+        return terms, norm
+
+
+Update = Adam
+UPDATES = (Adam,)
