@@ -154,44 +154,53 @@ def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+@dataclass
+class Resolved:
+    """Settings laid over one another, before anything is checked as a whole."""
+
+    task: type
+    own: dict[str, Any]
+    """The task's fields."""
+    plain: dict[str, Any]
+    """Config's plain fields."""
+    chosen: dict[str, Any]
+    """The policy and one choice per axis."""
+
+    def config(self) -> Config:
+        axes = dict(self.chosen)
+        policy = axes.pop("policy")
+        return Config(task=build("task", self.task, self.own), policy=policy, algorithm=Algorithm(**axes), **self.plain)
+
+
 def configure(task: Any, *layers: Settings) -> Config:
     """The config of a task (a name, a class or an instance) under these settings, later ones winning."""
+    return resolve(task, *layers).config()
+
+
+def resolve(task: Any, *layers: Settings) -> Resolved:
     if isinstance(task, str):
         task = load_python("TASK", task) if task.startswith("python:") else _task_class(task)
     cls = task if isinstance(task, type) else type(task)
-    layers = tuple({_canonical(k): v for k, v in layer.items() if v is not None or "." in k} for layer in layers)
-    preset_name = next((str(layer["preset"]) for layer in reversed(layers) if "preset" in layer), "default")
-    presets = cls.presets  # type: ignore[attr-defined]
-    if preset_name not in presets:
-        raise Refused(
-            f"--preset {preset_name}: {name_of(cls)} has {', '.join(presets)}.{nearest(preset_name, presets)}"
-        )
-    preset = {_canonical(k): v for k, v in presets[preset_name].items()}
-    stack = (preset, *layers)
-    algorithm, policy = Algorithm(), POLICIES[0]()
-    plain: dict[str, Any] = {}
-    own: dict[str, Any] = {} if isinstance(task, type) else dict(vars(task))
-    for layer in stack:
+    layers = tuple({_canonical(k): v for k, v in layer.items()} for layer in layers)
+    preset = _preset(cls, next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default"))
+    chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
+    found = Resolved(cls, {} if isinstance(task, type) else dict(vars(task)), {}, chosen)
+    for layer in (preset, *layers):
         if "algorithm" in layer:
-            algorithm = replace(_row(layer["algorithm"]), update=algorithm.update)
-        chosen = {axis: getattr(algorithm, axis) for axis in MENU} | {"policy": policy}
+            chosen |= vars(_row(layer["algorithm"])) | {"update": chosen["update"]}
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
-        policy = chosen.pop("policy")
-        algorithm = _assemble(chosen, last=layer is stack[-1])
-        plain |= {k: _checked(k, v, Config) for k, v in layer.items() if k in PLAIN}
-        own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
-        _refuse_unknown(layer, cls, preset=layer is preset)
-    return Config(task=build("task", cls, own), policy=policy, algorithm=algorithm, **plain)
+        found.plain |= {k: _checked(k, v, Config) for k, v in layer.items() if k in PLAIN}
+        found.own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
+        if layer is not preset:
+            _refuse_unknown(layer, cls)
+    return found
 
 
-def _assemble(chosen: dict[str, Any], last: bool) -> Algorithm:
-    """An algorithm of these choices. A layer may leave an impossible one for the next to complete."""
-    if last:
-        return Algorithm(**chosen)
-    unchecked = object.__new__(Algorithm)
-    unchecked.__dict__.update(chosen)
-    return unchecked
+def _preset(task: Any, name: str) -> Settings:
+    if name not in task.presets:
+        raise Refused(f"--preset {name}: {name_of(task)} has {', '.join(task.presets)}.{nearest(name, task.presets)}")
+    return {_canonical(k): v for k, v in task.presets[name].items()}
 
 
 def _task_class(name: str) -> type:
@@ -235,9 +244,7 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
     return replace(now, **{k: _checked(f"{axis}.{k}", v, type(now)) for k, v in fields_set.items()})
 
 
-def _refuse_unknown(layer: Settings, task: type, preset: bool) -> None:
-    if preset:
-        return
+def _refuse_unknown(layer: Settings, task: type) -> None:
     known = {*PLAIN, *CHOICES, *hyperparameters(task), "algorithm", "preset", "lr"}
     for key in layer:
         if key.split(".")[0] not in known:

@@ -6,10 +6,14 @@ choices; here they are only spelled, found and turned into dictionaries and back
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import importlib.util
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +71,20 @@ def load_python(flag: str, name: str) -> Any:
 
 def hyperparameters(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass: what it means, in its author's words."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return {}
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for field, after in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[field.target.id] = inspect.cleandoc(str(after.value.value))  # type: ignore[union-attr]
+    return docs
 
 
 def build(axis: str, cls: type, settings: Mapping[str, Any]) -> Any:

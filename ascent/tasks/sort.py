@@ -83,8 +83,8 @@ class Sort:
         if self.reward != "inclusion-ordering" or self.distinct:
             return None
         return (
-            "where a prompt repeats a number, wrong responses hold all its numbers in order too: "
-            "[1 2 2] earns as much for [1 1 2] as [1 1 2] does"
+            "the reward asks whether each number appears, not how often, so where a prompt repeats a number a wrong "
+            "response earns as much as the right one: [1 2 2] for [1 1 2]"
         )
 
     def draw(self, count: int, generator: torch.Generator) -> Prompts:

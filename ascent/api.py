@@ -1,0 +1,235 @@
+"""Ascent in Python: `run = ascent.train("sort", algorithm="grpo", seed=0)`."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.config import Config, configure
+from ascent.diagnose.explain import formula, objective_in_words
+from ascent.diagnose.findings import findings
+from ascent.engines import LocalLearner, LocalSampler
+from ascent.evaluate import evaluator
+from ascent.policies import Policy
+from ascent.records import Run, RunFolder, Writer, checkpoint
+from ascent.records.display import Display, for_stream
+from ascent.train import Streams
+from ascent.train import train as loop
+from ascent.types import Refused, State, Trouble
+
+
+def train(task: Any, *, out: str | Path | None = None, show: bool = True, **settings: Any) -> Run:
+    """Train on a task under these settings (those of the command line, dots and all) and return the run.
+
+    ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
+    """
+    return start(configure(task, settings), out, for_stream() if show else Display())
+
+
+def load(folder: str | Path) -> Run:
+    """A run from its folder."""
+    return Run(folder)
+
+
+def start(config: Config, out: str | Path | None, display: Display) -> Run:
+    """A new run of this config, in a new folder."""
+    config = replace(config, threads=config.threads or torch.get_num_threads())
+    parts = assemble(config)
+    words = {
+        "label": config.label,
+        "objective": objective_in_words(config.algorithm),
+        "formula": formula(config.algorithm),
+    }
+    path = Path(out) if out is not None else default_folder(config)
+    folder = RunFolder.create(path, config.to_dict() | words, about(config))
+    return carry_out(parts, folder, display, first=0, state=None)
+
+
+def resume(run: str | Path, display: Display | None = None, from_step: int | None = None) -> Run:
+    """Go on with a run from its newest checkpoint (or that of `from_step`), to the same numbers."""
+    existing = Run(run)
+    parts = assemble(existing.config)
+    folder = RunFolder.reopen(existing.folder)
+    try:
+        checkpoint.clear_unfinished(folder.path / "checkpoints")
+        chosen = _checkpoint(existing, from_step)
+        first, state, sizes = 0, None, {}
+        if chosen is not None:
+            groups, saved = checkpoint.load(chosen)
+            parts.streams.restore(groups.pop("rng"))
+            parts.learner.restore(groups)
+            first, state, sizes = saved["step"], saved["state"], saved["records"]
+        if first >= existing.config.steps:
+            return existing
+        folder.cut(sizes, first)
+        for later in existing.checkpoints:
+            if chosen is None or later.name > chosen.name:
+                later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
+    except BaseException:
+        folder.close()
+        raise
+    folder.run["status"] = "running"
+    folder.note("resumed", step=first)
+    return carry_out(parts, folder, display or for_stream(), first, state)
+
+
+def _checkpoint(run: Run, step: int | None) -> Path | None:
+    if step is None:
+        return run.checkpoints[-1] if run.checkpoints else None
+    wanted = run.folder / "checkpoints" / checkpoint.name(step)
+    if wanted not in run.checkpoints:
+        there = ", ".join(p.name.removeprefix("step_") for p in run.checkpoints) or "none"
+        raise Refused(f"--from {step}: {run.folder} has no such checkpoint; there is {there}")
+    return wanted
+
+
+@dataclass
+class Parts:
+    """What the loop is handed."""
+
+    config: Config
+    policy: Policy
+    sampler: LocalSampler
+    learner: LocalLearner
+    streams: Streams
+
+
+def assemble(config: Config) -> Parts:
+    """The policy, sampler and learner of a config, in one process."""
+    algorithm = config.algorithm
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    streams = Streams(config.seed)
+    policy = config.policy(config.task.space, streams.sampling)
+    if config.init is not None:
+        _load_params(policy, Path(config.init))
+    learner = LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, config.micro_batch)
+    return Parts(config, policy, LocalSampler(policy, config.temperature, streams.sampling), learner, streams)
+
+
+def _load_params(policy: Policy, source: Path) -> None:
+    """Start from a run's newest checkpoint, or from a folder with params.safetensors."""
+    if (source / "run.json").exists():
+        found = Run(source).checkpoints
+        if not found:
+            raise Refused(f"--init {source}: that run has no checkpoint yet")
+        source = found[-1]
+    if not (source / "params.safetensors").exists():
+        raise Refused(f"--init {source}: neither a run nor a folder with params.safetensors")
+    try:
+        policy.load_state_dict(checkpoint.params(source))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise Refused(
+            f"--init {source}: its parameters do not fit this policy and task; set the --policy, --length and "
+            f"--numbers that it was trained with ({reason})"
+        ) from None
+
+
+def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, state: State | None) -> Run:
+    """Run the loop in a locked folder, and write down how it ended."""
+    config = parts.config
+    writer = Writer(folder, config, display)
+    display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
+    try:
+        evaluate = evaluator(config, parts.policy, parts.sampler)
+        with interruptible(writer):
+            loop(config, config.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
+        done = len(Run(folder.path).metrics) >= config.steps
+        folder.run["status"] = "finished" if done else "interrupted"
+    except KeyboardInterrupt:
+        folder.run["status"] = "interrupted"
+        raise
+    except Exception as error:
+        folder.run |= {"status": "failed", "reason": str(error)}
+        if not isinstance(error, Trouble | Refused):
+            (folder.path / "error.txt").write_text(traceback.format_exc())
+            raise Trouble(
+                f"an error that Ascent did not foresee: {type(error).__name__}: {error}. "
+                f"The details are in {folder.path / 'error.txt'}"
+            ) from error
+        raise
+    finally:
+        display.close()
+        writer.close()
+        metrics = Run(folder.path).metrics
+        last = {k: v for line in metrics for k, v in line.items() if v is not None}
+        folder.run["step"] = len(metrics)
+        folder.run["result"] = result(last, config) if metrics else None
+        folder.note(folder.run["status"])
+        folder.close()
+    return Run(folder.path)
+
+
+def result(last: dict[str, Any], config: Config) -> dict[str, Any]:
+    """What run.json says of the outcome: the last of every metric that matters, and words."""
+    names = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
+    numbers = {name: last.get(name) for name in names}
+    return {
+        "steps": last["step"] + 1,
+        **numbers,
+        "max_reward": config.task.max_reward,
+        "words": findings(last, config.task),
+    }
+
+
+@contextmanager
+def interruptible(writer: Writer) -> Iterator[None]:
+    """Ctrl-C ends the run after this step, saved; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(*_: Any) -> None:
+        if writer.stop:
+            raise KeyboardInterrupt
+        writer.stop = True
+        writer.display.say("Stopping after this step, to save it. Once more to stop at once.")
+
+    for s in before:
+        signal.signal(s, handle)
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def about(config: Config) -> dict[str, Any]:
+    """What run.json says of where and with what the run was made."""
+    packages = ("ascent-rl", "torch", "numpy", "safetensors", "pyarrow")
+    return {
+        "task": type(config.task).__name__.lower(),
+        "label": config.label,
+        "seed": config.seed,
+        "step": 0,
+        "steps": config.steps,
+        "versions": {"python": platform.python_version(), **{p: version(p) for p in packages}},
+        "machine": {"system": platform.system(), "processor": platform.machine(), "threads": config.threads},
+    }
+
+
+def default_folder(config: Config) -> Path:
+    """runs/<date>-<task>-<algorithm>-s<seed>, numbered where that is taken."""
+    task = type(config.task).__name__.lower()
+    row = config.label.split("+")[0] if not config.label.startswith("reinforce++") else "reinforce++"
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{row}-s{config.seed}"
+    path, count = Path("runs") / base, 1
+    while path.exists():
+        count += 1
+        path = Path("runs") / f"{base}-{count}"
+    return path
+
+
+__all__ = ["assemble", "load", "resume", "start", "train"]

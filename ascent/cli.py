@@ -1,0 +1,163 @@
+"""The command `ascent`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ascent.types import Refused, Trouble
+
+USAGE = """\
+usage: ascent COMMAND …
+
+  ascent train TASK      train a policy; any axis of the menu is an option
+  ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
+  ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
+  ascent resume RUN      go on with a run, to the same numbers
+  ascent show RUN        what a run did; --step N for its responses, --json for scripts
+  ascent list            the tasks, the algorithms and the menu
+  ascent demo            the lecture's policy, stuck and solved, and a reward being hacked
+
+`ascent COMMAND --help` says more. Try `ascent train lecture` first: it takes a few seconds.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 finished, 1 stopped by trouble, 2 bad input, 130 interrupted."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if args else 2
+    try:
+        if args[0] not in COMMANDS:
+            from ascent.menu import nearest
+
+            raise Refused(f"{args[0]}: no such command.{nearest(args[0], COMMANDS)} `ascent --help` lists them")
+        return COMMANDS[args[0]](args[1:])
+    except Refused as error:
+        print(f"ascent: {error}", file=sys.stderr)
+        return 2
+    except Trouble as error:
+        print(f"ascent: stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ascent: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def train(args: list[str]) -> int:
+    from ascent.api import start
+    from ascent.flags import parse_train
+    from ascent.records.display import for_stream
+
+    config, options = parse_train(args, "ascent train")
+    if options.dry_run:
+        from ascent.api import assemble, default_folder
+        from ascent.report import plan
+
+        assemble(config)
+        print(plan(config, options.out or default_folder(config)))
+        return 0
+    return _ended(lambda: start(config, options.out, for_stream()))
+
+
+def resume(args: list[str]) -> int:
+    from ascent.api import resume
+    from ascent.flags import parse_resume
+
+    options = parse_resume(args)
+    return _ended(lambda: resume(options.run, from_step=options.from_step))
+
+
+def _ended(work: Callable) -> int:
+    """Carry out a run; say how it ended, in words and with what to type next."""
+    from ascent.records import Run
+    from ascent.report import ending
+
+    run: Run = work()
+    if run.status == "finished":
+        plot(run)
+    print(ending(run))
+    return 0 if run.status == "finished" else 130
+
+
+def plot(run: object) -> Path:
+    from ascent.records import Run
+    from ascent.records.plot import plot_runs
+
+    assert isinstance(run, Run)
+    title = f"{run.info['task']}, {run.info['label']}, seed {run.info['seed']}"
+    return plot_runs([(run.folder.name, run.metrics, run.config.task.max_reward)], run.folder / "plot.png", title)
+
+
+def show(args: list[str]) -> int:
+    from ascent.flags import parse_show
+    from ascent.records import Run
+    from ascent.report import responses, summary
+
+    options = parse_show(args)
+    run = Run(options.run)
+    if options.step is not None:
+        rows = run.rollouts(options.step)
+        print(json.dumps(rows) if options.json else responses(rows))
+    elif options.json:
+        config = json.loads((run.folder / "config.json").read_text())
+        about = run.info | {"status": run.status, "folder": str(run.folder)}
+        print(json.dumps({"run": about, "config": config, "metrics": run.metrics, "events": run.events}))
+    else:
+        print(summary(run))
+    return 0
+
+
+def explain(args: list[str]) -> int:
+    from ascent.diagnose.explain import explain
+
+    if len(args) != 1 or args[0].startswith("-"):
+        asked = "--help" in args or "-h" in args
+        print(
+            "usage: ascent explain NAME\n\n"
+            "NAME is a row or a choice; `ascent list` has them all. Try: ascent explain grpo"
+        )
+        return 0 if asked else 2
+    print(explain(args[0]))
+    return 0
+
+
+def list_menu(args: list[str]) -> int:
+    from ascent.diagnose.explain import menu_text
+
+    if args:
+        raise Refused(f"ascent list takes nothing more, but was given {' '.join(args)}")
+    print(menu_text())
+    return 0
+
+
+def compare(args: list[str]) -> int:
+    from ascent.compare import main
+
+    return main(args)
+
+
+def demo(args: list[str]) -> int:
+    from ascent.demo import main
+
+    return main(args)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "compare": compare,
+    "explain": explain,
+    "resume": resume,
+    "show": show,
+    "list": list_menu,
+    "demo": demo,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

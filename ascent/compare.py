@@ -1,0 +1,225 @@
+"""`ascent compare`: several settings over several seeds on all cores, paired by seed.
+
+Every run is an ordinary run in a folder of its own; a comparison that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ascent.config import Config, configure, flatten
+from ascent.diagnose.statistics import interval
+from ascent.flags import parse_train
+from ascent.menu import name_of
+from ascent.records import Run
+from ascent.records.folder import write_json
+from ascent.types import Refused
+
+
+@dataclass
+class Options:
+    algorithms: str = ""
+    """Named rows, with commas between them."""
+    setting: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Flags of `ascent train` as one word; may be given again: --setting "--algorithm grpo --loss.high 0.28"."""
+    seeds: str = "5"
+    """How many seeds (0, 1, …), or which, with commas between them: 3,5,8."""
+    out: Path | None = None
+    """Folder of the comparison. Default: runs/<date>-compare-<task>."""
+    jobs: int = 0
+    """Runs at a time; 0: one a core."""
+
+
+ABOUT = (
+    "Run several algorithms or settings over several seeds, paired by seed, and print a table: mean, 95 % "
+    "interval, paired difference to the first. Every other flag of `ascent train TASK` applies to all of them."
+)
+
+
+def main(args: list[str]) -> int:
+    """Parse, run, print the table, draw the picture."""
+    parsed, rest = tyro.cli(
+        Options, prog="ascent compare TASK", args=args[1:], return_unknown_args=True, description=ABOUT
+    )
+    if not args or args[0].startswith("-"):
+        raise Refused("which TASK? For example: ascent compare lecture --algorithms reinforce,rloo,grpo")
+    task, seeds = args[0], parse_seeds(parsed.seeds)
+    settings = [["--algorithm", name.strip()] for name in parsed.algorithms.split(",") if name.strip()]
+    settings += [shlex.split(text) for text in parsed.setting]
+    if not settings:
+        raise Refused('nothing to compare: name --algorithms reinforce,rloo,grpo, or give --setting "…" twice')
+    configs: dict[str, Config] = {}
+    for flags in settings:
+        config, _ = parse_train([task, *rest, *flags], "ascent compare")
+        name = " ".join(flags).removeprefix("--algorithm ").replace("--", "")
+        if name in configs:
+            raise Refused(f"{name!r} is given twice: each setting is compared once")
+        configs[name] = config
+    out = parsed.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare-{task}"
+    runs = run_all(configs, seeds, out, parsed.jobs or os.cpu_count() or 1)
+    result = summarize(runs)
+    print("\n".join(lines(result, len(seeds))))
+    write_json(out / "compare.json", result)
+    print(f"\nCurves: {draw(runs, out / 'compare.png', len(seeds))}\nNumbers: {out / 'compare.json'}")
+    return 0
+
+
+def parse_seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Refused(f"--seeds {text}: a number of seeds, or a list such as 3,5,8") from None
+    if len(seeds) == 1 and "," not in text:
+        seeds = list(range(seeds[0]))
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise Refused(f"--seeds {text}: at least one, none twice, none below 0")
+    return seeds
+
+
+def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: int) -> dict[str, list[Run]]:
+    """Every setting under every seed, `jobs` at a time on one thread each; seed by seed, so that pairs end together."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"--out {out}: cannot write there ({error.strerror})") from None
+    folders = {(name, seed): out / f"{_slug(name)}-s{seed}" for seed in seeds for name in configs}
+    with (
+        Progress(
+            *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+        ) as bar,
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+    ):
+        task = bar.add_task("runs", total=len(folders))
+        waiting = []
+        for (name, seed), folder in folders.items():
+            config = replace(configs[name], seed=seed, threads=1)
+            waiting.append(pool.submit(run_one, config.to_dict(), str(folder)))
+        try:
+            for future in as_completed(waiting):
+                future.result()
+                bar.advance(task)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
+
+
+def run_one(settings: dict[str, Any], folder: str) -> None:
+    """One run in a process of its own: started, gone on with, or left alone if it is finished."""
+    from ascent.api import resume, start
+    from ascent.records.display import Display
+
+    flat = flatten(settings)
+    config = configure(flat.pop("task"), flat)
+    if (Path(folder) / "run.json").exists():
+        run = Run(folder)
+        if run.config != config:
+            raise Refused(f"{folder} holds a run of other settings; choose another --out")
+        if run.status != "finished":
+            resume(folder, Display())
+    else:
+        start(config, folder, Display())
+
+
+def _slug(name: str) -> str:
+    return "-".join("".join(c if c.isalnum() or c in ".+-" else " " for c in name).split())
+
+
+MEASURES = ("exact/reward", "eval/reward", "eval/accuracy", "frac_reward_zero_std")
+
+
+def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
+    """For each setting and measure: mean, half-width of its 95 % interval, paired difference to the first."""
+    finals = {name: [_final(run) for run in group] for name, group in runs.items()}
+    first = next(iter(finals.values()))
+    result: dict[str, Any] = {}
+    for name, group in finals.items():
+        row: dict[str, Any] = {}
+        for measure in MEASURES:
+            values = [final.get(measure) for final in group]
+            if any(v is None for v in values):
+                continue
+            mean, half = interval(values)  # type: ignore[arg-type]
+            row[measure] = {"mean": mean, "half": _known(half), "values": values}
+            if group is not first and all(f.get(measure) is not None for f in first):
+                gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])  # type: ignore[operator]
+                row[measure] |= {"difference": gap, "difference_half": _known(gap_half)}
+        for cost in ("responses", "updates", "seconds"):
+            row[cost] = interval([final[cost] for final in group])[0]
+        result[name] = row
+    return result
+
+
+def _known(half: float) -> float | None:
+    return None if math.isnan(half) else half
+
+
+def _final(run: Run) -> dict[str, Any]:
+    """The last value of every metric, and what the run has cost."""
+    metrics = run.metrics
+    last = {k: v for line in metrics for k, v in line.items() if v is not None}
+    costs = {
+        "responses": sum(line["num_responses"] for line in metrics),
+        "updates": len(run.updates),
+        "seconds": sum(line["time/step"] for line in metrics),
+    }
+    return last | costs
+
+
+def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
+    """The table, in words that a person reads."""
+    from ascent.report import table
+
+    titles = {"exact/reward": "E[R]", "eval/reward": "held-out reward", "eval/accuracy": "exactly right"}
+    shown = [m for m in titles if all(m in row for row in result.values())]
+    shown = [m for m in shown if not (m == "eval/reward" and "exact/reward" in shown)]
+    head = ["setting"]
+    for measure in shown:
+        head += [titles[measure], "to the first"]
+    head += ["silent groups", "responses", "updates", "seconds"]
+    rows = []
+    for name, row in result.items():
+        cells = [name]
+        for measure in shown:
+            cell = row[measure]
+            cells.append(_pair(cell["mean"], cell["half"]))
+            cells.append(_pair(cell["difference"], cell["difference_half"], sign=True) if "difference" in cell else "—")
+        cells += [f"{row['frac_reward_zero_std']['mean']:.0%}"]
+        cells += [f"{row[c]:,.0f}" for c in ("responses", "updates")] + [f"{row['seconds']:.1f}"]
+        rows.append(cells)
+    note = f"Means over {seeds} seeds ± half of the 95 % interval (Student's t); differences are paired by seed."
+    return [*table(head, rows), "", note if seeds > 1 else "One seed: no interval. Use --seeds 5 or more."]
+
+
+def _pair(mean: float, half: float | None, sign: bool = False) -> str:
+    number = f"{mean:+.3f}" if sign else f"{mean:.3f}"
+    return number if half is None else f"{number} ± {half:.3f}"
+
+
+def draw(runs: Mapping[str, list[Run]], path: Path, seeds: int) -> Path:
+    from ascent.records.plot import plot_bands, series
+
+    read = {name: [run.metrics for run in group] for name, group in runs.items()}
+    exact = all(m[-1].get("exact/reward") is not None for group in read.values() for m in group)
+    names = ["exact/reward" if exact else "reward", "eval/accuracy", "entropy", "frac_reward_zero_std"]
+    curves = {name: {n: [series(m, n) for m in group] for n in names} for name, group in read.items()}
+    return plot_bands(
+        curves, path, f"{name_of(next(iter(runs.values()))[0].config.task)}, {seeds} seeds, 95 % intervals"
+    )
+
+
+__all__ = ["interval", "main", "run_all", "summarize"]

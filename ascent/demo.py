@@ -1,0 +1,130 @@
+"""`ascent demo`: the lecture's policy stuck and solved, and a reward being hacked, in under a minute."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ascent.api import start
+from ascent.config import configure
+from ascent.records import Run
+from ascent.records.display import for_stream
+from ascent.records.plot import COLORS, figure, series
+from ascent.types import Refused
+
+RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
+    (
+        "course",
+        "The course's settings",
+        "lecture",
+        {"preset": "course", "advantage": "normalized"},
+    ),
+    ("ours", "Ours: ratio clipped, entropy bonus annealed", "lecture", {}),
+    (
+        "loophole",
+        "Five numbers out of three: a hackable reward",
+        "sort",
+        {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 60, "eval_every": 5, "record_every": 20},
+    ),
+)
+
+
+def main(args: list[str]) -> int:
+    if args:
+        raise Refused(f"ascent demo takes nothing more, but was given {' '.join(args)}")
+    began = time.monotonic()
+    out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
+    runs: dict[str, Run] = {}
+    for name, title, task, settings in RUNS:
+        config = configure(task, settings)
+        print(f"\n{title}: ascent train {task} {_flags(settings)}".rstrip(), flush=True)
+        runs[name] = start(config, out / name, for_stream())
+        if runs[name].status != "finished":
+            return 130
+    print("\n" + "\n\n".join([_lecture(runs["course"], runs["ours"]), _loophole(runs["loophole"])]))
+    print(f"\nCurves: {draw(runs, out / 'demo.png')}")
+    print("Runs:   " + "  ".join(str(run.folder) for run in runs.values()))
+    print(
+        "\nWhat to try next:\n"
+        f"  ascent show {runs['ours'].folder} --step 0          what was sampled, and the credit it got\n"
+        "  ascent explain grpo                                 what GRPO computes, and where it is biased\n"
+        "  ascent compare lecture --algorithms reinforce,rloo,grpo,dr-grpo\n"
+        "  ascent train sort                                   sort five numbers out of ten, in a minute\n"
+        f"\nThe demo took {time.monotonic() - began:.0f} s."
+    )
+    return 0
+
+
+def _flags(settings: dict[str, object]) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
+
+
+def answers(run: Run, prompts: int) -> list[str]:
+    """The greedy answers of the trained policy to some held-out prompts, with their rewards."""
+    import torch
+
+    from ascent.engines import LocalSampler
+
+    task = run.config.task
+    rollouts = LocalSampler(run.policy, 1.0, torch.Generator()).generate(task.held_out(prompts), 1, greedy=True)
+    scores = task.score(rollouts)
+    lines = []
+    for i, prompt in enumerate(rollouts.prompt.tolist()):
+        mark = "sorted" if scores.correct[i, 0] else "wrong"
+        reward = f"{scores.reward[i].sum():g} of {task.max_reward:g}"
+        lines.append(
+            f"    {task.text(prompt)} → {task.text(rollouts.response[i, 0].tolist())}  reward {reward}  {mark}"
+        )
+    return lines
+
+
+def _lecture(course: Run, ours: Run) -> str:
+    stuck, solved = course.result or {}, ours.result or {}
+    return "\n".join(
+        [
+            f"1. With the course's settings E[R] ends at {stuck['exact/reward']:.2f} of 5, and it stays there:",
+            *answers(course, 3),
+            *(f"   {word}" for word in stuck["words"][1:]),
+            "   More samples would not help: even ascent on the exact gradient stops short, because the reward has",
+            "   local optima. The one answer [1 2 3] earns 4, 4 and 5 of 5 on the three prompts.",
+            "2. With an entropy bonus that fades, a higher rate and clipping, as many responses and updates reach "
+            f"{solved['exact/reward']:.2f}:",
+            *answers(ours, 3),
+        ]
+    )
+
+
+def _loophole(run: Run) -> str:
+    result = run.result or {}
+    return "\n".join(
+        [
+            "3. A reward for numbers included and pairs in order, where every prompt repeats a number, earns "
+            f"{result['eval/reward']:.2f} of {result['max_reward']:g}, but only {result['eval/accuracy']:.0%} is sorted:",
+            *answers(run, 3),
+            *(f"   {word}" for word in result["words"][1:]),
+        ]
+    )
+
+
+def draw(runs: dict[str, Run], path: Path) -> Path:
+    """For each run the share of the reward that it earned and the share that it got right, on one axis."""
+    from matplotlib import pyplot
+
+    fig, axes = figure(1, len(runs), (11, 3.6))
+    for axis, (name, title, _, _) in zip(axes.flat, RUNS, strict=True):
+        metrics, maximum = runs[name].metrics, runs[name].config.task.max_reward or 1.0
+        expected = "exact/reward" if metrics[-1].get("exact/reward") is not None else "eval/reward"
+        steps, reward = series(metrics, expected)
+        axis.plot(steps, reward / maximum, color=COLORS[0], linewidth=2)
+        steps, accuracy = series(metrics, "accuracy")
+        axis.plot(steps, accuracy, color=COLORS[1], linewidth=2, linestyle="--")
+        axis.set_ylim(-0.03, 1.08)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("step")
+        for words, values, color in (("reward", reward / maximum, COLORS[0]), ("exactly right", accuracy, COLORS[1])):
+            height = values[-1] - 0.05 if values[-1] > 0.9 and words != "reward" else values[-1] + 0.02
+            axis.text(steps[-1], height, words, color=color, ha="right", va="bottom" if height > values[-1] else "top")
+    axes.flat[0].set_ylabel("share of the largest there is")
+    fig.savefig(path, dpi=130)
+    pyplot.close(fig)
+    return path

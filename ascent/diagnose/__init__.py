@@ -1,0 +1,1 @@
+"""Looking closely: the exact gradient, and what an estimator of it is worth."""

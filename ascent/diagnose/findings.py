@@ -1,0 +1,58 @@
+"""What a run's numbers mean, in words: flags while it runs, findings when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NEARLY_ALL = 0.95
+"""Share of the largest reward from which a reward counts as earned."""
+HALF = 0.5
+DETERMINED = 0.1
+"""Entropy per token, in nats, below which a policy hardly explores."""
+
+
+def flags(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, str]]:
+    """Warnings with their evidence, each a name and a sentence."""
+    found = []
+    share = reward_share(metrics, task)
+    accuracy = metrics.get("eval/accuracy")
+    if share is not None and accuracy is not None and share >= NEARLY_ALL and accuracy < HALF:
+        why = f" Why: {task.loophole}." if task.loophole else ""
+        found.append(
+            (
+                "reward-without-accuracy",
+                f"the reward is being hacked: held-out reward is {share:.0%} of its maximum, but only {accuracy:.0%} "
+                f"of the answers are exactly right.{why}",
+            )
+        )
+    return found
+
+
+def reward_share(metrics: Mapping[str, Any], task: Any) -> float | None:
+    """Held-out reward as a share of the largest there is."""
+    reward = metrics.get("eval/reward")
+    return reward / task.max_reward if task.max_reward and reward is not None else None
+
+
+def findings(last: Mapping[str, Any], task: Any) -> list[str]:
+    """The result in words, from the last value of every metric."""
+    words = []
+    accuracy, maximum = last.get("eval/accuracy"), task.max_reward
+    exact = last.get("exact/reward")
+    reward, name = (exact, "E[R], enumerated,") if exact is not None else (last.get("eval/reward"), "Held-out reward")
+    of = f" of {maximum:g}" if maximum else ""
+    if reward is not None and accuracy is not None:
+        words.append(f"{name} is {reward:.3f}{of}; {accuracy:.1%} of the greedy answers are exactly right.")
+    hacked = [text for _, text in flags(last, task)]
+    words += [text[0].upper() + text[1:] for text in hacked]
+    silent, entropy = last.get("frac_reward_zero_std"), last.get("entropy")
+    solved = accuracy is not None and accuracy >= 0.99
+    if solved:
+        words.append("Solved.")
+    elif not hacked and silent is not None and entropy is not None and silent >= HALF and entropy < DETERMINED:
+        words.append(
+            f"Stuck: {silent:.0%} of the groups have equal rewards, which gives group credit nothing to compare, and "
+            f"at an entropy of {entropy:.3f} nats a token the policy no longer tries anything else."
+        )
+    return words

@@ -1,0 +1,33 @@
+"""Evaluation on held-out prompts: greedy answers, and the exact expectation where it can be enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ascent.config import Config
+from ascent.diagnose.exact import expected_reward, reward_table
+from ascent.engines.base import Sampler
+from ascent.policies import Policy
+from ascent.types import Metrics
+
+ENUMERABLE = 5_000
+"""Prompts × responses up to which E[R] is enumerated at every evaluation."""
+
+
+def evaluator(config: Config, policy: Policy, sampler: Sampler) -> Callable[[], Metrics]:
+    """What the loop calls: held-out accuracy and reward of greedy answers, and E[R] if it is small."""
+    task = config.task
+    prompt = task.held_out(config.eval_prompts)
+    small = len(prompt) * task.space.vocab**task.space.limit <= ENUMERABLE
+    table = reward_table(task, prompt) if small else None
+
+    def evaluate() -> Metrics:
+        scores = task.score(sampler.generate(prompt, 1, greedy=True))
+        metrics = {"eval/accuracy": scores.correct.double().mean().item()}
+        if bool(scores.valid.any()):
+            metrics["eval/reward"] = scores.reward.sum(-1)[scores.valid].double().mean().item()
+        if table is not None:
+            metrics["exact/reward"] = expected_reward(policy, prompt, table, config.temperature).item()
+        return metrics
+
+    return evaluate

@@ -1,0 +1,83 @@
+"""What a person sees while a run goes on: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ascent.types import Metrics
+
+SHOWN = (
+    ("reward", "reward"),
+    ("exact/reward", "E[R]"),
+    ("accuracy", "exact"),
+    ("eval/accuracy", "held-out"),
+    ("entropy", "entropy"),
+)
+
+
+class Display:
+    """Says nothing; the base of those that do."""
+
+    def start(self, done: int, total: int, title: str) -> None: ...
+
+    def step(self, step: int, metrics: Metrics) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Bar(Display):
+    """A progress bar with the numbers that matter, the loss not among them."""
+
+    def start(self, done: int, total: int, title: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = Console(stderr=True)
+        columns = ("{task.description}", BarColumn(bar_width=20), MofNCompleteColumn(), "{task.fields[numbers]}")
+        self.progress = Progress(
+            *(TextColumn(c) if isinstance(c, str) else c for c in columns),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self.task = self.progress.add_task(title, total=total, completed=done, numbers="")
+        self.total, self.shown = total, 0.0
+        self.progress.start()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        now = time.monotonic()
+        if now - self.shown > 0.1 or step + 1 == self.total:
+            self.shown = now
+            self.progress.update(self.task, completed=step + 1, numbers=numbers(metrics))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+class Lines(Display):
+    """Ten lines over a run, for logs and pipes."""
+
+    def start(self, done: int, total: int, title: str) -> None:
+        self.total = total
+        self.say(f"{title}: {total - done} steps")
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        every = max(1, self.total // 10)
+        if (step + 1) % every == 0 or step + 1 == self.total:
+            self.say(f"step {step + 1:>{len(str(self.total))}} of {self.total}: {numbers(metrics)}")
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def numbers(metrics: Metrics) -> str:
+    return "  ".join(f"{name} {metrics[key]:.3f}" for key, name in SHOWN if metrics.get(key) is not None)
+
+
+def for_stream() -> Display:
+    return Bar() if sys.stderr.isatty() else Lines()

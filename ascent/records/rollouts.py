@@ -1,0 +1,86 @@
+"""Sampled responses as Parquet, one file a step and one row a response."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ascent.config import Config
+from ascent.engines.base import Stepped
+from ascent.types import Batch, Refused
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / "rollouts" / f"step_{step:06d}.parquet"
+
+
+def write(folder: Path, step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> None:
+    """The groups that the config asks for, with their log-probs at every update of the step."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    groups = batch.prompt.shape[0]
+    if config.record_rollouts != "all":
+        groups = min(groups, int(config.record_rollouts))
+    assert batch.index is not None and batch.logp_old is not None and batch.advantage is not None
+    by_update = _by_update(minis, updates, groups)
+    columns: dict[str, Any] = {
+        "prompt": batch.prompt,
+        "response": batch.response,
+        "length": batch.length,
+        "reward": batch.reward,
+        "valid": batch.valid,
+        "correct": batch.correct,
+        "truncated": batch.truncated,
+        "logp_sampler": batch.logp_sampler,
+        "logp_old": batch.logp_old,
+        "advantage": batch.advantage,
+    }
+    columns |= {} if batch.logp_ref is None else {"logp_ref": batch.logp_ref}
+    lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
+    rows = []
+    for p in range(groups):
+        for s in range(batch.mask.shape[1]):
+            cut = slice(lists["length"][p][s])
+            row = {"step": step, "group": p, "sample": s, "prompt": lists["prompt"][p]}
+            row["prompt_text"] = config.task.text(lists["prompt"][p])
+            row["response"] = lists["response"][p][s][cut]
+            row["response_text"] = config.task.text(row["response"])
+            row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated")}
+            row["reward"] = sum(lists["reward"][p][s])
+            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage"))}
+            row["logp_update"] = [i for i, _ in by_update[p]]
+            row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
+            rows.append(row)
+    final = path_of(folder, step)
+    aside = final.with_name(f".{final.name}")
+    pq.write_table(pa.Table.from_pylist(rows), aside)
+    os.replace(aside, final)
+
+
+def _by_update(minis: list[Batch], updates: list[Stepped], groups: int) -> list[list[tuple[int, Any]]]:
+    """For each prompt the updates that saw it, with the log-probs of its samples there."""
+    found: list[list[tuple[int, Any]]] = [[] for _ in range(groups)]
+    for i, (mini, update) in enumerate(zip(minis, updates, strict=True)):
+        assert mini.index is not None
+        for row, prompt in enumerate(mini.index.tolist()):
+            if prompt < groups:
+                found[prompt].append((i, update.logp[row].tolist()))
+    return found
+
+
+def read(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The recorded rows of a step; refused, with what there is, where nothing was recorded."""
+    import pyarrow.parquet as pq
+
+    path = path_of(folder, step)
+    if not path.exists():
+        steps = sorted(int(p.stem.split("_")[1]) for p in (folder / "rollouts").glob("step_*.parquet"))
+        there = ", ".join(map(str, steps[:20])) + (" …" if len(steps) > 20 else "")
+        raise Refused(
+            f"--step {step}: {folder} has no rollouts of that step. "
+            + (f"Recorded are {there}. " if steps else "None were recorded. ")
+            + "Train with --record-rollouts all to keep every step"
+        )
+    return pq.read_table(path).to_pylist()

@@ -1,0 +1,91 @@
+"""A run, read back from its folder."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.config import Config, configure, flatten
+from ascent.policies import Policy
+from ascent.records import checkpoint, rollouts
+from ascent.records.folder import is_locked, read_json, read_lines
+from ascent.types import Refused
+
+
+class Run:
+    """A finished, running or dead run: `run.folder`, `run.metrics`, `run.policy`."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise Refused(f"{self.folder}: there is no such folder")
+        self.info  # noqa: B018 (refuses what is no run folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.status})"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return read_json(self.folder / "run.json")
+
+    @property
+    def status(self) -> str:
+        """finished, interrupted, failed, running, or died: left running by a process that is gone."""
+        status = self.info["status"]
+        return "died" if status == "running" and not is_locked(self.folder) else status
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        return self.info["result"]
+
+    @cached_property
+    def config(self) -> Config:
+        return read_config(self.folder / "config.json")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary a step."""
+        return read_lines(self.folder / "metrics.jsonl")
+
+    @property
+    def updates(self) -> list[dict[str, Any]]:
+        """One dictionary an optimizer update."""
+        return read_lines(self.folder / "updates.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "events.jsonl")
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The recorded responses of a step, one dictionary each."""
+        return rollouts.read(self.folder, step)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return checkpoint.complete(self.folder / "checkpoints")
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the newest checkpoint."""
+        if not self.checkpoints:
+            raise Refused(f"{self.folder}: no checkpoint yet, so there is no policy to load")
+        policy = self.config.policy(self.config.task.space, torch.Generator())
+        policy.load_state_dict(checkpoint.params(self.checkpoints[-1]))
+        return policy
+
+
+def read_config(path: Path) -> Config:
+    """The config that a run's config.json holds."""
+    settings = flatten(read_settings(path))
+    return configure(settings.pop("task"), settings)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A config.json as it stands, less what is there only to be read."""
+    given = read_json(path)
+    if not isinstance(given, dict) or "task" not in given:
+        raise Refused(f"{path} is no config: it has to be an object with a `task`, as a run's config.json is")
+    return {key: value for key, value in given.items() if key not in ("objective", "formula", "label")}

@@ -1,0 +1,118 @@
+"""What the loop writes down, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ascent.config import Config
+from ascent.diagnose.findings import flags
+from ascent.engines.base import Learner, Stepped
+from ascent.records import checkpoint, rollouts
+from ascent.records.display import Display
+from ascent.records.folder import LINES, RunFolder, read_lines
+from ascent.train import Streams
+from ascent.types import Batch, Metrics, State
+
+METRICS = (
+    "step",
+    "reward",
+    "reward_std",
+    "accuracy",
+    "eval/accuracy",
+    "eval/reward",
+    "exact/reward",
+    "entropy",
+    "kl",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "frac_reward_zero_std",
+    "frac_all_right",
+    "frac_all_wrong",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "sampling/sampling_logp_difference/mean",
+    "grad_norm",
+    "reward_errors",
+)
+"""On every line of metrics.jsonl, in this order; null: not measured in this step. The loss comes last."""
+
+HEARTBEAT = 2.0
+"""Seconds between two signs of life in run.json."""
+
+
+class Writer:
+    """The records of one run: lines flushed every step, rollouts, checkpoints."""
+
+    def __init__(self, folder: RunFolder, config: Config, display: Display):
+        self.folder, self.config, self.display = folder, config, display
+        self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
+        self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
+        self.stop = False
+        self.last: Metrics = {}
+        self._beat = time.monotonic()
+
+    def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
+        for i, update in enumerate(updates):
+            report = update.report
+            self._line(
+                "updates.jsonl", {"step": step, "update": i, "loss": report["loss"], "grad_norm": report["grad_norm"]}
+            )
+        loss = metrics.pop("loss", None)
+        line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
+        self._line("metrics.jsonl", line)
+        for name, text in flags(line, self.config.task):
+            if name not in self.flagged:
+                self.flagged.add(name)
+                self._line("events.jsonl", {"step": step, "event": "flag", "name": name, "text": text})
+                self.display.say(f"step {step}: {text}")
+        if self._recorded(step):
+            rollouts.write(self.folder.path, step, batch, minis, updates, self.config)
+        for file in self.files.values():
+            file.flush()
+        self.last = {**self.last, **{k: v for k, v in line.items() if v is not None}}
+        self.display.step(step, self.last)
+        if time.monotonic() - self._beat > HEARTBEAT:
+            self._beat = time.monotonic()
+            self.folder.run["step"] = step + 1
+            self.folder.save()
+
+    def _recorded(self, step: int) -> bool:
+        which = self.config.record_rollouts
+        due = step % self.config.record_every == 0 or step + 1 == self.config.steps
+        return which == "all" or (which != "none" and due)
+
+    def _line(self, name: str, values: dict[str, Any]) -> None:
+        """One JSON object; a number that is not finite becomes null, and is named in `nonfinite`."""
+        bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        if bad:
+            values = {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad}
+        self.files[name].write(json.dumps(values) + "\n")
+
+    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State) -> None:
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        sizes = {name: file.tell() for name, file in self.files.items()}
+        groups = {**learner.state(), "rng": streams.state()}
+        saved = {"step": step, "state": state, "records": sizes}
+        checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep)
+
+    def dump(self, step: int, batch: Batch) -> str:
+        path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
+        save_file({k: v.contiguous() for k, v in vars(batch).items() if isinstance(v, Tensor)}, path)
+        return str(path)
+
+    def stopping(self) -> bool:
+        return self.stop
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()

@@ -1,0 +1,118 @@
+"""Runs and plans as text for a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ascent.config import Config
+from ascent.diagnose.explain import formula, objective_in_words
+from ascent.menu import spell
+from ascent.records import Run
+
+
+def plan(config: Config, folder: Path) -> str:
+    """What `ascent train` would do."""
+    sampled, updates = config.prompts * config.samples, config.epochs * config.minibatches
+    rounds = config.algorithm.groups.rounds
+    more = f", up to {rounds} times where groups have no signal" if rounds > 1 else ""
+    return "\n".join(
+        [
+            f"task       {spell(config.task)}",
+            f"policy     {spell(config.policy)}",
+            f"algorithm  {config.label}",
+            f"update     {spell(config.algorithm.update)}",
+            f"objective  {objective_in_words(config.algorithm)}",
+            *(f"           {line}" for line in formula(config.algorithm).splitlines()),
+            f"a step     {config.prompts} prompts × {config.samples} samples = {sampled} responses{more}; "
+            f"{config.epochs} epochs × {config.minibatches} mini-batches = {updates} updates",
+            f"the run    {config.steps} steps = {config.steps * sampled:,} responses and "
+            f"{config.steps * updates:,} updates, seed {config.seed}",
+            f"folder     {folder}",
+        ]
+    )
+
+
+def ending(run: Run) -> str:
+    """How a run ended, and what to type next."""
+    words = (run.result or {}).get("words", [])
+    if run.status == "finished":
+        picture = run.folder / "plot.png"
+        after = [f"Curves: {picture}"] if picture.exists() else []
+        after += [f"Look closer: ascent show {run.folder}"]
+    else:
+        after = [f"Interrupted after step {run.info['step']} of {run.info['steps']}, and saved."]
+        after += [f"Go on with: ascent resume {run.folder}"]
+    return "\n".join([*words, *after])
+
+
+COLUMNS = (
+    ("step", "step"),
+    ("reward", "reward"),
+    ("reward_std", "±"),
+    ("accuracy", "exact"),
+    ("eval/accuracy", "held-out"),
+    ("exact/reward", "E[R]"),
+    ("entropy", "entropy"),
+    ("kl", "KL"),
+    ("clip_ratio/high_mean", "clip+"),
+    ("clip_ratio/low_mean", "clip−"),
+    ("frac_reward_zero_std", "silent"),
+    ("completions/mean_length", "length"),
+    ("grad_norm", "‖∇‖"),
+    ("loss", "loss"),
+)
+
+
+def summary(run: Run) -> str:
+    """A run at a glance: what it is, how it went, what it means."""
+    info, metrics = run.info, run.metrics
+    head = [
+        f"{run.folder}: {run.status}, step {len(metrics)} of {info['steps']}",
+        f"{info['task']}, {info['label']}, seed {info['seed']}",
+        objective_in_words(run.config.algorithm),
+    ]
+    if run.status == "failed":
+        head.append(f"Stopped: {info.get('reason')}")
+    if run.status in ("died", "interrupted", "failed"):
+        head.append(f"Go on with: ascent resume {run.folder}")
+    every = max(1, len(metrics) // 10)
+    picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
+    columns = [(key, name) for key, name in COLUMNS if any(line.get(key) is not None for line in metrics)]
+    rows = [[_number(line.get(key)) for key, _ in columns] for line in picked]
+    words = (run.result or {}).get("words", [])
+    flags = [f"Flag at step {e['step']}: {e['text']}" for e in run.events if e.get("event") == "flag"]
+    return "\n".join([*head, "", *table([name for _, name in columns], rows), "", *words, *flags]).rstrip()
+
+
+def responses(rows: list[dict[str, Any]]) -> str:
+    """The recorded responses of a step, group by group: log-probs, rewards, δ."""
+    lines: list[str] = []
+    for row in rows:
+        if row["sample"] == 0:
+            lines += ["", f"group {row['group']}: prompt {row['prompt_text']}"]
+        logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
+        δ = row["advantage"]
+        credit = f"{δ[0]:+.3f}" if len(set(δ)) <= 1 else " ".join(f"{x:+.3f}" for x in δ)
+        mark = "right" if row["correct"] else ("failed" if not row["valid"] else "")
+        lines.append(f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}".rstrip())
+    return "\n".join(lines).strip()
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Columns set flush right (the first one left if it holds words)."""
+    words = any(row[0] and not row[0].replace(".", "").lstrip("-").isdigit() for row in rows)
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: list[str]) -> str:
+        return "  ".join(
+            c.ljust(w) if i == 0 and words else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+
+    return [line(head), *(line(row) for row in rows)]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "·"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

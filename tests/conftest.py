@@ -1,0 +1,125 @@
+"""What every test shares: checked annotations, one thread, bounded hypothesis, and small builders.
+
+Numbers are float64 throughout, so that a golden number is one to 1e-12 and not to 1e-6.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jaxtyping import install_import_hook
+
+# Before anything imports ascent: under pytest, and only there, every shape is checked. beartype has to
+# be able to ask whether something meets a protocol, so every protocol allows it here.
+Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
+install_import_hook("ascent", "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from ascent.algorithms import Algorithm  # noqa: E402
+from ascent.engines import LocalLearner, LocalSampler  # noqa: E402
+from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
+from ascent.types import Batch, Rollouts, Space  # noqa: E402
+
+torch.set_num_threads(1)
+settings.register_profile("ascent", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("ascent")
+
+F64 = torch.float64
+FIXED = Space(prompt_length=3, vocab=4, limit=3)
+"""Every response has three tokens."""
+ENDED = Space(prompt_length=3, vocab=5, limit=4, end=4)
+"""Responses of up to four tokens, of which 4 is the end: lengths differ."""
+TINY = Transformer(width=8, layers=1, heads=2)
+
+
+def f64(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=F64)
+
+
+def close(actual: Tensor | float, expected: Any, tolerance: float = 1e-12) -> None:
+    """Equal to the tolerance, with shapes that agree and no NaN anywhere."""
+    torch.testing.assert_close(f64(actual), f64(expected), rtol=tolerance, atol=tolerance)
+
+
+def batch_of(
+    reward: Any, lengths: Any = None, *, width: int | None = None, limit: int | None = None, **more: Any
+) -> Batch:
+    """A batch from rewards `[prompt][sample]` (or per token), the lengths of its responses and any other field."""
+    reward = f64(reward)
+    reward = reward.unsqueeze(-1) if reward.dim() == 2 else reward
+    shape = reward.shape[:2]
+    lengths = torch.full(shape, reward.shape[2]) if lengths is None else torch.as_tensor(lengths)
+    width = width or max(int(lengths.max()), reward.shape[2])
+    mask = torch.arange(width) < lengths.unsqueeze(-1)
+    fields: dict[str, Any] = {
+        "prompt": torch.zeros(shape[0], 1, dtype=torch.long),
+        "response": torch.zeros(*shape, width, dtype=torch.long),
+        "mask": mask,
+        "logp_sampler": torch.zeros(*shape, width, dtype=F64),
+        "limit": limit or width,
+        "truncated": torch.zeros(shape, dtype=torch.bool),
+        "reward": reward,
+        "valid": torch.ones(shape, dtype=torch.bool),
+        "correct": torch.zeros(shape, dtype=torch.bool),
+    }
+    for name, value in more.items():
+        fields[name] = torch.as_tensor(value) if isinstance(value, list) else value
+        if isinstance(fields[name], Tensor) and fields[name].is_floating_point():
+            fields[name] = fields[name].to(F64)
+    return Batch(**fields)
+
+
+def policy_of(choice: Any, space: Space, seed: int = 0, sharpen: float = 5.0) -> Policy:
+    """A policy in float64; the transformer's head is scaled up, for a new one is almost uniform."""
+    policy = choice(space, torch.Generator().manual_seed(seed)).double()
+    if isinstance(choice, Transformer):
+        with torch.no_grad():
+            policy.head.weight.mul_(sharpen)
+    return policy
+
+
+def prompts_of(space: Space, count: int, seed: int = 1) -> Tensor:
+    highest = space.vocab - (space.end is not None)
+    return torch.randint(highest, (count, space.prompt_length), generator=torch.Generator().manual_seed(seed))
+
+
+def rollouts_of(policy: Policy, count: int = 3, samples: int = 4, temperature: float = 1.0, seed: int = 2) -> Rollouts:
+    sampler = LocalSampler(policy, temperature, torch.Generator().manual_seed(seed))
+    return sampler.generate(prompts_of(policy.space, count), samples)
+
+
+def with_rewards(rollouts: Rollouts, seed: int = 3, **more: Any) -> Batch:
+    """Rollouts as a batch, with random whole-numbered rewards unless told otherwise."""
+    shape = rollouts.mask.shape[:2]
+    drawn = torch.randint(5, (*shape, 1), generator=torch.Generator().manual_seed(seed)).to(F64)
+    given = {"reward": drawn, "valid": torch.ones(shape, dtype=torch.bool), "correct": drawn[..., 0] == 4} | more
+    return Batch(**vars(rollouts), **given)
+
+
+def learner_of(policy: Policy, algorithm: Algorithm, micro_batch: int = 0) -> LocalLearner:
+    return LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, micro_batch)
+
+
+@torch.no_grad()
+def shake(module: torch.nn.Module, size: float, seed: int = 9) -> None:
+    """Move every parameter a little, as some updates would have."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+def gradient_of(learner: LocalLearner) -> Tensor:
+    """The gradient of the loss, all parameters in one row."""
+    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in learner.trainable()])
+
+
+@pytest.fixture(params=["per-position", "transformer", "transformer with an end token"])
+def policy(request: pytest.FixtureRequest) -> Policy:
+    """Each kind of policy, small and in float64."""
+    if request.param == "per-position":
+        return policy_of(PerPosition(dim=4), FIXED)
+    return policy_of(TINY, FIXED if request.param == "transformer" else ENDED)

@@ -1,0 +1,150 @@
+"""The tiny worlds of the oracle tests, and the pinned table of what every estimator is worth in them.
+
+    python tests/pin_estimators.py        writes tests/data/estimators.json anew
+
+A change of that file is a change of results: say so in the change log.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ascent.advantages import ADVANTAGES, OptimalBaseline
+from ascent.algorithms import Algorithm
+from ascent.diagnose.estimator import estimate
+from ascent.diagnose.exact import Table
+from ascent.losses import LOSSES, LogProb, SequenceRatio
+from ascent.menu import spell
+from ascent.policies import PerPosition, Policy, Transformer
+from ascent.tasks import sorting
+from ascent.types import Rollouts, Scores, Space
+from ascent.weights import WEIGHTS
+
+PINS = Path(__file__).parent / "data" / "estimators.json"
+SAMPLES = 3
+STATE = {"baseline": 0.7}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A space with a reward, which is all that the oracle asks of a task."""
+
+    space: Space
+    reward: Callable[[Rollouts, Space], Tensor]
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        reward = self.reward(rollouts, self.space)
+        return Scores(reward, torch.ones_like(rollouts.truncated), sorting.sorted_exactly(rollouts, self.space))
+
+
+def positions(rollouts: Rollouts, space: Space) -> Tensor:
+    """The number of positions right, for the whole response."""
+    return sorting.positions_right(rollouts.prompt, sorting.numbers(rollouts, space)).unsqueeze(-1)
+
+
+def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
+    """The same, each point on its token; and half a point on the token that ends the response."""
+    target = torch.nn.functional.pad(rollouts.prompt.sort(-1).values, (0, space.limit - space.prompt_length), value=-1)
+    right = rollouts.response == target[:, None, : rollouts.response.shape[-1]]
+    ends = rollouts.response == (-1 if space.end is None else space.end)
+    return torch.where(rollouts.mask, right + 0.5 * ends, 0.0)
+
+
+def exactly(rollouts: Rollouts, space: Space) -> Tensor:
+    """1 for the sorted prompt, else 0."""
+    return sorting.sorted_exactly(rollouts, space).float().unsqueeze(-1)
+
+
+@torch.no_grad()
+def moved(policy: Policy, phase: float, size: float) -> Policy:
+    """The policy in float64 with a fixed wave added to its parameters: no random numbers in a pinned table."""
+    policy = copy.deepcopy(policy).double()
+    for i, p in enumerate(policy.parameters()):
+        wave = torch.sin(phase + 1.7 * i + 2.3 * torch.arange(p.numel(), dtype=torch.float64))
+        p.add_(size * wave.view_as(p))
+    return policy
+
+
+@torch.no_grad()
+def blank(policy: Policy) -> Policy:
+    for p in policy.parameters():
+        p.zero_()
+    return policy
+
+
+INDEPENDENT = Space(prompt_length=2, vocab=3, limit=2)
+RAGGED = Space(prompt_length=2, vocab=3, limit=3, end=2)
+
+
+def policy_of(space: Space) -> Policy:
+    """Independent positions, or autoregressive with an end token, so that lengths differ."""
+    shape = PerPosition(4) if space.end is None else Transformer(width=8, layers=1, heads=2)
+    return moved(blank(shape(space, torch.Generator())), 1.0 if space.end is None else 3.0, 0.5)
+
+
+def prompt_of(space: Space) -> Tensor:
+    return torch.tensor([2, 0]) if space.end is None else torch.tensor([1, 0])
+
+
+def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions, stale: bool = False) -> Table:
+    """Every response; stale: drawn by a policy that is a little way off, with the reference further off."""
+    policy = policy_of(space)
+    old = moved(policy, 1.0, 0.1 if space.end is None else 0.25) if stale else None
+    return Table(policy, prompt_of(space), Tiny(space, reward), old=old, reference=moved(policy, 2.0, 0.2))
+
+
+def credits() -> list:
+    return [choice() for choice in ADVANTAGES] + [OptimalBaseline("length")]
+
+
+def losses() -> list:
+    return [choice() for choice in LOSSES] + [SequenceRatio("product", None, None), SequenceRatio("mean", None, None)]
+
+
+def menu() -> Iterator[tuple[str, Algorithm]]:
+    """Every credit × surrogate × weights on the menus, by name."""
+    for credit in credits():
+        for loss in losses():
+            for weights in WEIGHTS:
+                yield f"{spell(credit)} / {spell(loss)} / {spell(weights())}", Algorithm(credit, loss, weights())
+
+
+WORLDS = {
+    "independent, stale": lambda: table(INDEPENDENT, stale=True),
+    "ragged, stale": lambda: table(RAGGED, stale=True),
+    "ragged, fresh": lambda: table(RAGGED),
+}
+"""On fresh samples every surrogate has the gradient of the first, which a test shows; so only that is pinned."""
+
+
+def measure(world: str) -> dict[str, list[float]]:
+    """Scale, cosine and variance of every estimator in a world."""
+    found = WORLDS[world]()
+    rows = {}
+    for name, algorithm in menu():
+        if "fresh" not in world or isinstance(algorithm.loss, LogProb):
+            e = estimate(found, algorithm, SAMPLES, STATE)
+            rows[name] = [e.scale(found.gradient), e.cosine(found.gradient), e.variance]
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    PINS.parent.mkdir(exist_ok=True)
+    lines = []
+    for world in WORLDS:
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in measure(world).items())
+        lines.append(f"{json.dumps(world)}: {{\n{rows}\n}}")
+    PINS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"wrote {PINS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""Surrogates: golden values, gradients against finite differences, the dead zone, and what masks hide."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import F64, batch_of, close, f64
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ascent.algorithms import ALGORITHMS, Algorithm
+from ascent.kl import InLoss
+from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
+from ascent.reference import Frozen
+from ascent.types import Outputs, Refused
+from ascent.weights import WEIGHTS, SequenceMean, SequenceSum
+
+
+def one(loss: Any, ratio: float, advantage: float, logp_old: float = -1.5) -> tuple[float, float]:
+    """Value and ∂/∂logp of a single token whose ratio is this."""
+    old = f64([[[logp_old]]])
+    logp = (old + math.log(ratio)).requires_grad_()
+    value = loss(logp, old, f64([[[advantage]]]), torch.ones(1, 1, 1, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    return value.item(), gradient.item()
+
+
+# ---- goldens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratio", "advantage", "value", "gradient"),
+    [
+        # SPEC section 5, figure 4: min(0.675, 0.6) and min(−0.325, −0.4), both in the dead zone.
+        (Clipped(0.2, 0.2), 1.35, 0.5, 0.6, 0.0),
+        (Clipped(0.2, 0.2), 0.65, -0.5, -0.4, 0.0),
+        # Past the bound against δ's direction nothing is clipped: min(0.325, 0.4), min(−0.675, −0.6).
+        (Clipped(0.2, 0.2), 0.65, 0.5, 0.325, 0.325),
+        (Clipped(0.2, 0.2), 1.35, -0.5, -0.675, -0.675),
+        # Asymmetric: 1.25 is inside 1 + 0.28 but outside 1 + 0.2; 0.75 is inside 1 − 0.3 but outside 1 − 0.2.
+        (Clipped(0.2, 0.28), 1.25, 2.0, 2.5, 2.5),
+        (Clipped(0.2, 0.2), 1.25, 2.0, 2.4, 0.0),
+        (Clipped(0.3, 0.2), 0.75, -2.0, -1.5, -1.5),
+        (Clipped(0.2, 0.2), 0.75, -2.0, -1.6, 0.0),
+        # Dual clip, c = 3: an exploded ratio of a bad token costs 3·δ and no more; a good one is not touched.
+        (Clipped(0.2, 0.2, dual=3.0), 5.0, -0.5, -1.5, 0.0),
+        (Clipped(0.2, 0.2, dual=3.0), 2.0, -0.5, -1.0, -1.0),
+        (Clipped(0.2, 0.2), 5.0, -0.5, -2.5, -2.5),
+        (Clipped(0.2, 0.2, dual=3.0), 5.0, 0.5, 0.6, 0.0),
+        (Clipped(0.2, 0.2, dual=3.0), 0.65, -0.5, -0.4, 0.0),
+        (Ratio(), 1.35, 0.5, 0.675, 0.675),
+        # Log-prob: δ·logp with logp = −1.5 + log ρ, whatever ρ is.
+        (LogProb(), 1.35, 0.5, 0.5 * (-1.5 + math.log(1.35)), 0.5),
+        # CISPO: the weight min(ρ, 1 + 4) is a constant, so the gradient is weight·δ and never 0.
+        (Cispo(1.0, 4.0), 2.0, 0.5, 2.0 * 0.5 * (-1.5 + math.log(2)), 1.0),
+        (Cispo(1.0, 4.0), 8.0, 0.5, 5.0 * 0.5 * (-1.5 + math.log(8)), 2.5),
+        (Cispo(1.0, 4.0), 0.1, -0.5, 0.1 * -0.5 * (-1.5 + math.log(0.1)), -0.05),
+        (Cispo(0.2, 0.28), 0.1, -0.5, 0.8 * -0.5 * (-1.5 + math.log(0.1)), -0.4),
+    ],
+)
+def test_golden(loss: Any, ratio: float, advantage: float, value: float, gradient: float) -> None:
+    assert one(loss, ratio, advantage) == (pytest.approx(value, abs=1e-12), pytest.approx(gradient, abs=1e-12))
+
+
+# Two tokens with log-ratios 0.3 and 0.1, and a third that is masked: Σ = 0.4, mean = 0.2.
+LOG_RATIO = [[[0.3, 0.1, 9.0]]]
+TWO = torch.tensor([[[True, True, False]]])
+
+
+def sequence(loss: SequenceRatio, advantage: float) -> tuple[float, list[float]]:
+    logp = f64(LOG_RATIO).requires_grad_()
+    value = loss(logp, torch.zeros(1, 1, 3, dtype=F64), f64([[[advantage]]]), TWO)
+    assert value.shape == (1, 1, 1)
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    return value.item(), gradient.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "value", "gradient"),
+    [
+        # Product: ρ = e^0.4, and ∂ρ/∂logp_t = ρ for every unmasked token.
+        (SequenceRatio("product", None, None), 2.0, 2 * math.exp(0.4), [2 * math.exp(0.4)] * 2 + [0]),
+        # Mean: ρ = e^0.2, and each of the two tokens has ρ/2.
+        (SequenceRatio("mean", None, None), 2.0, 2 * math.exp(0.2), [math.exp(0.2)] * 2 + [0]),
+        (SequenceRatio("mean", 0.1, 0.1), 2.0, 2 * 1.1, [0, 0, 0]),
+        (SequenceRatio("mean", 0.1, 0.3), 2.0, 2 * math.exp(0.2), [math.exp(0.2)] * 2 + [0]),
+        (SequenceRatio("product", 0.1, 0.3), 2.0, 2 * 1.3, [0, 0, 0]),
+        (SequenceRatio("product", 0.1, 0.3), -2.0, -2 * math.exp(0.4), [-2 * math.exp(0.4)] * 2 + [0]),
+    ],
+)
+def test_sequence_ratio_golden(loss: SequenceRatio, advantage: float, value: float, gradient: list[float]) -> None:
+    assert sequence(loss, advantage) == (pytest.approx(value), pytest.approx(gradient))
+
+
+def test_sequence_ratio_refuses_credit_per_token() -> None:
+    with pytest.raises(Refused, match="one ratio a response"):
+        SequenceRatio()(f64(LOG_RATIO), f64(LOG_RATIO), f64(LOG_RATIO), TWO)
+
+
+# ---- gradients ------------------------------------------------------------------------------------
+
+
+def variants() -> list[Any]:
+    """Every surrogate on the menu, and the forms that its fields make of it."""
+    more = [Clipped(0.2, 0.28), Clipped(0.2, 0.2, dual=3.0), SequenceRatio("product", 0.2, 0.2), Cispo(0.2, 0.28)]
+    more += [SequenceRatio(form, None, None) for form in ("product", "mean")]  # type: ignore[arg-type]
+    return [cls() for cls in LOSSES] + more
+
+
+LENGTHS = torch.tensor([[3, 2, 1], [1, 3, 2]])
+MASK = torch.arange(3) < LENGTHS.unsqueeze(-1)
+
+
+def drawn(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    old = -2 * torch.rand(2, 3, 3, generator=generator, dtype=F64) - 0.1
+    logp = old + spread * torch.randn(2, 3, 3, generator=generator, dtype=F64)
+    return logp, old, torch.randn(2, 3, 1, generator=generator, dtype=F64)
+
+
+@pytest.mark.parametrize("loss", variants(), ids=repr)
+@pytest.mark.parametrize("seed", range(5))
+def test_autograd_is_the_derivative_of_the_value(loss: Any, seed: int) -> None:
+    """Central differences in float64; CISPO's is the derivative with its weight held fixed."""
+    logp, old, δ = drawn(seed, 0.5)
+    x = logp.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(x, old, δ, MASK)[MASK.any(-1)].sum(), x)
+
+    def value(at: Tensor) -> float:
+        if isinstance(loss, Cispo):
+            held = torch.exp(logp - old).clamp(1 - loss.low, 1 + loss.high)
+            return (held * δ * at).sum().item()
+        return loss(at, old, δ, MASK).sum().item()
+
+    h = 1e-6
+    for index in itertools.product(range(2), range(3), range(3)):
+        step = torch.zeros_like(logp)
+        step[index] = h
+        numeric = (value(logp + step) - value(logp - step)) / (2 * h)
+        assert gradient[index].item() == pytest.approx(numeric, abs=1e-7)
+
+
+@pytest.mark.parametrize("loss", variants(), ids=repr)
+def test_at_ratio_one_the_gradient_is_log_probs(loss: Any) -> None:
+    """Per response and token δ, except for the mean of a sequence ratio, which spreads δ over the L tokens: δ/L.
+
+    That 1/L is what the response's weights, summed, multiply: with sequence sum GSPO's gradient is log-prob's
+    over L, and so equals log-prob's with sequence mean.
+    """
+    logp, _, δ = drawn(0, 0.0)
+    x = logp.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((loss(x, logp, δ, MASK) * 1.0).sum(), x)
+    expected = δ.expand_as(gradient)
+    if loss.sequence:
+        expected = torch.where(MASK, expected, 0.0)
+    if isinstance(loss, SequenceRatio) and loss.form == "mean":
+        close(gradient, expected / LENGTHS.unsqueeze(-1))
+        assert not torch.allclose(gradient, expected)
+    else:
+        close(gradient, expected)
+
+
+@pytest.mark.parametrize("loss", variants(), ids=repr)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_first_update_is_reinforces_whatever_the_surrogate(loss: Any, weights: type) -> None:
+    """Through the objective, weights and all, with a correction factor: on fresh samples the gradient is log-prob's."""
+    logp, _, δ = drawn(1, 0.0)
+    batch = batch_of(δ.squeeze(-1), LENGTHS, logp_old=logp, advantage=δ)
+    batch = batch.add(weight=weights()(batch))
+
+    def gradient(algorithm: Algorithm) -> Tensor:
+        x = logp.clone().requires_grad_()
+        terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x)))
+        return torch.autograd.grad(terms.objective, x)[0]
+
+    surrogate, naive = gradient(Algorithm(loss=loss)), gradient(Algorithm(loss=LogProb()))
+    if loss.sequence:
+        # One term a response takes the sum of its tokens' weights, which they then share equally:
+        # the product hands that sum to every token, the mean a 1/L share of it.
+        assert batch.weight is not None
+        per_response = batch.weight.sum(-1, keepdim=True) * δ
+        share = per_response if loss.form == "product" else per_response / LENGTHS.unsqueeze(-1)
+        close(surrogate, torch.where(MASK, share, 0.0))
+        if loss.form == "mean":
+            close(surrogate, naive)  # GSPO's 1/L undoes the sum over a response's equal weights
+    else:
+        close(surrogate, naive)
+
+
+def test_gspo_with_sequence_sum_is_log_prob_with_sequence_sum() -> None:
+    """Where the two forms differ: with weights 1/N a response's weights sum to L/N, so the product has L times the gradient."""
+    logp, _, δ = drawn(2, 0.0)
+    batch = batch_of(δ.squeeze(-1), LENGTHS, logp_old=logp, advantage=δ)
+    found = {}
+    for form in ("mean", "product"):
+        for weights in (SequenceSum(), SequenceMean()):
+            x = logp.clone().requires_grad_()
+            loss = SequenceRatio(form, None, None)  # type: ignore[arg-type]
+            mini = batch.add(weight=weights(batch))
+            terms = Algorithm(loss=loss).objective(mini, Outputs(x, torch.zeros_like(x)))
+            found[form, type(weights)] = torch.autograd.grad(terms.objective, x)[0]
+    counted = torch.where(MASK, δ.expand_as(logp), 0.0)
+    L = LENGTHS.unsqueeze(-1)
+    close(found["mean", SequenceSum], counted / 6)
+    close(found["mean", SequenceMean], counted / 6 / L)
+    close(found["product", SequenceSum], counted / 6 * L)
+    close(found["product", SequenceMean], counted / 6)
+
+
+@given(st.floats(1.2001, 50), st.floats(0.01, 5))
+def test_the_dead_zone_is_exactly_zero(ratio: float, size: float) -> None:
+    assert one(Clipped(0.2, 0.2), ratio, size)[1] == 0.0
+    assert one(Clipped(0.2, 0.2), 1 / (ratio + 0.05), -size)[1] == 0.0
+    assert one(SequenceRatio("mean", 0.2, 0.2), ratio, size)[1] == 0.0
+    assert one(Clipped(0.2, 0.2, dual=3.0), 3 + ratio, -size)[1] == 0.0
+
+
+@given(st.floats(0.02, 50), st.floats(-5, 5))
+def test_clipping_never_raises_the_objective(ratio: float, advantage: float) -> None:
+    """min(ρδ, …) is a lower bound, and the dual clip lies between it and 0's side of it."""
+    plain, clipped = one(Ratio(), ratio, advantage)[0], one(Clipped(0.2, 0.28), ratio, advantage)[0]
+    dual = one(Clipped(0.2, 0.28, dual=3.0), ratio, advantage)[0]
+    assert clipped <= plain + 1e-12
+    assert clipped <= dual + 1e-12
+
+
+@pytest.mark.parametrize("loss", variants(), ids=repr)
+@pytest.mark.parametrize("logp", [0.0, -1e-9, -100.0, -800.0])
+def test_saturated_tokens_stay_finite(loss: Any, logp: float) -> None:
+    value, gradient = one(loss, 1.0, 1.5, logp_old=logp)
+    assert math.isfinite(value)
+    assert gradient == pytest.approx(1.5)
+
+
+# ---- clip fractions -------------------------------------------------------------------------------
+
+
+def test_clip_fractions_need_ratio_and_sign() -> None:
+    """SPEC section 4. Low: ρ < 1−ε_low and δ < 0. High: ρ > 1+ε_high and δ > 0. The masked token is in neither."""
+    log_ratio = torch.log(f64([[[0.7, 1.3, 1.25, 0.7], [0.7, 1.3, 1.25, 1.3]]]))
+    batch = batch_of([[1, 1]], [[3, 4]], advantage=f64([[[-1.0], [1.0]]]), logp_old=torch.zeros(1, 2, 4, dtype=F64))
+    batch = batch.add(weight=SequenceSum()(batch))
+    terms = Algorithm(loss=Clipped(0.2, 0.28)).objective(batch, Outputs(log_ratio, torch.zeros_like(log_ratio)))
+    # δ < 0: only the first of 0.7 1.3 1.25 (the second 0.7 is masked). δ > 0: both 1.3, not 1.25 and not 0.7.
+    assert terms.sums["clip_ratio/low_mean"].item() == 1
+    assert terms.sums["clip_ratio/high_mean"].item() == 2
+
+
+def test_a_clipped_response_counts_all_its_tokens() -> None:
+    """Responses with mean log-ratios log 1.5 (δ > 0, 3 tokens) and log 0.5 (δ < 0, 2 tokens)."""
+    log_ratio = torch.log(f64([[[1.5, 1.5, 1.5], [0.5, 0.5, 9.0]]]))
+    batch = batch_of([[1, 1]], [[3, 2]], advantage=f64([[[1.0], [-1.0]]]), logp_old=torch.zeros(1, 2, 3, dtype=F64))
+    batch = batch.add(weight=SequenceSum()(batch))
+    terms = Algorithm(loss=SequenceRatio("mean", 0.2, 0.2)).objective(batch, Outputs(log_ratio, log_ratio))
+    assert terms.sums["clip_ratio/high_mean"].item() == 3
+    assert terms.sums["clip_ratio/low_mean"].item() == 2
+
+
+@pytest.mark.parametrize("loss", [LogProb(), Ratio(), SequenceRatio("product", None, None)], ids=repr)
+def test_what_does_not_clip_has_no_fraction(loss: Any) -> None:
+    logp, old, δ = drawn(0, 1.0)
+    assert loss.clipped(logp - old, δ, MASK) is None
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+def test_nothing_is_clipped_at_ratio_one(cls: type) -> None:
+    _, old, δ = drawn(0, 0.0)
+    clips = cls().clipped(torch.zeros_like(old), δ, MASK)
+    assert clips is None or not bool((clips[0] | clips[1]).any())
+
+
+# ---- masked tokens --------------------------------------------------------------------------------
+
+FIELDS = ("logp_old", "logp_ref", "logp_sampler", "mass", "logp", "entropy", "kl_full")
+
+
+def objective_with(algorithm: Algorithm, garbage: dict[str, float]) -> tuple[float, Tensor, dict[str, float]]:
+    """The objective, its gradient and its sums, with garbage at the masked positions of these tensors."""
+    logp, old, δ = drawn(4, 0.3)
+
+    def spoiled(name: str, tensor: Tensor) -> Tensor:
+        return torch.where(MASK, tensor, garbage.get(name, 0.0))
+
+    batch = batch_of(
+        δ.squeeze(-1),
+        LENGTHS,
+        logp_old=spoiled("logp_old", old),
+        logp_ref=spoiled("logp_ref", old + 0.1) if algorithm.reference.kept else None,
+        logp_sampler=spoiled("logp_sampler", old - 0.05),
+        mass=spoiled("mass", torch.full_like(old, 0.9)),
+        valid=torch.tensor([[True, True, True], [True, False, True]]),
+    )
+    batch, state = algorithm.credit(batch, algorithm.start())
+    batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
+    x = spoiled("logp", logp).requires_grad_()
+    out = Outputs(x, spoiled("entropy", logp**2), spoiled("kl_full", logp**2))
+    terms = algorithm.objective(batch, out)
+    (gradient,) = torch.autograd.grad(terms.objective, x)
+    return terms.objective.item(), torch.where(MASK, gradient, 0.0), {k: v.item() for k, v in terms.sums.items()}
+
+
+def objectives() -> dict[str, Algorithm]:
+    rows = {name: row for name, row in ALGORITHMS.items()}
+    rows["ratio"] = Algorithm(loss=Ratio())
+    rows["exact KL"] = Algorithm(kl=InLoss("exact", 0.1), reference=Frozen())
+    rows["unclipped product"] = Algorithm(loss=SequenceRatio("product", None, None))
+    return rows
+
+
+@pytest.mark.parametrize("name", objectives())
+@pytest.mark.parametrize("field", FIELDS)
+def test_masked_tokens_never_matter(name: str, field: str) -> None:
+    """An engine may leave anything in its padding: no value, gradient or sum may see it."""
+    algorithm = objectives()[name]
+    clean = objective_with(algorithm, {})
+    assert math.isfinite(clean[0])
+    for value in (7.0, -1000.0, math.nan, math.inf, -math.inf):
+        spoiled = objective_with(algorithm, {field: value})
+        assert spoiled[0] == clean[0], f"the objective sees {value} at masked positions of {field}"
+        assert torch.equal(spoiled[1], clean[1]), f"the gradient sees {value} at masked positions of {field}"
+        assert spoiled[2] == clean[2], f"the sums see {value} at masked positions of {field}"
+
+
+def test_masked_tokens_have_no_gradient() -> None:
+    for algorithm in objectives().values():
+        logp, old, δ = drawn(4, 0.3)
+        batch = batch_of(δ.squeeze(-1), LENGTHS, logp_old=old, advantage=δ, logp_ref=old, kl_coef=0.1)
+        batch = batch.add(weight=algorithm.weights(batch), valid=torch.tensor([[True, True, True], [True, False, True]]))
+        batch = batch.add(weight=algorithm.weights(batch))
+        x = logp.clone().requires_grad_()
+        terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x), x**2))
+        (gradient,) = torch.autograd.grad(terms.objective, x)
+        assert torch.equal(gradient[~batch.counted], torch.zeros(int((~batch.counted).sum()), dtype=F64))
+        assert bool((gradient[batch.counted] != 0).any())
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Clipped, SequenceRatio, Cispo])
+@pytest.mark.parametrize("field", ["low", "high"])
+@pytest.mark.parametrize("value", [0.0, -0.1, math.nan])
+def test_a_bound_is_above_zero(cls: type, field: str, value: float) -> None:
+    with pytest.raises(Refused, match=rf"--loss\.{field} is .*above 0"):
+        replace(cls(), **{field: value})
+
+
+def test_a_dual_clip_is_above_one() -> None:
+    with pytest.raises(Refused, match=r"--loss\.dual is 1.*above 1"):
+        Clipped(dual=1.0)
+
+
+def test_sequence_bounds_come_in_pairs() -> None:
+    with pytest.raises(Refused, match="set both"):
+        SequenceRatio("mean", None, 0.1)
