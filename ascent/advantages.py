@@ -11,7 +11,7 @@ over the whole group, ended responses counting 0 there; std and maximum are thos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -52,8 +52,17 @@ def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
     return high <= low
 
 
+class Choice:
+    """What every credit says of itself."""
+
+    group: ClassVar[bool] = True
+    """Does it compare the responses of a prompt?"""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Batch fields that it reads beyond reward, mask and valid."""
+
+
 @dataclass(frozen=True)
-class Raw:
+class Raw(Choice):
     """The reward itself (REINFORCE).
 
     δ = R
@@ -61,15 +70,14 @@ class Raw:
     every reward makes it worse. Degenerate case: none; a group of one is fine.
     """
 
-    group: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    group = False
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         return _group(batch)[0]
 
 
 @dataclass(frozen=True)
-class Centered:
+class Centered(Choice):
     """The reward minus its group's mean.
 
     δ_i = R_i − (1/G) Σ_j R_j
@@ -78,16 +86,13 @@ class Centered:
     Degenerate case: a group of one gives 0.
     """
 
-    group: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset()
-
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, n = _group(batch)
         return torch.where(keep, R - R.sum(1, keepdim=True) / n.clamp(min=1), 0.0)
 
 
 @dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(Choice):
     """The reward minus the mean of the group's other responses (RLOO).
 
     δ_i = R_i − (1/(G−1)) Σ_{j≠i} R_j = G/(G−1) · centered
@@ -96,16 +101,13 @@ class LeaveOneOut:
     Degenerate case: a group of one gives 0.
     """
 
-    group: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset()
-
     def __call__(self, batch: Batch, state: State) -> Credit:
         _, _, n = _group(batch)
         return Centered()(batch, state) * n / (n - 1).clamp(min=1)
 
 
 @dataclass(frozen=True)
-class Normalized:
+class Normalized(Choice):
     """The centered reward over its group's standard deviation (GRPO).
 
     δ_i = (R_i − mean) / (std + ε),  std² = Σ (R_j − mean)² / (G − ddof)
@@ -118,8 +120,6 @@ class Normalized:
     """Added to the standard deviation."""
     ddof: int = 1
     """Degrees of freedom removed from G in the standard deviation."""
-    group: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, n = _group(batch)
@@ -129,16 +129,13 @@ class Normalized:
 
 
 @dataclass(frozen=True)
-class BestOnly:
+class BestOnly(Choice):
     """The reward, but only for the best responses of the group.
 
     δ_i = R_i if R_i = max_j R_j else 0      (ties kept)
     CS336 lecture 17 calls it "max". Biased: it maximises something between the mean and the best
     of G. Degenerate case: an all-equal group keeps every reward; a group of one gives 0.
     """
-
-    group: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, n = _group(batch)
@@ -148,7 +145,7 @@ class BestOnly:
 
 
 @dataclass(frozen=True)
-class RunningMean:
+class RunningMean(Choice):
     """The reward minus a mean kept over the steps.
 
     δ = R − b;  afterwards b ← m·b + (1−m)·(mean reward of this step),  b = 0 at first
@@ -158,8 +155,7 @@ class RunningMean:
 
     momentum: float = 0.9
     """m: how much of the old mean stays."""
-    group: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    group = False
 
     def start(self) -> State:
         return {"baseline": 0.0}
@@ -177,7 +173,7 @@ class RunningMean:
 
 
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(Choice):
     """The reward minus that of one greedy response to the same prompt (ReMax).
 
     δ = R − R(greedy response)
@@ -185,8 +181,8 @@ class Greedy:
     more response a prompt. Degenerate case: when sampling has become greedy, δ = 0.
     """
 
-    group: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset({"reward_greedy"})
+    group = False
+    needs = frozenset({"reward_greedy"})
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         assert batch.reward_greedy is not None
@@ -195,7 +191,7 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class OptimalBaseline:
+class OptimalBaseline(Choice):
     """The reward minus the baseline of least variance, estimated from the other responses.
 
     b* = E[‖∇ log π‖² R] / E[‖∇ log π‖²],  for response i over the j ≠ i of its group
@@ -206,10 +202,9 @@ class OptimalBaseline:
 
     norm: Literal["exact", "length"] = "exact"
     """‖∇ log π‖² itself, or the number of tokens in its place."""
-    group: ClassVar[bool] = True
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({"score_norm"} if self.norm == "exact" else ())
 
     def __call__(self, batch: Batch, state: State) -> Credit:
@@ -227,7 +222,7 @@ class OptimalBaseline:
 
 
 @dataclass(frozen=True)
-class BatchNormalized:
+class BatchNormalized(Choice):
     """The reward-to-go of each token, normalized over the whole batch (REINFORCE++).
 
     δ_t = (R_t − mean) / (std + ε),  mean and std (ddof 1) over all unmasked tokens of the batch
@@ -238,8 +233,7 @@ class BatchNormalized:
 
     eps: float = 1e-8
     """Added to the standard deviation."""
-    group: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    group = False
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, _ = _group(batch)
@@ -253,14 +247,4 @@ class BatchNormalized:
 Advantage = (
     Raw | Centered | LeaveOneOut | Normalized | BestOnly | RunningMean | Greedy | OptimalBaseline | BatchNormalized
 )
-ADVANTAGES = (
-    Raw,
-    Centered,
-    LeaveOneOut,
-    Normalized,
-    BestOnly,
-    RunningMean,
-    Greedy,
-    OptimalBaseline,
-    BatchNormalized,
-)
+ADVANTAGES: tuple[type, ...] = get_args(Advantage)

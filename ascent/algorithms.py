@@ -150,16 +150,16 @@ class Algorithm:
         if mini.correction is not None:
             surrogate = surrogate * mini.correction
         objective = _total(mini.weight, surrogate)
-        sums = {"entropy": torch.where(counted, out.entropy.detach(), 0.0).sum()}
+        sums = {"entropy": (out.entropy.detach() * counted).sum()}
         if mini.logp_ref is not None:
             full = out.kl_full if out.kl_full is not None else mini.kl_full
             kl = kl_.estimate(self.kl.estimator, out.logp, mini.logp_ref, full)
             if self.kl.where == "loss":
                 objective = objective - mini.kl_coef * _total(mini.weight, kl)
-            sums["kl"] = torch.where(counted, kl.detach(), 0.0).sum()
+            sums["kl"] = (kl.detach() * counted).sum()
         if mini.entropy_coef:
             objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
-        clips = self.loss.clipped(out.logp.detach() - logp_old, mini.advantage, counted)
+        clips = self.loss.clipped(out.logp.detach(), logp_old, mini.advantage, counted)
         if clips is not None:
             sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()
             sums["clip_ratio/high_mean"] = (clips[1] & counted).sum()

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +45,8 @@ def load(folder: str | Path) -> Run:
 def start(config: Config, out: str | Path | None, display: Display) -> Run:
     """A new run of this config, in a new folder."""
     config = replace(config, threads=config.threads or torch.get_num_threads())
+    if config.init is not None:
+        config = replace(config, init=str(_source(Path(config.init))))
     parts = assemble(config)
     words = {
         "label": config.label,
@@ -57,29 +59,36 @@ def start(config: Config, out: str | Path | None, display: Display) -> Run:
 
 
 def resume(run: str | Path, display: Display | None = None, from_step: int | None = None) -> Run:
-    """Go on with a run from its newest checkpoint (or that of `from_step`), to the same numbers."""
+    """Go on with a run from its newest checkpoint (or that of `from_step`), to the same numbers.
+
+    A finished run is left as it is. Nothing of the records is touched before the checkpoint is found whole.
+    """
     existing = Run(run)
-    parts = assemble(existing.config)
+    if existing.status == "finished" and from_step is None:
+        return existing
     folder = RunFolder.reopen(existing.folder)
     try:
         checkpoint.clear_unfinished(folder.path / "checkpoints")
         chosen = _checkpoint(existing, from_step)
         first, state, sizes = 0, None, {}
+        groups: checkpoint.Groups = {}
         if chosen is not None:
             groups, saved = checkpoint.load(chosen)
+            first, state, sizes = saved["step"], saved["state"], saved["records"]
+        folder.check_cut(sizes)
+        parts = assemble(existing.config, fresh=chosen is None)
+        if chosen is not None:
             parts.streams.restore(groups.pop("rng"))
             parts.learner.restore(groups)
-            first, state, sizes = saved["step"], saved["state"], saved["records"]
-        if first >= existing.config.steps:
-            return existing
-        folder.cut(sizes, first)
         for later in existing.checkpoints:
-            if chosen is None or later.name > chosen.name:
+            if chosen is not None and later.name > chosen.name:
                 later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
+        folder.cut(sizes, first)
     except BaseException:
         folder.close()
         raise
-    folder.run["status"] = "running"
+    folder.run |= {"status": "running", "result": None}
+    folder.run.pop("reason", None)
     folder.note("resumed", step=first)
     return carry_out(parts, folder, display or for_stream(), first, state)
 
@@ -89,8 +98,8 @@ def _checkpoint(run: Run, step: int | None) -> Path | None:
         return run.checkpoints[-1] if run.checkpoints else None
     wanted = run.folder / "checkpoints" / checkpoint.name(step)
     if wanted not in run.checkpoints:
-        there = ", ".join(p.name.removeprefix("step_") for p in run.checkpoints) or "none"
-        raise Refused(f"--from {step}: {run.folder} has no such checkpoint; there is {there}")
+        there = ", ".join(str(checkpoint.step_of(p)) for p in run.checkpoints) or "none"
+        raise Refused(f"--from {step}: {run.folder} has no such checkpoint. There are: {there}")
     return wanted
 
 
@@ -105,27 +114,32 @@ class Parts:
     streams: Streams
 
 
-def assemble(config: Config) -> Parts:
-    """The policy, sampler and learner of a config, in one process."""
+def assemble(config: Config, fresh: bool = True) -> Parts:
+    """The policy, sampler and learner of a config, in one process; not `fresh`: a checkpoint will fill them."""
     algorithm = config.algorithm
     torch.set_num_threads(config.threads or torch.get_num_threads())
     streams = Streams(config.seed)
     policy = config.policy(config.task.space, streams.sampling)
-    if config.init is not None:
-        _load_params(policy, Path(config.init))
+    if config.init is not None and fresh:
+        _load_params(policy, _source(Path(config.init)))
     learner = LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, config.micro_batch)
     return Parts(config, policy, LocalSampler(policy, config.temperature, streams.sampling), learner, streams)
 
 
-def _load_params(policy: Policy, source: Path) -> None:
-    """Start from a run's newest checkpoint, or from a folder with params.safetensors."""
-    if (source / "run.json").exists():
-        found = Run(source).checkpoints
+def _source(given: Path) -> Path:
+    """The folder with the params.safetensors that --init means: a run's newest checkpoint, or this very one."""
+    source = given
+    if (given / "run.json").exists():
+        found = Run(given).checkpoints
         if not found:
-            raise Refused(f"--init {source}: that run has no checkpoint yet")
+            raise Refused(f"--init {given}: that run has no checkpoint yet")
         source = found[-1]
     if not (source / "params.safetensors").exists():
-        raise Refused(f"--init {source}: neither a run nor a folder with params.safetensors")
+        raise Refused(f"--init {given}: neither a run nor a folder with params.safetensors")
+    return source.resolve()
+
+
+def _load_params(policy: Policy, source: Path) -> None:
     try:
         policy.load_state_dict(checkpoint.params(source))
     except RuntimeError as error:
@@ -140,35 +154,50 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
     """Run the loop in a locked folder, and write down how it ended."""
     config = parts.config
     writer = Writer(folder, config, display)
-    display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
     try:
-        evaluate = evaluator(config, parts.policy, parts.sampler)
         with interruptible(writer):
+            display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
+            evaluate = evaluator(config, parts.policy, parts.sampler)
             loop(config, config.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
         done = len(Run(folder.path).metrics) >= config.steps
         folder.run["status"] = "finished" if done else "interrupted"
     except KeyboardInterrupt:
         folder.run["status"] = "interrupted"
-        raise
+        raise KeyboardInterrupt(f"stopped at once. Go on with: ascent resume {folder.path}") from None
     except Exception as error:
-        folder.run |= {"status": "failed", "reason": str(error)}
-        if not isinstance(error, Trouble | Refused):
-            (folder.path / "error.txt").write_text(traceback.format_exc())
-            raise Trouble(
-                f"an error that Ascent did not foresee: {type(error).__name__}: {error}. "
-                f"The details are in {folder.path / 'error.txt'}"
-            ) from error
-        raise
+        trouble = _trouble(error, folder.path)
+        folder.run |= {"status": "failed", "reason": str(trouble)}
+        writer.trouble(str(trouble))
+        raise trouble from (None if trouble is error else error)
     finally:
         display.close()
         writer.close()
-        metrics = Run(folder.path).metrics
-        last = {k: v for line in metrics for k, v in line.items() if v is not None}
-        folder.run["step"] = len(metrics)
-        folder.run["result"] = result(last, config) if metrics else None
-        folder.note(folder.run["status"])
-        folder.close()
+        _close(folder, config)
     return Run(folder.path)
+
+
+def _trouble(error: Exception, folder: Path) -> Exception:
+    """What to tell of an error: its own words where it has some, else what it was and where its details are."""
+    if isinstance(error, Trouble | Refused):
+        return error
+    if isinstance(error, OSError):
+        return Trouble(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
+    (folder / "error.txt").write_text("".join(traceback.format_exception(error)))
+    return Trouble(
+        f"an error that Ascent did not foresee: {type(error).__name__}: {error}. "
+        f"The details are in {folder / 'error.txt'}"
+    )
+
+
+def _close(folder: RunFolder, config: Config) -> None:
+    """The last word in run.json. On a full disk it cannot be said: the run then reads as died, and can go on."""
+    metrics = Run(folder.path).metrics
+    last = {k: v for line in metrics for k, v in line.items() if v is not None}
+    folder.run["step"] = len(metrics)
+    folder.run["result"] = result(last, config) if metrics else None
+    with suppress(OSError):
+        folder.note(folder.run["status"])
+    folder.close()
 
 
 def result(last: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,19 +36,26 @@ def main(argv: list[str] | None = None) -> int:
             from ascent.menu import nearest
 
             raise Refused(f"{args[0]}: no such command.{nearest(args[0], COMMANDS)} `ascent --help` lists them")
-        return COMMANDS[args[0]](args[1:])
+        status = COMMANDS[args[0]](args[1:])
+        sys.stdout.flush()
+        return status
+    except SystemExit as ended:  # tyro's, after it has printed its help or its message
+        return int(ended.code or 0)
     except Refused as error:
         print(f"ascent: {error}", file=sys.stderr)
         return 2
     except Trouble as error:
         print(f"ascent: stopped: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("ascent: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"ascent: interrupted{f': {error}' if str(error) else ''}", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read our words has had enough of them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"ascent: stopped: {error}", file=sys.stderr)
+        return 1
 
 
 def train(args: list[str]) -> int:
@@ -58,10 +66,13 @@ def train(args: list[str]) -> int:
     config, options = parse_train(args, "ascent train")
     if options.dry_run:
         from ascent.api import assemble, default_folder
+        from ascent.records.folder import refuse_taken
         from ascent.report import plan
 
+        folder = options.out or default_folder(config)
+        refuse_taken(folder)
         assemble(config)
-        print(plan(config, options.out or default_folder(config)))
+        print(plan(config, folder))
         return 0
     return _ended(lambda: start(config, options.out, for_stream()))
 
@@ -69,8 +80,12 @@ def train(args: list[str]) -> int:
 def resume(args: list[str]) -> int:
     from ascent.api import resume
     from ascent.flags import parse_resume
+    from ascent.records import Run
 
     options = parse_resume(args)
+    if options.from_step is None and Run(options.run).status == "finished":
+        print(f"{options.run} is finished: there is nothing to go on with. Look closer: ascent show {options.run}")
+        return 0
     return _ended(lambda: resume(options.run, from_step=options.from_step))
 
 
@@ -117,13 +132,16 @@ def show(args: list[str]) -> int:
 def explain(args: list[str]) -> int:
     from ascent.diagnose.explain import explain
 
-    if len(args) != 1 or args[0].startswith("-"):
-        asked = "--help" in args or "-h" in args
+    if _asks_for_help(args):
         print(
-            "usage: ascent explain NAME\n\n"
-            "NAME is a row or a choice; `ascent list` has them all. Try: ascent explain grpo"
+            "usage: ascent explain NAME\n\nWhat a row or a choice computes, in words and in a formula, and where "
+            "it is biased.\n`ascent list` has all names. Try: ascent explain grpo"
         )
-        return 0 if asked else 2
+        return 0
+    if len(args) != 1:
+        raise Refused(
+            "ascent explain takes one NAME, a row or a choice: ascent explain grpo. `ascent list` has them all"
+        )
     print(explain(args[0]))
     return 0
 
@@ -131,10 +149,17 @@ def explain(args: list[str]) -> int:
 def list_menu(args: list[str]) -> int:
     from ascent.diagnose.explain import menu_text
 
+    if _asks_for_help(args):
+        print("usage: ascent list\n\nThe tasks, the algorithms and the menu. `ascent explain NAME` says more of each.")
+        return 0
     if args:
         raise Refused(f"ascent list takes nothing more, but was given {' '.join(args)}")
     print(menu_text())
     return 0
+
+
+def _asks_for_help(args: list[str]) -> bool:
+    return "-h" in args or "--help" in args
 
 
 def compare(args: list[str]) -> int:
@@ -144,9 +169,17 @@ def compare(args: list[str]) -> int:
 
 
 def demo(args: list[str]) -> int:
+    if _asks_for_help(args):
+        print(
+            "usage: ascent demo\n\nTrains the lecture's policy with the course's settings and with ours, then shows a "
+            "reward being\nhacked: three runs and a picture in runs/, in under a minute."
+        )
+        return 0
+    if args:
+        raise Refused(f"ascent demo takes nothing more, but was given {' '.join(args)}")
     from ascent.demo import main
 
-    return main(args)
+    return main()
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import signal
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -42,18 +43,20 @@ class Options:
 
 
 ABOUT = (
-    "Run several algorithms or settings over several seeds, paired by seed, and print a table: mean, 95 % "
-    "interval, paired difference to the first. Every other flag of `ascent train TASK` applies to all of them."
+    "Run several algorithms or settings over several seeds, paired by seed, and print\n"
+    "a table: mean, 95 % interval, paired difference to the first. Every other flag of\n"
+    "`ascent train TASK` applies to all of them."
 )
 
 
 def main(args: list[str]) -> int:
     """Parse, run, print the table, draw the picture."""
+    named = bool(args) and not args[0].startswith("-")
     parsed, rest = tyro.cli(
-        Options, prog="ascent compare TASK", args=args[1:], return_unknown_args=True, description=ABOUT
+        Options, prog="ascent compare TASK", args=args[named:], return_unknown_args=True, description=ABOUT
     )
-    if not args or args[0].startswith("-"):
-        raise Refused("which TASK? For example: ascent compare lecture --algorithms reinforce,rloo,grpo")
+    if not named:
+        raise Refused("which TASK? It comes first: ascent compare lecture --algorithms reinforce,rloo,grpo")
     task, seeds = args[0], parse_seeds(parsed.seeds)
     settings = [["--algorithm", name.strip()] for name in parsed.algorithms.split(",") if name.strip()]
     settings += [shlex.split(text) for text in parsed.setting]
@@ -104,16 +107,21 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
     ):
         task = bar.add_task("runs", total=len(folders))
+        # Workers start deaf to Ctrl-C, and hear it only inside a run, which then saves and ends.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         waiting = []
         for (name, seed), folder in folders.items():
             config = replace(configs[name], seed=seed, threads=1)
             waiting.append(pool.submit(run_one, config.to_dict(), str(folder)))
+        signal.signal(signal.SIGINT, before)
         try:
             for future in as_completed(waiting):
                 future.result()
                 bar.advance(task)
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"what has run is kept. Go on with the same command and --out {out}") from None
             raise
     return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
 
@@ -127,7 +135,7 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
     config = configure(flat.pop("task"), flat)
     if (Path(folder) / "run.json").exists():
         run = Run(folder)
-        if run.config != config:
+        if run.config.to_dict() != config.to_dict():
             raise Refused(f"{folder} holds a run of other settings; choose another --out")
         if run.status != "finished":
             resume(folder, Display())
@@ -150,13 +158,13 @@ def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
     for name, group in finals.items():
         row: dict[str, Any] = {}
         for measure in MEASURES:
-            values = [final.get(measure) for final in group]
-            if any(v is None for v in values):
+            values = [final[measure] for final in group if final.get(measure) is not None]
+            if len(values) < len(group):
                 continue
-            mean, half = interval(values)  # type: ignore[arg-type]
+            mean, half = interval(values)
             row[measure] = {"mean": mean, "half": _known(half), "values": values}
             if group is not first and all(f.get(measure) is not None for f in first):
-                gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])  # type: ignore[operator]
+                gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])
                 row[measure] |= {"difference": gap, "difference_half": _known(gap_half)}
         for cost in ("responses", "updates", "seconds"):
             row[cost] = interval([final[cost] for final in group])[0]
@@ -182,27 +190,30 @@ def _final(run: Run) -> dict[str, Any]:
 
 def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
     """The table, in words that a person reads."""
-    from ascent.report import table
+    from ascent.report import table, width, wrapped
 
     titles = {"exact/reward": "E[R]", "eval/reward": "held-out reward", "eval/accuracy": "exactly right"}
     shown = [m for m in titles if all(m in row for row in result.values())]
     shown = [m for m in shown if not (m == "eval/reward" and "exact/reward" in shown)]
-    head = ["setting"]
-    for measure in shown:
-        head += [titles[measure], "to the first"]
-    head += ["silent groups", "responses", "updates", "seconds"]
-    rows = []
+    names, measures = [["setting"]], [[t for m in shown for t in (titles[m], "to the first")]]
+    costs = [["silent groups", "responses", "updates", "seconds"]]
     for name, row in result.items():
-        cells = [name]
+        cells = []
         for measure in shown:
             cell = row[measure]
-            cells.append(_pair(cell["mean"], cell["half"]))
-            cells.append(_pair(cell["difference"], cell["difference_half"], sign=True) if "difference" in cell else "—")
-        cells += [f"{row['frac_reward_zero_std']['mean']:.0%}"]
-        cells += [f"{row[c]:,.0f}" for c in ("responses", "updates")] + [f"{row['seconds']:.1f}"]
-        rows.append(cells)
+            gap = _pair(cell["difference"], cell["difference_half"], sign=True) if "difference" in cell else "—"
+            cells += [_pair(cell["mean"], cell["half"]), gap]
+        names.append([name])
+        measures.append(cells)
+        costs.append([f"{row['frac_reward_zero_std']['mean']:.0%}"])
+        costs[-1] += [f"{row[c]:,.0f}" for c in ("responses", "updates")] + [f"{row['seconds']:.1f}"]
+    head, *rows = [n + m + c for n, m, c in zip(names, measures, costs, strict=True)]
+    text = table(head, rows)
+    if len(text[0]) > width():
+        parts = [[n + x for n, x in zip(names, part, strict=True)] for part in (measures, costs)]
+        text = [*table(parts[0][0], parts[0][1:]), "", *table(parts[1][0], parts[1][1:])]
     note = f"Means over {seeds} seeds ± half of the 95 % interval (Student's t); differences are paired by seed."
-    return [*table(head, rows), "", note if seeds > 1 else "One seed: no interval. Use --seeds 5 or more."]
+    return [*text, "", wrapped(note if seeds > 1 else "One seed: no interval. Use --seeds 5 or more.")]
 
 
 def _pair(mean: float, half: float | None, sign: bool = False) -> str:

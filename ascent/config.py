@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ascent.algorithms import ALGORITHMS, MENU, Algorithm, label
@@ -234,6 +234,7 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
         now = named() if isinstance(named, type) else named
     elif named is not None:
         cls = find(axis, CHOICES[axis], named)
+        _refuse_stranger(axis, named, cls)
         if cls is not type(now):
             starts = {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
             now = build(axis, cls, starts)
@@ -242,6 +243,14 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
         return now
     build(axis, type(now), {k: v for k, v in fields_set.items() if k not in hyperparameters(type(now))})
     return replace(now, **{k: _checked(f"{axis}.{k}", v, type(now)) for k, v in fields_set.items()})
+
+
+def _refuse_stranger(axis: str, name: str, cls: Any) -> None:
+    """A class of the user's own has to be a choice like those on the menu."""
+    base = CHOICES[axis][0].__mro__[1]
+    if not (isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, base)):
+        derived = "" if base is object else f" that derives from {base.__module__}.{base.__name__}"
+        raise Refused(f"--{axis} {name}: a choice of your own is a frozen dataclass{derived}, as those on the menu are")
 
 
 def _refuse_unknown(layer: Settings, task: type) -> None:

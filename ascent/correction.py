@@ -11,7 +11,7 @@ measured, whether it is corrected or not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -115,4 +115,4 @@ class Masked:
 
 
 Correction = NoCorrection | Truncated | Masked
-CORRECTIONS = (NoCorrection, Truncated, Masked)
+CORRECTIONS: tuple[type, ...] = get_args(Correction)

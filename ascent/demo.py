@@ -10,7 +10,6 @@ from ascent.config import configure
 from ascent.records import Run
 from ascent.records.display import for_stream
 from ascent.records.plot import COLORS, figure, series
-from ascent.types import Refused
 
 RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
     (
@@ -29,9 +28,7 @@ RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
 )
 
 
-def main(args: list[str]) -> int:
-    if args:
-        raise Refused(f"ascent demo takes nothing more, but was given {' '.join(args)}")
+def main() -> int:
     began = time.monotonic()
     out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
     runs: dict[str, Run] = {}
@@ -40,6 +37,7 @@ def main(args: list[str]) -> int:
         print(f"\n{title}: ascent train {task} {_flags(settings)}".rstrip(), flush=True)
         runs[name] = start(config, out / name, for_stream())
         if runs[name].status != "finished":
+            print(f"Interrupted. What has run is in {out}")
             return 130
     print("\n" + "\n\n".join([_lecture(runs["course"], runs["ours"]), _loophole(runs["loophole"])]))
     print(f"\nCurves: {draw(runs, out / 'demo.png')}")
@@ -99,7 +97,7 @@ def _loophole(run: Run) -> str:
     return "\n".join(
         [
             "3. A reward for numbers included and pairs in order, where every prompt repeats a number, earns "
-            f"{result['eval/reward']:.2f} of {result['max_reward']:g}, but only {result['eval/accuracy']:.0%} is sorted:",
+            f"{result['eval/reward']:.2f} of {result['max_reward']:g}, and {result['eval/accuracy']:.0%} is sorted:",
             *answers(run, 3),
             *(f"   {word}" for word in result["words"][1:]),
         ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ascent.config import Config
-from ascent.diagnose.exact import expected_reward, reward_table
+from ascent.diagnose.exact import every_response, probability, reward_table
 from ascent.engines.base import Sampler
 from ascent.policies import Policy
 from ascent.types import Metrics
@@ -20,14 +22,16 @@ def evaluator(config: Config, policy: Policy, sampler: Sampler) -> Callable[[], 
     prompt = task.held_out(config.eval_prompts)
     small = len(prompt) * task.space.vocab**task.space.limit <= ENUMERABLE
     table = reward_table(task, prompt) if small else None
+    every = every_response(task.space, prompt, config.temperature) if small else None
 
     def evaluate() -> Metrics:
         scores = task.score(sampler.generate(prompt, 1, greedy=True))
         metrics = {"eval/accuracy": scores.correct.double().mean().item()}
         if bool(scores.valid.any()):
             metrics["eval/reward"] = scores.reward.sum(-1)[scores.valid].double().mean().item()
-        if table is not None:
-            metrics["exact/reward"] = expected_reward(policy, prompt, table, config.temperature).item()
+        if table is not None and every is not None:
+            with torch.no_grad():
+                metrics["exact/reward"] = (probability(policy, every) * table).sum().item() / len(prompt)
         return metrics
 
     return evaluate

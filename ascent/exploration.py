@@ -6,6 +6,7 @@ objective = Σ weight · (surrogate + c · H(π(· | state)))
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from ascent.types import Refused
 
@@ -52,4 +53,4 @@ class Annealed:
 
 
 Exploration = NoBonus | Constant | Annealed
-EXPLORATIONS = (NoBonus, Constant, Annealed)
+EXPLORATIONS: tuple[type, ...] = get_args(Exploration)

@@ -72,78 +72,101 @@ def _value(args: list[str], flag: str) -> str | None:
 
 def _about(task: str) -> str:
     others = ", ".join(name_of(t) for t in TASKS)
-    return f"Train on {task} (tasks: {others}). `ascent explain NAME` says what a row or a choice computes."
+    return f"Train on {task} (tasks: {others}).\n`ascent explain NAME` says what a row or a choice computes."
+
+
+RECORDS = ("eval_every", "eval_prompts", "checkpoint_every", "keep", "record_every", "record_rollouts")
+"""The plain settings that decide what is written down and not what is computed."""
 
 
 def _parser(found: Resolved) -> type:
-    """A dataclass for tyro with the fields of the chosen choices, their present values as defaults."""
+    """A dataclass for tyro: groups of flags, and the fields of the chosen choices, present values as defaults."""
     docs, kinds, axes = field_docs(Config), get_type_hints(Config), field_docs(Algorithm)
-    rows: list[tuple[str, Any, Any]] = []
-
-    def add(name: str, kind: Any, default: Any, help: str, flag: str | None = None, metavar: str | None = None) -> None:
-        note = tyro.conf.arg(help=help, name=flag, metavar=metavar)
-        rows.append((name, Annotated[kind, note], dataclasses.field(default=default)))
-
-    add("out", Path | None, None, "The run's folder. Default: runs/<date>-<task>-<algorithm>-s<seed>.")
-    add("dry_run", bool, False, "Print what would run, and do nothing.")
-    add("config", Path | None, None, "A run's config.json to start from.")
-    add("preset", str, "default", f"Settings of a whole run: {' | '.join(found.task.presets)}.")  # type: ignore[attr-defined]
-    add("algorithm", str | None, None, f"A named row of the menu: {' | '.join(ALGORITHMS)}.", metavar="ROW")
-    for name in PLAIN:
-        add(name, kinds[name], found.plain.get(name, PLAIN[name].default), docs[name])
-    add("lr", float | None, None, "Learning rate: short for --update.lr.")
-    for axis, menu in CHOICES.items():
-        names = " | ".join(name_of(cls) for cls in menu)
+    presets, rows_of_menu = " | ".join(found.task.presets), " | ".join(ALGORITHMS)  # type: ignore[attr-defined]
+    call = [
+        _row("out", Path | None, None, "The run's folder. Default: runs/<date>-<task>-<algorithm>-s<seed>."),
+        _row("dry_run", Annotated[bool, tyro.conf.FlagCreatePairsOff], False, "Print what would run, and do nothing."),
+        _row("config", Path | None, None, "A run's config.json to start from.", metavar="FILE"),
+        _row("preset", str, "default", f"Settings of a whole run: {presets}.", metavar="NAME"),
+    ]
+    plain = {n: _row(n, kinds[n], found.plain.get(n, PLAIN[n].default), docs[n]) for n in PLAIN}
+    run = [row for name, row in plain.items() if name not in RECORDS]
+    run.append(_row("lr", float | None, None, "Learning rate: short for --update.lr."))
+    menu = [
+        _row(
+            "algorithm",
+            str | None,
+            None,
+            f"A named row, which sets the axes of the algorithm: {rows_of_menu}.",
+            metavar="ROW",
+        )
+    ]
+    for axis, choices in CHOICES.items():
+        names = " | ".join(name_of(cls) for cls in choices)
         text = axes.get(axis, docs.get(axis, "")).rstrip(".")
-        add(f"{axis}_name", str, name_of(found.chosen[axis]), f"{text}: {names}.", flag=axis, metavar="NAME")
+        chosen = name_of(found.chosen[axis])
+        menu.append(_row(f"{axis}_name", str, chosen, f"{text}: {names}.", flag=axis, metavar="NAME"))
+    kinds_of_task, docs_of_task = get_type_hints(found.task), field_docs(found.task)
+    task = [
+        _row(name, kinds_of_task[name], found.own.get(name, field.default), docs_of_task.get(name, ""))
+        for name, field in hyperparameters(found.task).items()
+    ]
+    groups = [
+        *call,
+        _group("task", task, str(found.task.__doc__).split("\n")[0]),
+        _group("run", run, "How much is sampled, and how often it is used."),
+        _group("menu", menu, "The algorithm: a row, or one choice per axis."),
+        _group("records", [plain[name] for name in RECORDS], "What is written down, and how often."),
+    ]
     for axis in CHOICES:
         now = found.chosen[axis]
         if hyperparameters(type(now)):
-            rows.append((axis, type(now), dataclasses.field(default=now)))
-    task = _TaskFields.of(found)
-    rows.append(("task", Annotated[task, tyro.conf.arg(name="")], dataclasses.field(default_factory=task)))
-    return dataclasses.make_dataclass("Settings", rows)
+            groups.append((axis, type(now), dataclasses.field(default=now)))
+    return dataclasses.make_dataclass("Settings", groups)
 
 
-class _TaskFields:
-    """A task's fields as a dataclass of their own, checked only once everything is known."""
+Row = tuple[str, Any, Any]
 
-    @staticmethod
-    def of(found: Resolved) -> type:
-        kinds, docs = get_type_hints(found.task), field_docs(found.task)
-        rows = []
-        for name, field in hyperparameters(found.task).items():
-            kind = Annotated[kinds[name], tyro.conf.arg(help=docs.get(name, ""))]
-            rows.append((name, kind, dataclasses.field(default=found.own.get(name, field.default))))
-        return dataclasses.make_dataclass(found.task.__name__, rows)
+
+def _row(name: str, kind: Any, default: Any, help: str, flag: str | None = None, metavar: str | None = None) -> Row:
+    """One flag, without the name of its group before it."""
+    hint = None if default is not None else ""
+    metavar = metavar or {Path | None: "PATH", float | None: "FLOAT", str | None: "STR"}.get(kind)
+    note = tyro.conf.arg(help=help, name=flag, metavar=metavar, help_behavior_hint=hint, prefix_name=False)
+    return name, Annotated[kind, note], dataclasses.field(default=default)
+
+
+def _group(name: str, rows: list[Row], doc: str) -> Row:
+    made = dataclasses.make_dataclass(name, rows, namespace={"__doc__": doc})
+    return name, made, dataclasses.field(default_factory=made)
 
 
 def _settings(parsed: Any) -> dict[str, Any]:
     """Everything that tyro parsed, as settings."""
-    settings = {name: getattr(parsed, name) for name in PLAIN}
+    settings = {n: getattr(parsed.records if n in RECORDS else parsed.run, n) for n in PLAIN}
     for axis in CHOICES:
         for name in hyperparameters(type(getattr(parsed, axis, None))):
             settings[f"{axis}.{name}"] = getattr(getattr(parsed, axis), name)
-    if parsed.lr is not None:
-        settings["lr"] = parsed.lr
+    if parsed.run.lr is not None:
+        settings["lr"] = parsed.run.lr
     return settings | vars(parsed.task)
 
 
 @dataclass
 class ResumeOptions:
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
-    from_step: Annotated[int | None, tyro.conf.arg(name="from")] = None
+    from_step: Annotated[int | None, tyro.conf.arg(name="from", metavar="STEP", help_behavior_hint="")] = None
     """Go back to the checkpoint of this step. Default: the newest."""
 
 
 @dataclass
 class ShowOptions:
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
-    step: int | None = None
+    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Print the responses of this step: prompts, responses, log-probs, rewards and δ."""
-    json: bool = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """One JSON object, for scripts."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -78,6 +78,6 @@ class Overlong:
 
 
 Groups = All | WithSignal
-GROUPS = (All, WithSignal)
+GROUPS: tuple[type, ...] = get_args(Groups)
 Shaping = NoShaping | Overlong
-SHAPINGS = (NoShaping, Overlong)
+SHAPINGS: tuple[type, ...] = get_args(Shaping)

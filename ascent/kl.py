@@ -18,7 +18,7 @@ What an estimator is worth as a *value* says nothing of its *gradient*:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -62,6 +62,13 @@ def adapt(coef: float, kl: float, target: float) -> float:
     return coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
+def _check(coef: float, target: float | None) -> None:
+    if not coef >= 0:
+        raise Refused(f"--kl.coef is {coef:g}: a penalty is 0 or more")
+    if target is not None and not target > 0:
+        raise Refused(f"--kl.target is {target:g}: an adaptive coefficient needs a KL above 0 to steer to")
+
+
 @dataclass(frozen=True)
 class NoKL:
     """No penalty. A reference, if there is one, is only measured against."""
@@ -73,21 +80,11 @@ class NoKL:
 
 
 @dataclass(frozen=True)
-class _Penalty:
-    def __post_init__(self) -> None:
-        if not self.coef >= 0:  # type: ignore[attr-defined]
-            raise Refused(f"--kl.coef is {self.coef}: a penalty is 0 or more")  # type: ignore[attr-defined]
-        target = self.target  # type: ignore[attr-defined]
-        if target is not None and not target > 0:
-            raise Refused(f"--kl.target is {target}: an adaptive coefficient needs a KL above 0 to steer to")
-
-
-@dataclass(frozen=True)
-class InLoss(_Penalty):
+class InLoss:
     """The KL of each token, differentiated, with the surrogate's own weights.
 
     objective = Σ weight · (surrogate − β · KL_t)
-    GRPO's place for it (Shao et al. 2024). See the file's head for what its gradient is.
+    GRPO's place for it (Shao et al. 2024). k3's gradient is that of KL(π_ref ‖ π), k1's is 0.
     """
 
     estimator: Estimator = "k3"
@@ -98,9 +95,12 @@ class InLoss(_Penalty):
     """KL per token that β is steered to. None: β stays fixed."""
     where: ClassVar[str] = "loss"
 
+    def __post_init__(self) -> None:
+        _check(self.coef, self.target)
+
 
 @dataclass(frozen=True)
-class InReward(_Penalty):
+class InReward:
     """A constant, taken from logp_old and subtracted from the reward before any group statistic.
 
     per response: R ← R − β Σ_t KL_t;   per token: r_t ← r_t − β KL_t, then rewards-to-go
@@ -118,6 +118,9 @@ class InReward(_Penalty):
     """KL per token that β is steered to. None: β stays fixed."""
     where: ClassVar[str] = "reward"
 
+    def __post_init__(self) -> None:
+        _check(self.coef, self.target)
+
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward with the penalty taken off; an outcome moves to the last token if need be."""
         penalty = torch.where(batch.mask, coef * kl, 0.0)
@@ -131,4 +134,4 @@ def start(choice: KL) -> State:
 
 
 KL = NoKL | InLoss | InReward
-KLS = (NoKL, InLoss, InReward)
+KLS: tuple[type, ...] = get_args(KL)

@@ -10,7 +10,7 @@ A surrogate returns one number a token, or, with token length 1, one a response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,8 +28,19 @@ def _positive(value: float, flag: str) -> None:
         raise Refused(f"{flag} is {value:g}, but a clipping bound is a distance from 1: set it above 0")
 
 
+class Choice:
+    """What every surrogate says of itself."""
+
+    sequence: ClassVar[bool] = False
+    """Is it one number a response?"""
+
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        """The tokens at whose low, and at whose high bound it clips; None where it never does."""
+        return None
+
+
 @dataclass(frozen=True)
-class LogProb:
+class LogProb(Choice):
     """Log-probability times credit, the naive policy gradient.
 
     δ · log π
@@ -37,18 +48,12 @@ class LogProb:
     not corrected for the policy having moved.
     """
 
-    ratio: ClassVar[bool] = False
-    sequence: ClassVar[bool] = False
-
     def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
         return advantage * logp
 
-    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
-        return None
-
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Choice):
     """Importance-weighted credit, one ratio a token, never clipped.
 
     ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
@@ -57,18 +62,12 @@ class Ratio:
     over the response is the exact importance weight.
     """
 
-    ratio: ClassVar[bool] = True
-    sequence: ClassVar[bool] = False
-
     def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
         return torch.exp(logp - logp_old) * advantage
 
-    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
-        return None
-
 
 @dataclass(frozen=True)
-class Clipped:
+class Clipped(Choice):
     """The ratio, worth no more once it has moved far enough (PPO, GRPO).
 
     min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ);  with dual clip c, where δ < 0: at least c·δ
@@ -82,8 +81,6 @@ class Clipped:
     """ε_high: how far above 1 the ratio of a good token still earns."""
     dual: float | None = None
     """c > 1: bounds the loss of a bad token whose ratio has exploded. None: off."""
-    ratio: ClassVar[bool] = True
-    sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _positive(self.low, "--loss.low")
@@ -98,19 +95,21 @@ class Clipped:
             surrogate = torch.where(advantage < 0, torch.maximum(surrogate, self.dual * advantage), surrogate)
         return surrogate
 
-    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
-        return _outside(torch.exp(log_ratio), advantage, self.low, self.high)
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return _outside(torch.exp(logp - logp_old), advantage, self.low, self.high)
 
 
 @dataclass(frozen=True)
-class SequenceRatio:
+class SequenceRatio(Choice):
     """One ratio for the whole response, with gradient through all its tokens.
 
     product:  ρ = exp(Σ_t (logp_t − logp_old_t)), the exact importance weight (TRL's RLOO)
     mean:     ρ = exp(mean_t (logp_t − logp_old_t)), length-normalised (GSPO, Zheng et al. 2025)
-    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ), or ρ δ with no bounds set
+    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ), or ρ δ with no bounds set; the product's over L
     Only the unclipped product stays unbiased once the policy has moved; its variance grows with
-    the length. Needs an outcome reward: one δ a response.
+    the length. Needs an outcome reward: one δ a response. A response's term takes the sum of its
+    tokens' weights. The product's gradient is a sum over its L tokens already, hence its 1/L: at
+    ρ = 1 both forms have the log-prob surrogate's gradient, and with sequence-sum it is ∇E[R].
     """
 
     form: Literal["product", "mean"] = "mean"
@@ -119,8 +118,7 @@ class SequenceRatio:
     """ε_low; None with ε_high None: never clipped."""
     high: float | None = 4e-4
     """ε_high; None with ε_low None: never clipped."""
-    ratio: ClassVar[bool] = True
-    sequence: ClassVar[bool] = True
+    sequence = True
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
@@ -142,19 +140,20 @@ class SequenceRatio:
                 "(a reward or a KL per token): use an outcome reward, or --loss clipped"
             )
         ρ = torch.exp(self.log_ratio(logp - logp_old, mask))
-        if self.low is None or self.high is None:
-            return ρ * advantage
-        return torch.minimum(ρ * advantage, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
+        surrogate = ρ * advantage
+        if self.low is not None and self.high is not None:
+            surrogate = torch.minimum(surrogate, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
+        return surrogate / mask.sum(-1, keepdim=True).clamp(min=1) if self.form == "product" else surrogate
 
-    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
         if self.low is None or self.high is None:
             return None
-        ρ = torch.exp(self.log_ratio(log_ratio, mask)).expand_as(log_ratio)
+        ρ = torch.exp(self.log_ratio(logp - logp_old, mask)).expand_as(logp)
         return _outside(ρ, advantage, self.low, self.high)
 
 
 @dataclass(frozen=True)
-class Cispo:
+class Cispo(Choice):
     """Log-probability times credit, weighted by a clipped ratio that carries no gradient (CISPO).
 
     sg[clip(ρ, 1−ε_low, 1+ε_high)] · δ · log π
@@ -166,8 +165,6 @@ class Cispo:
     """ε_low; 1: no lower bound."""
     high: float = 4.0
     """ε_high; the weight of a token is at most 1 + ε_high."""
-    ratio: ClassVar[bool] = True
-    sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _positive(self.low, "--loss.low")
@@ -177,8 +174,8 @@ class Cispo:
         ρ = torch.exp(logp.detach() - logp_old)
         return ρ.clamp(1 - self.low, 1 + self.high) * advantage * logp
 
-    def clipped(self, log_ratio: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
-        return _outside(torch.exp(log_ratio), advantage, self.low, self.high)
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return _outside(torch.exp(logp - logp_old), advantage, self.low, self.high)
 
 
 def _outside(ρ: PerToken, advantage: Broadcast, low: float, high: float) -> Clips:
@@ -187,4 +184,4 @@ def _outside(ρ: PerToken, advantage: Broadcast, low: float, high: float) -> Cli
 
 
 Loss = LogProb | Ratio | Clipped | SequenceRatio | Cispo
-LOSSES = (LogProb, Ratio, Clipped, SequenceRatio, Cispo)
+LOSSES: tuple[type, ...] = get_args(Loss)

@@ -6,7 +6,7 @@ The learner keeps the reference beside its policy; a choice only says when to re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, get_args
 
 from ascent.types import Refused
 
@@ -18,36 +18,34 @@ class KeepsReference(Protocol):
         """π_ref ← (1 − rate) · π_ref + rate · π, parameter by parameter; rate 1 copies."""
 
 
-@dataclass(frozen=True)
-class NoReference:
-    """No reference: nothing is kept and no KL is measured."""
-
-    kept: ClassVar[bool] = False
-    moves: ClassVar[bool] = False
-
-    def __call__(self, learner: KeepsReference, step: int) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """The policy as it was at the start of the run."""
+class Choice:
+    """What every choice of a reference says of itself, and does after a step: nothing, if not more."""
 
     kept: ClassVar[bool] = True
-    moves: ClassVar[bool] = False
+    """Is there a reference at all?"""
 
     def __call__(self, learner: KeepsReference, step: int) -> None:
         return None
 
 
 @dataclass(frozen=True)
-class Every:
+class NoReference(Choice):
+    """No reference: nothing is kept and no KL is measured."""
+
+    kept = False
+
+
+@dataclass(frozen=True)
+class Frozen(Choice):
+    """The policy as it was at the start of the run."""
+
+
+@dataclass(frozen=True)
+class Every(Choice):
     """The policy as it was at the last multiple of n steps (iterative GRPO's outer loop)."""
 
     n: int = 10
     """Steps between two renewals."""
-    kept: ClassVar[bool] = True
-    moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -59,7 +57,7 @@ class Every:
 
 
 @dataclass(frozen=True)
-class MovingAverage:
+class MovingAverage(Choice):
     """An average that follows the policy: after each step π_ref ← (1−r)·π_ref + r·π.
 
     Degenerate cases: r = 0 is frozen, r = 1 is the policy of the step before.
@@ -67,8 +65,6 @@ class MovingAverage:
 
     rate: float = 0.05
     """r: the share of the current policy in the new reference."""
-    kept: ClassVar[bool] = True
-    moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
@@ -79,4 +75,4 @@ class MovingAverage:
 
 
 Reference = NoReference | Frozen | Every | MovingAverage
-REFERENCES = (NoReference, Frozen, Every, MovingAverage)
+REFERENCES: tuple[type, ...] = get_args(Reference)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ def plan(config: Config, folder: Path) -> str:
             f"policy     {spell(config.policy)}",
             f"algorithm  {config.label}",
             f"update     {spell(config.algorithm.update)}",
-            f"objective  {objective_in_words(config.algorithm)}",
+            wrapped(f"objective  {objective_in_words(config.algorithm)}", 11),
             *(f"           {line}" for line in formula(config.algorithm).splitlines()),
-            f"a step     {config.prompts} prompts × {config.samples} samples = {sampled} responses{more}; "
-            f"{config.epochs} epochs × {config.minibatches} mini-batches = {updates} updates",
+            f"a step     {config.prompts} prompts × {config.samples} samples = {sampled} responses{more};",
+            f"           {config.epochs} epochs × {config.minibatches} mini-batches = {updates} updates",
             f"the run    {config.steps} steps = {config.steps * sampled:,} responses and "
             f"{config.steps * updates:,} updates, seed {config.seed}",
             f"folder     {folder}",
@@ -41,9 +43,19 @@ def ending(run: Run) -> str:
         after = [f"Curves: {picture}"] if picture.exists() else []
         after += [f"Look closer: ascent show {run.folder}"]
     else:
-        after = [f"Interrupted after step {run.info['step']} of {run.info['steps']}, and saved."]
+        after = [f"Interrupted after {run.info['step']} of {run.info['steps']} steps, and saved."]
         after += [f"Go on with: ascent resume {run.folder}"]
-    return "\n".join([*words, *after])
+    return "\n".join([*map(wrapped, words), *after])
+
+
+def width() -> int:
+    """Columns of the terminal; plenty where there is none."""
+    return shutil.get_terminal_size(fallback=(160, 24)).columns
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """A paragraph, its later lines set in."""
+    return textwrap.fill(text, min(width(), 120), subsequent_indent=" " * indent, break_long_words=False)
 
 
 COLUMNS = (
@@ -60,29 +72,43 @@ COLUMNS = (
     ("frac_reward_zero_std", "silent"),
     ("completions/mean_length", "length"),
     ("grad_norm", "‖∇‖"),
+    ("reward_errors", "errors"),
     ("loss", "loss"),
 )
+FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL")
+"""Columns that a narrow terminal can do without, in this order."""
 
 
 def summary(run: Run) -> str:
     """A run at a glance: what it is, how it went, what it means."""
     info, metrics = run.info, run.metrics
     head = [
-        f"{run.folder}: {run.status}, step {len(metrics)} of {info['steps']}",
+        f"{run.folder}: {run.status}, {len(metrics)} of {info['steps']} steps",
         f"{info['task']}, {info['label']}, seed {info['seed']}",
-        objective_in_words(run.config.algorithm),
+        wrapped(objective_in_words(run.config.algorithm)),
     ]
     if run.status == "failed":
-        head.append(f"Stopped: {info.get('reason')}")
+        head.append(wrapped(f"Stopped: {info.get('reason')}"))
     if run.status in ("died", "interrupted", "failed"):
         head.append(f"Go on with: ascent resume {run.folder}")
     every = max(1, len(metrics) // 10)
     picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
-    columns = [(key, name) for key, name in COLUMNS if any(line.get(key) is not None for line in metrics)]
-    rows = [[_number(line.get(key)) for key, _ in columns] for line in picked]
-    words = (run.result or {}).get("words", [])
-    flags = [f"Flag at step {e['step']}: {e['text']}" for e in run.events if e.get("event") == "flag"]
-    return "\n".join([*head, "", *table([name for _, name in columns], rows), "", *words, *flags]).rstrip()
+    columns = {name: key for key, name in COLUMNS if any(line.get(key) is not None for line in metrics)}
+    if not any(line.get("reward_errors") for line in metrics):
+        columns.pop("errors", None)
+    shown = _fitting({name: [_number(line.get(key)) for line in picked] for name, key in columns.items()})
+    words = [wrapped(word) for word in (run.result or {}).get("words", [])]
+    flags = [wrapped(f"Flag at step {e['step']}: {e['text']}") for e in run.events if e.get("event") == "flag"]
+    return "\n".join([*head, "", *shown, "", *words, *flags]).rstrip()
+
+
+def _fitting(columns: dict[str, list[str]]) -> list[str]:
+    """The table of these columns, less those that a narrow terminal has no room for."""
+    lines = table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)]) if columns else []
+    spare = next((name for name in FIRST_TO_GO if name in columns), None)
+    if spare is None or not lines or len(lines[0]) <= width():
+        return lines
+    return _fitting({name: cells for name, cells in columns.items() if name != spare})
 
 
 def responses(rows: list[dict[str, Any]]) -> str:

@@ -95,8 +95,9 @@ def train(
         scalars = algorithm.scalars(state, step / config.steps)
         minis, updates = [], []
         with clock("update"):
-            for mini in batch.minibatches(config.epochs, config.minibatches, streams.order):
-                mini = mini.add(weight=algorithm.weights(mini), **scalars)
+            for part in batch.minibatches(config.epochs, config.minibatches, streams.order):
+                if not minis or part is not whole:
+                    whole, mini = part, part.add(weight=algorithm.weights(part), **scalars)
                 updates.append(learner.step(mini, algorithm.objective, algorithm.update))
                 minis.append(mini)
         metrics |= summarize(batch, minis, updates, config)
@@ -167,25 +168,22 @@ def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Bat
 
 def describe(batch: Batch) -> Metrics:
     """What was sampled, in numbers: reward and its spread, strict score, signal, lengths."""
-    valid, total = batch.valid, batch.reward.sum(-1)
-    count = valid.sum().clamp(min=1)
-    mean = torch.where(valid, total, 0.0).sum() / count
-    spread = (torch.where(valid, (total - mean) ** 2, 0.0).sum() / (count - 1).clamp(min=1)).sqrt()
     assert batch.correct is not None
-    silent, length = without_signal(batch), batch.length.to(total.dtype)
+    scored, right = batch.reward.sum(-1)[batch.valid], batch.correct.to(batch.reward.dtype)
+    length = batch.length.to(scored.dtype)
     values = {
-        "reward": mean,
-        "reward_std": spread,
-        "accuracy": (batch.correct & valid).sum() / count,
-        "frac_reward_zero_std": silent.to(total.dtype).mean(),
-        "frac_all_right": batch.correct.all(1).to(total.dtype).mean(),
-        "frac_all_wrong": (~batch.correct).all(1).to(total.dtype).mean(),
+        "reward": scored.mean(),
+        "reward_std": scored.std() if len(scored) > 1 else torch.zeros(()),
+        "accuracy": right[batch.valid].mean(),
+        "frac_reward_zero_std": without_signal(batch).to(scored.dtype).mean(),
+        "frac_all_right": right.amin(1).mean(),
+        "frac_all_wrong": 1 - right.amax(1).mean(),
         "completions/mean_length": length.mean(),
-        "completions/clipped_ratio": batch.truncated.to(total.dtype).mean(),
+        "completions/clipped_ratio": batch.truncated.to(scored.dtype).mean(),
         "num_tokens": length.sum(),
     }
     metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-    return {**metrics, "num_responses": valid.numel()}
+    return {**metrics, "num_responses": batch.valid.numel()}
 
 
 def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
@@ -194,9 +192,9 @@ def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: 
         return {}
     rows = torch.stack([torch.stack(list(u.metrics.values())) for u in updates]).tolist()
     names = list(updates[0].metrics)
-    for update, row in zip(updates, rows, strict=True):
+    for mini, update, row in zip(minis, updates, rows, strict=True):
         values = dict(zip(names, row, strict=True))
-        tokens = max(values.pop("tokens"), 1)
+        tokens = max(mini.tokens, 1)
         whole = {"loss": values.pop("loss"), "grad_norm": values.pop("grad_norm")}
         update.report.update(whole | {name: total / tokens for name, total in values.items()})
     metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}

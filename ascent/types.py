@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,10 +116,15 @@ class Batch(Rollouts):
     progress: float = 0.0
     """The share of the run that lies behind this step."""
 
-    @property
+    @cached_property
     def counted(self) -> Bool[Tensor, "prompt sample token"]:
         """The tokens that count: unmasked, in a response whose reward did not fail."""
         return self.mask & self.valid.unsqueeze(-1)
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens count."""
+        return int(self.counted.sum())
 
     @property
     def length(self) -> Int[Tensor, "prompt sample"]:
@@ -140,7 +146,10 @@ class Batch(Rollouts):
         return replace(self, **picked)
 
     def minibatches(self, epochs: int, count: int, rng: torch.Generator) -> Iterator[Batch]:
-        """`epochs` passes over the batch, each cut at random into `count` parts of whole prompts."""
+        """`epochs` passes over the batch, each cut at random into `count` parts of whole prompts.
+
+        An uncut batch is the same object in every pass, so that what is known of it is computed once.
+        """
         prompts = self.prompt.shape[0]
         for _ in range(epochs):
             if count == 1:

@@ -9,6 +9,7 @@ N nor ΣL.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -80,4 +81,4 @@ class FixedLength:
 
 
 Weights = TokenMean | SequenceMean | SequenceSum | FixedLength
-WEIGHTS = (TokenMean, SequenceMean, SequenceSum, FixedLength)
+WEIGHTS: tuple[type, ...] = get_args(Weights)

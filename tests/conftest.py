@@ -114,7 +114,9 @@ def shake(module: torch.nn.Module, size: float, seed: int = 9) -> None:
 
 def gradient_of(learner: LocalLearner) -> Tensor:
     """The gradient of the loss, all parameters in one row."""
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in learner.trainable()])
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in learner.trainable()]
+    )
 
 
 @pytest.fixture(params=["per-position", "transformer", "transformer with an end token"])

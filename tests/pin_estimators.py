@@ -8,9 +8,10 @@ A change of that file is a change of results: say so in the change log.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ascent.advantages import ADVANTAGES, OptimalBaseline
 from ascent.algorithms import Algorithm
-from ascent.diagnose.estimator import estimate
+from ascent.diagnose.estimator import enumerate_groups, estimate
 from ascent.diagnose.exact import Table
 from ascent.losses import LOSSES, LogProb, SequenceRatio
 from ascent.menu import spell
@@ -40,13 +41,12 @@ class Tiny:
     reward: Callable[[Rollouts, Space], Tensor]
 
     def score(self, rollouts: Rollouts) -> Scores:
-        reward = self.reward(rollouts, self.space)
-        return Scores(reward, torch.ones_like(rollouts.truncated), sorting.sorted_exactly(rollouts, self.space))
+        return replace(sorting.score("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
 
 
 def positions(rollouts: Rollouts, space: Space) -> Tensor:
     """The number of positions right, for the whole response."""
-    return sorting.positions_right(rollouts.prompt, sorting.numbers(rollouts, space)).unsqueeze(-1)
+    return sorting.score("positions", rollouts, space).reward
 
 
 def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
@@ -59,7 +59,12 @@ def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
 
 def exactly(rollouts: Rollouts, space: Space) -> Tensor:
     """1 for the sorted prompt, else 0."""
-    return sorting.sorted_exactly(rollouts, space).float().unsqueeze(-1)
+    return sorting.score("exact", rollouts, space).reward
+
+
+def nothing(rollouts: Rollouts, space: Space) -> Tensor:
+    """0 for everything, so that a penalty is all that pushes."""
+    return torch.zeros(*rollouts.truncated.shape, 1)
 
 
 @torch.no_grad()
@@ -81,6 +86,8 @@ def blank(policy: Policy) -> Policy:
 
 INDEPENDENT = Space(prompt_length=2, vocab=3, limit=2)
 RAGGED = Space(prompt_length=2, vocab=3, limit=3, end=2)
+SHORT = Space(prompt_length=2, vocab=3, limit=2, end=2)
+"""Ragged too, with seven responses only."""
 
 
 def policy_of(space: Space) -> Policy:
@@ -108,14 +115,6 @@ def losses() -> list:
     return [choice() for choice in LOSSES] + [SequenceRatio("product", None, None), SequenceRatio("mean", None, None)]
 
 
-def menu() -> Iterator[tuple[str, Algorithm]]:
-    """Every credit × surrogate × weights on the menus, by name."""
-    for credit in credits():
-        for loss in losses():
-            for weights in WEIGHTS:
-                yield f"{spell(credit)} / {spell(loss)} / {spell(weights())}", Algorithm(credit, loss, weights())
-
-
 WORLDS = {
     "independent, stale": lambda: table(INDEPENDENT, stale=True),
     "ragged, stale": lambda: table(RAGGED, stale=True),
@@ -125,12 +124,14 @@ WORLDS = {
 
 
 def measure(world: str) -> dict[str, list[float]]:
-    """Scale, cosine and variance of every estimator in a world."""
+    """Scale, cosine and variance of every credit × surrogate × weights on the menus, by name."""
     found = WORLDS[world]()
     rows = {}
-    for name, algorithm in menu():
-        if "fresh" not in world or isinstance(algorithm.loss, LogProb):
-            e = estimate(found, algorithm, SAMPLES, STATE)
+    for credit, weights in itertools.product(credits(), WEIGHTS):
+        groups = enumerate_groups(found, Algorithm(credit, weights=weights()), SAMPLES, STATE)
+        for loss in losses() if "stale" in world else [LogProb()]:
+            e = estimate(found, Algorithm(credit, loss, weights()), SAMPLES, STATE, groups=groups)
+            name = f"{spell(credit)} / {spell(loss)} / {spell(weights())}"
             rows[name] = [e.scale(found.gradient), e.cosine(found.gradient), e.variance]
     return rows
 

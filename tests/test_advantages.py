@@ -226,7 +226,9 @@ def test_a_failed_response_is_left_out(credit: Any, garbage: float) -> None:
 @pytest.mark.parametrize("credit", every_credit(), ids=repr)
 def test_all_failed(credit: Any) -> None:
     batch = full_batch([[1.0, 2.0], [3.0, 4.0]])
-    batch = batch.add(valid=torch.tensor([[False, False], [True, True]]), reward=batch.reward * f64([[[math.nan]], [[1]]]))
+    batch = batch.add(
+        valid=torch.tensor([[False, False], [True, True]]), reward=batch.reward * f64([[[math.nan]], [[1]]])
+    )
     δ = credit(batch, STATE)
     assert bool(δ.isfinite().all())
     assert torch.equal(δ[0], torch.zeros_like(δ[0]))
@@ -250,13 +252,17 @@ def test_an_empty_batch() -> None:
         assert credit(empty, STATE).shape[:2] == (0, 2)
 
 
-@pytest.mark.parametrize(("norms", "reward"), [([1.8089e-8, 0.188946, 7.09955e-9], 5.0), ([0.21719, 8.9046e-9, 7.6703e-9], 5.0)])
+@pytest.mark.parametrize(
+    ("norms", "reward"), [([1.8089e-8, 0.188946, 7.09955e-9], 5.0), ([0.21719, 8.9046e-9, 7.6703e-9], 5.0)]
+)
 def test_one_dominant_norm_does_not_break_the_optimal_baseline(norms: list[float], reward: float) -> None:
     """All rewards are 5, so every baseline is 5, whatever the norms (two near-certain responses, one rare).
 
     Taken as the sum over the group minus the response's own, b* is lost to rounding in float32.
     """
-    batch = batch_of([[reward] * 3]).add(reward=torch.full((1, 3, 1), reward), score_norm=torch.tensor(norms).view(1, 3, 1))
+    batch = batch_of([[reward] * 3]).add(
+        reward=torch.full((1, 3, 1), reward), score_norm=torch.tensor(norms).view(1, 3, 1)
+    )
     δ = OptimalBaseline("exact")(batch, {})
     torch.testing.assert_close(δ, torch.zeros(1, 3, 1), rtol=0, atol=1e-3)
 

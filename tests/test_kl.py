@@ -31,10 +31,10 @@ LOG2 = math.log(2)
     ],
 )
 def test_goldens(log_ratio: float, one: float, two: float, three: float) -> None:
-    ℓ = f64(log_ratio)
-    close(k1(ℓ), one)
-    close(k2(ℓ), two)
-    close(k3(ℓ), three)
+    gap = f64(log_ratio)
+    close(k1(gap), one)
+    close(k2(gap), two)
+    close(k3(gap), three)
 
 
 def test_estimate_takes_policy_minus_reference() -> None:
@@ -65,10 +65,10 @@ def test_k1_and_k3_are_unbiased_and_k2_is_not(one: list[float], two: list[float]
 def test_k2_is_biased() -> None:
     """π = (¾, ¼), π_ref = (½, ½): KL = ¾ log 3/2 + ¼ log ½ = 0.13081; E[k2] = ½(¾ log² 3/2 + ¼ log² ½) = 0.12171."""
     p = f64([0.75, 0.25])
-    ℓ = p.log() - math.log(0.5)
-    close((p * k1(ℓ)).sum(), 0.75 * math.log(1.5) - 0.25 * LOG2)
-    close((p * k2(ℓ)).sum(), 0.5 * (0.75 * math.log(1.5) ** 2 + 0.25 * LOG2**2))
-    assert abs(float((p * k2(ℓ)).sum()) - float((p * k1(ℓ)).sum())) > 0.009
+    gap = p.log() - math.log(0.5)
+    close((p * k1(gap)).sum(), 0.75 * math.log(1.5) - 0.25 * LOG2)
+    close((p * k2(gap)).sum(), 0.5 * (0.75 * math.log(1.5) ** 2 + 0.25 * LOG2**2))
+    assert abs(float((p * k2(gap)).sum()) - float((p * k1(gap)).sum())) > 0.009
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -153,13 +153,13 @@ def test_the_penalty_in_the_reward_is_a_constant() -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_in_the_loss_the_penalty_has_the_surrogates_weights(name: Any, weights: type) -> None:
     algorithm = Algorithm(kl=InLoss(name, 0.3), reference=Frozen(), weights=weights())
-    ℓ = f64([[[0.2, -0.4, 7.0], [0.5, 0.1, 0.6]]])
+    gap = f64([[[0.2, -0.4, 7.0], [0.5, 0.1, 0.6]]])
     ref = torch.full((1, 2, 3), -1.0, dtype=F64)
     batch = batch_of([[0, 0]], [[2, 3]], limit=5, logp_ref=ref, advantage=torch.zeros(1, 2, 1, dtype=F64), kl_coef=0.3)
     batch = batch.add(weight=weights()(batch))
-    full = ℓ**2
-    terms = algorithm.objective(batch, Outputs(ref + ℓ, torch.zeros_like(ℓ), full))
-    value = full if name == "exact" else ESTIMATORS[name](ℓ)
+    full = gap**2
+    terms = algorithm.objective(batch, Outputs(ref + gap, torch.zeros_like(gap), full))
+    value = full if name == "exact" else ESTIMATORS[name](gap)
     assert batch.weight is not None
     close(terms.objective, -0.3 * (batch.weight * value).sum())
     close(terms.sums["kl"], value[batch.mask].sum())
@@ -209,5 +209,5 @@ def test_refusals(cls: Any) -> None:
         cls(coef=-0.1)
     with pytest.raises(Refused, match=r"--kl\.coef is nan"):
         cls(coef=math.nan)
-    with pytest.raises(Refused, match=r"--kl\.target is 0\.0.*above 0"):
+    with pytest.raises(Refused, match=r"--kl\.target is 0: .*above 0"):
         cls(target=0.0)

@@ -30,7 +30,7 @@ from ascent.types import Batch, Outputs, Refused, State
 
 MOST_GROUPS = 50_000
 """Groups that are enumerated at most: each is credited by itself."""
-ALONE = 32
+ALONE = 12
 """Groups that are credited alone to see whether they see one another."""
 MOST_NUMBERS = 200_000_000
 """Groups × (tokens of all responses + parameters) that are held at most."""
@@ -76,67 +76,75 @@ def over_prompts(estimates: list[Estimate]) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """Every group of G responses up to what a credit can see of it."""
+class Groups:
+    """Every group of G responses up to what a credit can see of it, with its credit: a multiset of classes."""
 
     members: Int[Tensor, "group sample"]
     """The class of each sample, in ascending order."""
     chance: Float[Tensor, "group"]
     class_of: Int[Tensor, "response"]
-    example: Int[Tensor, "class"]
-    """One response of each class, to stand for it."""
+    credit: Float[Tensor, "group sample #token"]
+    weight: Float[Tensor, "group sample token"]
+    coupled: bool
 
 
 def estimate(
-    table: Table, algorithm: Algorithm, samples: int, state: State | None = None, progress: float = 0.0
+    table: Table,
+    algorithm: Algorithm,
+    samples: int,
+    state: State | None = None,
+    progress: float = 0.0,
+    groups: Groups | None = None,
 ) -> Estimate:
     """Expectation and variance of the algorithm's gradient on one group of `samples` responses to the table's prompt.
 
     `state` is what its choices remember (a running mean, an adaptive β) and `progress` where the run
-    stands. With dynamic sampling: of the groups that are kept.
+    stands. With dynamic sampling: of the groups that are kept. `groups` saves time where surrogates
+    are compared: from `enumerate_groups`, for the same algorithm but for its surrogate.
     """
     state = algorithm.start() if state is None else state
+    groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
     batch = table.filled(algorithm.needs)
-    groups = enumerate_groups(table, algorithm, batch, samples, state)
-    credit, weight, coupled = credit_groups(algorithm, batch, groups, state)
-    constants = algorithm.scalars(state, progress)
-    batch = batch.add(correction=algorithm.correction(batch), **constants)
+    batch = batch.add(correction=algorithm.correction(batch), **algorithm.scalars(state, progress))
     outputs = table.outputs(algorithm.outputs)
-    total = weight.new_zeros(len(groups.chance), table.gradient.numel())
-    scatter = weight.new_zeros(len(groups.chance))
-    for k in range(len(groups.example)):
+    total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
+    scatter = groups.weight.new_zeros(len(groups.chance))
+    for k in range(int(groups.class_of.max()) + 1):
         count = (groups.members == k).sum(1)
         here = count.nonzero().flatten()
-        first = (groups.members[here] == k).long().argmax(1)
+        one = here, (groups.members[here] == k).long().argmax(1)
         members = (groups.class_of == k).nonzero().flatten()
-        A, B = class_moments(table, algorithm, batch, outputs, members, credit[here, first], weight[here, first])
-        n = count[here].to(weight.dtype)
+        A, B = class_moments(table, algorithm, batch, outputs, members, groups.credit[one], groups.weight[one])
+        n = count[here].to(total.dtype)
         total[here] += n[:, None] * A
         scatter[here] += n * (B - (A**2).sum(-1))
     mean = groups.chance @ total
     second = groups.chance @ ((total**2).sum(-1) + scatter)
-    return Estimate(mean, float(second - mean @ mean), coupled)
+    return Estimate(mean, float(second - mean @ mean), groups.coupled)
 
 
-def enumerate_groups(table: Table, algorithm: Algorithm, batch: Batch, samples: int, state: State) -> Grouped:
-    """Classes, and every multiset of G of them with P(c) = G!/Π n_k! · Π p_k^n_k."""
-    seen = algorithm.advantage.needs - {"reward_greedy"}
-    own = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
-    key = torch.cat([x[0].to(batch.reward.dtype) for x in (*own, *(getattr(batch, name) for name in seen))], -1)
-    _, class_of = key.unique(dim=0, return_inverse=True)
+def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: State) -> Groups:
+    """Classes, and every multiset of G of them with P(c) = G!/Π n_k! · Π p_k^n_k, its credit and its weights."""
+    batch = table.filled(algorithm.needs)
+    seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
+    key = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
+    key += [getattr(batch, name) for name in seen]
+    _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
     _check_size(table, classes, samples)
     members = torch.tensor(list(itertools.combinations_with_replacement(range(classes), samples)))
-    share = torch.zeros(classes, dtype=key.dtype).index_add_(0, class_of, table.probability)
-    factorial = torch.tensor([math.factorial(n) for n in range(samples + 1)], dtype=key.dtype)
+    share = table.probability.new_zeros(classes).index_add_(0, class_of, table.probability)
+    factorial = share.new_tensor([math.factorial(n) for n in range(samples + 1)])
     counts = torch.nn.functional.one_hot(members, classes).sum(1)
     chance = factorial[samples] / factorial[counts].prod(-1) * share[members].prod(-1)
     example = torch.stack([(class_of == k).nonzero()[0, 0] for k in range(classes)])
-    keep = algorithm.groups(pick(batch, example[members]))
+    everything = pick(batch, example[members])
+    keep = algorithm.groups(everything)
     if not bool(keep.any()):
         raise Refused("no group is ever kept: all responses earn the same. Set --groups all, or another reward")
-    chance = torch.where(keep, chance, 0.0)
-    return Grouped(members, chance / chance.sum() if not bool(keep.all()) else chance, class_of, example)
+    if not bool(keep.all()):
+        chance = torch.where(keep, chance, 0.0) / chance[keep].sum()
+    return Groups(members, chance, class_of, *credit_groups(algorithm, everything, state))
 
 
 def _check_size(table: Table, classes: int, samples: int) -> None:
@@ -154,7 +162,7 @@ def _check_size(table: Table, classes: int, samples: int) -> None:
 
 
 def credit_groups(
-    algorithm: Algorithm, batch: Batch, groups: Grouped, state: State
+    algorithm: Algorithm, everything: Batch, state: State
 ) -> tuple[Float[Tensor, "group sample #token"], Float[Tensor, "group sample token"], bool]:
     """δ and the token weights of every group as a batch of its own, and whether groups see one another.
 
@@ -171,8 +179,7 @@ def credit_groups(
         parts = [credited(everything.select(slice(c, c + 1))) for c in which]
         return torch.cat([credit for credit, _ in parts]), torch.cat([weight for _, weight in parts])
 
-    everything = pick(batch, groups.example[groups.members])
-    count = len(groups.members)
+    count = len(everything.mask)
     credit, weight = credited(everything)
     weight = weight * count
     some = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})

@@ -214,11 +214,11 @@ class Table:
         """The batch with the fields that an algorithm names, brought by the library's own sampler and learner."""
         if needs & {"logp_ref", "kl_full"} and self.reference is None:
             raise Refused("the algorithm has a reference, but the table was made without: give Table(reference=...)")
-        missing = needs - self._fields.keys()
+        missing = needs.difference(self._fields)
         if "reward_greedy" in missing:
             self._fields["reward_greedy"] = self._reward_greedy()
         self._fields |= self._learner(self.old).score(self.batch, missing)
-        unknown = sorted(needs - self._fields.keys())
+        unknown = sorted(needs.difference(self._fields))
         if unknown:
             raise Refused(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")
         return self.batch.add(**{name: self._fields[name] for name in needs})

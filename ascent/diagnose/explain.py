@@ -14,7 +14,7 @@ from typing import Any
 
 from ascent import kl as kl_
 from ascent.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.diagnose.formula import first_line, formula, objective_in_words, verdict
+from ascent.diagnose.formula import STATISTICS, first_line, formula, objective_in_words, verdict
 from ascent.diagnose.notes import DENOMINATOR, ESTIMATORS, NOTES, OFF, ROWS, Note
 from ascent.exploration import Annealed
 from ascent.groups import Overlong
@@ -32,7 +32,7 @@ KL_EXACT = "Σ_v π(v)·(log π(v) − log π_ref(v)), over the whole vocabulary
 
 def _item(label: str, text: str, indent: int = 12) -> str:
     """A labelled paragraph, wrapped under itself."""
-    start = f"  {label:<{indent}}"
+    start = f"  {label:<{max(indent, len(label) + 2 if label else 0)}}"
     return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
@@ -70,8 +70,7 @@ def _estimate(name: str) -> str:
 def _where(algorithm: Algorithm) -> list[str]:
     """The symbols of the formula that it does not define itself."""
     kl, lines = algorithm.kl, ["N responses, L_i unmasked tokens in response i, logp = log π of a token"]
-    if algorithm.advantage.group:
-        lines.append("mean, std and max are over the G scored responses to the same prompt")
+    lines += [STATISTICS[type(algorithm.advantage)]] if type(algorithm.advantage) in STATISTICS else []
     if kl.where != "nowhere":
         lines.append(f"{_estimate(kl.estimator)}, with ℓ = log π − log π_ref")
     if kl.target is not None:
@@ -80,7 +79,7 @@ def _where(algorithm: Algorithm) -> list[str]:
         lines.append(f"overlong: {_equation(Overlong)}; c = {algorithm.shaping.margin}")
     if isinstance(algorithm.exploration, Annealed):
         lines.append(f"{_equation(Annealed)}: {_full(algorithm.exploration)}")
-    if algorithm.correction.on:
+    if not isinstance(algorithm.correction, OFF):
         token = "exp(logp_old_t − logp_sampler_t)·m_t"
         lines.append(f"w = {token if algorithm.correction.level == 'token' else 'Π_t ' + token}")
     return [_item("", line, 2) for line in lines]
@@ -108,7 +107,8 @@ def _row(name: str) -> str:
     lines += _section("CHOICES", *(_item(axis, _full(c)) for axis, c in on.items()), _item("off", ", ".join(off)))
     lines += _section("IN WORDS", _item("", objective_in_words(algorithm), 0))
     lines += _section("FORMULA", *(f"  {line}" for line in formula(algorithm).splitlines()), *_where(algorithm))
-    lines += _section("DENOMINATOR", _item("", DENOMINATOR[type(algorithm.weights)], 0))
+    whole = " The one term of a response takes the sum of its tokens' weights." if algorithm.loss.sequence else ""
+    lines += _section("DENOMINATOR", _item("", DENOMINATOR[type(algorithm.weights)] + whole, 0))
     biases = [_item(axis, NOTES[type(c)].bias) for axis, c in on.items() if axis != "reference"]
     lines += _section("BIAS", _item("", verdict(algorithm), 0), *biases)
     lines += _section("WHAT THE KL'S GRADIENT IS", *_traps(algorithm.kl))
@@ -126,7 +126,8 @@ def _command(axis: str, cls: type) -> str:
 
 def _choice(cls: type, axis: str) -> str:
     docs, note = field_docs(cls), NOTES.get(cls, Note(""))
-    lines = [f"{name_of(cls)}: a choice of --{axis}." if axis in MENU else f"{name_of(cls)}: a {axis}.", ""]
+    kind = f"a choice of --{axis}" if axis in MENU else f"a {axis}" if axis in CHOICES else axis
+    lines = [f"{name_of(cls)}: {kind}.", ""]
     lines.append(textwrap.indent(inspect.getdoc(cls) or first_line(cls), "  "))
     defaults = {
         name: "" if f.default is MISSING else f" ({_value(f.default)})" for name, f in hyperparameters(cls).items()
@@ -148,7 +149,7 @@ def _estimator(name: str) -> str:
     rows = [row for row, a in ALGORITHMS.items() if a.kl.where != "nowhere" and a.kl.estimator == name]
     lines = [f"{name}: an estimator of KL(π ‖ π_ref), with ℓ = log π − log π_ref of a token drawn from π."]
     lines += ["", f"  {_estimate(name)}"]
-    lines += _section("BIAS", _item("in the loss", in_loss + "."), _item("in the reward", in_reward + "."))
+    lines += _section("BIAS", _item("in the loss", in_loss + ".", 15), _item("in the reward", in_reward + ".", 15))
     lines += _section("ROWS THAT HAVE IT", _item("", ", ".join(rows), 0) if rows else "")
     place = "in-reward" if name == "k1" else "in-loss"
     command = f"  ascent train sort --kl {place} --kl.estimator {name} --reference frozen"
@@ -170,7 +171,7 @@ def _reward(name: str) -> str:
 def explain(name: str) -> str:
     """All that goes by this name: a row, choices, an estimator of the KL, a policy, a task, a reward."""
     if name.startswith("python:"):
-        return _choice(load_python("explain", name), "your own")
+        return _choice(load_python("explain", name), "your own choice")
     wanted = name.strip().lower().replace("_", "-")
     found = [_row(wanted)] if wanted in ALGORITHMS else []
     found += [_choice(cls, axis) for axis, menu in CHOICES.items() for cls in menu if name_of(cls) == wanted]

@@ -21,7 +21,7 @@ from ascent.advantages import (
     RunningMean,
 )
 from ascent.algorithms import Algorithm
-from ascent.correction import Masked, Truncated
+from ascent.correction import Masked, NoCorrection, Truncated
 from ascent.diagnose.notes import NOTES
 from ascent.exploration import Annealed, Constant, NoBonus
 from ascent.groups import All, NoShaping, Overlong, WithSignal
@@ -52,7 +52,7 @@ CREDIT: dict[type, Says] = {
         "the reward minus the baseline of least variance, estimated from its group's other responses",
     ),
     BatchNormalized: lambda c: (
-        f"(R_t − mean) / (std + {c.eps:g}), ddof 1, over all unmasked tokens of the batch",
+        f"(R_t − mean) / (std + {c.eps:g}), ddof 1",
         f"the reward-to-go normalized over all tokens of the batch (std + {c.eps:g})",
     ),
 }
@@ -65,7 +65,7 @@ def _clip(c: Any) -> str:
 def _sequence(c: Any) -> tuple[str, str]:
     kind = "product of token ratios" if c.form == "product" else "length-normalised ratio"
     bounds = "never clipped" if c.low is None else f"clipped, {1 - c.low:g} to {1 + c.high:g}"
-    return _clip(c), f"the response's {kind} ({bounds}) times"
+    return _clip(c) + ("/L_i" if c.form == "product" else ""), f"the response's {kind} ({bounds}) times"
 
 
 SURROGATE: dict[type, Says] = {
@@ -117,6 +117,17 @@ ANCHOR: dict[type, Says] = {
     Every: lambda c: (f"the policy as it was at the last multiple of {c.n} steps",),
     MovingAverage: lambda c: (f"a moving average of the policy (rate {c.rate:g})",),
 }
+_GROUP = "over the G scored responses to the same prompt"
+STATISTICS: dict[type, str] = {
+    Centered: f"mean is {_GROUP}",
+    LeaveOneOut: f"mean_others is {_GROUP}, without response i",
+    Normalized: f"mean and std are {_GROUP}; where all are equal δ_i = 0",
+    BestOnly: f"max is {_GROUP}",
+    RunningMean: "b is 0 in the first step",
+    Greedy: "R_greedy is the reward of one greedy response to the same prompt",
+    OptimalBaseline: f"sums are {_GROUP}",
+    BatchNormalized: "mean and std are over all unmasked tokens of the batch, R_t the reward from token t on",
+}
 UNBIASED = (Raw, LeaveOneOut, RunningMean, Greedy, OptimalBaseline)
 
 
@@ -156,13 +167,13 @@ def formula(algorithm: Algorithm) -> str:
             lines[0] = f"R_i ← R_i{shaped} on the last token;  " + lines[0]
     elif isinstance(kl, InReward) or shaped:
         lines.append(f"R_i ← R_i{shaped}" + (f" − {_coef(kl)}·Σ_t {kl.estimator}" if isinstance(kl, InReward) else ""))
-    ratio = "ρ_t = exp(logp_t − logp_old_t)" if loss.ratio else ""
+    factor = "" if isinstance(algorithm.correction, NoCorrection) else said(FACTOR, algorithm.correction, "{name}·")[0]
+    main = factor + said(SURROGATE, loss, "{name}(logp, logp_old, δ)", "")[0]
+    ratio = "ρ_t = exp(logp_t − logp_old_t)" if "ρ" in main else ""
     if isinstance(loss, SequenceRatio):
         ratio = f"ρ_i = exp({'Σ' if loss.form == 'product' else 'mean'}_t (logp_t − logp_old_t))"
     lines.append(_credit(algorithm)[0] + (f";   {ratio}" if ratio else ""))
     weight = said(WEIGHT, algorithm.weights, "weight_t", "Σ_t weight_t", "", "")
-    factor = said(FACTOR, algorithm.correction, "{name}·")[0] if algorithm.correction.on else ""
-    main = factor + said(SURROGATE, loss, "{name}(logp, logp_old, δ)", "")[0]
     terms = f" − {_coef(kl)}·{kl.estimator}" if kl.where == "loss" else ""
     if not isinstance(algorithm.exploration, NoBonus):
         terms += " + " + said(BONUS, algorithm.exploration, "{name}·H", "")[0]
@@ -202,7 +213,7 @@ def objective_in_words(algorithm: Algorithm) -> str:
         reward += said({}, algorithm.shaping, "is shaped by {name} ({line})")
     if reward:
         told.append("The reward " + " and ".join(reward))
-    if algorithm.correction.on:
+    if not isinstance(algorithm.correction, NoCorrection):
         each = "response" if getattr(algorithm.correction, "level", "token") == "sequence" else "token"
         told.append(f"Each {each} is {said(FACTOR, algorithm.correction, '', 'weighted by {name} ({line})')[1]}")
     if isinstance(algorithm.groups, WithSignal):
@@ -218,17 +229,15 @@ def verdict(algorithm: Algorithm) -> str:
     """Whether the first update on a fresh batch is along the true gradient, as the choices alone decide it."""
     kl = algorithm.kl
     goal = "∇E[R]" if isinstance(kl, NoKL) else "∇(E[R] − β·KL(π ‖ π_ref))"
-    product = isinstance(algorithm.loss, SequenceRatio) and algorithm.loss.form == "product"
-    whole = SequenceMean if product else SequenceSum
     parts = (algorithm.advantage, algorithm.loss, algorithm.weights, kl, algorithm.groups, algorithm.exploration)
     own = [type(part).__name__ for part in parts if type(part) not in NOTES]
     if own:
         return f"Not known: {', '.join(own)} is not of this library. The exact oracle can tell."
     fine = isinstance(kl, NoKL) or (isinstance(kl, InReward) and kl.estimator == "k1")
     fine &= isinstance(algorithm.exploration, NoBonus) and isinstance(algorithm.groups, All)
-    if fine and isinstance(algorithm.advantage, UNBIASED) and isinstance(algorithm.weights, whole):
+    if fine and isinstance(algorithm.advantage, UNBIASED) and isinstance(algorithm.weights, SequenceSum):
         return f"Unbiased: on the policy's own samples the expected gradient is {goal} itself."
-    straight = isinstance(algorithm.weights, whole) or (isinstance(algorithm.weights, FixedLength) and not product)
+    straight = isinstance(algorithm.weights, SequenceSum | FixedLength)
     if fine and straight and isinstance(algorithm.advantage, (*UNBIASED, Centered)):
         return f"Right direction: on the policy's own samples the expected gradient is {goal} times a constant."
     return f"Biased even on the policy's own samples: the expected gradient is not along {goal}. Axis by axis:"

@@ -86,8 +86,8 @@ NOTES: dict[type, Note] = {
     losses.Ratio: Note(
         "None at ρ = 1. After that a token ratio ignores that earlier tokens came from the old policy: at a KL of 0.03 "
         "27 % of the gradient is bias, as much as with no ratio at all.",
-        trl="always clipped.",
-        verl="always clipped.",
+        trl="not alone: its losses clip the ratio or gate it.",
+        verl='not alone: "vanilla" clips; "kl_cov" leaves it unclipped but adds a KL on some tokens.',
     ),
     losses.Clipped: Note(
         "None at ρ = 1. After that as the token ratio (27 % at a KL of 0.03), and where the bound binds, gradient 0.",
@@ -96,8 +96,8 @@ NOTES: dict[type, Note] = {
     ),
     losses.SequenceRatio: Note(
         "Length-normalised: after the first update 17 % of the gradient at a KL of 0.03. The product is exact while "
-        "unclipped, at a variance that grows with length. A response's one term takes the sum of its tokens' weights: "
-        "with the product, sequence-mean therefore gives ∇E[R], and sequence-sum adds a factor L_i.",
+        "unclipped, at a variance that grows with length. A response's one term takes the sum of its tokens' weights, "
+        "the product's over L_i: so with sequence-sum either form starts at ∇E[R].",
         trl='importance_sampling_level="sequence" is the length-normalised form, ε 0.2 unless set; RLOOTrainer has the '
         "product, clipped at 0.2.",
         verl='loss_mode "gspo": length-normalised, with the gradient taken token by token; ε 0.2 unless set.',

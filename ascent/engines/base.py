@@ -17,7 +17,7 @@ class Stepped:
     """What an optimizer step reports, as tensors that are read once the whole step is over."""
 
     metrics: dict[str, Tensor]
-    """loss and grad_norm, the number of tokens, and sums over the tokens."""
+    """loss and grad_norm, and sums over the tokens."""
     logp: Float[Tensor, "prompt sample token"]
     """The trainer's log-probs of the mini-batch, before the step."""
     report: Metrics = field(default_factory=dict)

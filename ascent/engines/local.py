@@ -57,9 +57,10 @@ def log_probs(policy: Policy, batch: Rollouts) -> Float[Tensor, "prompt #sample 
 
 def chosen(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
     """The log-prob of each sampled token; 0 at padding, so that a ratio is 1 there."""
-    prompts, samples, tokens = batch.response.shape
-    index = batch.response.unsqueeze(-1)
-    logp = logp_all.expand(prompts, samples, tokens, -1).gather(-1, index).squeeze(-1)
+    if logp_all.shape[1] == 1:  # the same distributions for every sample
+        logp = logp_all.squeeze(1).gather(-1, batch.response.transpose(1, 2)).transpose(1, 2)
+    else:
+        logp = logp_all.gather(-1, batch.response.unsqueeze(-1)).squeeze(-1)
     return torch.where(batch.mask, logp, 0.0)
 
 
@@ -76,19 +77,20 @@ class LocalLearner:
     def __init__(self, policy: Policy, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int = 0):
         self.policy, self.outputs, self.micro_batch = policy, outputs, micro_batch
         self.reference = copy.deepcopy(policy).requires_grad_(False) if reference else None
-        self.optimizer = update.optimizer(self.trainable())
+        self._trainable: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
+        self.optimizer = update.optimizer(self._trainable)
 
     def params(self) -> dict[str, Tensor]:
         return dict(self.policy.named_parameters())
 
     def trainable(self) -> list[Tensor]:
-        return [p for p in self.policy.parameters() if p.requires_grad]
+        return self._trainable
 
     def evaluate(self, batch: Batch) -> Outputs:
         """The training forward."""
         logp_all = log_probs(self.policy, batch)
-        with torch.set_grad_enabled("entropy" in self.outputs):
-            entropy = -(logp_all.exp() * logp_all).sum(-1).expand(batch.mask.shape)
+        source = logp_all if "entropy" in self.outputs else logp_all.detach()
+        entropy = -(source.exp() * source).sum(-1).expand(batch.mask.shape)
         kl = None
         if "kl_full" in self.outputs:
             assert self.reference is not None
@@ -126,15 +128,16 @@ class LocalLearner:
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         """−∇objective into `.grad`: a plain sum over micro-batches, whatever their number."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trainable():
+            parameter.grad = None
         total: Tensor | None = None
         sums: dict[str, Tensor] = {}
         self._logp: list[Tensor] = []
         for micro in mini.microbatches(self.micro_batch):
             out = self.evaluate(micro)
             terms = objective(micro, out)
-            (-terms.objective).backward()
-            self._logp.append(out.logp.detach().flatten(0, 1))
+            terms.objective.backward(-torch.ones_like(terms.objective))
+            self._logp.append(out.logp.detach())
             value = terms.objective.detach()
             total = value if total is None else total + value
             sums = {name: sums[name] + s if name in sums else s for name, s in terms.sums.items()}
@@ -144,8 +147,10 @@ class LocalLearner:
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
         terms, norm = update(self, mini, objective)
-        metrics = {"loss": -terms.objective, "grad_norm": norm, "tokens": mini.counted.sum(), **terms.sums}
-        return Stepped(metrics, torch.cat(self._logp).unflatten(0, mini.mask.shape[:2]))
+        logp = self._logp[0]
+        if len(self._logp) > 1:
+            logp = torch.cat([part.flatten(0, 1) for part in self._logp]).unflatten(0, mini.mask.shape[:2])
+        return Stepped({"loss": -terms.objective, "grad_norm": norm, **terms.sums}, logp)
 
     @torch.no_grad()
     def mix_reference(self, rate: float) -> None:

@@ -49,9 +49,9 @@ class PerPositionPolicy(Policy):
         self.decode = nn.Parameter(normal(space.limit, dim, dim) / math.sqrt(dim))
 
     def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt token vocab"]:
-        encoded = torch.einsum("bpd,pde->be", self.embedding[prompt], self.encode)
-        decoded = torch.einsum("bd,pde->bpe", encoded, self.decode)
-        return decoded @ self.embedding.T
+        encoded = self.embedding[prompt].flatten(1) @ self.encode.flatten(0, 1)
+        decoded = encoded @ self.decode  # [token prompt dim]
+        return (decoded @ self.embedding.T).transpose(0, 1)
 
     def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt 1 token vocab"]:
         return self.all_logits(prompt).unsqueeze(1)

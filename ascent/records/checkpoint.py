@@ -22,6 +22,10 @@ def name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
 def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int) -> Path:
     """Write `folder/step_000100`, and drop all but the newest `keep`."""
     final, aside = folder / name(step), folder / f".writing-{name(step)}"
@@ -35,12 +39,19 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
     for path in [*aside.iterdir(), aside]:
         _flush(path)
     if final.exists():
-        shutil.rmtree(final)
+        _drop(final)
     os.replace(aside, final)
     _flush(folder)
     for old in complete(folder)[:-keep]:
-        shutil.rmtree(old)
+        _drop(old)
     return final
+
+
+def _drop(path: Path) -> None:
+    """Renamed before it is taken apart, so that a kill never leaves half of it under its name."""
+    gone = path.with_name(f".dropping-{path.name}")
+    os.replace(path, gone)
+    shutil.rmtree(gone)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -49,8 +60,8 @@ def complete(folder: Path) -> list[Path]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what a kill left half-written."""
-    for path in folder.glob(".writing-*"):
+    """Remove what a kill left half-written or half-removed."""
+    for path in (*folder.glob(".writing-*"), *folder.glob(".dropping-*")):
         shutil.rmtree(path)
 
 
@@ -64,8 +75,9 @@ def load(path: Path) -> tuple[Groups, dict[str, Any]]:
         groups = {p.stem: load_file(p) for p in path.glob("*.safetensors")}
         return groups, json.loads((path / "state.json").read_text())
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        others = [p.name.removeprefix("step_").lstrip("0") or "0" for p in complete(path.parent) if p != path]
-        back = f"Go back to an older one with --from {others[-1]}" if others else "There is no older one to go back to"
+        older = [step_of(p) for p in complete(path.parent) if p.name < path.name]
+        run = path.parent.parent
+        back = f"Go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
         raise Refused(f"{path} is corrupt: {error}. {back}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 from ascent.types import Metrics
 
@@ -13,6 +14,7 @@ SHOWN = (
     ("accuracy", "exact"),
     ("eval/accuracy", "held-out"),
     ("entropy", "entropy"),
+    ("reward_errors", "reward errors"),
 )
 
 
@@ -36,13 +38,16 @@ class Bar(Display):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.console = Console(stderr=True)
-        columns = ("{task.description}", BarColumn(bar_width=20), MofNCompleteColumn(), "{task.fields[numbers]}")
+        self.say(title)
         self.progress = Progress(
-            *(TextColumn(c) if isinstance(c, str) else c for c in columns),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
             console=self.console,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done, numbers="")
+        self.room = self.console.width - (20 + 2 * len(str(total)) + 1 + 5 + 4)
+        self.task = self.progress.add_task("", total=total, completed=done, numbers="")
         self.total, self.shown = total, 0.0
         self.progress.start()
 
@@ -50,7 +55,7 @@ class Bar(Display):
         now = time.monotonic()
         if now - self.shown > 0.1 or step + 1 == self.total:
             self.shown = now
-            self.progress.update(self.task, completed=step + 1, numbers=numbers(metrics))
+            self.progress.update(self.task, completed=step + 1, numbers=numbers(metrics, self.room))
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
@@ -64,19 +69,29 @@ class Lines(Display):
 
     def start(self, done: int, total: int, title: str) -> None:
         self.total = total
-        self.say(f"{title}: {total - done} steps")
+        self.say(f"{title}: {total - done} steps{f' from step {done} on' if done else ''}")
 
     def step(self, step: int, metrics: Metrics) -> None:
         every = max(1, self.total // 10)
         if (step + 1) % every == 0 or step + 1 == self.total:
-            self.say(f"step {step + 1:>{len(str(self.total))}} of {self.total}: {numbers(metrics)}")
+            self.say(f"{step + 1:>{len(str(self.total))}}/{self.total}  {numbers(metrics)}")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody listens any more: no reason to stop
+            print(text, file=sys.stderr, flush=True)
 
 
-def numbers(metrics: Metrics) -> str:
-    return "  ".join(f"{name} {metrics[key]:.3f}" for key, name in SHOWN if metrics.get(key) is not None)
+def numbers(metrics: Metrics, room: int = 200) -> str:
+    """What to show of a step, as much as there is room for; how many rewards failed only where some did."""
+    shown = [(name, metrics[key]) for key, name in SHOWN if metrics.get(key) is not None]
+    words = [f"{name} {_short(value)}" for name, value in shown if value or name != "reward errors"]
+    while words and len("  ".join(words)) > room:
+        words.pop()
+    return "  ".join(words)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def for_stream() -> Display:

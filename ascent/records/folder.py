@@ -19,11 +19,13 @@ from typing import IO, Any
 from ascent.types import Refused
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
+UNBEGUN = {".lock", "config.json", ".config.json.new", ".run.json.new"}
+"""All that a folder can hold before its run.json is there: a run that was killed before it began."""
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write aside, flush, rename: a reader sees the old file or the new one, never half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.new")
     with open(aside, "w") as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         file.flush()
@@ -36,7 +38,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except FileNotFoundError:
         raise Refused(f"{path.parent}: there is no {path.name} here, so this is not a run folder") from None
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise Refused(f"{path} cannot be read: {error}") from None
 
 
@@ -44,8 +46,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """A file of JSON lines, up to its last newline: a torn last line is still being written."""
     if not path.exists():
         return []
-    text = path.read_bytes()
-    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    text, found = path.read_bytes(), []
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise Refused(f"{path}, line {number}, is no JSON: {error}. Something else has written there") from None
+    return found
 
 
 class RunFolder:
@@ -60,23 +67,17 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], run: dict[str, Any]) -> RunFolder:
         """A new folder with its config. One that holds anything is refused, never overwritten."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            what = f"`ascent resume {path}` goes on with it" if (path / "run.json").exists() else "it is not empty"
-            raise Refused(f"--out {path}: already there ({what}), and nothing is overwritten. Choose another folder")
+        refuse_taken(path)
         folder = cls(path)
         try:
-            (path / "checkpoints").mkdir(parents=True)
-            (path / "rollouts").mkdir()
+            path.mkdir(parents=True, exist_ok=True)
             folder.lock()
-            for name in LINES:
-                (path / name).touch()
             write_json(path / "config.json", config)
             folder.run = run | {"status": "running", "result": None, "history": []}
             folder.note("started")
+            folder.furnish()
         except OSError as error:
-            raise Refused(
-                f"--out {path}: cannot write there ({error.strerror}). Choose a folder that you own"
-            ) from None
+            raise _unwritable(path, error) from None
         return folder
 
     @classmethod
@@ -86,11 +87,16 @@ class RunFolder:
         folder.run = read_json(path / "run.json")
         try:
             folder.lock()
-            (path / "checkpoints").mkdir(exist_ok=True)
-            (path / "rollouts").mkdir(exist_ok=True)
+            folder.furnish()
         except OSError as error:
             raise Refused(f"{path}: cannot write there ({error.strerror})") from None
         return folder
+
+    def furnish(self) -> None:
+        for name in ("checkpoints", "rollouts"):
+            (self.path / name).mkdir(exist_ok=True)
+        for name in LINES:
+            (self.path / name).touch()
 
     def lock(self) -> None:
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
@@ -115,16 +121,20 @@ class RunFolder:
         self.run["heartbeat"] = time.time()
         write_json(self.path / "run.json", self.run)
 
+    def check_cut(self, sizes: dict[str, int]) -> None:
+        """Refuse records that are shorter than they were at a checkpoint: what it goes on from is lost."""
+        for name in LINES:
+            have, size = (self.path / name).stat().st_size, sizes.get(name, 0)
+            if have < size:
+                raise Refused(
+                    f"{self.path / name} has {have} bytes, but had {size} when the checkpoint was made: it was cut "
+                    "short since. Go back to an older checkpoint with --from"
+                )
+
     def cut(self, sizes: dict[str, int], step: int) -> None:
         """Take the records back to where they were at a checkpoint, so that a resume writes them once."""
         for name in LINES:
-            path = self.path / name
-            size = sizes.get(name, 0)
-            have = path.stat().st_size if path.exists() else 0
-            if have < size:
-                raise Refused(f"{path} has {have} bytes, but the checkpoint was made at {size}: the file was cut short")
-            with open(path, "ab") as file:
-                file.truncate(size)
+            os.truncate(self.path / name, sizes.get(name, 0))
         for path in (self.path / "rollouts").iterdir():
             if path.suffix != ".parquet" or int(path.stem.split("_")[1]) >= step:
                 path.unlink()
@@ -133,6 +143,23 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def refuse_taken(path: Path) -> None:
+    """Refuse a folder for a new run that holds anything, and a path that cannot be a folder."""
+    try:
+        held = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    if held - UNBEGUN:
+        what = f"`ascent resume {path}` goes on with it" if "run.json" in held else "it is not empty"
+        raise Refused(f"--out {path}: already there ({what}), and nothing is overwritten. Choose another folder")
+
+
+def _unwritable(path: Path, error: OSError) -> Refused:
+    return Refused(f"--out {path}: cannot write there ({error.strerror}). Choose a folder that you own")
 
 
 def is_locked(path: Path) -> bool:

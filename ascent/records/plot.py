@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,8 @@ def plot_bands(curves: Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarr
 def _save(fig: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
-    fig.savefig(path, dpi=130)
+    aside = path.with_name(f".{path.name}")
+    fig.savefig(aside, dpi=130, format="png")
+    os.replace(aside, path)
     pyplot.close(fig)
     return path

@@ -22,7 +22,14 @@ class Run:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise Refused(f"{self.folder}: there is no such folder")
-        self.info  # noqa: B018 (refuses what is no run folder)
+        if (self.folder / "config.json").exists() and not (self.folder / "run.json").exists():
+            raise Refused(
+                f"{self.folder}: this run was killed before it began. Start it again: ascent train --config "
+                f"{self.folder / 'config.json'} --out {self.folder}"
+            )
+        info = self.info
+        if not isinstance(info, dict) or not {"status", "result", "history"} <= info.keys():
+            raise Refused(f"{self.folder / 'run.json'} is not a run's: it has no status, result and history")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {self.status})"

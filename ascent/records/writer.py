@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Writer:
         loss = metrics.pop("loss", None)
         line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
-        for name, text in flags(line, self.config.task):
+        for name, text in [*flags(line, self.config.task), *self._failed_rewards(line)]:
             if name not in self.flagged:
                 self.flagged.add(name)
                 self._line("events.jsonl", {"step": step, "event": "flag", "name": name, "text": text})
@@ -83,6 +84,16 @@ class Writer:
             self._beat = time.monotonic()
             self.folder.run["step"] = step + 1
             self.folder.save()
+
+    def _failed_rewards(self, line: dict[str, Any]) -> list[tuple[str, str]]:
+        failed = line["reward_errors"]
+        if not failed:
+            return []
+        text = (
+            f"the reward failed on {failed} of {line['num_responses']} responses, which are left out of credit and "
+            f"means; above a share of {self.config.max_reward_errors:g} the run stops (--max-reward-errors)"
+        )
+        return [("reward-errors", text)]
 
     def _recorded(self, step: int) -> bool:
         which = self.config.record_rollouts
@@ -110,9 +121,14 @@ class Writer:
         save_file({k: v.contiguous() for k, v in vars(batch).items() if isinstance(v, Tensor)}, path)
         return str(path)
 
+    def trouble(self, text: str) -> None:
+        with suppress(OSError):
+            self._line("events.jsonl", {"step": int(self.last.get("step", -1)) + 1, "event": "trouble", "text": text})
+
     def stopping(self) -> bool:
         return self.stop
 
     def close(self) -> None:
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):  # a full disk has been told of by now
+                file.close()

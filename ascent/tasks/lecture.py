@@ -30,7 +30,7 @@ _COURSE: dict[str, Any] = {
     "samples": 10,
     "epochs": 10,
     "seed": 5,
-    "eval_every": 1,
+    "eval_every": 5,
     "record_every": 10,
 }
 

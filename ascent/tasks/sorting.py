@@ -34,7 +34,9 @@ NOTHING = -1
 
 def numbers(rollouts: Rollouts, space: Space) -> Numbers:
     """The response as exactly `prompt_length` numbers, NOTHING where there is none."""
-    held = rollouts.mask if space.end is None else rollouts.mask & (rollouts.response != space.end)
+    if space.end is None:
+        return rollouts.response
+    held = rollouts.mask & (rollouts.response != space.end)
     found = torch.where(held, rollouts.response, NOTHING)[..., : space.prompt_length]
     return torch.nn.functional.pad(found, (0, space.prompt_length - found.shape[-1]), value=NOTHING)
 
@@ -50,11 +52,12 @@ def inclusion_ordering(prompt: Prompt, response: Numbers) -> Float[Tensor, "prom
     return (included + ordered).float()
 
 
-def sorted_exactly(rollouts: Rollouts, space: Space) -> Bool[Tensor, "prompt sample"]:
-    """Is the response the sorted prompt and nothing more?"""
-    right = positions_right(rollouts.prompt, numbers(rollouts, space)) == space.prompt_length
-    extra = 0 if space.end is None else 1
-    return right & (rollouts.mask.sum(-1) == space.prompt_length + extra) & ~rollouts.truncated
+def sorted_exactly(rollouts: Rollouts, space: Space, right: Tensor) -> Bool[Tensor, "prompt sample"]:
+    """Is the response the sorted prompt and nothing more, given how many of its positions are right?"""
+    exact = right == space.prompt_length
+    if space.end is None:
+        return exact
+    return exact & (rollouts.mask.sum(-1) == space.prompt_length + 1) & ~rollouts.truncated
 
 
 def check_reward(reward: str) -> None:
@@ -70,15 +73,16 @@ def check_reward(reward: str) -> None:
 
 
 def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
-    correct = sorted_exactly(rollouts, space)
+    response = numbers(rollouts, space)
+    right = positions_right(rollouts.prompt, response)
+    correct = sorted_exactly(rollouts, space, right)
     if reward.startswith("python:"):
         value, errors = own_reward(load_python("--reward", reward), rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
-    response = numbers(rollouts, space)
     if reward == "exact":
         value = correct.float()
     elif reward == "positions":
-        value = positions_right(rollouts.prompt, response)
+        value = right
     else:
         value = inclusion_ordering(rollouts.prompt, response)
     return Scores(value.unsqueeze(-1), torch.ones_like(correct), correct)

@@ -1,0 +1,1 @@
+"""One command per published number: `python -m benchmarks.NAME`. See docs/benchmarks.md."""

@@ -1,0 +1,66 @@
+"""What every benchmark shares: its closing line, tables for the terminal and for Markdown, and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from ascent.records.plot import COLORS, DASHES, figure
+from ascent.report import table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+def close(
+    name: str, value: float | None, peer: float | None, target: float, ok: bool, **more: Any
+) -> tuple[dict[str, Any], int]:
+    """Print the one JSON object that ends a benchmark; return it, and the exit status.
+
+    `value` is what was measured here, `peer` what it is held against, `ratio` the one over the other,
+    `target` the figure to meet.
+    """
+    ratio = value / peer if value is not None and peer else None
+    line = {"name": name, "value": value, "peer": peer, "ratio": ratio, "target": target, "ok": bool(ok), **more}
+    print(json.dumps(line), flush=True)
+    return line, 0 if ok else 1
+
+
+def show(head: list[str], rows: list[list[str]]) -> None:
+    print("\n".join(table(head, rows)), flush=True)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)
+
+
+def pair(mean: float, half: float, digits: int = 2) -> str:
+    """A mean and half of its 95 % interval."""
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def write_page(name: str, text: str) -> Path:
+    """docs/results/NAME.md, with the day it was made."""
+    path = RESULTS / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
+    path.write_text(f"{text}\n\nMeasured on {time.strftime('%Y-%m-%d')}.\n")
+    return path
+
+
+def save_picture(fig: Any, name: str) -> Path:
+    """docs/results/NAME.png."""
+    from matplotlib import pyplot
+
+    path = RESULTS / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=130)
+    pyplot.close(fig)
+    return path
+
+
+__all__ = ["COLORS", "DASHES", "RESULTS", "ROOT", "close", "figure", "markdown", "pair", "save_picture", "show"]

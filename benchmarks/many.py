@@ -1,0 +1,192 @@
+"""Many lecture runs for the price of one: the library's own loop on all seeds at once, in memory.
+
+The lecture's tensors are so small that a step costs its Python, not its arithmetic. So S policies are
+stacked into one module, run s owning its slice of every parameter and prompts 3s … 3s+2 of the batch,
+with the generator of its own seed. Nothing couples them: group credits see one prompt, Adam works
+number by number, and weights, which divide by the size of the batch, are multiplied by S. What comes
+out is what `ascent.train` gives seed by seed, but for the last bits of float32 (a test holds it to that).
+A choice that looks across prompts (batch-normalized credit, a bound on the gradient's norm) is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ascent.advantages import BatchNormalized, RunningMean
+from ascent.api import assemble
+from ascent.config import Config, configure
+from ascent.diagnose.exact import every_response, probability, reward_table
+from ascent.engines.base import Stepped
+from ascent.groups import without_signal
+from ascent.policies import PerPosition, Policy
+from ascent.policies.base import Sampled
+from ascent.tasks.lecture import PROMPTS, Lecture
+from ascent.train import train as loop
+from ascent.types import Batch, Refused, Space
+
+LAST = 10
+"""Steps at the end of a run over which the share of groups without signal is taken."""
+
+
+class Stack(Policy):
+    """S of the lecture's policies side by side, each drawn from, and drawing with, its own generator."""
+
+    def __init__(self, space: Space, generator: torch.Generator, seeds: tuple[int, ...], dim: int = 10):
+        super().__init__()
+        self.space = space
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        each = [PerPosition(dim)(space, own) for own in self.generators]
+        self.embedding = nn.Parameter(torch.stack([p.embedding.detach() for p in each]))
+        self.encode = nn.Parameter(torch.stack([p.encode.detach() for p in each]))
+        self.decode = nn.Parameter(torch.stack([p.decode.detach() for p in each]))
+
+    def all_logits(self, prompt: Tensor) -> Tensor:
+        """[run·prompt token vocab]"""
+        runs, _, dim = self.embedding.shape
+        own = prompt.view(runs, -1)
+        embedded = self.embedding.gather(1, own.unsqueeze(-1).expand(-1, -1, dim))
+        encoded = embedded.view(runs, -1, self.space.prompt_length * dim) @ self.encode.flatten(1, 2)
+        decoded = torch.einsum("rbd,rpde->rbpe", encoded, self.decode)
+        return torch.einsum("rbpe,rve->rbpv", decoded, self.embedding).flatten(0, 1)
+
+    def logits(self, prompt: Tensor, response: Tensor) -> Tensor:
+        return self.all_logits(prompt).unsqueeze(1)
+
+    @torch.no_grad()
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+        logits = self.all_logits(prompt) / temperature
+        prompts, tokens, vocab = logits.shape
+        if generator is None:
+            response = logits.argmax(-1).unsqueeze(1).expand(-1, samples, -1)
+        else:
+            rows = torch.softmax(logits, -1).view(len(self.generators), -1, vocab)
+            drawn = [
+                torch.multinomial(row, samples, replacement=True, generator=own)
+                for row, own in zip(rows, self.generators, strict=True)
+            ]
+            response = torch.stack(drawn).view(prompts, tokens, samples).transpose(1, 2)
+        logp = torch.log_softmax(logits, -1).unsqueeze(1).expand(-1, samples, -1, -1)
+        chosen = logp.gather(-1, response.unsqueeze(-1)).squeeze(-1)
+        return Sampled(response, chosen, torch.full((prompts, samples), tokens))
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The choice that builds a `Stack`."""
+
+    seeds: tuple[int, ...]
+
+    def __call__(self, space: Space, generator: torch.Generator) -> Stack:
+        return Stack(space, generator, self.seeds)
+
+
+@dataclass(frozen=True)
+class Lectures(Lecture):
+    """The lecture's three prompts, once for every run."""
+
+    runs: int = 1
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.tensor(PROMPTS).repeat(self.runs, 1)
+
+    def check(self, prompts: int) -> None:
+        assert prompts == 3 * self.runs
+
+    def held_out(self, count: int) -> Tensor:
+        return torch.tensor(PROMPTS).repeat(self.runs, 1)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The weights of each run by itself: those of the whole batch, times the number of runs."""
+
+    weights: Any
+    runs: int
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.weights(batch) * self.runs
+
+
+@dataclass
+class Memory:
+    """Records that keep, for every run, what the benchmarks report; nothing is written."""
+
+    runs: int
+    silent: list[Tensor] = field(default_factory=list)
+    responses: int = 0
+    updates: int = 0
+
+    def step(self, step: int, metrics: Any, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
+        self.silent.append(without_signal(batch).view(self.runs, -1).double().mean(1))
+        self.responses += batch.valid.numel() // self.runs
+        self.updates += len(updates)
+
+    def checkpoint(self, *_: Any) -> None: ...
+
+    def dump(self, step: int, batch: Batch) -> str:
+        return "no file: benchmarks keep nothing"
+
+    def stopping(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How each of the runs ended."""
+
+    expected: Tensor
+    """E[R], enumerated; [run]."""
+    sorted: Tensor
+    """Share of the greedy answers that are exactly right; [run]."""
+    silent: Tensor
+    """Share of groups without signal over the last steps; [run]."""
+    responses: int
+    updates: int
+
+
+def train_many(seeds: int | tuple[int, ...], **settings: Any) -> Outcome:
+    """`ascent.train("lecture", seed=s, **settings)` for every seed, in one loop; only the end is evaluated."""
+    config, policy, task, records = prepare(seeds, settings)
+    run(config, policy, records)
+    expected, right = outcome(policy.policy, task)
+    silent = torch.stack(records.silent[-LAST:]).mean(0)
+    return Outcome(expected, right, silent, records.responses, records.updates)
+
+
+def prepare(seeds: int | tuple[int, ...], settings: dict[str, Any]) -> tuple[Config, Any, Lectures, Memory]:
+    """The config of one run made that of all, and its parts."""
+    seeds = tuple(range(seeds)) if isinstance(seeds, int) else seeds
+    one = configure("lecture", settings)
+    if isinstance(one.algorithm.advantage, BatchNormalized | RunningMean) or one.algorithm.update.max_norm is not None:
+        raise Refused("stacked runs must not see one another: no batch-normalized or running-mean credit, no max-norm")
+    task = Lectures(one.task.reward, runs=len(seeds))
+    algorithm = replace(one.algorithm, weights=Times(one.algorithm.weights, len(seeds)))
+    config = replace(
+        one,
+        task=task,
+        policy=Stacked(seeds),
+        algorithm=algorithm,
+        prompts=3 * len(seeds),
+        eval_every=one.steps,
+        threads=1,
+    )
+    return config, assemble(config), task, Memory(len(seeds))
+
+
+def run(config: Config, parts: Any, records: Memory) -> None:
+    loop(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate=partial(dict))
+
+
+@torch.no_grad()
+def outcome(policy: Stack, task: Lectures) -> tuple[Tensor, Tensor]:
+    """E[R] and the share of exactly sorted greedy answers of each run."""
+    prompt = task.held_out(0)
+    expected = (probability(policy, every_response(task.space, prompt)) * reward_table(task, prompt)).sum(-1)
+    greedy = policy.all_logits(prompt).argmax(-1)
+    right = (greedy == prompt.sort(-1).values).all(-1)
+    return expected.view(task.runs, -1).double().mean(1), right.view(task.runs, -1).double().mean(1)

@@ -1,0 +1,388 @@
+"""Settings become a config: layers, rows, choices and fields; and every refusal says what to set."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import batch_of
+
+from ascent.advantages import Centered, Choice, LeaveOneOut, Normalized, Raw, RunningMean
+from ascent.algorithms import ALGORITHMS, GRPO, MENU, Algorithm, label
+from ascent.config import PLAIN, Config, configure, flatten
+from ascent.exploration import Annealed, NoBonus
+from ascent.kl import InLoss, InReward, NoKL
+from ascent.losses import Clipped, LogProb, SequenceRatio
+from ascent.menu import find, name_of, spell, to_dict
+from ascent.policies import PerPosition, Transformer
+from ascent.reference import Every, Frozen, NoReference
+from ascent.tasks import TASKS, Lecture, Sort
+from ascent.types import Refused
+from ascent.update import Adam
+from ascent.weights import FixedLength, TokenMean
+
+# ---- layers ---------------------------------------------------------------------------------------
+
+
+def test_the_tasks_default_preset() -> None:
+    config = configure("sort")
+    assert isinstance(config.task, Sort)
+    assert isinstance(config.policy, Transformer)
+    assert config.algorithm.advantage == Centered()
+    assert config.algorithm.weights == FixedLength()
+    assert config.algorithm.update == Adam(lr=2e-3, schedule="linear", max_norm=1.0)
+    assert config.steps == Sort.presets["default"]["steps"]
+
+
+def test_the_course_preset_and_what_its_choices_start_from() -> None:
+    """--preset course --advantage normalized: ε = 1e-5, clip 0.01 and a reference every 10, as in the lecture."""
+    config = configure("lecture", {"preset": "course"})
+    assert config.algorithm.advantage == Raw()
+    assert config.algorithm.loss == LogProb()
+    assert config.algorithm.weights == TokenMean()
+    assert (config.prompts, config.samples, config.steps, config.epochs, config.seed) == (3, 10, 100, 10, 5)
+    assert isinstance(config.policy, PerPosition)
+    chosen = {"advantage": "normalized", "loss": "clipped", "reference": "every"}
+    config = configure("lecture", {"preset": "course", **chosen})
+    assert config.algorithm.advantage == Normalized(eps=1e-5)
+    assert config.algorithm.loss == Clipped(0.01, 0.01)
+    assert config.algorithm.reference == Every(10)
+
+
+def test_later_layers_win() -> None:
+    config = configure("sort", {"steps": 7, "lr": 0.5, "samples": 4}, {"steps": 9}, {"update.lr": 0.25})
+    assert (config.steps, config.samples, config.algorithm.update.lr) == (9, 4, 0.25)
+    assert config.algorithm.update.schedule == "linear", "what no layer sets is the preset's"
+
+
+def test_a_row_replaces_every_axis_but_the_update() -> None:
+    config = configure("lecture", {"algorithm": "grpo"})
+    assert config.algorithm == Algorithm(
+        GRPO.advantage, GRPO.loss, GRPO.weights, GRPO.kl, GRPO.reference, update=Adam(1e-2)
+    )
+    assert config.algorithm.exploration == NoBonus(), "the preset's annealed bonus is no part of the row"
+    assert configure("lecture").algorithm.exploration == Annealed(0.4, 0.0, 0.9)
+
+
+def test_a_choice_named_in_the_rows_layer_is_laid_over_the_row() -> None:
+    for layers in (
+        ({"algorithm": "grpo", "advantage": "leave-one-out"},),
+        ({"algorithm": "grpo"}, {"advantage": "leave-one-out"}),
+    ):
+        algorithm = configure("sort", *layers).algorithm
+        assert algorithm.advantage == LeaveOneOut()
+        assert algorithm.kl == InLoss("k3", 0.04)
+
+
+def test_a_row_named_later_drops_earlier_choices() -> None:
+    assert configure("sort", {"advantage": "raw"}, {"algorithm": "grpo"}).algorithm.advantage == Normalized(1e-4)
+
+
+def test_fields_are_laid_over_the_choice() -> None:
+    algorithm = configure(
+        "sort", {"algorithm": "grpo", "loss.high": 0.28, "kl.coef": 0.1, "update.max-norm": 3.0}
+    ).algorithm
+    assert algorithm.loss == Clipped(0.2, 0.28)
+    assert algorithm.kl == InLoss("k3", 0.1)
+    assert algorithm.update.max_norm == 3.0
+
+
+def test_a_choice_named_later_drops_the_fields_of_the_one_before() -> None:
+    algorithm = configure("sort", {"loss": "clipped", "loss.high": 0.28}, {"loss": "cispo"}).algorithm
+    assert spell(algorithm.loss) == "cispo"
+
+
+def test_a_field_may_be_set_to_nothing() -> None:
+    config = configure("sort", {"loss": "sequence-ratio", "loss.low": None, "loss.high": None, "update.max_norm": None})
+    assert config.algorithm.loss == SequenceRatio("mean", None, None)
+    assert config.algorithm.update.max_norm is None
+
+
+def test_an_int_serves_as_a_float_and_dashes_as_underscores() -> None:
+    config = configure("sort", {"lr": 1, "temperature": 2, "eval-every": 3, "record-rollouts": 7})
+    assert (config.algorithm.update.lr, config.temperature, config.eval_every, config.record_rollouts) == (
+        1.0,
+        2.0,
+        3,
+        "7",
+    )
+    assert type(config.algorithm.update.lr) is float
+
+
+def test_objects_are_as_good_as_names() -> None:
+    config = configure(
+        Sort(length=3, numbers=4), {"advantage": Normalized(eps=0.5), "loss": Clipped, "algorithm": GRPO}
+    )
+    assert config.task == Sort(length=3, numbers=4)
+    assert config.algorithm.advantage == Normalized(eps=0.5)
+    assert config.algorithm.loss == Clipped()
+    assert configure(Sort, {"length": 4}).task == Sort(length=4)
+    assert configure(Sort(length=3, numbers=4), {"length": 6}).task == Sort(length=6, numbers=4)
+
+
+def test_an_earlier_layer_may_be_impossible_if_a_later_one_completes_it() -> None:
+    algorithm = configure("sort", {"kl": "in-loss"}, {"reference": "frozen"}).algorithm
+    assert (algorithm.kl, algorithm.reference) == (InLoss(), Frozen())
+
+
+# ---- a choice of one's own ------------------------------------------------------------------------
+
+OWN = """
+from dataclasses import dataclass
+
+from ascent.advantages import Choice
+
+
+@dataclass(frozen=True)
+class Halved(Choice):
+    \"\"\"Half the reward.\"\"\"
+
+    factor: float = 0.5
+    group = False
+
+    def __call__(self, batch, state):
+        return batch.reward * self.factor
+"""
+
+
+@pytest.mark.parametrize("head", ["", "from __future__ import annotations\n"], ids=["plain", "future annotations"])
+def test_a_users_own_choice(head: str, tmp_path: Path) -> None:
+    """From a file, with fields of its own; and it comes back from config.json."""
+    file = tmp_path / "mine.py"
+    file.write_text(head + OWN)
+    own = f"python:{file}:Halved"
+    config = configure("sort", {"advantage": own, "advantage.factor": 0.25})
+    assert config.algorithm.advantage.factor == 0.25
+    assert config.algorithm.advantage(batch_of([[4.0, 8.0]]), {}).flatten().tolist() == [1.0, 2.0]
+    assert name_of(config.algorithm.advantage) == own
+    again = round_trip(config)
+    assert again.to_dict() == config.to_dict()
+    with pytest.raises(Refused, match=r"--advantage\.facto: .*it has factor.*Did you mean factor"):
+        configure("sort", {"advantage": own, "advantage.facto": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("python:mine.py", "python:FILE:NAME"),
+        ("python:nowhere/mine.py:Halved", "there is no file nowhere/mine.py"),
+        ("python:{file}:Halve", "has no Halve.*Did you mean Halved"),
+        ("python:{broken}:Halved", "does not run: ZeroDivisionError"),
+        ("python:{file}:NUMBER", "--advantage python:"),
+    ],
+)
+def test_a_broken_own_choice_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN + "\nNUMBER = 3\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(Refused, match=message):
+        configure("sort", {"advantage": name.format(file=tmp_path / "mine.py", broken=tmp_path / "broken.py")})
+
+
+def test_a_users_own_task(tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text("from ascent.tasks import Sort\n\n\nclass Mine(Sort):\n    pass\n")
+    config = configure(f"python:{tmp_path / 'world.py'}:Mine", {"length": 3, "numbers": 4})
+    assert config.task.length == 3
+    assert round_trip(config).to_dict() == config.to_dict()
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown task": ("srot", {}, "TASK srot: no such task.*lecture, sort.*Did you mean sort"),
+    "unknown row": ("sort", {"algorithm": "grop"}, "--algorithm grop: no such row.*Did you mean grpo"),
+    "unknown choice": ("sort", {"advantage": "leave-one"}, "--advantage leave-one: no such choice.*leave-one-out"),
+    "unknown field": ("sort", {"loss": "clipped", "loss.hihg": 0.1}, r"--loss\.hihg: clipped has no such field.*high"),
+    "field of another choice": ("sort", {"loss": "log-prob", "loss.high": 0.1}, r"--loss\.high: log-prob has no such"),
+    "unknown setting": ("sort", {"step": 3}, "--step: there is no such setting for sort.*Did you mean steps"),
+    "unknown axis": ("sort", {"los.high": 3}, r"--los\.high: there is no such setting"),
+    "setting of another task": ("lecture", {"length": 3}, "--length: there is no such setting for lecture"),
+    "unknown preset": ("sort", {"preset": "curse"}, "--preset curse: sort has default"),
+    "unknown reward": ("sort", {"reward": "exat"}, "--reward exat: no such reward.*Did you mean exact"),
+    "unknown policy": (
+        "sort",
+        {"policy": "transfomer"},
+        "--policy transfomer: no such choice.*Did you mean transformer",
+    ),
+    "a word for an int": ("sort", {"steps": "many"}, "--steps is 'many': it has to be int"),
+    "a float for an int": ("sort", {"samples": 2.5}, "--samples is 2.5: it has to be int"),
+    "a bool for an int": ("sort", {"samples": True}, "--samples is True: it has to be int"),
+    "a word for a float": ("sort", {"lr": "fast"}, r"--update\.lr is 'fast': it has to be float"),
+    "a word for a bool": ("sort", {"distinct": "yes"}, "--distinct is 'yes': it has to be bool"),
+    "not on the list": (
+        "sort",
+        {"old_logp": "trainer"},
+        "--old-logp is 'trainer': it has to be one of sampler, learner",
+    ),
+    "not on a choice's list": (
+        "sort",
+        {"update.schedule": "step"},
+        r"--update\.schedule is 'step'.*constant, linear, cosine",
+    ),
+    "a number for a choice": ("sort", {"loss": 3}, "--loss"),
+    "no steps": ("sort", {"steps": 0}, "--steps is 0: it has to be at least 1"),
+    "negative seed": ("sort", {"seed": -1}, "--seed is -1: it has to be at least 0"),
+    "no evaluation": ("sort", {"eval_every": 0}, "--eval-every is 0"),
+    "temperature 0": ("sort", {"temperature": 0.0}, "--temperature is 0: .*above 0"),
+    "temperature nan": ("sort", {"temperature": math.nan}, "--temperature is nan: .*above 0"),
+    "no learning rate": ("sort", {"lr": 0.0}, "--lr is 0: .*above 0"),
+    "warmup of all": ("sort", {"update.warmup": 1.0}, r"--update\.warmup is 1"),
+    "recording some": (
+        "sort",
+        {"record_rollouts": "some"},
+        "--record-rollouts some: a number of groups, `all` or `none`",
+    ),
+    "minibatches": ("sort", {"prompts": 2, "minibatches": 3}, "--minibatches 3 with --prompts 2.*between prompts"),
+    "lecture prompts": ("lecture", {"prompts": 4}, "--prompts 4: the lecture has three.*set --prompts 3"),
+    "KL without reference": (
+        "sort",
+        {"kl": "in-loss"},
+        "--kl in-loss with --reference no-reference.*--reference frozen",
+    ),
+    "correction of nothing": (
+        "sort",
+        {"correction": "truncated"},
+        "--correction truncated with --old-logp sampler.*Set --old-logp learner",
+    ),
+    "token correction of a sequence ratio": (
+        "sort",
+        {"algorithm": "gspo", "correction": "truncated", "old_logp": "learner"},
+        r"--loss sequence-ratio has one term a response.*--correction\.level sequence",
+    ),
+    "KL per token with a sequence ratio": (
+        "sort",
+        {"algorithm": "gspo", "kl": "in-reward", "kl.per": "token", "reference": "frozen"},
+        r"--loss sequence-ratio needs one credit a response.*--kl\.per response",
+    ),
+    "lower bound": ("sort", {"loss": "clipped", "loss.low": 0.0}, r"--loss\.low is 0.*above 0"),
+    "upper bound": ("sort", {"loss": "clipped", "loss.high": -1.0}, r"--loss\.high is -1.*above 0"),
+    "half a bound": ("sort", {"loss": "sequence-ratio", "loss.low": None}, r"--loss\.low and --loss\.high: set both"),
+    "dual clip": ("sort", {"loss": "clipped", "loss.dual": 0.5}, r"--loss\.dual is 0\.5.*above 1"),
+    "overlong margin": ("sort", {"algorithm": "dapo", "end": True}, r"--shaping\.margin 16 with a limit of 6.*below 6"),
+    "heads": ("sort", {"policy.width": 10}, r"--policy\.width 10 is not a multiple of --policy\.heads 4"),
+    "distinct": ("sort", {"distinct": True, "numbers": 3}, "--distinct with --length 5 --numbers 3"),
+    "negative eps": ("sort", {"advantage": "normalized", "advantage.eps": -1.0}, r"--advantage\.eps is -1"),
+    "momentum": ("sort", {"advantage": "running-mean", "advantage.momentum": 1.5}, r"--advantage\.momentum is 1\.5"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_what_why_and_what_to_set(case: str) -> None:
+    task, settings, message = REFUSED[case]
+    with pytest.raises(Refused, match=message) as caught:
+        configure(task, settings)
+    assert "\n" not in str(caught.value), "one message"
+
+
+@pytest.mark.parametrize("advantage", [name_of(cls) for cls in MENU["advantage"]])
+def test_a_group_credit_with_one_sample(advantage: str) -> None:
+    if find("advantage", MENU["advantage"], advantage)().group:
+        with pytest.raises(Refused, match=f"--samples 1 with --advantage {advantage}.*Set --samples 2 or more"):
+            configure("sort", {"advantage": advantage, "samples": 1})
+    else:
+        assert configure("sort", {"advantage": advantage, "samples": 1}).samples == 1
+
+
+@pytest.mark.parametrize("kl", ["in-loss", "in-reward"])
+def test_refused_in_python_too(kl: str) -> None:
+    """The object refuses itself, however it is made."""
+    with pytest.raises(Refused, match="a KL needs a policy"):
+        Algorithm(kl=InLoss() if kl == "in-loss" else InReward(), reference=NoReference())
+
+
+# ---- there and back -------------------------------------------------------------------------------
+
+
+def round_trip(config: Config) -> Config:
+    """Through config.json, as --config reads it."""
+    flat = flatten(json.loads(json.dumps(config.to_dict())))
+    return configure(flat.pop("task"), flat)
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+@pytest.mark.parametrize("task", [name_of(cls) for cls in TASKS])
+def test_config_comes_back(row: str, task: str) -> None:
+    config = configure(task, {"algorithm": row})
+    assert round_trip(config) == config
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("lecture", {"preset": "course", "advantage": "normalized", "loss": "clipped", "reference": "every"}),
+        ("lecture", {"loss": "clipped"}),
+        ("sort", {"length": 4, "numbers": 6, "distinct": True, "reward": "exact", "end": True}),
+        ("sort", {"loss": "sequence-ratio", "loss.low": None, "loss.high": None, "update.max_norm": None}),
+        ("sort", {"seed": 7, "init": "runs/x", "record_rollouts": "all", "policy": "per-position", "policy.dim": 3}),
+        ("sort", {"kl": "in-reward", "kl.target": 0.1, "reference": "moving-average", "exploration": "constant"}),
+        ("sort", {"correction": "masked", "old_logp": "learner", "groups": "with-signal", "advantage": "greedy"}),
+    ],
+)
+def test_settings_come_back(task: str, settings: dict[str, Any]) -> None:
+    config = configure(task, settings)
+    assert round_trip(config) == config
+
+
+@pytest.mark.parametrize("axis", MENU)
+def test_every_choice_has_a_name_and_comes_back(axis: str) -> None:
+    for cls in MENU[axis]:
+        choice = cls()
+        assert find(axis, MENU[axis], name_of(cls)) is cls
+        assert to_dict(choice)["name"] == name_of(choice)
+        extra = {"reference": "frozen"} if axis == "kl" else {}
+        config = configure("sort", {"old_logp": "learner", **extra, axis: name_of(cls)})
+        assert getattr(config.algorithm, axis) == (choice if axis != "update" else config.algorithm.update)
+        assert round_trip(config) == config
+
+
+def test_every_plain_setting_is_in_the_dictionary() -> None:
+    written = configure("sort").to_dict()
+    assert set(written) == {"task", "policy", *MENU, *PLAIN}
+    json.dumps(written, allow_nan=False)
+
+
+# ---- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        (LeaveOneOut(), "leave-one-out"),
+        (NoKL(), "no-kl"),
+        (InLoss(), "in-loss"),
+        (PerPosition(), "per-position"),
+        (RunningMean, "running-mean"),
+        (Lecture, "lecture"),
+    ],
+)
+def test_names(choice: Any, name: str) -> None:
+    assert name_of(choice) == name
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_a_row_is_labelled_with_its_name(row: str) -> None:
+    assert label(ALGORITHMS[row]) == row
+    assert configure("sort", {"algorithm": row, "lr": 0.1}).label == row
+
+
+def test_a_changed_row_says_what_was_changed() -> None:
+    config = configure("sort", {"algorithm": "dr-grpo", "loss.high": 0.28, "exploration": "annealed"})
+    assert config.label == "dr-grpo+clipped(high=0.28)+annealed"
+
+
+@dataclass(frozen=True)
+class Elsewhere(Choice):
+    """A credit that needs nothing."""
+
+    group = False
+
+    def __call__(self, batch: Any, state: Any) -> torch.Tensor:
+        return batch.reward
+
+
+def test_a_choice_object_of_ones_own() -> None:
+    assert configure("sort", {"advantage": Elsewhere()}).algorithm.advantage == Elsewhere()

@@ -1,0 +1,180 @@
+"""No memory knob changes a gradient: any micro-batch size, and any number of ranks, sum to the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ENDED, TINY, close, gradient_of, learner_of, policy_of, rollouts_of, shake, with_rewards
+from torch import Tensor
+
+from ascent.advantages import OptimalBaseline
+from ascent.algorithms import ALGORITHMS, Algorithm
+from ascent.correction import Masked, Truncated
+from ascent.exploration import Constant
+from ascent.groups import Overlong
+from ascent.kl import InLoss
+from ascent.reference import Frozen
+from ascent.types import Batch, Outputs, Terms
+from ascent.weights import WEIGHTS, SequenceMean, TokenMean
+
+PROMPTS, SAMPLES = 2, 3
+SIZES = (1, 2, 3, 4, 5, 6, 7)
+"""Responses in a micro-batch: below, at and above G = 3, up to all N = 6 and more."""
+
+
+def prepared(algorithm: Algorithm) -> tuple[Any, Batch]:
+    """A learner that has moved since it sampled, and its batch with credit and weights.
+
+    Lengths differ; one response failed and one is wholly masked. Ratios are off 1 on both sides of every clip.
+    """
+    policy = policy_of(TINY, ENDED)
+    learner = learner_of(policy, algorithm)
+    batch = with_rewards(rollouts_of(policy, PROMPTS, SAMPLES, temperature=0.9))
+    batch.mask[1, 1] = False
+    batch.valid[0, 2] = False
+    assert len(batch.length.unique()) > 2
+    if learner.reference is not None:
+        shake(learner.reference, 0.2, seed=1)
+    batch = batch.add(logp_old=batch.logp_sampler - 0.02)
+    batch = batch.add(**learner.score(batch, algorithm.needs))
+    shake(policy, 0.1, seed=2)
+    batch, state = algorithm.credit(batch, algorithm.start())
+    return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
+
+
+def gradients(
+    algorithm: Algorithm, objective: Callable[[Batch, Outputs], Terms], sizes: tuple[int, ...]
+) -> list[Tensor]:
+    learner, mini = prepared(algorithm)
+    found = []
+    for size in sizes:
+        learner.micro_batch = size
+        terms = learner.gradient(mini, objective)
+        found.append(torch.cat([gradient_of(learner), terms.objective.view(1), torch.stack(list(terms.sums.values()))]))
+    return found
+
+
+def check_split(algorithm: Algorithm, objective: Callable[[Batch, Outputs], Terms] | None = None) -> None:
+    """Gradient, objective and every reported sum are those of the whole mini-batch, to 1e-12."""
+    whole, *parts = gradients(algorithm, objective or algorithm.objective, (0, *SIZES))
+    assert whole.abs().max() > 1e-4
+    for size, part in zip(SIZES, parts, strict=True):
+        difference = float((part - whole).abs().max() / whole.abs().max())
+        assert difference < 1e-12, f"micro-batches of {size} change the gradient by {difference:.1e}"
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_every_row_with_every_weight(row: str, weights: type) -> None:
+    algorithm = replace(ALGORITHMS[row], weights=weights())
+    check_split(replace(algorithm, shaping=Overlong(2)) if row == "dapo" else algorithm)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Algorithm(correction=Truncated("token"), weights=TokenMean()),
+        replace(ALGORITHMS["gspo"], correction=Masked("sequence", 0.1, 10.0)),
+        replace(ALGORITHMS["grpo"], kl=InLoss("exact", 0.3), exploration=Constant(0.1)),
+        Algorithm(advantage=OptimalBaseline("exact"), reference=Frozen(), weights=SequenceMean()),
+    ],
+    ids=["token correction", "sequence correction", "exact KL and entropy", "optimal baseline"],
+)
+def test_what_no_row_has(algorithm: Algorithm) -> None:
+    check_split(algorithm)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_denominator_of_each_micro_batch_is_caught(weights: type) -> None:
+    """The mistake itself: weights computed from the micro-batch. Each has a denominator, so each shows it."""
+    algorithm = replace(ALGORITHMS["dr-grpo"], weights=weights())
+
+    def broken(micro: Batch, out: Outputs) -> Terms:
+        return algorithm.objective(micro.add(weight=weights()(micro)), out)
+
+    with pytest.raises(AssertionError, match="change the gradient"):
+        check_split(algorithm, broken)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_mean_over_micro_batches_is_caught(weights: type) -> None:
+    """Accumulation that divides by the number of micro-batches, as if each were a mean."""
+    algorithm = replace(ALGORITHMS["dr-grpo"], weights=weights())
+
+    def broken(micro: Batch, out: Outputs) -> Terms:
+        terms = algorithm.objective(micro, out)
+        share = micro.mask.shape[0] * micro.mask.shape[1] / (PROMPTS * SAMPLES)
+        return Terms(terms.objective * share, terms.sums)
+
+    with pytest.raises(AssertionError, match="change the gradient"):
+        check_split(algorithm, broken)
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_ranks_sum_to_the_whole(row: str) -> None:
+    """Each rank has some prompts and the weights of the whole step; their gradients add up."""
+    algorithm = ALGORITHMS[row]
+    learner, mini = prepared(algorithm)
+    learner.gradient(mini, algorithm.objective)
+    whole = gradient_of(learner)
+    total = torch.zeros_like(whole)
+    for part in torch.arange(PROMPTS).tensor_split(2):
+        learner.gradient(mini.select(part), algorithm.objective)
+        total += gradient_of(learner)
+    close(total, whole)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scoring_is_the_same_in_parts(size: int) -> None:
+    algorithm = Algorithm(reference=Frozen())
+    learner, batch = prepared(algorithm)
+    whole = learner.score(batch, learner.fills)
+    learner.micro_batch = size
+    for name, tensor in learner.score(batch, learner.fills).items():
+        close(tensor, whole[name])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_micro_batches_hold_every_response_once(size: int) -> None:
+    """And never more than they may, unless a single response is more."""
+    _, mini = prepared(ALGORITHMS["grpo"])
+    number = torch.arange(6.0).view(2, 3, 1)
+    numbered = mini.add(reward=number, advantage=number)
+    parts = list(numbered.microbatches(size))
+    assert sorted(x for part in parts for x in part.reward.flatten().tolist()) == list(range(6))
+    assert all(part.reward.numel() <= size for part in parts)
+    for part in parts:
+        assert part.advantage is not None
+        assert torch.equal(part.advantage, part.reward)
+        assert part.prompt.shape[0] == part.reward.shape[0]
+
+
+def test_the_logp_of_a_step_is_in_the_batchs_order() -> None:
+    """What `mismatch` reads: the same numbers in the same places, however the step was cut."""
+    algorithm = ALGORITHMS["grpo"]
+    found = []
+    for size in (0, *SIZES):
+        learner, mini = prepared(algorithm)
+        learner.micro_batch = size
+        found.append(learner.step(mini, algorithm.objective, algorithm.update).logp)
+    for logp in found[1:]:
+        close(logp, found[0])
+
+
+@pytest.mark.parametrize(("epochs", "count"), [(1, 1), (2, 1), (3, 2)])
+def test_mini_batches_are_whole_prompts_each_once_an_epoch(epochs: int, count: int) -> None:
+    _, batch = prepared(ALGORITHMS["grpo"])
+    batch = batch.add(index=torch.arange(PROMPTS))
+    minis = list(batch.minibatches(epochs, count, torch.Generator().manual_seed(0)))
+    assert len(minis) == epochs * count
+    for epoch in range(epochs):
+        part = minis[epoch * count : (epoch + 1) * count]
+        assert sorted(i for mini in part for i in mini.index.tolist()) == list(range(PROMPTS))
+        assert all(mini.mask.shape[1] == SAMPLES for mini in part)
+    one, two = (list(batch.minibatches(6, 2, torch.Generator().manual_seed(s))) for s in (0, 0))
+    assert [m.index.tolist() for m in one] == [m.index.tolist() for m in two]
+    assert len({tuple(m.index.tolist()) for m in one}) > 1
