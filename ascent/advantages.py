@@ -11,13 +11,13 @@ over the whole group, ended responses counting 0 there; std and maximum are thos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.types import Batch, State, reward_to_go
+from ascent.types import Batch, Refused, State, reward_to_go
 
 Credit = Float[Tensor, "prompt sample #token"]
 Keep = Bool[Tensor, "prompt sample 1"]
@@ -35,13 +35,6 @@ def _total(R: Credit) -> Float[Tensor, "prompt sample 1"]:
     return R[..., :1]
 
 
-def _spread(total: Tensor, keep: Tensor, n: Tensor, ddof: int) -> Float[Tensor, "prompt 1 1"]:
-    """Standard deviation of each group's totals over its counted responses."""
-    mean = total.sum(1, keepdim=True) / n.clamp(min=1)
-    squares = torch.where(keep, (total - mean) ** 2, 0.0).sum(1, keepdim=True)
-    return (squares / (n - ddof).clamp(min=1)).sqrt()
-
-
 def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
     """Groups whose counted rewards are all the same number, tested exactly: max == min.
 
@@ -52,17 +45,20 @@ def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
     return high <= low
 
 
-class Choice:
-    """What every credit says of itself."""
+class Advantage:
+    """A credit: called with a batch and the loop's state, it returns δ."""
 
     group: ClassVar[bool] = True
     """Does it compare the responses of a prompt?"""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Batch fields that it reads beyond reward, mask and valid."""
 
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
-class Raw(Choice):
+class Raw(Advantage):
     """The reward itself (REINFORCE).
 
     δ = R
@@ -77,7 +73,7 @@ class Raw(Choice):
 
 
 @dataclass(frozen=True)
-class Centered(Choice):
+class Centered(Advantage):
     """The reward minus its group's mean.
 
     δ_i = R_i − (1/G) Σ_j R_j
@@ -92,7 +88,7 @@ class Centered(Choice):
 
 
 @dataclass(frozen=True)
-class LeaveOneOut(Choice):
+class LeaveOneOut(Advantage):
     """The reward minus the mean of the group's other responses (RLOO).
 
     δ_i = R_i − (1/(G−1)) Σ_{j≠i} R_j = G/(G−1) · centered
@@ -107,7 +103,7 @@ class LeaveOneOut(Choice):
 
 
 @dataclass(frozen=True)
-class Normalized(Choice):
+class Normalized(Advantage):
     """The centered reward over its group's standard deviation (GRPO).
 
     δ_i = (R_i − mean) / (std + ε),  std² = Σ (R_j − mean)² / (G − ddof)
@@ -121,15 +117,20 @@ class Normalized(Choice):
     ddof: int = 1
     """Degrees of freedom removed from G in the standard deviation."""
 
+    def __post_init__(self) -> None:
+        if not self.eps >= 0 or self.ddof not in (0, 1):
+            raise Refused(f"--advantage.eps is {self.eps:g}, .ddof {self.ddof}: ε is 0 or more, and ddof 0 or 1")
+
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, n = _group(batch)
-        total = _total(R)
-        δ = Centered()(batch, state) / (_spread(total, keep, n, self.ddof) + self.eps)
+        total, centered = _total(R), Centered()(batch, state)
+        squares = _total(centered).square().sum(1, keepdim=True)
+        δ = centered / ((squares / (n - self.ddof).clamp(min=1)).sqrt() + self.eps)
         return torch.where(all_equal(total, keep) | (n < 2), 0.0, δ)
 
 
 @dataclass(frozen=True)
-class BestOnly(Choice):
+class BestOnly(Advantage):
     """The reward, but only for the best responses of the group.
 
     δ_i = R_i if R_i = max_j R_j else 0      (ties kept)
@@ -145,7 +146,7 @@ class BestOnly(Choice):
 
 
 @dataclass(frozen=True)
-class RunningMean(Choice):
+class RunningMean(Advantage):
     """The reward minus a mean kept over the steps.
 
     δ = R − b;  afterwards b ← m·b + (1−m)·(mean reward of this step),  b = 0 at first
@@ -156,6 +157,10 @@ class RunningMean(Choice):
     momentum: float = 0.9
     """m: how much of the old mean stays."""
     group = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise Refused(f"--advantage.momentum is {self.momentum:g}: a share of the old mean, from 0 to below 1")
 
     def start(self) -> State:
         return {"baseline": 0.0}
@@ -173,7 +178,7 @@ class RunningMean(Choice):
 
 
 @dataclass(frozen=True)
-class Greedy(Choice):
+class Greedy(Advantage):
     """The reward minus that of one greedy response to the same prompt (ReMax).
 
     δ = R − R(greedy response)
@@ -191,7 +196,7 @@ class Greedy(Choice):
 
 
 @dataclass(frozen=True)
-class OptimalBaseline(Choice):
+class OptimalBaseline(Advantage):
     """The reward minus the baseline of least variance, estimated from the other responses.
 
     b* = E[‖∇ log π‖² R] / E[‖∇ log π‖²],  for response i over the j ≠ i of its group
@@ -211,18 +216,18 @@ class OptimalBaseline(Choice):
         R, keep, n = _group(batch)
         norm = batch.score_norm if self.norm == "exact" else batch.length.unsqueeze(-1).to(R.dtype)
         assert norm is not None
+        # Summed over the others themselves: a total minus one's own is lost to rounding if one norm dominates.
+        other = 1 - torch.eye(R.shape[1], dtype=R.dtype)
         norm = torch.where(keep, norm, 0.0)
-        others = norm.sum(1, keepdim=True) - norm
-        weighted = (norm * R).sum(1, keepdim=True) - norm * R
+        total = other @ norm
         # Others of zero norm say nothing of b*: their plain mean is as good, and just as unbiased.
-        plain = (R.sum(1, keepdim=True) - R) / (n - 1).clamp(min=1)
-        known = others > 0
-        baseline = torch.where(known, weighted / torch.where(known, others, 1.0), plain)
+        plain = (other @ R) / (n - 1).clamp(min=1)
+        baseline = torch.where(total > 0, (other @ (norm * R)) / torch.where(total > 0, total, 1.0), plain)
         return torch.where(keep & (n > 1), R - baseline, 0.0)
 
 
 @dataclass(frozen=True)
-class BatchNormalized(Choice):
+class BatchNormalized(Advantage):
     """The reward-to-go of each token, normalized over the whole batch (REINFORCE++).
 
     δ_t = (R_t − mean) / (std + ε),  mean and std (ddof 1) over all unmasked tokens of the batch
@@ -244,7 +249,4 @@ class BatchNormalized(Choice):
         return torch.where(keep, (R - tokens.mean()) / (tokens.std() + self.eps), 0.0)
 
 
-Advantage = (
-    Raw | Centered | LeaveOneOut | Normalized | BestOnly | RunningMean | Greedy | OptimalBaseline | BatchNormalized
-)
-ADVANTAGES: tuple[type, ...] = get_args(Advantage)
+ADVANTAGES = (Raw, Centered, LeaveOneOut, Normalized, BestOnly, RunningMean, Greedy, OptimalBaseline, BatchNormalized)

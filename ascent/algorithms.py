@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -109,7 +108,7 @@ class Algorithm:
     def start(self) -> State:
         """What the choices remember, before the first step."""
         begin = getattr(self.advantage, "start", dict)
-        return {**begin(), **kl_.start(self.kl)}
+        return begin() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
 
     def credited(self, batch: Batch, state: State) -> Batch:
         """The batch with the reward that credit is given for: shaped by length, the KL taken off."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ascent.config import Config, configure
+from ascent.config import Config
 from ascent.diagnose.explain import formula, objective_in_words
 from ascent.diagnose.findings import findings
 from ascent.engines import LocalLearner, LocalSampler
@@ -24,6 +24,7 @@ from ascent.evaluate import evaluator
 from ascent.policies import Policy
 from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
+from ascent.settings import configure
 from ascent.train import Streams
 from ascent.train import train as loop
 from ascent.types import Refused, State, Trouble

@@ -19,12 +19,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from ascent.config import Config, configure, flatten
+from ascent.config import Config
 from ascent.diagnose.statistics import interval
 from ascent.flags import parse_train
 from ascent.menu import name_of
 from ascent.records import Run
 from ascent.records.folder import write_json
+from ascent.settings import configure, flatten
 from ascent.types import Refused
 
 
@@ -43,9 +44,8 @@ class Options:
 
 
 ABOUT = (
-    "Run several algorithms or settings over several seeds, paired by seed, and print\n"
-    "a table: mean, 95 % interval, paired difference to the first. Every other flag of\n"
-    "`ascent train TASK` applies to all of them."
+    "Several algorithms or settings over several seeds, in one table and one picture.\n\n"
+    "Every other flag of `ascent train TASK` applies to all of them."
 )
 
 
@@ -53,13 +53,15 @@ def main(args: list[str]) -> int:
     """Parse, run, print the table, draw the picture."""
     named = bool(args) and not args[0].startswith("-")
     parsed, rest = tyro.cli(
-        Options, prog="ascent compare TASK", args=args[named:], return_unknown_args=True, description=ABOUT
+        Options, prog="ascent compare TASK", args=_joined(args[named:]), return_unknown_args=True, description=ABOUT
     )
     if not named:
         raise Refused("which TASK? It comes first: ascent compare lecture --algorithms reinforce,rloo,grpo")
     task, seeds = args[0], parse_seeds(parsed.seeds)
     settings = [["--algorithm", name.strip()] for name in parsed.algorithms.split(",") if name.strip()]
-    settings += [shlex.split(text) for text in parsed.setting]
+    settings += [_split(text) for text in parsed.setting]
+    if parsed.jobs < 0:
+        raise Refused(f"--jobs {parsed.jobs}: runs at a time are 1 or more, or 0 for one a core")
     if not settings:
         raise Refused('nothing to compare: name --algorithms reinforce,rloo,grpo, or give --setting "…" twice')
     configs: dict[str, Config] = {}
@@ -76,6 +78,24 @@ def main(args: list[str]) -> int:
     write_json(out / "compare.json", result)
     print(f"\nCurves: {draw(runs, out / 'compare.png', len(seeds))}\nNumbers: {out / 'compare.json'}")
     return 0
+
+
+def _joined(args: list[str]) -> list[str]:
+    """--setting "--lr 1" as --setting="--lr 1": alone, a word that begins with dashes would be taken for a flag."""
+    joined: list[str] = []
+    for arg in args:
+        if joined and joined[-1] == "--setting":
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    return joined
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise Refused(f"--setting {text}: {error}") from None
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -167,7 +187,7 @@ def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
                 gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])
                 row[measure] |= {"difference": gap, "difference_half": _known(gap_half)}
         for cost in ("responses", "updates", "seconds"):
-            row[cost] = interval([final[cost] for final in group])[0]
+            row[cost] = sum(final[cost] for final in group) / len(group)
         result[name] = row
     return result
 

@@ -1,28 +1,14 @@
-"""Config: a whole run in one frozen object, and how settings become one.
-
-Settings are plain: a flat mapping from a flag's name to a value, `{"advantage": "leave-one-out",
-"loss.high": 0.28, "steps": 100}`. A task's preset, a config file, Python keywords and the command
-line all speak it. Layers are laid over one another: a row named later replaces every axis of the
-algorithm, a choice named later drops the fields of the one before it.
-"""
+"""Config: a whole run in one frozen object. `settings.py` makes one from flags, presets and files."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from ascent.algorithms import ALGORITHMS, MENU, Algorithm, label
+from ascent.algorithms import MENU, Algorithm, label
 from ascent.groups import Overlong
-from ascent.menu import build, find, hyperparameters, load_python, name_of, nearest, to_dict
-from ascent.policies import POLICIES
-from ascent.tasks import TASKS
+from ascent.menu import name_of, to_dict
 from ascent.types import Refused
-
-Settings = Mapping[str, Any]
-SHORT = {"lr": "update.lr"}
-"""Flags that stand for a field of a choice."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +59,11 @@ class Config:
     """Threads of torch; 0: as many as there are cores. The same number gives the same bits."""
 
     def __post_init__(self) -> None:
-        for name, least in _AT_LEAST.items():
+        for name in (*_ONE_OR_MORE, *_NOT_NEGATIVE):
+            least = int(name in _ONE_OR_MORE)
             if getattr(self, name) < least:
-                raise Refused(f"--{_flag(name)} is {getattr(self, name)}: it has to be at least {least}")
+                flag = name.replace("_", "-")
+                raise Refused(f"--{flag} is {getattr(self, name)}: it has to be at least {least}")
         if not self.temperature > 0:
             raise Refused(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
         if self.samples < 2 and self.algorithm.advantage.group:
@@ -111,169 +99,13 @@ class Config:
         return label(self.algorithm)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting, resolved; `from_dict` reads it back."""
+        """Every setting, resolved; `settings.flatten` reads it back."""
         axes = {axis: to_dict(getattr(self.algorithm, axis)) for axis in MENU}
         choices = {"task": to_dict(self.task), "policy": to_dict(self.policy), **axes}
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("task", "policy", "algorithm")}
         return {**choices, **plain}
 
 
-_AT_LEAST = {
-    "steps": 1,
-    "prompts": 1,
-    "samples": 1,
-    "epochs": 1,
-    "minibatches": 1,
-    "micro_batch": 0,
-    "seed": 0,
-    "eval_every": 1,
-    "eval_prompts": 1,
-    "checkpoint_every": 1,
-    "keep": 1,
-    "record_every": 1,
-    "max_reward_errors": 0,
-    "threads": 0,
-}
-PLAIN = {f.name: f for f in fields(Config) if f.name not in ("task", "policy", "algorithm")}
-CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
-    flat: dict[str, Any] = {}
-    for key, value in given.items():
-        if isinstance(value, Mapping):
-            flat[key] = value["name"]
-            flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in value.items() if k != "name"}
-        else:
-            flat[key] = value
-    return flat
-
-
-@dataclass
-class Resolved:
-    """Settings laid over one another, before anything is checked as a whole."""
-
-    task: type
-    own: dict[str, Any]
-    """The task's fields."""
-    plain: dict[str, Any]
-    """Config's plain fields."""
-    chosen: dict[str, Any]
-    """The policy and one choice per axis."""
-
-    def config(self) -> Config:
-        axes = dict(self.chosen)
-        policy = axes.pop("policy")
-        return Config(task=build("task", self.task, self.own), policy=policy, algorithm=Algorithm(**axes), **self.plain)
-
-
-def configure(task: Any, *layers: Settings) -> Config:
-    """The config of a task (a name, a class or an instance) under these settings, later ones winning."""
-    return resolve(task, *layers).config()
-
-
-def resolve(task: Any, *layers: Settings) -> Resolved:
-    if isinstance(task, str):
-        task = load_python("TASK", task) if task.startswith("python:") else _task_class(task)
-    cls = task if isinstance(task, type) else type(task)
-    layers = tuple({_canonical(k): v for k, v in layer.items()} for layer in layers)
-    preset = _preset(cls, next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default"))
-    chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
-    found = Resolved(cls, {} if isinstance(task, type) else dict(vars(task)), {}, chosen)
-    for layer in (preset, *layers):
-        if "algorithm" in layer:
-            chosen |= vars(_row(layer["algorithm"])) | {"update": chosen["update"]}
-        for axis in CHOICES:
-            chosen[axis] = _choose(axis, chosen[axis], layer, preset)
-        found.plain |= {k: _checked(k, v, Config) for k, v in layer.items() if k in PLAIN}
-        found.own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
-        if layer is not preset:
-            _refuse_unknown(layer, cls)
-    return found
-
-
-def _preset(task: Any, name: str) -> Settings:
-    if name not in task.presets:
-        raise Refused(f"--preset {name}: {name_of(task)} has {', '.join(task.presets)}.{nearest(name, task.presets)}")
-    return {_canonical(k): v for k, v in task.presets[name].items()}
-
-
-def _task_class(name: str) -> type:
-    known = {name_of(cls): cls for cls in TASKS}
-    if name not in known:
-        raise Refused(f"TASK {name}: no such task. There are {', '.join(known)}.{nearest(name, known)}")
-    return known[name]
-
-
-def _canonical(key: str) -> str:
-    """--max-norm and max_norm are one name; --lr is --update.lr."""
-    axis, dot, field = key.partition(".")
-    key = f"{axis}.{field.replace('-', '_')}" if dot else axis.replace("-", "_")
-    return SHORT.get(key, key)
-
-
-def _row(given: Any) -> Algorithm:
-    if isinstance(given, Algorithm):
-        return given
-    if given not in ALGORITHMS:
-        raise Refused(
-            f"--algorithm {given}: no such row. There are {', '.join(ALGORITHMS)}.{nearest(str(given), ALGORITHMS)}"
-        )
-    return ALGORITHMS[given]
-
-
-def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
-    """This axis after a layer: another choice if it names one, other fields if it sets any."""
-    named = layer.get(axis)
-    if named is not None and not isinstance(named, str):
-        now = named() if isinstance(named, type) else named
-    elif named is not None:
-        cls = find(axis, CHOICES[axis], named)
-        _refuse_stranger(axis, named, cls)
-        if cls is not type(now):
-            starts = {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
-            now = build(axis, cls, starts)
-    fields_set = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
-    if not fields_set:
-        return now
-    build(axis, type(now), {k: v for k, v in fields_set.items() if k not in hyperparameters(type(now))})
-    return replace(now, **{k: _checked(f"{axis}.{k}", v, type(now)) for k, v in fields_set.items()})
-
-
-def _refuse_stranger(axis: str, name: str, cls: Any) -> None:
-    """A class of the user's own has to be a choice like those on the menu."""
-    base = CHOICES[axis][0].__mro__[1]
-    if not (isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, base)):
-        derived = "" if base is object else f" that derives from {base.__module__}.{base.__name__}"
-        raise Refused(f"--{axis} {name}: a choice of your own is a frozen dataclass{derived}, as those on the menu are")
-
-
-def _refuse_unknown(layer: Settings, task: type) -> None:
-    known = {*PLAIN, *CHOICES, *hyperparameters(task), "algorithm", "preset", "lr"}
-    for key in layer:
-        if key.split(".")[0] not in known:
-            raise Refused(f"--{_flag(key)}: there is no such setting for {name_of(task)}.{nearest(key, known)}")
-
-
-def _checked(key: str, value: Any, cls: type) -> Any:
-    """The value if it is of the field's type, an int made a float where that is wanted; else refused."""
-    hint = get_type_hints(cls)[key.rpartition(".")[2]]
-    wanted = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in wanted:
-        if get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return value
-        elif kind is Any or type(value) is kind or (kind is type(None) and value is None):
-            return value
-        elif kind is float and type(value) is int:
-            return float(value)
-        elif kind is str and key == "record_rollouts" and type(value) is int:
-            return str(value)
-    choices = [str(v) for kind in wanted for v in (get_args(kind) if get_origin(kind) is Literal else ())]
-    what = f"one of {', '.join(choices)}" if choices else " or ".join(getattr(k, "__name__", str(k)) for k in wanted)
-    raise Refused(f"--{_flag(key)} is {value!r}: it has to be {what}")
+_COUNTS = ("steps", "prompts", "samples", "epochs", "minibatches")
+_ONE_OR_MORE = (*_COUNTS, "eval_every", "eval_prompts", "checkpoint_every", "keep", "record_every")
+_NOT_NEGATIVE = ("micro_batch", "seed", "max_reward_errors", "threads")

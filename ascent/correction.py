@@ -11,7 +11,7 @@ measured, whether it is corrected or not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -51,24 +51,28 @@ def mismatch(logp: PerToken, batch: Batch) -> dict[str, Tensor]:
     return {
         "sampling/sampling_logp_difference/mean": gap.abs().sum() / tokens,
         "sampling/sampling_logp_difference/max": gap.abs().max(),
-        "sampling/effective_sample_size": w.sum() ** 2 / (w**2).sum() / tokens,
-        "sampling/kl": (torch.exp(gap) - gap - 1).sum() / tokens,
+        "sampling/effective_sample_size": w.sum() ** 2 / (w**2).sum().clamp(min=1e-30) / tokens,
+        "sampling/kl": (torch.expm1(gap) - gap).sum() / tokens,
     }
 
 
-@dataclass(frozen=True)
-class NoCorrection:
-    """Sampler and trainer are taken to be the same policy; the mismatch is measured all the same."""
+class Correction:
+    """A factor on the surrogate: called with a batch, it returns one a token or a response, or none."""
 
     on: ClassVar[bool] = False
-    level: ClassVar[Level] = "token"
+    level: Level = "token"
 
-    def __call__(self, batch: Batch) -> None:
+    def __call__(self, batch: Batch) -> Factor | None:
         return None
 
 
 @dataclass(frozen=True)
-class Truncated:
+class NoCorrection(Correction):
+    """Sampler and trainer are taken to be the same policy; the mismatch is measured all the same."""
+
+
+@dataclass(frozen=True)
+class Truncated(Correction):
     """The weight, cut off at c.
 
     min(w, c), w per token or its product over the response
@@ -79,7 +83,7 @@ class Truncated:
     """One weight a token, or their product over the response."""
     cap: float = 2.0
     """c: the largest weight."""
-    on: ClassVar[bool] = True
+    on = True
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
@@ -90,7 +94,7 @@ class Truncated:
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Correction):
     """The weight inside a band; 0 outside, so that what is too far off is not learned from.
 
     w if low ≤ w ≤ high else 0, w per token or its product over the response
@@ -102,7 +106,7 @@ class Masked:
     """Below it, 0."""
     high: float = 2.0
     """Above it, 0."""
-    on: ClassVar[bool] = True
+    on = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
@@ -114,5 +118,4 @@ class Masked:
         return torch.where(inside, w, 0.0)
 
 
-Correction = NoCorrection | Truncated | Masked
-CORRECTIONS: tuple[type, ...] = get_args(Correction)
+CORRECTIONS = (NoCorrection, Truncated, Masked)

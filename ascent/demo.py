@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from ascent.api import start
-from ascent.config import configure
 from ascent.records import Run
 from ascent.records.display import for_stream
 from ascent.records.plot import COLORS, figure, series
+from ascent.report import wrapped
+from ascent.settings import configure
 
 RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
     (
@@ -34,22 +35,23 @@ def main() -> int:
     runs: dict[str, Run] = {}
     for name, title, task, settings in RUNS:
         config = configure(task, settings)
-        print(f"\n{title}: ascent train {task} {_flags(settings)}".rstrip(), flush=True)
+        print(f"\n{title}:\n{wrapped(f'  ascent train {task} {_flags(settings)}'.rstrip(), 4)}", flush=True)
         runs[name] = start(config, out / name, for_stream())
         if runs[name].status != "finished":
             print(f"Interrupted. What has run is in {out}")
             return 130
-    print("\n" + "\n\n".join([_lecture(runs["course"], runs["ours"]), _loophole(runs["loophole"])]))
+    print("\n" + "\n".join([*_lecture(runs["course"], runs["ours"]), "", *_loophole(runs["loophole"])]))
     print(f"\nCurves: {draw(runs, out / 'demo.png')}")
-    print("Runs:   " + "  ".join(str(run.folder) for run in runs.values()))
-    print(
-        "\nWhat to try next:\n"
-        f"  ascent show {runs['ours'].folder} --step 0          what was sampled, and the credit it got\n"
-        "  ascent explain grpo                                 what GRPO computes, and where it is biased\n"
-        "  ascent compare lecture --algorithms reinforce,rloo,grpo,dr-grpo\n"
-        "  ascent train sort                                   sort five numbers out of ten, in a minute\n"
-        f"\nThe demo took {time.monotonic() - began:.0f} s."
-    )
+    print("Runs:   " + "\n        ".join(str(run.folder) for run in runs.values()))
+    print("\nWhat to try next:")
+    for command, words in (
+        (f"ascent show {runs['ours'].folder} --step 0", "what was sampled, and the credit it got"),
+        ("ascent explain grpo", "what GRPO computes, and where it is biased"),
+        ("ascent compare lecture --algorithms reinforce,rloo,grpo,dr-grpo", "over seeds, with intervals"),
+        ("ascent train sort", "sort five numbers out of ten, in a minute"),
+    ):
+        print(f"  {command}\n      {words}")
+    print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
     return 0
 
 
@@ -76,39 +78,46 @@ def answers(run: Run, prompts: int) -> list[str]:
     return lines
 
 
-def _lecture(course: Run, ours: Run) -> str:
+def _lecture(course: Run, ours: Run) -> list[str]:
     stuck, solved = course.result or {}, ours.result or {}
-    return "\n".join(
-        [
-            f"1. With the course's settings E[R] ends at {stuck['exact/reward']:.2f} of 5, and it stays there:",
-            *answers(course, 3),
-            *(f"   {word}" for word in stuck["words"][1:]),
-            "   More samples would not help: even ascent on the exact gradient stops short, because the reward has",
-            "   local optima. The one answer [1 2 3] earns 4, 4 and 5 of 5 on the three prompts.",
+    return [
+        wrapped(f"1. With the course's settings E[R] ends at {stuck['exact/reward']:.2f} of 5, and it stays there.", 3),
+        *answers(course, 3),
+        *(wrapped(f"   {word}", 3) for word in stuck["words"][1:]),
+        wrapped(
+            "   More samples would not help: even ascent on the exact gradient stops short, because the reward has "
+            "local optima. The one answer [1 2 3] earns 4, 4 and 5 of 5 on the three prompts.",
+            3,
+        ),
+        "",
+        wrapped(
             "2. With an entropy bonus that fades, a higher rate and clipping, as many responses and updates reach "
-            f"{solved['exact/reward']:.2f}:",
-            *answers(ours, 3),
-        ]
-    )
+            f"{solved['exact/reward']:.2f} of 5.",
+            3,
+        ),
+        *answers(ours, 3),
+    ]
 
 
-def _loophole(run: Run) -> str:
+def _loophole(run: Run) -> list[str]:
     result = run.result or {}
-    return "\n".join(
-        [
-            "3. A reward for numbers included and pairs in order, where every prompt repeats a number, earns "
-            f"{result['eval/reward']:.2f} of {result['max_reward']:g}, and {result['eval/accuracy']:.0%} is sorted:",
-            *answers(run, 3),
-            *(f"   {word}" for word in result["words"][1:]),
-        ]
-    )
+    return [
+        wrapped(
+            "3. A reward for numbers included and pairs in order, where every prompt repeats a number: "
+            f"{result['eval/reward']:.2f} of {result['max_reward']:g} is earned, and {result['eval/accuracy']:.0%} of "
+            "the answers are sorted.",
+            3,
+        ),
+        *answers(run, 3),
+        *(wrapped(f"   {word}", 3) for word in result["words"][1:]),
+    ]
 
 
 def draw(runs: dict[str, Run], path: Path) -> Path:
     """For each run the share of the reward that it earned and the share that it got right, on one axis."""
     from matplotlib import pyplot
 
-    fig, axes = figure(1, len(runs), (11, 3.6))
+    fig, axes = figure(1, len(runs), (11.0, 3.6))
     for axis, (name, title, _, _) in zip(axes.flat, RUNS, strict=True):
         metrics, maximum = runs[name].metrics, runs[name].config.task.max_reward or 1.0
         expected = "exact/reward" if metrics[-1].get("exact/reward") is not None else "eval/reward"

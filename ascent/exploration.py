@@ -6,21 +6,24 @@ objective = Σ weight · (surrogate + c · H(π(· | state)))
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from ascent.types import Refused
 
 
-@dataclass(frozen=True)
-class NoBonus:
-    """Exploration by sampling alone."""
+class Exploration:
+    """A bonus: called with the share of the run that is over, it returns the entropy's coefficient."""
 
     def __call__(self, progress: float) -> float:
         return 0.0
 
 
 @dataclass(frozen=True)
-class Constant:
+class NoBonus(Exploration):
+    """Exploration by sampling alone."""
+
+
+@dataclass(frozen=True)
+class Constant(Exploration):
     """The same bonus throughout. It moves the optimum: the best policy is then never greedy."""
 
     coef: float = 0.01
@@ -31,7 +34,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Annealed:
+class Annealed(Exploration):
     """A bonus that falls in a straight line, so that the optimum is the reward's own at the end.
 
     c(p) = start + (end − start) · min(1, p / until), p from 0 to 1 over the run
@@ -52,5 +55,4 @@ class Annealed:
         return self.start + (self.end - self.start) * min(1.0, progress / self.until)
 
 
-Exploration = NoBonus | Constant | Annealed
-EXPLORATIONS: tuple[type, ...] = get_args(Exploration)
+EXPLORATIONS = (NoBonus, Constant, Annealed)

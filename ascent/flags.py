@@ -14,9 +14,10 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.config import CHOICES, PLAIN, Config, Resolved, configure, flatten, resolve
-from ascent.menu import field_docs, hyperparameters, name_of
+from ascent.config import Config
+from ascent.menu import hyperparameters, name_of
 from ascent.records.run import read_settings
+from ascent.settings import CHOICES, PLAIN, Resolved, configure, field_docs, flatten, resolve
 from ascent.tasks import TASKS
 from ascent.types import Refused
 

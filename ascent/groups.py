@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,18 +18,22 @@ def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
     return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
 
 
-@dataclass(frozen=True)
-class All:
-    """Every group that was sampled."""
+class Groups:
+    """A choice of groups: called with a batch, it says which to keep; the rest are drawn again."""
 
-    rounds: ClassVar[int] = 1
+    rounds: int = 1
 
     def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
         return torch.ones(batch.mask.shape[0], dtype=torch.bool)
 
 
 @dataclass(frozen=True)
-class WithSignal:
+class All(Groups):
+    """Every group that was sampled."""
+
+
+@dataclass(frozen=True)
+class WithSignal(Groups):
     """Only groups whose rewards differ; new prompts are drawn in place of the others (DAPO).
 
     Yu et al. 2025, dynamic sampling. It costs samples, and it shifts the prompt distribution
@@ -49,16 +52,20 @@ class WithSignal:
         return ~without_signal(batch)
 
 
-@dataclass(frozen=True)
-class NoShaping:
-    """The task's reward as it is."""
+class Shaping:
+    """A second reward: called with a batch, it returns what to add to each response's, or nothing."""
 
     def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
         return None
 
 
 @dataclass(frozen=True)
-class Overlong:
+class NoShaping(Shaping):
+    """The task's reward as it is."""
+
+
+@dataclass(frozen=True)
+class Overlong(Shaping):
     """A soft penalty before the length limit, in place of a cliff at it (DAPO).
 
     with limit L and margin c: 0 up to L − c tokens, then (L − c − length)/c, −1 if truncated
@@ -77,7 +84,5 @@ class Overlong:
         return torch.where(batch.truncated, -1.0, over.clamp(-1.0, 0.0)).unsqueeze(-1)
 
 
-Groups = All | WithSignal
-GROUPS: tuple[type, ...] = get_args(Groups)
-Shaping = NoShaping | Overlong
-SHAPINGS: tuple[type, ...] = get_args(Shaping)
+GROUPS = (All, WithSignal)
+SHAPINGS = (NoShaping, Overlong)

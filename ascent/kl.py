@@ -18,13 +18,13 @@ What an estimator is worth as a *value* says nothing of its *gradient*:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ascent.types import Batch, Refused, State, add_outcome, at_last
+from ascent.types import Batch, Refused, add_outcome, at_last
 
 Estimator = Literal["k1", "k2", "k3", "exact"]
 PerToken = Float[Tensor, "prompt sample token"]
@@ -42,7 +42,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 def k3(log_ratio: Tensor) -> Tensor:
     """e^−ℓ + ℓ − 1: the ratio is π_ref/π, so that it is an estimate of KL(π ‖ π_ref)."""
-    return torch.exp(-log_ratio) + log_ratio - 1
+    return torch.expm1(-log_ratio) + log_ratio
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
@@ -69,18 +69,22 @@ def _check(coef: float, target: float | None) -> None:
         raise Refused(f"--kl.target is {target:g}: an adaptive coefficient needs a KL above 0 to steer to")
 
 
+class KL:
+    """A penalty for leaving the reference, and where it goes."""
+
+    where: ClassVar[Literal["nowhere", "loss", "reward"]] = "nowhere"
+    estimator: Estimator = "k3"
+    coef: float = 0.0
+    target: float | None = None
+
+
 @dataclass(frozen=True)
-class NoKL:
+class NoKL(KL):
     """No penalty. A reference, if there is one, is only measured against."""
 
-    estimator: ClassVar[Estimator] = "k3"
-    coef: ClassVar[float] = 0.0
-    target: ClassVar[float | None] = None
-    where: ClassVar[str] = "nowhere"
-
 
 @dataclass(frozen=True)
-class InLoss:
+class InLoss(KL):
     """The KL of each token, differentiated, with the surrogate's own weights.
 
     objective = Σ weight · (surrogate − β · KL_t)
@@ -93,14 +97,14 @@ class InLoss:
     """β, or where an adaptive β starts."""
     target: float | None = None
     """KL per token that β is steered to. None: β stays fixed."""
-    where: ClassVar[str] = "loss"
+    where = "loss"
 
     def __post_init__(self) -> None:
         _check(self.coef, self.target)
 
 
 @dataclass(frozen=True)
-class InReward:
+class InReward(KL):
     """A constant, taken from logp_old and subtracted from the reward before any group statistic.
 
     per response: R ← R − β Σ_t KL_t;   per token: r_t ← r_t − β KL_t, then rewards-to-go
@@ -116,7 +120,7 @@ class InReward:
     """Subtract the sum from the outcome, or each token's KL at that token."""
     target: float | None = None
     """KL per token that β is steered to. None: β stays fixed."""
-    where: ClassVar[str] = "reward"
+    where = "reward"
 
     def __post_init__(self) -> None:
         _check(self.coef, self.target)
@@ -129,9 +133,4 @@ class InReward:
         return (at_last(batch, batch.reward) if batch.reward.shape[-1] == 1 else batch.reward) - penalty
 
 
-def start(choice: KL) -> State:
-    return {"kl_coef": choice.coef} if choice.where != "nowhere" else {}
-
-
-KL = NoKL | InLoss | InReward
-KLS: tuple[type, ...] = get_args(KL)
+KLS = (NoKL, InLoss, InReward)

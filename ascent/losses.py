@@ -10,7 +10,7 @@ A surrogate returns one number a token, or, with token length 1, one a response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,11 +28,14 @@ def _positive(value: float, flag: str) -> None:
         raise Refused(f"{flag} is {value:g}, but a clipping bound is a distance from 1: set it above 0")
 
 
-class Choice:
-    """What every surrogate says of itself."""
+class Loss:
+    """A surrogate: called with log-probs and δ, it returns what is to be maximised."""
 
     sequence: ClassVar[bool] = False
     """Is it one number a response?"""
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
+        raise NotImplementedError
 
     def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
         """The tokens at whose low, and at whose high bound it clips; None where it never does."""
@@ -40,7 +43,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class LogProb(Choice):
+class LogProb(Loss):
     """Log-probability times credit, the naive policy gradient.
 
     δ · log π
@@ -53,7 +56,7 @@ class LogProb(Choice):
 
 
 @dataclass(frozen=True)
-class Ratio(Choice):
+class Ratio(Loss):
     """Importance-weighted credit, one ratio a token, never clipped.
 
     ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
@@ -67,7 +70,7 @@ class Ratio(Choice):
 
 
 @dataclass(frozen=True)
-class Clipped(Choice):
+class Clipped(Loss):
     """The ratio, worth no more once it has moved far enough (PPO, GRPO).
 
     min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ);  with dual clip c, where δ < 0: at least c·δ
@@ -100,7 +103,7 @@ class Clipped(Choice):
 
 
 @dataclass(frozen=True)
-class SequenceRatio(Choice):
+class SequenceRatio(Loss):
     """One ratio for the whole response, with gradient through all its tokens.
 
     product:  ρ = exp(Σ_t (logp_t − logp_old_t)), the exact importance weight (TRL's RLOO)
@@ -153,7 +156,7 @@ class SequenceRatio(Choice):
 
 
 @dataclass(frozen=True)
-class Cispo(Choice):
+class Cispo(Loss):
     """Log-probability times credit, weighted by a clipped ratio that carries no gradient (CISPO).
 
     sg[clip(ρ, 1−ε_low, 1+ε_high)] · δ · log π
@@ -183,5 +186,4 @@ def _outside(ρ: PerToken, advantage: Broadcast, low: float, high: float) -> Cli
     return (ρ < 1 - low) & (advantage < 0), (ρ > 1 + high) & (advantage > 0)
 
 
-Loss = LogProb | Ratio | Clipped | SequenceRatio | Cispo
-LOSSES: tuple[type, ...] = get_args(Loss)
+LOSSES = (LogProb, Ratio, Clipped, SequenceRatio, Cispo)

@@ -6,16 +6,15 @@ choices; here they are only spelled, found and turned into dictionaries and back
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
+import functools
 import importlib.util
-import inspect
-import itertools
 import re
-import textwrap
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ascent.types import Refused
@@ -27,7 +26,7 @@ def name_of(choice: object) -> str:
     """LeaveOneOut -> leave-one-out, for a class or one of its instances."""
     cls = choice if isinstance(choice, type) else type(choice)
     source = getattr(cls, "__ascent_source__", None)
-    return source or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__.replace("KL", "Kl")).lower()
+    return source or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -36,7 +35,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f" Did you mean {found[0]}?" if found else ""
 
 
-def find(axis: str, menu: Menu, name: str) -> type:
+def find(axis: str, menu: Menu, name: str) -> Any:
     """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
     if name.startswith("python:"):
         return load_python(f"--{axis}", name)
@@ -54,37 +53,31 @@ def load_python(flag: str, name: str) -> Any:
     path = Path(parts[1]).expanduser()
     if not path.is_file():
         raise Refused(f"{flag} {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"ascent_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = _module(path.resolve(), path.stat().st_mtime_ns)
     except Exception as error:
         raise Refused(f"{flag} {name}: {path} does not run: {type(error).__name__}: {error}") from error
     found = getattr(module, parts[2], None)
     if found is None:
         public = [n for n in vars(module) if not n.startswith("_")]
         raise Refused(f"{flag} {name}: {path} has no {parts[2]}.{nearest(parts[2], public)}")
-    found.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"
+    if isinstance(found, type):
+        found.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"
     return found
+
+
+@functools.lru_cache
+def _module(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (part of the cache's key)
+    """The module of a file, run once for each time it was changed, so that its classes stay the same."""
+    spec = importlib.util.spec_from_file_location(f"ascent_user_{path.stem}_{hash(path):x}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def hyperparameters(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass: what it means, in its author's words."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):
-        return {}
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for field, after in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            docs[field.target.id] = inspect.cleandoc(str(after.value.value))  # type: ignore[union-attr]
-    return docs
 
 
 def build(axis: str, cls: type, settings: Mapping[str, Any]) -> Any:

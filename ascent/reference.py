@@ -6,7 +6,7 @@ The learner keeps the reference beside its policy; a choice only says when to re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, get_args
+from typing import ClassVar, Protocol
 
 from ascent.types import Refused
 
@@ -18,8 +18,8 @@ class KeepsReference(Protocol):
         """π_ref ← (1 − rate) · π_ref + rate · π, parameter by parameter; rate 1 copies."""
 
 
-class Choice:
-    """What every choice of a reference says of itself, and does after a step: nothing, if not more."""
+class Reference:
+    """A policy to measure to: called with the learner after each step, it may renew it."""
 
     kept: ClassVar[bool] = True
     """Is there a reference at all?"""
@@ -29,19 +29,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class NoReference(Choice):
+class NoReference(Reference):
     """No reference: nothing is kept and no KL is measured."""
 
     kept = False
 
 
 @dataclass(frozen=True)
-class Frozen(Choice):
+class Frozen(Reference):
     """The policy as it was at the start of the run."""
 
 
 @dataclass(frozen=True)
-class Every(Choice):
+class Every(Reference):
     """The policy as it was at the last multiple of n steps (iterative GRPO's outer loop)."""
 
     n: int = 10
@@ -57,7 +57,7 @@ class Every(Choice):
 
 
 @dataclass(frozen=True)
-class MovingAverage(Choice):
+class MovingAverage(Reference):
     """An average that follows the policy: after each step π_ref ← (1−r)·π_ref + r·π.
 
     Degenerate cases: r = 0 is frozen, r = 1 is the policy of the step before.
@@ -74,5 +74,4 @@ class MovingAverage(Choice):
         learner.mix_reference(self.rate)
 
 
-Reference = NoReference | Frozen | Every | MovingAverage
-REFERENCES: tuple[type, ...] = get_args(Reference)
+REFERENCES = (NoReference, Frozen, Every, MovingAverage)

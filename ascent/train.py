@@ -92,14 +92,14 @@ def train(
             batch = batch.add(logp_old=batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
         batch, state = algorithm.credit(batch, state)
-        scalars = algorithm.scalars(state, step / config.steps)
-        minis, updates = [], []
+        batch = batch.add(**algorithm.scalars(state, step / config.steps))
+        minis: list[Batch] = []
+        updates: list[Stepped] = []
         with clock("update"):
             for part in batch.minibatches(config.epochs, config.minibatches, streams.order):
-                if not minis or part is not whole:
-                    whole, mini = part, part.add(weight=algorithm.weights(part), **scalars)
-                updates.append(learner.step(mini, algorithm.objective, algorithm.update))
-                minis.append(mini)
+                again = part is batch and minis
+                minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
+                updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
         metrics |= summarize(batch, minis, updates, config)
         with clock("sync"):
             state = algorithm.after(state, metrics)
@@ -149,14 +149,16 @@ def collect(
             f"the reward failed on {len(errors)} of {metrics['num_responses']:.0f} responses, more than "
             f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {errors[0]}"
         )
-    batch = join(kept)
+    batch = join(kept) if missing < config.prompts else sampled[-1]  # no signal at all: its group credit is 0
     return batch.add(index=torch.arange(batch.prompt.shape[0])), metrics
 
 
 def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Batch, list[str]]:
     """Rollouts with their rewards; where one failed, the response is marked and the reason returned."""
     scores = task.score(rollouts)
-    batch = Batch(**vars(rollouts), reward=scores.reward, valid=scores.valid, correct=scores.correct)
+    known = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # whatever stood in the padding
+    given = vars(rollouts) | {"logp_sampler": known}
+    batch = Batch(**given, reward=scores.reward, valid=scores.valid, correct=scores.correct)
     errors = list(scores.errors)
     if greedy is not None:
         baseline = task.score(greedy)

@@ -156,7 +156,7 @@ class Batch(Rollouts):
                 yield self
                 continue
             order = torch.randperm(prompts, generator=rng)
-            for part in order.tensor_split(count):
+            for part in order.tensor_split(min(count, prompts)):
                 yield self.select(part.sort().values)
 
     def microbatches(self, responses: int) -> Iterator[Batch]:
@@ -183,15 +183,10 @@ def join(batches: list[Batch]) -> Batch:
     for f in fields(Batch):
         values = [getattr(b, f.name) for b in batches]
         if isinstance(values[0], Tensor):
-            full = f.name in ("response", "mask", "logp_sampler", "mass") or (
-                values[0].dim() == 3 and values[0].shape[2] > 1
-            )
-            joined[f.name] = torch.cat([_pad(v, width) if full else v for v in values])
+            if f.name in ("response", "mask", "logp_sampler", "mass") or any(v.shape[2:] > (1,) for v in values):
+                values = [torch.nn.functional.pad(v, (0, width - v.shape[-1])) for v in values]
+            joined[f.name] = torch.cat(values)
     return replace(batches[0], **joined)
-
-
-def _pad(tensor: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 @dataclass(frozen=True)

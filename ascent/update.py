@@ -32,8 +32,20 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
+class Update:
+    """A way to step: called with the learner, a mini-batch and an objective, it moves the parameters."""
+
+    def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        """What the learner keeps between steps for it."""
+        raise NotImplementedError
+
+    def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, Tensor]:
+        """Take the step; return the objective's terms before it, and the gradient's norm."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Adam:
+class Adam(Update):
     """One step of Adam (AdamW where there is weight decay) along the objective's gradient.
 
     Kingma and Ba 2015; Loshchilov and Hutter 2019. The rate follows a schedule over the run;
@@ -85,7 +97,6 @@ class Adam:
         return self.lr
 
     def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, Tensor]:
-        """Take the step; return the objective's terms before it, and the gradient's norm."""
         terms = learner.gradient(mini, objective)
         gradients = [p.grad for p in learner.trainable() if p.grad is not None]
         norm = global_norm(gradients)
@@ -97,5 +108,4 @@ class Adam:
         return terms, norm
 
 
-Update = Adam
 UPDATES = (Adam,)

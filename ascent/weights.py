@@ -9,7 +9,6 @@ N nor ΣL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -26,8 +25,15 @@ def _counts(batch: Batch) -> tuple[Tensor, Int[Tensor, "prompt sample 1"], Int[T
     return counted.to(batch.logp_sampler.dtype), length, (length > 0).sum().clamp(min=1)
 
 
+class Weights:
+    """An aggregation: called with a mini-batch, it returns the weight of each token."""
+
+    def __call__(self, batch: Batch) -> Weight:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class TokenMean:
+class TokenMean(Weights):
     """Every token counts the same.
 
     weight = 1 / ΣL
@@ -41,7 +47,7 @@ class TokenMean:
 
 
 @dataclass(frozen=True)
-class SequenceMean:
+class SequenceMean(Weights):
     """Every response counts the same, spread over its tokens.
 
     weight = 1 / (N · L_i)
@@ -55,7 +61,7 @@ class SequenceMean:
 
 
 @dataclass(frozen=True)
-class SequenceSum:
+class SequenceSum(Weights):
     """Tokens are summed, responses averaged: ∇E[R] itself.
 
     weight = 1 / N
@@ -68,7 +74,7 @@ class SequenceSum:
 
 
 @dataclass(frozen=True)
-class FixedLength:
+class FixedLength(Weights):
     """The sum over a constant: ∇E[R]'s direction at a size that does not grow with the limit.
 
     weight = 1 / (N · L_max), L_max the generation limit, never the padded width
@@ -80,5 +86,4 @@ class FixedLength:
         return counted / (responses * batch.limit)
 
 
-Weights = TokenMean | SequenceMean | SequenceSum | FixedLength
-WEIGHTS: tuple[type, ...] = get_args(Weights)
+WEIGHTS = (TokenMean, SequenceMean, SequenceSum, FixedLength)

@@ -10,7 +10,8 @@ its coefficient is GRPO's, 0.04. For contrast, ascent on the exact, enumerated g
 
 Measured: E[R], enumerated, at the end; the share of the prompts that the greedy answer sorts; the share of
 groups without signal over the last ten epochs. `value` is the best cell's mean E[R] with the course's reward,
-the peer the mean of the exact ascent, and the target SPEC's figure for where that stops (3.9, held to 0.15).
+the peer the mean of the exact ascent, the target SPEC's figure for where that stops. It is `ok` if every run
+ended with a finite E[R], the exact ascent stops within 0.25 of that figure and none of its seeds reaches 4.9.
 Writes docs/results/course_grid.md and its picture.
 """
 
@@ -39,7 +40,7 @@ KL = {"no KL": {}, "KL": {"kl": "in-loss", "kl.estimator": "k3", "kl.coef": 0.04
 REWARDS = {"inclusion-ordering": 5, "positions": 3, "exact": 1}
 """With the most that each can give."""
 UPDATES = (1_000, 10_000)
-STOPS, NEAR = 3.9, 0.15
+STOPS, NEAR, SOLVED = 3.9, 0.25, 4.9
 
 Cell = tuple[str, str, str, str]
 Grid = dict[Cell, dict[str, np.ndarray]]
@@ -128,6 +129,13 @@ def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]
         for count, cell in zip(updates, found, strict=True)
     )
 
+    def exact_share(reward: str) -> str:
+        return f"{ascents[reward][0]['expected'].mean() / REWARDS[reward]:.0%}"
+
+    def best_share(reward: str) -> str:
+        best = max(found["expected"].mean() for cell, found in grid.items() if cell[0] == reward)
+        return f"{best / REWARDS[reward]:.0%}"
+
     def change(axis: int, one: str, other: str) -> str:
         mean, half = effect(grid, axis, one, other)
         unsure = "" if abs(mean) > half else ", which could be chance"
@@ -137,14 +145,16 @@ def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]
         f"With the course's reward E[R] ends between {course[worst]:.2f} ({', '.join(worst[1:])}) and "
         f"{course[best]:.2f} ({', '.join(best[1:])}) of 5; by credit, over losses and KL: "
         + ", ".join(f"{name} {credit[name]:.2f}" for name in order)
-        + f". Of all {runs:,} runs {solved} end within 2 % of the largest reward, and the cell that sorts most "
-        f"({', '.join(accurate)}) sorts {grid[accurate]['sorted'].mean():.0%} of the prompts. "
-        f"The ratio in place of the log-prob changes E[R] by {change(2, 'ratio', 'log-prob')}; the clip in place of the "
-        f"ratio by {change(2, 'clipped', 'ratio')}; the KL by {change(3, 'KL', 'no KL')}. "
-        f"At the end {silent:.0%} of the groups have no signal. Sampling is not what holds these runs back: ascent on "
-        f"the exact gradient, with no noise at all, stops at {ends}, with "
-        f"{found[0]['sorted'].mean():.0%} of the prompts sorted at the first of these. The landscape is the limit: an "
-        "entropy bonus that fades gets past it (`python -m benchmarks.lecture_solve`)."
+        + f". Only {solved} of all {runs:,} runs came within 2 % of the largest reward, and the cell that sorts most "
+        f"({', '.join(accurate)}) sorts {grid[accurate]['sorted'].mean():.0%} of the prompts. The ratio in place of "
+        f"the log-prob changes E[R] by {change(2, 'ratio', 'log-prob')}; the clip in place of the ratio by "
+        f"{change(2, 'clipped', 'ratio')}; the KL by {change(3, 'KL', 'no KL')}. At the end {silent:.0%} of the groups "
+        "have no signal. Better gradients alone would not mend it: with the course's reward, ascent on the exact "
+        f"gradient, with no noise at all, stops at {ends} (prompts sorted at the first of these: "
+        f"{found[0]['sorted'].mean():.0%}; the best seed reaches {found[0]['expected'].max():.2f}), which is "
+        f"{found[0]['expected'].mean() - course[best]:+.2f} to the best cell. With the positions reward it is worth "
+        f"more: {exact_share('positions')} of the largest reward in place of {best_share('positions')}. The landscape "
+        "is the limit: an entropy bonus that fades gets past it (`python -m benchmarks.lecture_solve`)."
     )
 
 
@@ -198,9 +208,10 @@ def main(argv: list[str] | None = None) -> int:
         page = ("# The course's settings", words, "![The grid](course_grid.png)", markdown(head, rows), note, what)
         write_page("course_grid", "\n\n".join(page))
     course = [found["expected"].mean() for cell, found in grid.items() if cell[0] == "inclusion-ordering"]
-    exact = float(ascents["inclusion-ordering"][0]["expected"].mean())
-    ok = abs(exact - STOPS) <= NEAR and all(math.isfinite(found["expected"].sum()) for found in grid.values())
-    return close("course_grid", float(max(course)), exact, STOPS, ok, seeds=seeds, cells=len(grid))[1]
+    exact = ascents["inclusion-ordering"][0]["expected"]
+    finite = all(math.isfinite(found["expected"].sum()) for found in grid.values())
+    ok = finite and abs(exact.mean() - STOPS) <= NEAR and exact.max() < SOLVED
+    return close("course_grid", float(max(course)), float(exact.mean()), STOPS, ok, seeds=seeds, cells=len(grid))[1]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ of every epoch; responses and rewards must be equal, and SPEC's published landma
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -73,7 +74,7 @@ def straight_line(credit: str) -> Iterator[dict[str, Any]]:
 
 def reward(prompt: list[int], response: list[int]) -> float:
     """One point for each prompt number in the response, one for each adjacent pair in order."""
-    return float(sum(x in response for x in prompt) + sum(x <= y for x, y in zip(response, response[1:], strict=False)))
+    return float(sum(x in response for x in prompt) + sum(x <= y for x, y in itertools.pairwise(response)))
 
 
 def line(epoch: int, step: int, loss: float, *tensors: torch.Tensor) -> dict[str, Any]:

@@ -2,16 +2,17 @@
 
 The lecture's tensors are so small that a step costs its Python, not its arithmetic. So S policies are
 stacked into one module, run s owning its slice of every parameter and prompts 3s … 3s+2 of the batch,
-with the generator of its own seed. Nothing couples them: group credits see one prompt, Adam works
-number by number, and weights, which divide by the size of the batch, are multiplied by S. What comes
-out is what `ascent.train` gives seed by seed, but for the last bits of float32 (a test holds it to that).
-A choice that looks across prompts (batch-normalized credit, a bound on the gradient's norm) is refused.
+with the generator of its own seed. Nothing couples them: group credits see one prompt, and Adam works
+number by number. The weights divide by the size of the whole batch, so every gradient is 1/S of what it
+is alone; Adam does not feel that, once its ε is divided by S too. What comes out is what `ascent.train`
+gives seed by seed, but for the last bits of float32, which after hundreds of updates may tip a sample
+(a test holds the two to each other). A choice that looks across prompts (batch-normalized credit, a
+bound on the gradient's norm) is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 
 from ascent.advantages import BatchNormalized, RunningMean
 from ascent.api import assemble
-from ascent.config import Config, configure
+from ascent.config import Config
 from ascent.diagnose.exact import every_response, probability, reward_table
 from ascent.engines.base import Stepped
 from ascent.groups import without_signal
 from ascent.policies import PerPosition, Policy
 from ascent.policies.base import Sampled
+from ascent.settings import configure
 from ascent.tasks.lecture import PROMPTS, Lecture
 from ascent.train import train as loop
 from ascent.types import Batch, Refused, Space
@@ -101,17 +103,6 @@ class Lectures(Lecture):
         return torch.tensor(PROMPTS).repeat(self.runs, 1)
 
 
-@dataclass(frozen=True)
-class Times:
-    """The weights of each run by itself: those of the whole batch, times the number of runs."""
-
-    weights: Any
-    runs: int
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.weights(batch) * self.runs
-
-
 @dataclass
 class Memory:
     """Records that keep, for every run, what the benchmarks report; nothing is written."""
@@ -151,35 +142,23 @@ class Outcome:
 
 def train_many(seeds: int | tuple[int, ...], **settings: Any) -> Outcome:
     """`ascent.train("lecture", seed=s, **settings)` for every seed, in one loop; only the end is evaluated."""
-    config, policy, task, records = prepare(seeds, settings)
-    run(config, policy, records)
-    expected, right = outcome(policy.policy, task)
+    config = stack(configure("lecture", settings), tuple(range(seeds)) if isinstance(seeds, int) else seeds)
+    parts, records = assemble(config), Memory(config.task.runs)
+    loop(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate=dict)
+    expected, right = outcome(parts.policy, config.task)
     silent = torch.stack(records.silent[-LAST:]).mean(0)
     return Outcome(expected, right, silent, records.responses, records.updates)
 
 
-def prepare(seeds: int | tuple[int, ...], settings: dict[str, Any]) -> tuple[Config, Any, Lectures, Memory]:
-    """The config of one run made that of all, and its parts."""
-    seeds = tuple(range(seeds)) if isinstance(seeds, int) else seeds
-    one = configure("lecture", settings)
-    if isinstance(one.algorithm.advantage, BatchNormalized | RunningMean) or one.algorithm.update.max_norm is not None:
+def stack(one: Config, seeds: tuple[int, ...]) -> Config:
+    """The config of one run made that of all."""
+    update = one.algorithm.update
+    if isinstance(one.algorithm.advantage, BatchNormalized | RunningMean) or update.max_norm is not None:
         raise Refused("stacked runs must not see one another: no batch-normalized or running-mean credit, no max-norm")
+    algorithm = replace(one.algorithm, update=replace(update, eps=update.eps / len(seeds)))
     task = Lectures(one.task.reward, runs=len(seeds))
-    algorithm = replace(one.algorithm, weights=Times(one.algorithm.weights, len(seeds)))
-    config = replace(
-        one,
-        task=task,
-        policy=Stacked(seeds),
-        algorithm=algorithm,
-        prompts=3 * len(seeds),
-        eval_every=one.steps,
-        threads=1,
-    )
-    return config, assemble(config), task, Memory(len(seeds))
-
-
-def run(config: Config, parts: Any, records: Memory) -> None:
-    loop(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate=partial(dict))
+    sizes = {"prompts": 3 * len(seeds), "eval_every": one.steps, "threads": 1}
+    return replace(one, task=task, policy=Stacked(seeds), algorithm=algorithm, **sizes)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def reward(prompt: list[int], response: list[int]) -> float:
     return float((prompt[0] in response) + (prompt[1] in response) + (prompt[2] in response) + (a <= b) + (b <= c))
 
 
-def plain() -> torch.Tensor:
+def plain(epochs: int = EPOCHS) -> torch.Tensor:
     """The course's run with centered credit and nothing else; its embedding at the end."""
     generator = torch.Generator().manual_seed(SEED)
     embedding = torch.randn(5, 10, generator=generator).requires_grad_()
@@ -50,7 +50,7 @@ def plain() -> torch.Tensor:
         decoded = (encoded @ decode).transpose(0, 1)
         return torch.log_softmax(decoded @ embedding.T, -1)
 
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         logp = log_probs()
         rows = logp.detach().exp().view(9, 5)
         drawn = torch.multinomial(rows, SAMPLES, replacement=True, generator=generator).view(3, 3, SAMPLES)

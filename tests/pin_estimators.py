@@ -88,6 +88,12 @@ INDEPENDENT = Space(prompt_length=2, vocab=3, limit=2)
 RAGGED = Space(prompt_length=2, vocab=3, limit=3, end=2)
 SHORT = Space(prompt_length=2, vocab=3, limit=2, end=2)
 """Ragged too, with seven responses only."""
+SPACES = [INDEPENDENT, RAGGED]
+
+
+def space_name(value: object) -> str | None:
+    """How a test names a space."""
+    return None if not isinstance(value, Space) else "independent" if value.end is None else "ragged"
 
 
 def policy_of(space: Space) -> Policy:
@@ -97,7 +103,7 @@ def policy_of(space: Space) -> Policy:
 
 
 def prompt_of(space: Space) -> Tensor:
-    return torch.tensor([2, 0]) if space.end is None else torch.tensor([1, 0])
+    return torch.tensor([2, 0] if space.end is None else [1, 0])[: space.prompt_length]
 
 
 def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions, stale: bool = False) -> Table:

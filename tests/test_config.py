@@ -12,15 +12,16 @@ import pytest
 import torch
 from conftest import batch_of
 
-from ascent.advantages import Centered, Choice, LeaveOneOut, Normalized, Raw, RunningMean
+from ascent.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
 from ascent.algorithms import ALGORITHMS, GRPO, MENU, Algorithm, label
-from ascent.config import PLAIN, Config, configure, flatten
+from ascent.config import Config
 from ascent.exploration import Annealed, NoBonus
 from ascent.kl import InLoss, InReward, NoKL
 from ascent.losses import Clipped, LogProb, SequenceRatio
 from ascent.menu import find, name_of, spell, to_dict
 from ascent.policies import PerPosition, Transformer
 from ascent.reference import Every, Frozen, NoReference
+from ascent.settings import PLAIN, configure, flatten
 from ascent.tasks import TASKS, Lecture, Sort
 from ascent.types import Refused
 from ascent.update import Adam
@@ -135,11 +136,11 @@ def test_an_earlier_layer_may_be_impossible_if_a_later_one_completes_it() -> Non
 OWN = """
 from dataclasses import dataclass
 
-from ascent.advantages import Choice
+from ascent.advantages import Advantage
 
 
 @dataclass(frozen=True)
-class Halved(Choice):
+class Halved(Advantage):
     \"\"\"Half the reward.\"\"\"
 
     factor: float = 0.5
@@ -375,7 +376,7 @@ def test_a_changed_row_says_what_was_changed() -> None:
 
 
 @dataclass(frozen=True)
-class Elsewhere(Choice):
+class Elsewhere(Advantage):
     """A credit that needs nothing."""
 
     group = False

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ascent.advantages import ADVANTAGES, Centered, Greedy, LeaveOneOut, Normalized, OptimalBaseline, Raw, RunningMean
 from ascent.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.config import configure
 from ascent.correction import Masked, Truncated
 from ascent.diagnose import explain as module
 from ascent.diagnose.explain import explain, formula, menu_text, objective_in_words
@@ -25,6 +24,7 @@ from ascent.kl import InLoss, InReward, NoKL
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.menu import load_python, name_of
 from ascent.reference import Frozen, MovingAverage
+from ascent.settings import configure
 from ascent.types import Batch, Outputs, Refused
 from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ascent.algorithms import Algorithm
-from ascent.kl import ESTIMATORS, InLoss, InReward, NoKL, adapt, estimate, k1, k2, k3, start
+from ascent.kl import ESTIMATORS, InLoss, InReward, NoKL, adapt, estimate, k1, k2, k3
 from ascent.reference import Frozen
 from ascent.types import Outputs, Refused
 from ascent.weights import WEIGHTS, SequenceMean
@@ -50,6 +50,16 @@ def test_estimate_takes_policy_minus_reference() -> None:
 def test_k2_and_k3_are_never_negative(log_ratio: float) -> None:
     assert k3(f64(log_ratio)).item() >= 0
     assert k2(f64(log_ratio)).item() >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_is_exact_near_zero(dtype: torch.dtype) -> None:
+    """Early in a run ℓ is tiny and k3 ≈ ½ℓ² − ℓ³/6; e^−ℓ − 1 loses it to rounding in float32, sign and all."""
+    for size in (1e-2, 1e-3, 1e-4, 1e-5, -1e-5, -1e-4, -1e-3):
+        gap = torch.tensor(size, dtype=dtype)
+        value = k3(gap).item()
+        assert value >= 0, size
+        assert value == pytest.approx(size**2 / 2 - size**3 / 6, rel=0.02, abs=1e-9), size
 
 
 @given(st.lists(st.floats(-3, 3), min_size=4, max_size=4), st.lists(st.floats(-3, 3), min_size=4, max_size=4))
@@ -200,7 +210,7 @@ def test_the_coefficient_is_remembered_and_moves_only_with_a_target() -> None:
     assert fixed.after({"kl_coef": 0.5}, {"kl": 9.0}) == {"kl_coef": 0.5}
     assert moving.after({"kl_coef": 0.5}, {"kl": 9.0}) == {"kl_coef": pytest.approx(0.51)}
     assert moving.scalars({"kl_coef": 0.51}, 0.0)["kl_coef"] == 0.51
-    assert start(NoKL()) == {}
+    assert Algorithm(kl=NoKL()).start() == {}
 
 
 @pytest.mark.parametrize("cls", [InLoss, InReward])

@@ -26,7 +26,7 @@ from ascent.reference import Frozen
 from ascent.types import Space
 from ascent.weights import FixedLength, SequenceMean, SequenceSum
 
-ONE_TOKEN = Space(prompt_length=2, vocab=5, limit=1)
+ONE_TOKEN = Space(prompt_length=1, vocab=5, limit=1)
 SPACES = {"one token": ONE_TOKEN, "independent": INDEPENDENT, "ragged": RAGGED}
 
 

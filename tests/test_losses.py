@@ -19,7 +19,7 @@ from ascent.kl import InLoss
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.reference import Frozen
 from ascent.types import Outputs, Refused
-from ascent.weights import WEIGHTS, SequenceMean, SequenceSum
+from ascent.weights import WEIGHTS, SequenceSum
 
 
 def one(loss: Any, ratio: float, advantage: float, logp_old: float = -1.5) -> tuple[float, float]:
@@ -84,14 +84,14 @@ def sequence(loss: SequenceRatio, advantage: float) -> tuple[float, list[float]]
 @pytest.mark.parametrize(
     ("loss", "advantage", "value", "gradient"),
     [
-        # Product: ρ = e^0.4, and ∂ρ/∂logp_t = ρ for every unmasked token.
-        (SequenceRatio("product", None, None), 2.0, 2 * math.exp(0.4), [2 * math.exp(0.4)] * 2 + [0]),
-        # Mean: ρ = e^0.2, and each of the two tokens has ρ/2.
+        # Product: ρ = e^0.4; the term is ρδ/L and ∂ρ/∂logp_t = ρ, so each of the two tokens has ρδ/2.
+        (SequenceRatio("product", None, None), 2.0, math.exp(0.4), [math.exp(0.4)] * 2 + [0]),
+        # Mean: ρ = e^0.2; the term is ρδ and ∂ρ/∂logp_t = ρ/L.
         (SequenceRatio("mean", None, None), 2.0, 2 * math.exp(0.2), [math.exp(0.2)] * 2 + [0]),
         (SequenceRatio("mean", 0.1, 0.1), 2.0, 2 * 1.1, [0, 0, 0]),
         (SequenceRatio("mean", 0.1, 0.3), 2.0, 2 * math.exp(0.2), [math.exp(0.2)] * 2 + [0]),
-        (SequenceRatio("product", 0.1, 0.3), 2.0, 2 * 1.3, [0, 0, 0]),
-        (SequenceRatio("product", 0.1, 0.3), -2.0, -2 * math.exp(0.4), [-2 * math.exp(0.4)] * 2 + [0]),
+        (SequenceRatio("product", 0.1, 0.3), 2.0, 1.3, [0, 0, 0]),
+        (SequenceRatio("product", 0.1, 0.3), -2.0, -math.exp(0.4), [-math.exp(0.4)] * 2 + [0]),
     ],
 )
 def test_sequence_ratio_golden(loss: SequenceRatio, advantage: float, value: float, gradient: list[float]) -> None:
@@ -148,20 +148,17 @@ def test_autograd_is_the_derivative_of_the_value(loss: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("loss", variants(), ids=repr)
 def test_at_ratio_one_the_gradient_is_log_probs(loss: Any) -> None:
-    """Per response and token δ, except for the mean of a sequence ratio, which spreads δ over the L tokens: δ/L.
+    """δ at every token; a sequence ratio, one term a response, hands each of its L tokens δ/L instead.
 
-    That 1/L is what the response's weights, summed, multiply: with sequence sum GSPO's gradient is log-prob's
-    over L, and so equals log-prob's with sequence mean.
+    That 1/L meets the sum of the response's L weights, so that with weights the two are the same: the next test.
     """
     logp, _, δ = drawn(0, 0.0)
     x = logp.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad((loss(x, logp, δ, MASK) * 1.0).sum(), x)
+    (gradient,) = torch.autograd.grad(loss(x, logp, δ, MASK).sum(), x)
     expected = δ.expand_as(gradient)
     if loss.sequence:
-        expected = torch.where(MASK, expected, 0.0)
-    if isinstance(loss, SequenceRatio) and loss.form == "mean":
-        close(gradient, expected / LENGTHS.unsqueeze(-1))
-        assert not torch.allclose(gradient, expected)
+        close(gradient, torch.where(MASK, expected / LENGTHS.unsqueeze(-1), 0.0))
+        assert not torch.allclose(gradient, torch.where(MASK, expected, 0.0))
     else:
         close(gradient, expected)
 
@@ -169,7 +166,7 @@ def test_at_ratio_one_the_gradient_is_log_probs(loss: Any) -> None:
 @pytest.mark.parametrize("loss", variants(), ids=repr)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_the_first_update_is_reinforces_whatever_the_surrogate(loss: Any, weights: type) -> None:
-    """Through the objective, weights and all, with a correction factor: on fresh samples the gradient is log-prob's."""
+    """Through the objective, weights and all: on fresh samples of any lengths the gradient is log-prob's."""
     logp, _, δ = drawn(1, 0.0)
     batch = batch_of(δ.squeeze(-1), LENGTHS, logp_old=logp, advantage=δ)
     batch = batch.add(weight=weights()(batch))
@@ -179,38 +176,7 @@ def test_the_first_update_is_reinforces_whatever_the_surrogate(loss: Any, weight
         terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x)))
         return torch.autograd.grad(terms.objective, x)[0]
 
-    surrogate, naive = gradient(Algorithm(loss=loss)), gradient(Algorithm(loss=LogProb()))
-    if loss.sequence:
-        # One term a response takes the sum of its tokens' weights, which they then share equally:
-        # the product hands that sum to every token, the mean a 1/L share of it.
-        assert batch.weight is not None
-        per_response = batch.weight.sum(-1, keepdim=True) * δ
-        share = per_response if loss.form == "product" else per_response / LENGTHS.unsqueeze(-1)
-        close(surrogate, torch.where(MASK, share, 0.0))
-        if loss.form == "mean":
-            close(surrogate, naive)  # GSPO's 1/L undoes the sum over a response's equal weights
-    else:
-        close(surrogate, naive)
-
-
-def test_gspo_with_sequence_sum_is_log_prob_with_sequence_sum() -> None:
-    """Where the forms differ: with weights 1/N a response's weights sum to L/N, so the product has L times that."""
-    logp, _, δ = drawn(2, 0.0)
-    batch = batch_of(δ.squeeze(-1), LENGTHS, logp_old=logp, advantage=δ)
-    found = {}
-    for form in ("mean", "product"):
-        for weights in (SequenceSum(), SequenceMean()):
-            x = logp.clone().requires_grad_()
-            loss = SequenceRatio(form, None, None)  # type: ignore[arg-type]
-            mini = batch.add(weight=weights(batch))
-            terms = Algorithm(loss=loss).objective(mini, Outputs(x, torch.zeros_like(x)))
-            found[form, type(weights)] = torch.autograd.grad(terms.objective, x)[0]
-    counted = torch.where(MASK, δ.expand_as(logp), 0.0)
-    L = LENGTHS.unsqueeze(-1)
-    close(found["mean", SequenceSum], counted / 6)
-    close(found["mean", SequenceMean], counted / 6 / L)
-    close(found["product", SequenceSum], counted / 6 * L)
-    close(found["product", SequenceMean], counted / 6)
+    close(gradient(Algorithm(loss=loss)), gradient(Algorithm(loss=LogProb())))
 
 
 @given(st.floats(1.2001, 50), st.floats(0.01, 5))

@@ -34,12 +34,12 @@ import ascent.engines.local as local
 import ascent.policies.transformer as transformer
 from ascent.advantages import ADVANTAGES, LeaveOneOut, Normalized, OptimalBaseline, Raw
 from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.config import configure
 from ascent.correction import log_weight
 from ascent.engines import LocalSampler
 from ascent.kl import InLoss, InReward, k1, k3
 from ascent.losses import LOSSES, Clipped, LogProb, Ratio
 from ascent.reference import Frozen
+from ascent.settings import configure
 from ascent.train import Streams, train
 from ascent.types import Batch, Outputs, Rollouts, Terms
 from ascent.weights import WEIGHTS, SequenceMean
@@ -386,8 +386,8 @@ def check_degenerate_groups(credit: Any) -> None:
     """0 for a group of one; no NaN and no number larger than the rewards for an all-equal one, in float32."""
     for value, samples in ((3.0, 1), (0.1, 7), (0.3, 6), (0.7, 9), (1 / 3, 11)):
         reward = torch.full((1, samples, 1), value)
-        batch = batch_of(reward.double(), score_norm=torch.ones(1, samples, 1), reward_greedy=torch.ones(1, 1, 1))
-        δ = credit(batch.add(reward=reward), {"baseline": 0.0})
+        batch = batch_of(reward.double()).add(reward=reward, score_norm=torch.ones(1, samples, 1))
+        δ = credit(batch.add(reward_greedy=torch.ones(1, 1, 1)), {"baseline": 0.0})
         assert bool(δ.isfinite().all())
         assert bool((δ.abs() <= 1.0).all()) or samples == 1
         if credit.group and samples == 1:

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{axis: {"types", *(other for other in AXES if other != axis)} for axis in AXES},
     "algorithms": {"types", "menu", *AXES},
     "config": {"types", "menu", *AXES, "algorithms", "tasks", "policies"},
+    "settings": {"types", "menu", *AXES, "algorithms", "config", "tasks", "policies"},
     "train": {"types", "menu", *AXES, "algorithms", "config", "engines.base", "tasks.base"},
     "tasks": {"types", "menu", "tasks"},
     "policies": {"types", "menu", "policies"},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-
-from ascent.types import Metrics
+from typing import Any
 
 SHOWN = (
     ("reward", "reward"),
@@ -23,7 +23,7 @@ class Display:
 
     def start(self, done: int, total: int, title: str) -> None: ...
 
-    def step(self, step: int, metrics: Metrics) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def say(self, text: str) -> None: ...
 
@@ -51,7 +51,7 @@ class Bar(Display):
         self.total, self.shown = total, 0.0
         self.progress.start()
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
         if now - self.shown > 0.1 or step + 1 == self.total:
             self.shown = now
@@ -71,7 +71,7 @@ class Lines(Display):
         self.total = total
         self.say(f"{title}: {total - done} steps{f' from step {done} on' if done else ''}")
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         every = max(1, self.total // 10)
         if (step + 1) % every == 0 or step + 1 == self.total:
             self.say(f"{step + 1:>{len(str(self.total))}}/{self.total}  {numbers(metrics)}")
@@ -81,7 +81,7 @@ class Lines(Display):
             print(text, file=sys.stderr, flush=True)
 
 
-def numbers(metrics: Metrics, room: int = 200) -> str:
+def numbers(metrics: Mapping[str, Any], room: int = 200) -> str:
     """What to show of a step, as much as there is room for; how many rewards failed only where some did."""
     shown = [(name, metrics[key]) for key, name in SHOWN if metrics.get(key) is not None]
     words = [f"{name} {_short(value)}" for name, value in shown if value or name != "reward errors"]
@@ -90,7 +90,7 @@ def numbers(metrics: Metrics, room: int = 200) -> str:
     return "  ".join(words)
 
 
-def _short(value: float) -> str:
+def _short(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

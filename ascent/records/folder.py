@@ -105,6 +105,7 @@ class RunFolder:
         except BlockingIOError:
             self._lock.seek(0)
             pid = self._lock.read().strip() or "unknown"
+            self.close()
             raise Refused(
                 f"{self.path}: this run is being written by another process (pid {pid}). Wait for it, or stop it first"
             ) from None

@@ -49,7 +49,7 @@ def series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
 
 def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | None]], path: Path, title: str) -> Path:
     """The curves of a few runs, each (name, metrics, largest reward), side by side in four panels."""
-    fig, axes = figure(2, 2, (10, 6.2))
+    fig, axes = figure(2, 2, (10.0, 6.2))
     for axis, (head, unit, names) in zip(axes.flat, PANELS, strict=True):
         for r, (run, metrics, maximum) in enumerate(runs):
             for n, (name, words) in enumerate(names):

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ascent.config import Config, configure, flatten
+from ascent.config import Config
 from ascent.policies import Policy
 from ascent.records import checkpoint, rollouts
 from ascent.records.folder import is_locked, read_json, read_lines
+from ascent.settings import configure, flatten
 from ascent.types import Refused
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, contiguous_format
 
 from ascent.config import Config
 from ascent.diagnose.findings import flags
@@ -57,7 +57,8 @@ class Writer:
         self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
         self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
         self.stop = False
-        self.last: Metrics = {}
+        self.last: dict[str, Any] = {}
+        """The last known value of every metric."""
         self._beat = time.monotonic()
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
@@ -118,12 +119,13 @@ class Writer:
 
     def dump(self, step: int, batch: Batch) -> str:
         path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
-        save_file({k: v.contiguous() for k, v in vars(batch).items() if isinstance(v, Tensor)}, path)
+        own = {k: v.clone(memory_format=contiguous_format) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+        save_file(own, path)
         return str(path)
 
     def trouble(self, text: str) -> None:
         with suppress(OSError):
-            self._line("events.jsonl", {"step": int(self.last.get("step", -1)) + 1, "event": "trouble", "text": text})
+            self._line("events.jsonl", {"step": self.last.get("step", -1) + 1, "event": "trouble", "text": text})
 
     def stopping(self) -> bool:
         return self.stop

@@ -80,6 +80,8 @@ class Sort:
 
     @property
     def loophole(self) -> str | None:
+        if self.end and self.reward in ("positions", "inclusion-ordering"):
+            return "the reward does not ask for the end: sorted numbers that go on beyond their number earn all of it"
         if self.reward != "inclusion-ordering" or self.distinct:
             return None
         return (

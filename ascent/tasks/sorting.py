@@ -28,6 +28,7 @@ REWARDS: tuple[str, ...] = ("exact", "positions", "inclusion-ordering")
 Numbers = Int[Tensor, "prompt sample position"]
 Prompt = Int[Tensor, "prompt position"]
 
+LARGEST = torch.finfo(torch.float32).max
 NOTHING = -1
 """Stands at a response position that holds no number: after the end, or the end token itself."""
 
@@ -93,16 +94,18 @@ def own_reward(
 ) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
     """A user's f(prompt, response) on every response: a number, or (number, reason).
 
-    What raises, or is no finite number, is NaN here and a reason in the list: never a silent 0.
+    What raises, or is no finite number, is NaN here and a reason in the list: never a silent 0. The
+    response is all of its numbers, without the end token.
     """
     values, errors = [], []
-    for prompt, group in zip(rollouts.prompt.tolist(), numbers(rollouts, space).tolist(), strict=True):
-        for padded in group:
-            response = [x for x in padded if x != NOTHING]
+    lengths = rollouts.mask.sum(-1).tolist()
+    for prompt, group, cuts in zip(rollouts.prompt.tolist(), rollouts.response.tolist(), lengths, strict=True):
+        for tokens, length in zip(group, cuts, strict=True):
+            response = [token for token in tokens[:length] if token != space.end]
             try:
-                value = function(prompt, response)
+                value = function(list(prompt), list(response))
                 number = float(value[0] if isinstance(value, tuple) else value)
-                why = "" if math.isfinite(number) else f"returned {number}"
+                why = "" if abs(number) <= LARGEST else f"returned {number}"
             except Exception as error:
                 number, why = math.nan, f"{type(error).__name__}: {error}"
             if why:

@@ -1,0 +1,116 @@
+"""Every benchmark imports, and the cheap ones run and close with the line that scripts read.
+
+No test here asserts a time: that is for the benchmark itself, on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+NAMES = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
+KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[dict[str, Any], list[str]]:
+    """A benchmark's closing line and what it printed before."""
+    status = importlib.import_module(f"benchmarks.{name}").main(list(flags))
+    *before, last = capsys.readouterr().out.splitlines()
+    closing = json.loads(last)
+    assert closing.keys() >= KEYS
+    assert closing["name"] == name
+    assert status == (0 if closing["ok"] else 1)
+    return closing, before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_has_a_main_and_says_what_it_measures(name: str) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert callable(module.main)
+    assert f"python -m benchmarks.{name}" in module.__doc__
+    assert f"`python -m benchmarks.{name}" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_published_run_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, before = run("lecture_logs", capsys, "--credit", "normalized")
+    assert closing["ok"]
+    lines = [json.loads(text) for text in before]
+    assert [(line["epoch"], line["step"]) for line in lines] == [(e, s) for e in range(100) for s in (0, 5)]
+    assert torch.tensor(lines[0]["responses"]).shape == torch.tensor(lines[0]["log_probs"]).shape == (3, 10, 3)
+    assert torch.tensor(lines[0]["rewards"]).shape == torch.tensor(lines[0]["deltas"]).shape == (3, 10)
+
+
+def test_the_published_run_is_told_from_another() -> None:
+    """The comparison sees another credit, another response, a loss that is off by 0.002 and a NaN."""
+    from benchmarks.lecture_logs import TOLERANCE, difference, straight_line
+
+    first = next(straight_line("centered"))
+    assert difference(first, first) == 0
+    assert difference(first, next(straight_line("raw"))) > TOLERANCE
+    assert difference(first, first | {"loss": first["loss"] + 0.002}) > TOLERANCE
+    assert difference(first, first | {"loss": float("nan")}) > TOLERANCE
+    assert difference(first, first | {"responses": [[[0, 0, 0]]]}) == float("inf")
+
+
+@pytest.mark.slow
+def test_the_lecture_is_solved(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("lecture_solve", capsys, "--seeds", "1")
+    assert closing["ok"]
+    assert closing["value"] >= 4.9 > closing["peer"]
+
+
+@pytest.mark.slow
+def test_the_loophole_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, before = run("loophole", capsys, "--steps", "25")
+    assert closing["ok"]
+    assert any("hacked" in line for line in before)
+
+
+def test_the_core_is_small(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, before = run("size", capsys)
+    assert closing["ok"], before[-1]
+
+
+@pytest.mark.slow
+def test_import_cost_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("import_cost", capsys, "--repeats", "1")
+    assert closing["value"] > 0 and closing["peer"] > 0
+
+
+def test_stacked_runs_are_the_runs_alone(tmp_path: Path) -> None:
+    """Three seeds in one loop end where `ascent.train` ends on the last of them; the first steps are too
+    few for rounding to tip a sample. The entropy bonus, a KL and a clip are among them."""
+    import ascent
+    from ascent.diagnose.exact import expected_reward, reward_table
+    from benchmarks.many import train_many
+
+    settings = {"steps": 6, "kl": "in-loss", "reference": "every", "reference.n": 2}
+    stacked = train_many((3, 8, 5), **settings)
+    alone = ascent.train("lecture", out=tmp_path / "run", show=False, seed=5, **settings)
+    task, prompt = alone.config.task, alone.config.task.held_out(3)
+    expected = expected_reward(alone.policy, prompt, reward_table(task, prompt))
+    assert float(stacked.expected[2]) == pytest.approx(float(expected), abs=1e-4)
+    assert float(stacked.expected[0]) != pytest.approx(float(expected), abs=1e-2)
+    assert (stacked.responses, stacked.updates) == (180, 60)
+
+
+def test_the_plain_loop_is_the_same_run(tmp_path: Path) -> None:
+    """What `overhead` compares with does the library's mathematics (here on a few epochs)."""
+    import ascent
+    from benchmarks import overhead
+
+    alone = ascent.train(
+        "lecture", out=tmp_path / "run", show=False, preset="course", advantage="centered", seed=5, steps=5
+    )
+    embedding = overhead.plain(epochs=5)
+    torch.testing.assert_close(alone.policy.embedding.detach(), embedding, rtol=0, atol=1e-5)

@@ -1,0 +1,225 @@
+"""`ascent compare`: settings over seeds, paired, with intervals that a hand computation confirms."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from ascent import compare
+from ascent.cli import main
+from ascent.diagnose.statistics import interval, t_975
+from ascent.records import Run
+
+FLAGS = ("lecture", "--steps", 3, "--samples", 4, "--epochs", 2)
+
+
+class Here:
+    """A pool of processes that does the work at once, in this one: no import of torch to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def shutdown(self, **_: Any) -> None: ...
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", Here)
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(["compare", *map(str, args)])
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def ends(folder: Path, seeds: list[int], name: str, metric: str) -> list[float]:
+    return [Run(folder / f"{name}-s{seed}").metrics[-1][metric] for seed in seeds]
+
+
+def by_hand(values: list[float]) -> tuple[float, float]:
+    """Mean and half-width of the 95 % interval, written out."""
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((v - mean) ** 2 for v in values) / (n - 1)
+    return mean, float(stats.t.ppf(0.975, n - 1)) * math.sqrt(variance / n)
+
+
+def test_the_table_is_what_a_hand_computes(said: Any) -> None:
+    seeds = [3, 5, 8]
+    status, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", "3,5,8", "--out", "c")
+    assert status == 0
+    result = json.loads(Path("c/compare.json").read_text())
+    assert list(result) == ["reinforce", "grpo"]
+    for metric in ("exact/reward", "eval/accuracy", "frac_reward_zero_std"):
+        first, second = (ends(Path("c"), seeds, name, metric) for name in result)
+        for name, values in (("reinforce", first), ("grpo", second)):
+            mean, half = by_hand(values)
+            assert result[name][metric]["values"] == values
+            assert result[name][metric]["mean"] == pytest.approx(mean)
+            assert result[name][metric]["half"] == pytest.approx(half, rel=3e-4)
+        gap, half = by_hand([b - a for a, b in zip(first, second, strict=True)])
+        assert result["grpo"][metric]["difference"] == pytest.approx(gap)
+        assert result["grpo"][metric]["difference_half"] == pytest.approx(half, rel=3e-4)
+        assert "difference" not in result["reinforce"][metric]
+    assert result["grpo"]["responses"] == 3 * 12 and result["grpo"]["updates"] == 6
+    row = next(line for line in out.splitlines() if line.startswith("grpo"))
+    wanted = result["grpo"]["exact/reward"]
+    assert f"{wanted['mean']:.3f} ± {wanted['half']:.3f}" in row
+    assert f"{wanted['difference']:+.3f} ± {wanted['difference_half']:.3f}" in row
+    assert "3 seeds" in out and "c/compare.png" in out
+    assert Path("c/compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pairing_by_seed_is_not_the_difference_of_intervals(said: Any) -> None:
+    """The same setting under another name differs from itself by exactly nothing, with no interval left."""
+    settings = ("--setting", "--algorithm rloo", "--setting", "--algorithm rloo --loss log-prob")
+    assert said(*FLAGS, *settings, "--seeds", 3, "--out", "c")[0] == 0
+    again = json.loads(Path("c/compare.json").read_text())["rloo loss log-prob"]["exact/reward"]
+    assert again["half"] > 0 and again["difference"] == 0 and again["difference_half"] == 0
+
+
+def test_flags_beside_the_settings_apply_to_all(said: Any) -> None:
+    assert (
+        said(*FLAGS, "--lr", 0.05, "--setting", "--advantage raw", "--setting", "--advantage centered", "--seeds", 2)[0]
+        == 0
+    )
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.endswith("-compare-lecture")
+    runs = [Run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    assert [run.config.algorithm.update.lr for run in runs] == [0.05] * 4
+    assert [run.config.seed for run in runs] == [0, 1, 0, 1]
+    assert [run.config.threads for run in runs] == [1] * 4
+
+
+def test_a_narrow_terminal_gets_two_tables(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", 2, "--out", "c")
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert out.count("setting") == 2
+
+
+def test_one_seed_has_no_interval(said: Any) -> None:
+    _, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", 1, "--out", "c")
+    assert "One seed: no interval" in out and "±" not in out
+    assert json.loads(Path("c/compare.json").read_text())["grpo"]["exact/reward"]["half"] is None
+
+
+def test_a_stopped_comparison_goes_on_where_it_was(said: Any) -> None:
+    command = (*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", 2, "--out", "c")
+    assert said(*command)[0] == 0
+    whole = json.loads(Path("c/compare.json").read_text())
+    kept = Path("c/reinforce-s0/run.json").stat().st_mtime_ns
+    shutil.rmtree("c/grpo-s1")
+    info = json.loads(Path("c/grpo-s0/run.json").read_text())
+    Path("c/grpo-s0/run.json").write_text(json.dumps(info | {"status": "running"}))
+    shutil.rmtree("c/grpo-s0/checkpoints")
+    assert said(*command)[0] == 0
+    after = json.loads(Path("c/compare.json").read_text())
+    for name in whole:
+        whole[name].pop("seconds"), after[name].pop("seconds")
+    assert after == whole
+    assert Path("c/reinforce-s0/run.json").stat().st_mtime_ns == kept, "what was finished is left alone"
+    status, _, err = said(*command, "--lr", 0.5)
+    assert status == 2 and "other settings" in err and "--out" in err
+
+
+BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "nothing at all": ((), ("TASK", "ascent compare lecture")),
+    "no task": (("--algorithms", "grpo"), ("TASK",)),
+    "no such task": (("sotr", "--algorithms", "grpo"), ("sotr", "sort")),
+    "nothing to compare": (("lecture",), ("nothing to compare", "--algorithms")),
+    "no such row": (("lecture", "--algorithms", "reinforce,grpoo"), ("grpoo", "grpo")),
+    "a setting given twice": (("lecture", "--algorithms", "grpo,grpo"), ("twice",)),
+    "a bad flag in a setting": (("lecture", "--setting", "--loss.hgih 1"), ("--loss.hgih",)),
+    "a bad flag for all": (("lecture", "--algorithms", "grpo", "--stpes", 3), ("--stpes",)),
+    "seeds that are none": (("lecture", "--algorithms", "grpo", "--seeds", "few"), ("--seeds few",)),
+    "no seeds": (("lecture", "--algorithms", "grpo", "--seeds", 0), ("--seeds 0",)),
+    "a seed twice": (("lecture", "--algorithms", "grpo", "--seeds", "1,1"), ("--seeds 1,1", "none twice")),
+    "out under a file": (("lecture", "--algorithms", "grpo", "--out", "file/c"), ("--out file/c", "cannot write")),
+    "jobs that are none": (("lecture", "--algorithms", "grpo", "--jobs", "all"), ("--jobs", "all")),
+    "jobs below one": (("lecture", "--algorithms", "grpo", "--jobs", -1), ("--jobs -1",)),
+    "a quote left open": (("lecture", "--setting", "--algorithm 'grpo"), ("--setting", "quotation")),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_before_anything_runs(what: str, said: Any) -> None:
+    args, words = BAD[what]
+    Path("file").write_text("")
+    status, out, err = said(*args)
+    assert status == 2 and out == "" and "Traceback" not in err
+    assert [word for word in words if word not in err] == [], err
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_trouble_in_one_run_ends_the_comparison_with_its_reason(said: Any) -> None:
+    status, _, err = said(*FLAGS, "--setting", "--lr 0.1", "--setting", "--lr 1e30", "--seeds", 1, "--out", "c")
+    assert status == 1 and "stopped: " in err and "loss" in err
+    assert Run("c/lr-0.1-s0").status == "finished"
+
+
+def test_t_quantiles_are_students() -> None:
+    for freedom in range(1, 500):
+        off = 5.1e-4 if freedom <= 30 else 1e-4  # a table of three decimals, then a formula
+        assert t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=off), freedom
+
+
+def test_interval_of_known_numbers() -> None:
+    """2, 4, 6: mean 4, s = 2, t(2) = 4.303, half = 4.303 · 2 / √3."""
+    mean, half = interval([2.0, 4.0, 6.0])
+    assert mean == 4 and half == pytest.approx(4.303 * 2 / math.sqrt(3))
+    assert interval([3.0])[0] == 3 and math.isnan(interval([3.0])[1])
+
+
+@pytest.mark.slow
+def test_interrupted_on_all_cores_and_gone_on(tmp_path: Path) -> None:
+    """Ctrl-C reaches the command and its workers alike, as in a terminal."""
+    command = [sys.executable, "-m", "ascent.cli", "compare", "lecture", "--algorithms", "reinforce,grpo"]
+    command += ["--seeds", "2", "--steps", "120", "--jobs", "2", "--out", "c"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    first = tmp_path / "c" / "reinforce-s0" / "metrics.jsonl"
+    while not first.exists() or first.read_bytes().count(b"\n") < 10:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, text
+    assert "--out c" in text and "Traceback" not in text
+    assert Run(tmp_path / "c" / "reinforce-s0").status == "interrupted"
+    assert not (tmp_path / "c" / "compare.json").exists()
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
+    assert done.returncode == 0 and "grpo" in done.stdout, done.stderr
+    statuses = {path.name: Run(path).status for path in (tmp_path / "c").iterdir() if path.is_dir()}
+    assert set(statuses.values()) == {"finished"} and len(statuses) == 4

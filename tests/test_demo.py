@@ -1,0 +1,60 @@
+"""`ascent demo`, for real: what its three runs must show, in under a minute."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ascent.cli import main
+from ascent.records import Run
+
+
+@pytest.mark.slow
+def test_the_demo_is_stuck_then_solved_then_hacked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    began = time.monotonic()
+    assert main(["demo"]) == 0
+    took = time.monotonic() - began
+    out = capsys.readouterr().out
+    (folder,) = Path("runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-demo", folder.name)
+    course, ours, loophole = (Run(folder / name) for name in ("course", "ours", "loophole"))
+    assert all(run.status == "finished" for run in (course, ours, loophole))
+
+    stuck, solved, hacked = (run.result or {} for run in (course, ours, loophole))
+    assert stuck["exact/reward"] < 4 and stuck["eval/accuracy"] < 0.5
+    assert any(word.startswith("Stuck: ") for word in stuck["words"])
+    assert solved["exact/reward"] >= 4.9 and solved["eval/accuracy"] == 1 and "Solved." in solved["words"]
+    assert hacked["eval/reward"] >= 0.95 * hacked["max_reward"] and hacked["eval/accuracy"] < 0.5
+    assert any("hacked" in word for word in hacked["words"])
+
+    assert len(course.metrics) == len(ours.metrics), "the same budget"
+    assert sum(m["num_responses"] for m in course.metrics) == sum(m["num_responses"] for m in ours.metrics) == 3000
+    assert len(course.updates) == len(ours.updates) == 1000
+
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    for words in ("Stuck: ", "hacked", "What to try next", "wrong", "sorted", str(folder / "demo.png")):
+        assert words in out
+    for run in (course, ours, loophole):
+        assert str(run.folder) in out
+    assert f"{stuck['exact/reward']:.2f} of 5" in out and f"{solved['exact/reward']:.2f}" in out
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert took < 120, "under a minute on two quiet cores; twice that where tests share them"
+
+    for line in out.splitlines():
+        if line.strip().startswith("ascent show "):
+            assert main(line.split()[1:]) == 0
+            break
+    else:
+        pytest.fail("the demo suggests no `ascent show`")
+
+
+def test_the_demo_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--help"]) == 0
+    assert "usage: ascent demo" in capsys.readouterr().out

@@ -1,0 +1,258 @@
+"""The oracle itself, held to what shares nothing with it.
+
+∇E[R] to finite differences of E[R]; the expectation and the variance of an estimator to a plain loop
+over all ordered groups through the learner that trains, and to sampling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from pin_estimators import (
+    INDEPENDENT,
+    RAGGED,
+    SHORT,
+    SPACES,
+    STATE,
+    Tiny,
+    a_point_each,
+    nothing,
+    policy_of,
+    positions,
+    prompt_of,
+    space_name,
+    table,
+)
+from torch import Tensor
+
+from ascent.advantages import (
+    BatchNormalized,
+    BestOnly,
+    Centered,
+    Greedy,
+    LeaveOneOut,
+    Normalized,
+    OptimalBaseline,
+    Raw,
+    RunningMean,
+)
+from ascent.algorithms import ALGORITHMS, Algorithm
+from ascent.diagnose.estimator import estimate, over_prompts, pick
+from ascent.diagnose.exact import Table, expected_reward, responses, responses_count, reward_table
+from ascent.engines import LocalLearner, LocalSampler
+from ascent.exploration import Constant
+from ascent.groups import Overlong, WithSignal
+from ascent.kl import InLoss, InReward
+from ascent.losses import Cispo, Clipped, LogProb, Ratio, SequenceRatio
+from ascent.policies import PerPosition
+from ascent.reference import Frozen
+from ascent.tasks import Lecture
+from ascent.types import Batch, Refused, Space, join
+from ascent.weights import FixedLength, SequenceMean, TokenMean
+
+PRODUCT = SequenceRatio("product", None, None)
+
+
+# ---- the enumeration --------------------------------------------------------------------------------
+
+
+def test_every_response_once() -> None:
+    """Two tokens and an end, at most three: 1 of length 1, 2 of length 2, 4 + 8 of length 3."""
+    response, mask, truncated = responses(RAGGED)
+    assert len(response) == len({tuple(r[m].tolist()) for r, m in zip(response, mask, strict=True)}) == 15
+    assert mask.sum(-1).bincount().tolist() == [0, 1, 2, 12]
+    assert int(truncated.sum()) == 8
+    assert [responses_count(s) for s in (RAGGED, INDEPENDENT, Space(1, 7, 1, end=0))] == [15, 9, 7]
+    assert len(responses(Space(1, 2, 20, end=0)).response) == 21
+
+
+@pytest.mark.parametrize("space", SPACES, ids=space_name)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_probabilities_are_the_samplers(space: Space, temperature: float) -> None:
+    """They sum to 1, and the sampler says the same of what it draws."""
+    found = Table(policy_of(space), prompt_of(space), Tiny(space, positions), temperature)
+    assert found.probability.sum().item() == pytest.approx(1, abs=1e-12)
+    sampler = LocalSampler(policy_of(space), temperature, torch.Generator().manual_seed(0))
+    drawn = sampler.generate(prompt_of(space).unsqueeze(0), 50)
+    known = {tuple(r[m].tolist()): p for r, m, p in zip(*responses(space)[:2], found.probability, strict=True)}
+    for r, m, logp in zip(drawn.response[0], drawn.mask[0], drawn.logp_sampler[0], strict=True):
+        assert logp.sum().exp().item() == pytest.approx(known[tuple(r[m].tolist())].item(), abs=1e-12)
+
+
+def test_too_large_is_refused_with_its_size() -> None:
+    with pytest.raises(Refused, match="1,000,000 responses"):
+        responses(Space(3, 10, 6))
+    with pytest.raises(Refused, match=r"9 responses in 9 classes.*groups of 20"):
+        estimate(table(INDEPENDENT), Algorithm(OptimalBaseline()), 20)
+    with pytest.raises(Refused, match="reference"):
+        estimate(Table(policy_of(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions)), ALGORITHMS["grpo"], 2)
+
+
+def test_lecture_by_two_ways() -> None:
+    """All three prompts at once, and one at a time; per token or as a sum."""
+    task = Lecture()
+    policy = PerPosition()(task.space, torch.Generator().manual_seed(5)).double()
+    prompt = task.held_out(3)
+    mean = expected_reward(policy, prompt, reward_table(task, prompt).double()).item()
+    assert mean == pytest.approx(sum(Table(policy, p, task).expected_reward for p in prompt) / 3, abs=1e-12)
+    assert mean == pytest.approx(2.2676, abs=1e-4)  # the exact value behind the course's first epoch (2.333 sampled)
+
+
+# ---- ∇E[R], from outside ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", SPACES, ids=space_name)
+@pytest.mark.parametrize(("reward", "temperature"), [(positions, 1.0), (a_point_each, 0.7)])
+def test_gradient_is_finite_differences(space: Space, reward: object, temperature: float) -> None:
+    """Along thirty directions, which no wrong gradient survives."""
+    policy, prompt, task = policy_of(space), prompt_of(space).unsqueeze(0), Tiny(space, reward)
+    rewards, exact, h = reward_table(task, prompt).double(), Table(policy, prompt[0], task, temperature).gradient, 1e-4
+    start, generator = torch.nn.utils.parameters_to_vector(policy.parameters()).detach(), torch.Generator()
+    for _ in range(30):
+        along = torch.randn(len(exact), generator=generator, dtype=exact.dtype) / math.sqrt(len(exact))
+        ends = []
+        for step in (h, -h):
+            torch.nn.utils.vector_to_parameters(start + step * along, policy.parameters())
+            ends.append(expected_reward(policy, prompt, rewards, temperature).item())
+        assert (ends[0] - ends[1]) / (2 * h) == pytest.approx(float(exact @ along), abs=1e-8)
+    assert exact.norm() > 0.3
+
+
+# ---- expectation and variance, from outside ---------------------------------------------------------
+
+
+def brute_force(found: Table, algorithm: Algorithm, samples: int, state: dict[str, float]) -> tuple[Tensor, float]:
+    """Every ordered group, trained on by the learner itself."""
+    learner = LocalLearner(found.policy, algorithm.update, False, algorithm.outputs)
+    learner.reference = found.reference
+    every = found.filled(algorithm.needs)
+    mass, mean, second = 0.0, torch.zeros(()), 0.0
+    for group in itertools.product(range(len(found.probability)), repeat=samples):
+        batch = pick(every, torch.tensor([group]))
+        if not bool(algorithm.groups(batch).all()):
+            continue
+        batch, _ = algorithm.credit(batch, state)
+        mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.25))
+        learner.gradient(mini, algorithm.objective)
+        none = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.trainable()]
+        gradient = -torch.cat([g.flatten() for g in none])
+        p = float(found.probability[list(group)].prod())
+        mass, mean, second = mass + p, mean + p * gradient, second + p * float(gradient @ gradient)
+    mean = mean / mass
+    return mean, second / mass - float(mean @ mean)
+
+
+BRUTE = {
+    "grpo": ALGORITHMS["grpo"],
+    "rloo": ALGORITHMS["rloo"],
+    "reinforce++": ALGORITHMS["reinforce++"],
+    "dapo": replace(ALGORITHMS["dapo"], shaping=Overlong(2)),
+    "gspo": ALGORITHMS["gspo"],
+    "cispo": ALGORITHMS["cispo"],
+    "token mean, dual clip": Algorithm(LeaveOneOut(), Clipped(0.1, 0.05, dual=1.1), TokenMean()),
+    "optimal baseline": Algorithm(OptimalBaseline(), Clipped(0.05, 0.05), SequenceMean()),
+    "greedy, product": Algorithm(Greedy(), PRODUCT),
+    "running mean, entropy": Algorithm(RunningMean(), Cispo(0.1, 0.1), exploration=Constant(0.3)),
+    "exact KL in the loss": Algorithm(
+        Centered(), Ratio(), FixedLength(), InLoss("exact", 0.3), Frozen(), exploration=Constant(0.1)
+    ),
+    "exact KL in the reward": Algorithm(BestOnly(), Ratio(), kl=InReward("exact", 0.3), reference=Frozen()),
+}
+
+
+BRUTE_AND_SPACE = [(name, SHORT) for name in BRUTE] + [(n, INDEPENDENT) for n in ("grpo", "token mean, dual clip")]
+
+
+@pytest.mark.parametrize(("name", "space"), BRUTE_AND_SPACE, ids=space_name)
+def test_classes_agree_with_brute_force(name: str, space: Space) -> None:
+    """Stale samples, groups of two: the same mean and variance as a loop over all ordered pairs."""
+    algorithm, found = BRUTE[name], table(space, stale=True)
+    state = algorithm.start() | STATE
+    mean, variance = brute_force(found, algorithm, 2, state)
+    e = estimate(found, algorithm, 2, state, progress=0.25)
+    torch.testing.assert_close(e.mean, mean, rtol=0, atol=1e-12)
+    assert e.variance == pytest.approx(variance, rel=1e-10)
+    assert e.variance > 1e-6
+
+
+def test_groups_of_three_agree_with_brute_force() -> None:
+    """Multiplicities beyond pairs, with token mean, where each group has its own denominator."""
+    found, algorithm = table(SHORT, stale=True), Algorithm(Normalized(), Clipped(0.1, 0.1), TokenMean())
+    mean, variance = brute_force(found, algorithm, 3, {})
+    e = estimate(found, algorithm, 3)
+    torch.testing.assert_close(e.mean, mean, rtol=0, atol=1e-12)
+    assert e.variance == pytest.approx(variance, rel=1e-10)
+
+
+def test_variance_is_what_sampling_shows() -> None:
+    """Normalized credit with token mean on 400 sampled groups of four: within five standard errors."""
+    found, algorithm = table(RAGGED), Algorithm(Normalized(), LogProb(), TokenMean())
+    learner = LocalLearner(found.policy, algorithm.update, False, algorithm.outputs)
+    sampler = LocalSampler(found.policy, 1.0, torch.Generator().manual_seed(0))
+    rollouts = sampler.generate(found.batch.prompt.expand(400, -1), 4)
+    scores = found.task.score(rollouts)
+    batch = Batch(**vars(rollouts), reward=scores.reward.double(), valid=scores.valid)
+    batch, _ = algorithm.credit(batch, {})
+    gradients = []
+    for i in range(400):
+        group = batch.select(slice(i, i + 1))
+        learner.gradient(group.add(weight=algorithm.weights(group)), algorithm.objective)
+        gradients.append(-torch.cat([p.grad.flatten() for p in learner.trainable()]))  # type: ignore[union-attr]
+    drawn, e = torch.stack(gradients), estimate(found, algorithm, 4)
+    squares = ((drawn - e.mean) ** 2).sum(-1)
+    assert squares.mean().item() == pytest.approx(e.variance, abs=5 * squares.std().item() / math.sqrt(400))
+    assert (drawn.mean(0) - e.mean).norm().item() < 5 * math.sqrt(e.variance / 400)
+
+
+# ---- several prompts, dynamic sampling ------------------------------------------------------------------
+
+
+def test_several_prompts_are_a_mean_of_single_ones() -> None:
+    """Checked on a batch of two prompts with one response each, all 81 of them."""
+    policy, task = policy_of(INDEPENDENT), Tiny(INDEPENDENT, positions)
+    both = [Table(policy, torch.tensor(p), task) for p in ([2, 0], [1, 1])]
+    algorithm = Algorithm(Raw(), weights=FixedLength())
+    e = over_prompts([estimate(t, algorithm, 1) for t in both])
+    mean, second = torch.zeros(()), 0.0
+    learner = LocalLearner(both[0].policy, algorithm.update, False, algorithm.outputs)
+    for i, j in itertools.product(range(9), repeat=2):
+        batch = join([pick(t.batch, torch.tensor([[k]])) for t, k in zip(both, (i, j), strict=True)])
+        batch, _ = algorithm.credit(batch, {})
+        learner.gradient(batch.add(weight=algorithm.weights(batch)), algorithm.objective)
+        gradient = -torch.cat([p.grad.flatten() for p in learner.trainable()])  # type: ignore[union-attr]
+        p = float(both[0].probability[i] * both[1].probability[j])
+        mean, second = mean + p * gradient, second + p * float(gradient @ gradient)
+    torch.testing.assert_close(e.mean, mean, rtol=0, atol=1e-12)
+    assert e.variance == pytest.approx(second - float(mean @ mean), rel=1e-10)
+
+
+def test_what_couples_prompts_is_refused_for_several() -> None:
+    ragged, fixed = table(RAGGED), table(INDEPENDENT)
+    for found, algorithm, coupled in (
+        (ragged, Algorithm(Raw(), weights=TokenMean()), True),
+        (ragged, Algorithm(BatchNormalized()), True),
+        (fixed, Algorithm(BatchNormalized()), True),
+        (fixed, Algorithm(Raw(), weights=TokenMean()), False),
+        (ragged, Algorithm(Normalized(), weights=SequenceMean()), False),
+    ):
+        e = estimate(found, algorithm, 3)
+        assert e.coupled is coupled
+        if coupled:
+            with pytest.raises(Refused, match="2 prompts"):
+                over_prompts([e, e])
+        assert over_prompts([e]).variance == e.variance
+
+
+def test_dynamic_sampling_is_of_the_groups_that_are_kept() -> None:
+    """Groups without signal have no gradient under a group credit: leaving them out only lengthens the mean."""
+    found = table(RAGGED)
+    every, kept = (estimate(found, Algorithm(LeaveOneOut(), groups=g), 2) for g in (Algorithm().groups, WithSignal()))
+    assert kept.cosine(every.mean) == pytest.approx(1, abs=1e-12)
+    assert kept.scale(every.mean) > 1.2
+    flat = table(RAGGED, nothing)
+    with pytest.raises(Refused, match="no group is ever kept"):
+        estimate(flat, Algorithm(LeaveOneOut(), groups=WithSignal()), 2)

@@ -1,0 +1,636 @@
+"""Killed at any moment and resumed, a run ends in the same bits as one that was never killed.
+
+Importing torch takes seconds, so a run lives in a fork of this process. The fork numbers the moments of its
+life, one before and one after every touch of a file, and kills itself at the one that it was told; other kills
+come from outside, at a random time. All choices are drawn from fixed seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from ascent import api
+from ascent.cli import main
+from ascent.config import Config
+from ascent.engines import LocalLearner
+from ascent.records import Run, RunFolder, checkpoint, folder, rollouts
+from ascent.records.display import Display
+from ascent.records.writer import Writer
+from ascent.settings import configure
+from ascent.train import Streams
+from ascent.types import Refused
+
+LECTURE = {"samples": 4, "epochs": 2, "minibatches": 3, "steps": 11, "checkpoint_every": 3, "record_every": 2}
+SORT = {"length": 3, "numbers": 4, "end": True, "prompts": 4, "samples": 3, "minibatches": 2, "eval_prompts": 5}
+SMALL = {"policy.width": 8, "policy.layers": 1, "policy.heads": 2, "steps": 8, "checkpoint_every": 3, "record_every": 3}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "running mean": ("lecture", {**LECTURE, "algorithm": "reinforce-baseline", "keep": 1}),
+    "adaptive KL in the loss, moving average": (
+        "lecture",
+        {**LECTURE, "algorithm": "grpo", "kl": "in-loss", "kl.target": 0.01, "reference": "moving-average"},
+    ),
+    "adaptive KL in the reward, renewed reference": (
+        "lecture",
+        {**LECTURE, "algorithm": "rloo", "kl.target": 0.02, "reference": "every", "reference.n": 4},
+    ),
+    "transformer that sorts": (
+        "sort",
+        {
+            **SORT,
+            **SMALL,
+            "algorithm": "dapo",
+            "shaping.margin": 1,
+            "old_logp": "learner",
+            "correction": "truncated",
+            "exploration": "annealed",
+        },
+    ),
+}
+STORIES = 6
+"""Lives of each setting, with one kill or more in every one of them."""
+
+
+def config_of(name: str, **more: Any) -> Config:
+    task, settings = SETTINGS[name]
+    return configure(task, {**settings, "threads": 1, **more})
+
+
+def bits(run: Path) -> dict[str, Any]:
+    """All that has to be the same: every record but its times, every tensor of the last checkpoint."""
+    found: dict[str, Any] = {}
+    for name in folder.LINES:
+        lines = folder.read_lines(run / name)
+        found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    last = checkpoint.complete(run / "checkpoints")[-1]
+    for path in last.glob("*.safetensors"):
+        found |= {f"{path.stem} {k}": v.numpy().tobytes() for k, v in load_file(path).items()}
+    state = json.loads((last / "state.json").read_text())
+    found["state"] = (last.name, state["step"], state["state"])
+    found |= {path.name: pq.read_table(path).to_pylist() for path in (run / "rollouts").iterdir()}
+    return found
+
+
+def differing(run: Path, other: dict[str, Any]) -> list[str]:
+    mine = bits(run)
+    return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
+
+
+class Moments:
+    """Numbers the moments of a process's life, and ends it at one of them."""
+
+    TOUCHED: tuple[tuple[Any, str], ...] = (
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "truncate"),
+        (shutil, "rmtree"),
+        (Path, "mkdir"),
+        (Path, "write_text"),
+        (Path, "unlink"),
+        (Path, "rename"),
+        (checkpoint, "save"),
+        (checkpoint, "save_file"),
+        (rollouts, "write"),
+        (Writer, "_line"),
+    )
+
+    def __init__(self, last: int | None):
+        self.last, self.names = last, []
+        for owner, name in self.TOUCHED:
+            setattr(owner, name, self.watched(getattr(owner, name), name))
+
+    def watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            self.moment(f"before {name}")
+            result = function(*args, **more)
+            if name == "save_file":
+                self.moment("inside save_file", lambda: os.truncate(args[1], os.path.getsize(args[1]) // 2))
+            if name == "_line":
+                self.moment("inside _line", lambda: _tear(args[0].files[args[1]]))
+            self.moment(f"after {name}")
+            return result
+
+        return call
+
+    def moment(self, name: str, first: Callable[[], None] = lambda: None) -> None:
+        self.names.append(name)
+        if len(self.names) - 1 == self.last:
+            first()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _tear(file: Any) -> None:
+    """Leave half of the last line on the disk."""
+    file.flush()
+    os.ftruncate(file.fileno(), file.tell() - 20)
+
+
+def in_a_fork(work: Callable[[], Any], kill_after: float | None = None) -> bool:
+    """Do this in a copy of this process; False: it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), f"the fork ended with {status}"
+    return status == 0
+
+
+def go_on(path: Path, config: Config) -> Run:
+    """What a person does after a kill: resume, or start again what had not begun."""
+    if (path / "run.json").exists():
+        return api.resume(path, Display())
+    return api.start(config, path, Display())
+
+
+def live(path: Path, config: Config, moment: int | None = None, seconds: float | None = None) -> bool:
+    """Start a run or go on with it, until this moment or time of the process; False: it was killed there."""
+
+    def work() -> None:
+        if moment is not None:
+            Moments(moment)
+        go_on(path, config)
+
+    return in_a_fork(work, seconds)
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], list[str], float]]:
+    """For a setting: the bits of a run that nobody killed, the moments of its life, and how long it took."""
+    known: dict[str, tuple[dict[str, Any], list[str], float]] = {}
+
+    def of(name: str) -> tuple[dict[str, Any], list[str], float]:
+        if name not in known:
+            path = tmp_path_factory.mktemp("unharmed")
+
+            def work() -> None:
+                moments = Moments(None)
+                api.start(config_of(name), path / "run", Display())
+                names = list(moments.names)
+                (path / "moments.json").write_text(json.dumps(names))
+
+            api.start(config_of(name, steps=1), path / "warm", Display())  # here, and so not again in every fork
+            began = time.monotonic()
+            assert in_a_fork(work)
+            took = time.monotonic() - began
+            known[name] = bits(path / "run"), json.loads((path / "moments.json").read_text()), took
+        return known[name]
+
+    return of
+
+
+def kills(names: list[str], took: float, rng: random.Random) -> list[list[dict[str, Any]]]:
+    """The kills of each story: chosen ones first, then random moments and random times."""
+    begins = [i for i, name in enumerate(names) if name == "before save"]
+    ends = [i for i, name in enumerate(names) if name == "after save"]
+    torn = [i for i, name in enumerate(names) if name == "inside save_file"]
+    first_life = {"moment": rng.randrange(begins[0])}
+    inside = [{"moment": rng.randrange(b, e)} for b, e in zip(begins, ends, strict=True)]
+    stories = [
+        [first_life, {"moment": rng.randrange(len(names) // 2)}],
+        [inside[0], inside[0]],
+        [{"moment": rng.choice(torn)}, {"moment": rng.randrange(len(names))}],
+        [inside[-1]],
+        [{"moment": len(names) - 2}],
+    ]
+    while len(stories) < STORIES:
+        stories.append([{"seconds": rng.uniform(0.1, 0.9) * took} for _ in range(3)])
+    return stories
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_killed_run_ends_in_the_same_bits(name: str, tmp_path: Path, unharmed: Any) -> None:
+    expected, names, took = unharmed(name)
+    died = 0
+    for i, story in enumerate(kills(names, took, random.Random(name))):
+        path = tmp_path / f"story-{i}"
+        for kill in story:
+            died += not live(path, config_of(name), **kill)
+        assert live(path, config_of(name))
+        assert Run(path).status == "finished", story
+        assert differing(path, expected) == [], story
+        assert not [p for p in path.rglob(".*") if p.name != ".lock"], "litter of a kill"
+    assert died >= 8, "too few of the kills came before the end of the run"
+
+
+Spoil = Callable[[pytest.MonkeyPatch], None]
+
+
+def without_stream(stream: str) -> Spoil:
+    def spoil(patch: pytest.MonkeyPatch) -> None:
+        restore = Streams.restore
+        patch.setattr(Streams, "restore", lambda now, s: restore(now, {**s, stream: getattr(now, stream).get_state()}))
+
+    return spoil
+
+
+def without_group(group: str) -> Spoil:
+    def spoil(patch: pytest.MonkeyPatch) -> None:
+        restore = LocalLearner.restore
+        patch.setattr(LocalLearner, "restore", lambda now, s: restore(now, {**s, group: now.state().get(group, {})}))
+
+    return spoil
+
+
+def without_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint, "load", lambda path: (loaded(path)[0], {**loaded(path)[1], "state": None}))
+
+
+loaded = checkpoint.load
+
+
+def without_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunFolder, "cut", lambda *_: None)
+
+
+FORGETS: dict[str, tuple[str, Spoil]] = {
+    "which samples come next": ("running mean", without_stream("sampling")),
+    "which prompts come next": ("transformer that sorts", without_stream("prompts")),
+    "the order of mini-batches": ("running mean", without_stream("order")),
+    "the parameters": ("running mean", without_group("params")),
+    "the optimizer": ("running mean", without_group("optimizer")),
+    "the reference": ("adaptive KL in the loss, moving average", without_group("reference")),
+    "the running mean": ("running mean", without_state),
+    "the adaptive coefficient": ("adaptive KL in the reward, renewed reference", without_state),
+    "to cut the records back": ("running mean", without_cut),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FORGETS)
+def test_a_resume_that_forgets_is_found_out(
+    what: str, tmp_path: Path, unharmed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting, spoil = FORGETS[what]
+    expected, names, _ = unharmed(setting)
+    assert not live(tmp_path / "run", config_of(setting), names.index("after save") + 30)
+    spoil(monkeypatch)
+    assert live(tmp_path / "run", config_of(setting))
+    assert differing(tmp_path / "run", expected) != []
+
+
+# One run that was killed after its second checkpoint, for everything that can be wrong with a folder.
+
+
+@pytest.fixture(scope="module")
+def _killed(tmp_path_factory: pytest.TempPathFactory, unharmed: Any) -> Path:
+    path = tmp_path_factory.mktemp("killed") / "run"
+    name = "adaptive KL in the loss, moving average"
+    saved = [i for i, moment in enumerate(unharmed(name)[1]) if moment == "after save"]
+    assert not live(path, config_of(name), saved[1] + 25)
+    return path
+
+
+@pytest.fixture
+def killed(_killed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_killed, tmp_path / "killed"))
+
+
+@pytest.fixture(scope="module")
+def expected(unharmed: Any) -> dict[str, Any]:
+    return unharmed("adaptive KL in the loss, moving average")[0]
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str]:
+    """The exit status of a command, and all that it says."""
+    status = main([str(arg) for arg in args])
+    out = capsys.readouterr()
+    assert "Traceback" not in out.out + out.err
+    return status, out.out + out.err
+
+
+def test_a_killed_run_says_so_and_how_to_go_on(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Run(killed).status == "died"
+    status, text = said(capsys, "show", killed)
+    assert status == 0
+    assert f"{killed}: died, " in text and f"ascent resume {killed}" in text
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", *(f"{n}.safetensors" for n in ("params", "rng"))])
+def test_a_corrupt_checkpoint_is_refused(
+    file: str, killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = Run(killed).checkpoints[-1] / file
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file() and path.name != ".lock"}
+    status, text = said(capsys, "resume", killed)
+    assert status == 2
+    assert str(newest.parent) in text and "corrupt" in text and "--from 3" in text
+    assert {path: path.read_bytes() for path in before} == before, "a refused resume has changed something"
+    assert said(capsys, "resume", killed, "--from", 3)[0] == 0
+    assert differing(killed, expected) == []
+
+
+def test_no_older_checkpoint_is_promised_where_there_is_none(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (Run(killed).checkpoints[0] / "params.safetensors").write_bytes(b"nothing")
+    status, text = said(capsys, "resume", killed, "--from", 3)
+    assert status == 2
+    assert "There is no older one" in text and "params.safetensors" in text
+
+
+def test_going_back_to_a_checkpoint_that_is_not_there(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "resume", killed, "--from", 4)
+    assert status == 2 and "There are: 3, 6" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(3, 13))
+def test_killed_while_going_back(moment: int, killed: Path, expected: dict[str, Any]) -> None:
+    """Between renaming the newer checkpoints and cutting the records, nothing may point at what is gone."""
+
+    def back() -> None:
+        Moments(moment)
+        api.resume(killed, Display(), from_step=3)
+
+    assert not in_a_fork(back)
+    assert live(killed, config_of("running mean"))
+    assert differing(killed, expected) == []
+
+
+def test_a_torn_last_line_is_read_up_to_the_last_newline(
+    killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Run(killed).metrics
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "rewa')
+    assert Run(killed).metrics == whole
+    assert said(capsys, "show", killed)[0] == 0
+    assert said(capsys, "resume", killed)[0] == 0
+    assert differing(killed, expected) == []
+
+
+def test_a_broken_line_is_named(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    (killed / "metrics.jsonl").write_text("\n".join([lines[0], "nonsense", *lines[2:]]) + "\n")
+    status, text = said(capsys, "show", killed)
+    assert status == 2 and "metrics.jsonl, line 2" in text
+
+
+def test_records_cut_short_by_another_hand_are_refused(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(killed / "metrics.jsonl", 100)
+    status, text = said(capsys, "resume", killed)
+    assert status == 2 and "metrics.jsonl has 100 bytes" in text
+    assert [checkpoint.step_of(p) for p in Run(killed).checkpoints] == [3, 6]
+
+
+def test_a_running_run_is_refused(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    holder = RunFolder.reopen(killed)
+    assert Run(killed).status == "running"
+    status, text = said(capsys, "resume", killed)
+    assert status == 2 and f"pid {os.getpid()}" in text
+    holder.close()
+    assert Run(killed).status == "died"
+
+
+def test_a_finished_run_is_left_alone(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    api.resume(killed, Display())
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in killed.rglob("*") if p.is_file()}
+    status, text = said(capsys, "resume", killed)
+    assert status == 0 and "finished" in text
+    assert api.resume(killed, Display()).status == "finished"
+    assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in killed.rglob("*") if p.is_file()} == before
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"name": "another tool\'s"}')
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "run.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("", "file", "missing", "other", "binary"):
+        for command in ("resume", "show"):
+            status, text = said(capsys, command, tmp_path / name)
+            assert status == 2 and str(tmp_path / name) in text
+
+
+def test_killed_before_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What such a kill leaves is no run yet: the message has the command that begins it, and that works."""
+    path = tmp_path / "run"
+    config = config_of("running mean", steps=1)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "note", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            api.start(config, path, Display())
+    status, text = said(capsys, "resume", path)
+    assert status == 2
+    command = text.strip().partition("ascent train ")[2].split()
+    assert said(capsys, "train", *command)[0] == 0
+    assert Run(path).config == config
+
+
+def test_a_run_of_two_lives_keeps_its_history(killed: Path) -> None:
+    api.resume(killed, Display())
+    assert [entry["event"] for entry in Run(killed).info["history"]] == ["started", "resumed", "finished"]
+    assert Run(killed).info["history"][1]["step"] == 6
+
+
+# Trouble: counted, shown, kept.
+
+
+def strict(line: str) -> dict[str, Any]:
+    """JSON as the standard has it: without NaN and Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_become_null_with_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"eval/accuracy": math.nan, "eval/reward": -math.inf, "exact/reward": 1.0}
+    monkeypatch.setattr(api, "evaluator", lambda *_: lambda: dict(measured))
+    run = api.start(config_of("running mean", steps=1), tmp_path / "run", Display())
+    line = strict((run.folder / "metrics.jsonl").read_text())
+    assert line["eval/accuracy"] is None and line["eval/reward"] is None and line["exact/reward"] == 1.0
+    assert line["nonfinite"] == {"eval/accuracy": "nan", "eval/reward": "-inf"}
+    strict((run.folder / "run.json").read_text())
+
+
+FAILING = """
+def reward(prompt, response):
+    if response[0] == 4:
+        raise KeyError("no such answer")
+    return float("nan") if response[1] == 4 else response[2]
+"""
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(FAILING)
+    return f"python:{tmp_path / 'own.py'}:reward"
+
+
+def test_failing_rewards_are_counted_and_shown(
+    failing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--steps", 6, "--reward", failing, "--max-reward-errors", 1, "--record-rollouts", "all")
+    status, text = said(capsys, "train", "lecture", *flags, "--out", tmp_path / "run")
+    assert status == 0 and "the reward failed on" in text
+    run = Run(tmp_path / "run")
+    counted = [line["reward_errors"] for line in run.metrics]
+    assert sum(counted) > 0
+    for line in run.metrics:
+        rows = run.rollouts(line["step"])
+        failed = [row for row in rows if not row["valid"]]
+        assert len(failed) == line["reward_errors"]
+        assert all(4 in row["response"][:2] for row in failed)
+        assert line["reward"] == pytest.approx(sum(r["response"][2] for r in rows if r["valid"]) / (30 - len(failed)))
+    shown = said(capsys, "show", run.folder)[1]
+    assert "errors" in shown and f"Flag at step {next(i for i, n in enumerate(counted) if n)}" in shown
+
+
+def test_too_many_failing_rewards_stop_the_run(
+    failing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--steps", 6, "--reward", failing, "--max-reward-errors", 0.01)
+    status, text = said(capsys, "train", "lecture", *flags, "--out", tmp_path / "run")
+    assert status == 1
+    assert "the reward failed on" in text and "--max-reward-errors 0.01" in text and "prompt [" in text
+    run = Run(tmp_path / "run")
+    assert run.status == "failed" and "the reward failed on" in run.info["reason"]
+    assert [event["event"] for event in run.events] == ["trouble"]
+    assert "Stopped: the reward failed on" in said(capsys, "show", run.folder)[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = said(capsys, "train", "lecture", "--steps", 3, "--lr", 1e30, "--out", tmp_path / "run")
+    kept = tmp_path / "run" / "trouble_step_000000.safetensors"
+    assert status == 1 and "loss" in text and str(kept) in text.replace("\n", "")
+    batch = load_file(kept)
+    assert batch["response"].shape == (3, 10, 3) and {"reward", "advantage", "logp_old"} <= batch.keys()
+    assert Run(tmp_path / "run").status == "failed"
+    assert len(folder.read_lines(tmp_path / "run" / "metrics.jsonl")) == 0
+
+
+def test_an_unforeseen_error_is_kept_and_told_in_a_line(
+    killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of all things")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Streams, "state", fail)
+        status, text = said(capsys, "resume", killed)
+    assert status == 1 and "ZeroDivisionError: of all things" in text
+    assert "in fail" in (killed / "error.txt").read_text()
+    assert Run(killed).status == "failed"
+    assert said(capsys, "resume", killed)[0] == 0
+    assert differing(killed, expected) == []
+    assert "reason" not in Run(killed).info
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_nothing(tmp_path: Path, unharmed: Any) -> None:
+    """Files may not grow beyond a few kilobytes, which a write then says as a full disk would."""
+    path = tmp_path / "run"
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+        with pytest.raises(api.Trouble, match="cannot be written"):
+            api.start(config_of("running mean"), path, Display())
+
+    assert in_a_fork(work)
+    assert 0 < len(Run(path).metrics) < 11
+    assert live(path, config_of("running mean"))
+    assert differing(path, unharmed("running mean")[0]) == []
+
+
+# The real command, in processes of its own.
+
+
+def ascent(*args: Any, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ascent.cli", *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < steps:
+        assert process.poll() is None, f"it ended too early: {process.stdout.read() if process.stdout else ''}"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("lecture", "--steps", 250, "--minibatches", 3, "--checkpoint-every", 20, "--threads", 1, "--seed", 3)
+    run = tmp_path / "run"
+
+    process = ascent("train", *flags, "--out", run)
+    wait_for_steps(process, run, 30)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert f"Go on with: ascent resume {run}" in text and "Traceback" not in text
+    stopped = Run(run)
+    assert stopped.status == "interrupted" and 30 <= stopped.info["step"] < 250
+    assert checkpoint.step_of(stopped.checkpoints[-1]) == stopped.info["step"] == len(stopped.metrics)
+
+    process = ascent("resume", run)
+    wait_for_steps(process, run, stopped.info["step"] + 40)
+    process.kill()
+    process.wait()
+    assert Run(run).status == "died"
+    assert "died" in said(capsys, "show", run)[1]
+
+    process = ascent("resume", run)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "Look closer" in text
+    assert said(capsys, "train", *flags, "--out", tmp_path / "whole")[0] == 0
+    assert differing(run, bits(tmp_path / "whole")) == []
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_stops_at_once_and_still_says_how_to_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    slow = ("sort", "--steps", 1, "--prompts", 4000, "--eval-prompts", 20000)
+    process = ascent("train", *slow, "--out", run)
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(0.3)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and f"ascent resume {run}" in text and "Traceback" not in text
+
+
+def test_refused_is_one_line() -> None:
+    with pytest.raises(Refused) as error:
+        Run("/nowhere")
+    assert "\n" not in str(error.value)
