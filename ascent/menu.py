@@ -62,7 +62,7 @@ def load_python(flag: str, name: str) -> Any:
         public = [n for n in vars(module) if not n.startswith("_")]
         raise Refused(f"{flag} {name}: {path} has no {parts[2]}.{nearest(parts[2], public)}")
     if isinstance(found, type):
-        found.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"
+        found.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"  # type: ignore[attr-defined]
     return found
 
 
