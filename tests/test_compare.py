@@ -23,6 +23,7 @@ from ascent.cli import main
 from ascent.diagnose.statistics import interval, t_975
 from ascent.records import Run
 
+DRAW = compare.draw
 FLAGS = ("lecture", "--steps", 3, "--samples", 4, "--epochs", 2)
 
 
@@ -52,6 +53,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(compare, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(compare, "draw", lambda _, path, __: path)
 
     def call(*args: Any) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -73,7 +75,8 @@ def by_hand(values: list[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(0.975, n - 1)) * math.sqrt(variance / n)
 
 
-def test_the_table_is_what_a_hand_computes(said: Any) -> None:
+def test_the_table_is_what_a_hand_computes(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "draw", DRAW)
     seeds = [3, 5, 8]
     status, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", "3,5,8", "--out", "c")
     assert status == 0
@@ -204,7 +207,7 @@ def test_interval_of_known_numbers() -> None:
 def test_interrupted_on_all_cores_and_gone_on(tmp_path: Path) -> None:
     """Ctrl-C reaches the command and its workers alike, as in a terminal."""
     command = [sys.executable, "-m", "ascent.cli", "compare", "lecture", "--algorithms", "reinforce,grpo"]
-    command += ["--seeds", "2", "--steps", "120", "--jobs", "2", "--out", "c"]
+    command += ["--seeds", "2", "--steps", "150", "--epochs", "2", "--jobs", "2", "--out", "c"]
     process = subprocess.Popen(
         command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from ascent import api
+from ascent import api, cli
 from ascent.cli import main
 from ascent.config import Config
 from ascent.engines import LocalLearner
@@ -315,6 +315,12 @@ def expected(unharmed: Any) -> dict[str, Any]:
     return unharmed("adaptive KL in the loss, moving average")[0]
 
 
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a second, and is not what is tested here."""
+    monkeypatch.setattr(cli, "plot", lambda _: None)
+
+
 def said(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str]:
     """The exit status of a command, and all that it says."""
     status = main([str(arg) for arg in args])
@@ -586,7 +592,21 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
 
 @pytest.mark.slow
 def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("lecture", "--steps", 250, "--minibatches", 3, "--checkpoint-every", 20, "--threads", 1, "--seed", 3)
+    flags = (
+        "lecture",
+        "--steps",
+        250,
+        "--epochs",
+        2,
+        "--minibatches",
+        3,
+        "--checkpoint-every",
+        20,
+        "--threads",
+        1,
+        "--seed",
+        3,
+    )
     run = tmp_path / "run"
 
     process = ascent("train", *flags, "--out", run)
