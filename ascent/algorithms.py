@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
@@ -24,7 +24,7 @@ from ascent.exploration import EXPLORATIONS, Exploration, NoBonus
 from ascent.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
 from ascent.kl import KL, KLS, InLoss, InReward, NoKL
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Loss, SequenceRatio
-from ascent.menu import name_of, spell
+from ascent.menu import name_of
 from ascent.reference import REFERENCES, Frozen, NoReference, Reference
 from ascent.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
 from ascent.update import UPDATES, Adam, Update
@@ -194,15 +194,3 @@ ALGORITHMS = {
     "cispo": Algorithm(Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
 }
 """The named rows, as in their papers. `ascent explain NAME` says how others compute the same name."""
-
-
-def label(algorithm: Algorithm) -> str:
-    """The nearest row, and what was changed on it: dr-grpo+annealed. The update is not part of a row."""
-
-    def changes(row: Algorithm) -> list[str]:
-        axes = (f.name for f in fields(Algorithm) if f.name != "update")
-        return [a for a in axes if getattr(row, a) != getattr(algorithm, a)]
-
-    row = min(ALGORITHMS, key=lambda name: len(changes(ALGORITHMS[name])))
-    changed = [spell(getattr(algorithm, axis)) for axis in changes(ALGORITHMS[row])]
-    return "+".join([row, *changed])

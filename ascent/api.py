@@ -24,7 +24,7 @@ from ascent.evaluate import evaluator
 from ascent.policies import Policy
 from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.settings import configure
+from ascent.settings import configure, label
 from ascent.train import Streams
 from ascent.train import train as loop
 from ascent.types import Refused, State, Trouble
@@ -50,7 +50,7 @@ def start(config: Config, out: str | Path | None, display: Display) -> Run:
         config = replace(config, init=str(_source(Path(config.init))))
     parts = assemble(config)
     words = {
-        "label": config.label,
+        "label": label(config.algorithm),
         "objective": objective_in_words(config.algorithm),
         "formula": formula(config.algorithm),
     }
@@ -241,7 +241,7 @@ def about(config: Config) -> dict[str, Any]:
     packages = ("ascent-rl", "torch", "numpy", "safetensors", "pyarrow")
     return {
         "task": type(config.task).__name__.lower(),
-        "label": config.label,
+        "label": label(config.algorithm),
         "seed": config.seed,
         "step": 0,
         "steps": config.steps,
@@ -253,7 +253,8 @@ def about(config: Config) -> dict[str, Any]:
 def default_folder(config: Config) -> Path:
     """runs/<date>-<task>-<algorithm>-s<seed>, numbered where that is taken."""
     task = type(config.task).__name__.lower()
-    row = config.label.split("+")[0] if not config.label.startswith("reinforce++") else "reinforce++"
+    name = label(config.algorithm)
+    row = name.split("+")[0] if not name.startswith("reinforce++") else "reinforce++"
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{row}-s{config.seed}"
     path, count = Path("runs") / base, 1
     while path.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ascent.algorithms import MENU, Algorithm, label
+from ascent.algorithms import MENU, Algorithm
 from ascent.groups import Overlong
 from ascent.menu import name_of, to_dict
 from ascent.types import Refused
@@ -93,10 +93,6 @@ class Config:
                 f"--shaping.margin {shaping.margin} with a limit of {limit} tokens: every response would be punished. "
                 f"Set it below {limit}, or --shaping no-shaping"
             )
-
-    @property
-    def label(self) -> str:
-        return label(self.algorithm)
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting, resolved; `settings.flatten` reads it back."""

@@ -11,6 +11,7 @@ from ascent.config import Config
 from ascent.diagnose.explain import formula, objective_in_words
 from ascent.menu import spell
 from ascent.records import Run
+from ascent.settings import label
 
 
 def plan(config: Config, folder: Path) -> str:
@@ -22,7 +23,7 @@ def plan(config: Config, folder: Path) -> str:
         [
             f"task       {spell(config.task)}",
             f"policy     {spell(config.policy)}",
-            f"algorithm  {config.label}",
+            f"algorithm  {label(config.algorithm)}",
             f"update     {spell(config.algorithm.update)}",
             wrapped(f"objective  {objective_in_words(config.algorithm)}", 11),
             *(f"           {line}" for line in formula(config.algorithm).splitlines()),

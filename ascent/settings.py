@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ascent.algorithms import ALGORITHMS, MENU, Algorithm
 from ascent.config import Config
-from ascent.menu import build, find, hyperparameters, load_python, name_of, nearest
+from ascent.menu import build, find, hyperparameters, load_python, name_of, nearest, spell
 from ascent.policies import POLICIES
 from ascent.tasks import TASKS
 from ascent.types import Refused
@@ -185,3 +185,15 @@ def _checked(key: str, value: Any, cls: type) -> Any:
     choices = [str(v) for kind in wanted for v in (get_args(kind) if get_origin(kind) is Literal else ())]
     what = f"one of {', '.join(choices)}" if choices else " or ".join(getattr(k, "__name__", str(k)) for k in wanted)
     raise Refused(f"--{_flag(key)} is {value!r}: it has to be {what}")
+
+
+def label(algorithm: Algorithm) -> str:
+    """The nearest row, and what was changed on it: dr-grpo+annealed. The update is not part of a row."""
+
+    def changes(row: Algorithm) -> list[str]:
+        axes = (f.name for f in fields(Algorithm) if f.name != "update")
+        return [a for a in axes if getattr(row, a) != getattr(algorithm, a)]
+
+    row = min(ALGORITHMS, key=lambda name: len(changes(ALGORITHMS[name])))
+    changed = [spell(getattr(algorithm, axis)) for axis in changes(ALGORITHMS[row])]
+    return "+".join([row, *changed])

@@ -19,7 +19,7 @@ from ascent.correction import mismatch
 from ascent.engines.base import Learner, Sampler, Stepped
 from ascent.groups import without_signal
 from ascent.tasks.base import Task
-from ascent.types import Batch, Metrics, Refused, Rollouts, State, Trouble, join
+from ascent.types import Batch, Metrics, Refused, Rollouts, State, Trouble, join, to_batch
 
 
 class Streams:
@@ -109,7 +109,7 @@ def train(
             with clock("eval"):
                 metrics |= evaluate()
         metrics |= {**clock.spent, "time/step": time.perf_counter() - begin}
-        stop_on_trouble(step, metrics, batch, records)
+        stop_on_trouble(step, metrics, batch, learner, records)
         records.step(step, metrics, batch, minis, updates)
         stopping = records.stopping()
         if stopping or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
@@ -150,15 +150,15 @@ def collect(
             f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {errors[0]}"
         )
     batch = join(kept) if missing < config.prompts else sampled[-1]  # no signal at all: its group credit is 0
-    return batch.add(index=torch.arange(batch.prompt.shape[0])), metrics
+    return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
 
 
 def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Batch, list[str]]:
     """Rollouts with their rewards; where one failed, the response is marked and the reason returned."""
     scores = task.score(rollouts)
     known = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # whatever stood in the padding
-    given = vars(rollouts) | {"logp_sampler": known}
-    batch = Batch(**given, reward=scores.reward, valid=scores.valid, correct=scores.correct)
+    rewards = {"reward": scores.reward, "valid": scores.valid, "correct": scores.correct}
+    batch = to_batch(rollouts, logp_sampler=known, **rewards)
     errors = list(scores.errors)
     if greedy is not None:
         baseline = task.score(greedy)
@@ -192,8 +192,8 @@ def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: 
     """The means over a step's updates, and the sampler's mismatch before the first of them."""
     if not updates:
         return {}
-    rows = torch.stack([torch.stack(list(u.metrics.values())) for u in updates]).tolist()
     names = list(updates[0].metrics)
+    rows = torch.stack([value for u in updates for value in u.metrics.values()]).view(-1, len(names)).tolist()
     for mini, update, row in zip(minis, updates, rows, strict=True):
         values = dict(zip(names, row, strict=True))
         tokens = max(mini.tokens, 1)
@@ -218,12 +218,14 @@ def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> No
         )
 
 
-def stop_on_trouble(step: int, metrics: Metrics, batch: Batch, records: Records) -> None:
-    """The first non-finite loss or gradient ends the run, with the batch that made it."""
+def stop_on_trouble(step: int, metrics: Metrics, batch: Batch, learner: Learner, records: Records) -> None:
+    """The first non-finite loss, gradient or parameter ends the run, with the batch that made it."""
     bad = [name for name in ("loss", "grad_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]
+    if not all(bool(p.isfinite().all()) for p in learner.params().values()):
+        bad.append("the parameters")
     if bad:
         where = records.dump(step, batch)
         raise Trouble(
-            f"step {step}: {' and '.join(bad)} became {metrics[bad[0]]}. The batch is kept in {where}; the last "
-            "checkpoint is from before. Lower --lr, or set --update.max-norm"
+            f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
+            "saved is from before. Lower --lr, or set --update.max-norm"
         )

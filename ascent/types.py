@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Metrics = dict[str, float]
+Metrics = dict[str, int | float]
 State = dict[str, float]
 """What choices remember from step to step: small, named numbers that the checkpoint saves."""
 
@@ -85,6 +85,11 @@ class Rollouts:
     mass: Float[Tensor, "prompt sample token"] | None = None
     """Probability that top-p, top-k or min-p kept at each token; None where nothing was cut."""
 
+    @cached_property
+    def full(self) -> bool:
+        """Is there no padding at all?"""
+        return bool(self.mask.all())
+
 
 @dataclass(frozen=True)
 class Batch(Rollouts):
@@ -92,10 +97,12 @@ class Batch(Rollouts):
 
     reward: Float[Tensor, "prompt sample #token"] = field(default=None)  # type: ignore[assignment]
     valid: Bool[Tensor, "prompt sample"] = field(default=None)  # type: ignore[assignment]
-    """False where the reward failed: such a response is in no statistic and no denominator."""
+    """False where the reward failed: then it is in no statistic and no denominator."""
     correct: Bool[Tensor, "prompt sample"] | None = None
     """The strict score: is the response exactly right?"""
 
+    errors: tuple[str, ...] = ()
+    """Why rewards failed in this step."""
     index: Int[Tensor, "prompt"] | None = None
     """Which prompt of the step's batch this is, so that records can find it in a mini-batch."""
 
@@ -172,6 +179,11 @@ class Batch(Rollouts):
             for prompt in range(prompts):
                 for start in range(0, samples, responses):
                     yield self.select(slice(prompt, prompt + 1), slice(start, start + responses))
+
+
+def to_batch(rollouts: Rollouts, **more: Any) -> Batch:
+    """Rollouts with more fields, as a batch."""
+    return Batch(**{f.name: getattr(rollouts, f.name) for f in fields(rollouts)} | more)
 
 
 def join(batches: list[Batch]) -> Batch:

@@ -13,7 +13,7 @@ import torch
 from conftest import batch_of
 
 from ascent.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
-from ascent.algorithms import ALGORITHMS, GRPO, MENU, Algorithm, label
+from ascent.algorithms import ALGORITHMS, GRPO, MENU, Algorithm
 from ascent.config import Config
 from ascent.exploration import Annealed, NoBonus
 from ascent.kl import InLoss, InReward, NoKL
@@ -21,7 +21,7 @@ from ascent.losses import Clipped, LogProb, SequenceRatio
 from ascent.menu import find, name_of, spell, to_dict
 from ascent.policies import PerPosition, Transformer
 from ascent.reference import Every, Frozen, NoReference
-from ascent.settings import PLAIN, configure, flatten
+from ascent.settings import PLAIN, configure, flatten, label
 from ascent.tasks import TASKS, Lecture, Sort
 from ascent.types import Refused
 from ascent.update import Adam
@@ -367,12 +367,12 @@ def test_names(choice: Any, name: str) -> None:
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_a_row_is_labelled_with_its_name(row: str) -> None:
     assert label(ALGORITHMS[row]) == row
-    assert configure("sort", {"algorithm": row, "lr": 0.1}).label == row
+    assert label(configure("sort", {"algorithm": row, "lr": 0.1}).algorithm) == row
 
 
 def test_a_changed_row_says_what_was_changed() -> None:
     config = configure("sort", {"algorithm": "dr-grpo", "loss.high": 0.28, "exploration": "annealed"})
-    assert config.label == "dr-grpo+clipped(high=0.28)+annealed"
+    assert label(config.algorithm) == "dr-grpo+clipped(high=0.28)+annealed"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ascent.engines.local import LocalLearner, LocalSampler, chosen, log_probs
 from ascent.policies.base import Policy
-from ascent.types import Batch, Outputs, Refused, Rollouts, Scores, Space
+from ascent.types import Batch, Outputs, Refused, Rollouts, Scores, Space, to_batch
 from ascent.update import Adam
 
 MOST_RESPONSES = 50_000
@@ -144,8 +144,9 @@ class Table:
             logp_sampler = chosen(log_probs(self.sampler, rollouts), rollouts)
             logp_old = chosen(log_probs(self.old, rollouts), rollouts)
         scores = _scored(task, rollouts)
-        self.batch = Batch(
-            **{**vars(rollouts), "logp_sampler": logp_sampler},
+        self.batch = to_batch(
+            rollouts,
+            logp_sampler=logp_sampler,
             reward=scores.reward.to(logp_old.dtype),
             valid=scores.valid,
             correct=scores.correct,

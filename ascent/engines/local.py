@@ -61,7 +61,7 @@ def chosen(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt sample to
         logp = logp_all.squeeze(1).gather(-1, batch.response.transpose(1, 2)).transpose(1, 2)
     else:
         logp = logp_all.gather(-1, batch.response.unsqueeze(-1)).squeeze(-1)
-    return torch.where(batch.mask, logp, 0.0)
+    return logp if batch.full else torch.where(batch.mask, logp, 0.0)
 
 
 def full_kl(logp_all: Tensor, logp_ref_all: Tensor) -> Float[Tensor, "prompt #sample token"]:
@@ -78,6 +78,7 @@ class LocalLearner:
         self.policy, self.outputs, self.micro_batch = policy, outputs, micro_batch
         self.reference = copy.deepcopy(policy).requires_grad_(False) if reference else None
         self._trainable: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
+        self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)  # objectives are maximised
         self.optimizer = update.optimizer(self._trainable)
 
     def params(self) -> dict[str, Tensor]:
@@ -89,13 +90,15 @@ class LocalLearner:
     def evaluate(self, batch: Batch) -> Outputs:
         """The training forward."""
         logp_all = log_probs(self.policy, batch)
-        source = logp_all if "entropy" in self.outputs else logp_all.detach()
-        entropy = -(source.exp() * source).sum(-1).expand(batch.mask.shape)
+        if "entropy" in self.outputs:
+            entropy = -(logp_all.exp() * logp_all).sum(-1)
+        else:  # only measured; this form has no finite gradient at a probability of 0
+            entropy = torch.special.entr(logp_all.detach().exp()).sum(-1)
         kl = None
         if "kl_full" in self.outputs:
             assert self.reference is not None
             kl = full_kl(logp_all, log_probs(self.reference, batch)).expand(batch.mask.shape)
-        return Outputs(chosen(logp_all, batch), entropy, kl)
+        return Outputs(chosen(logp_all, batch), entropy.expand(batch.mask.shape), kl)
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -136,7 +139,7 @@ class LocalLearner:
         for micro in mini.microbatches(self.micro_batch):
             out = self.evaluate(micro)
             terms = objective(micro, out)
-            terms.objective.backward(-torch.ones_like(terms.objective))
+            terms.objective.backward(self._uphill)
             self._logp.append(out.logp.detach())
             value = terms.objective.detach()
             total = value if total is None else total + value

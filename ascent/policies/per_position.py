@@ -50,7 +50,7 @@ class PerPositionPolicy(Policy):
 
     def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt token vocab"]:
         encoded = self.embedding[prompt].flatten(1) @ self.encode.flatten(0, 1)
-        decoded = encoded @ self.decode  # [token prompt dim]
+        decoded = torch.bmm(encoded.expand(len(self.decode), -1, -1), self.decode)  # [token prompt dim]
         return (decoded @ self.embedding.T).transpose(0, 1)
 
     def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt 1 token vocab"]:

@@ -70,7 +70,7 @@ class Writer:
         loss = metrics.pop("loss", None)
         line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
-        for name, text in [*flags(line, self.config.task), *self._failed_rewards(line)]:
+        for name, text in [*flags(line, self.config.task), *self._failed_rewards(line, batch.errors)]:
             if name not in self.flagged:
                 self.flagged.add(name)
                 self._line("events.jsonl", {"step": step, "event": "flag", "name": name, "text": text})
@@ -86,13 +86,13 @@ class Writer:
             self.folder.run["step"] = step + 1
             self.folder.save()
 
-    def _failed_rewards(self, line: dict[str, Any]) -> list[tuple[str, str]]:
-        failed = line["reward_errors"]
-        if not failed:
+    def _failed_rewards(self, line: dict[str, Any], reasons: tuple[str, ...]) -> list[tuple[str, str]]:
+        if not reasons:
             return []
         text = (
-            f"the reward failed on {failed} of {line['num_responses']} responses, which are left out of credit and "
-            f"means; above a share of {self.config.max_reward_errors:g} the run stops (--max-reward-errors)"
+            f"the reward failed on {len(reasons)} of {line['num_responses']} responses, which are left out of credit "
+            f"and means; above a share of {self.config.max_reward_errors:g} the run stops (--max-reward-errors). "
+            f"The first: {reasons[0]}"
         )
         return [("reward-errors", text)]
 

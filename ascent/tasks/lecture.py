@@ -31,7 +31,7 @@ _COURSE: dict[str, Any] = {
     "epochs": 10,
     "seed": 5,
     "eval_every": 5,
-    "record_every": 10,
+    "record_every": 20,
 }
 
 
@@ -50,14 +50,14 @@ class Lecture:
             "clipped.low": 0.2,
             "clipped.high": 0.2,
             "exploration": "annealed",
-            "exploration.start": 0.4,
+            "exploration.start": 0.5,
             "exploration.until": 0.9,
             "lr": 1e-2,
         },
     }
 
     def __post_init__(self) -> None:
-        sorting.check_reward(self.reward)
+        object.__setattr__(self, "reward", sorting.check_reward(self.reward))
 
     @property
     def space(self) -> Space:

@@ -53,7 +53,7 @@ class Sort:
     }
 
     def __post_init__(self) -> None:
-        sorting.check_reward(self.reward)
+        object.__setattr__(self, "reward", sorting.check_reward(self.reward))
         if self.length < 2 or self.numbers < 2:
             raise Refused(
                 f"--length {self.length} --numbers {self.numbers}: sorting needs at least two positions and two numbers"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -61,16 +62,19 @@ def sorted_exactly(rollouts: Rollouts, space: Space, right: Tensor) -> Bool[Tens
     return exact & (rollouts.mask.sum(-1) == space.prompt_length + 1) & ~rollouts.truncated
 
 
-def check_reward(reward: str) -> None:
-    """Refuse an unknown reward; load a user's own once, so that a broken file is refused early."""
+def check_reward(reward: str) -> str:
+    """The reward's name, a user's own with its whole path; an unknown or broken one is refused early."""
     if reward.startswith("python:"):
         if not callable(load_python("--reward", reward)):
             raise Refused(f"--reward {reward}: a reward is a function f(prompt, response) -> number")
-    elif reward not in REWARDS:
+        _, file, name = reward.split(":")
+        return f"python:{Path(file).expanduser().resolve()}:{name}"
+    if reward not in REWARDS:
         raise Refused(
             f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, and python:FILE:NAME for your own."
             + nearest(reward, REWARDS)
         )
+    return reward
 
 
 def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
