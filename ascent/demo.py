@@ -120,17 +120,18 @@ def draw(runs: dict[str, Run], path: Path) -> Path:
     fig, axes = figure(1, len(runs), (11.0, 3.6))
     for axis, (name, title, _, _) in zip(axes.flat, RUNS, strict=True):
         metrics, maximum = runs[name].metrics, runs[name].config.task.max_reward or 1.0
-        expected = "exact/reward" if metrics[-1].get("exact/reward") is not None else "eval/reward"
-        steps, reward = series(metrics, expected)
-        axis.plot(steps, reward / maximum, color=COLORS[0], linewidth=2)
-        steps, accuracy = series(metrics, "accuracy")
-        axis.plot(steps, accuracy, color=COLORS[1], linewidth=2, linestyle="--")
-        axis.set_ylim(-0.03, 1.08)
+        for key, words, color, dash in (
+            ("reward", "reward", COLORS[0], "-"),
+            ("accuracy", "exactly right", COLORS[1], "--"),
+        ):
+            steps, values = series(metrics, key)
+            axis.plot(
+                steps, values / (maximum if key == "reward" else 1.0), dash, color=color, linewidth=2, label=words
+            )
+        axis.set_ylim(-0.03, 1.05)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("step")
-        for words, values, color in (("reward", reward / maximum, COLORS[0]), ("exactly right", accuracy, COLORS[1])):
-            height = values[-1] - 0.05 if values[-1] > 0.9 and words != "reward" else values[-1] + 0.02
-            axis.text(steps[-1], height, words, color=color, ha="right", va="bottom" if height > values[-1] else "top")
+    axes.flat[0].legend(frameon=False, loc="center right")
     axes.flat[0].set_ylabel("share of the largest there is")
     fig.savefig(path, dpi=130)
     pyplot.close(fig)
