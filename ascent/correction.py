@@ -44,13 +44,12 @@ def mismatch(logp: PerToken, batch: Batch) -> dict[str, Tensor]:
     The mean and largest |logp − logp_sampler|, the effective sample size (Σw)²/Σw² as a share of
     the tokens, and KL(sampler ‖ trainer) as the mean of k3 over the sampled tokens.
     """
-    counted = batch.counted
-    gap = torch.where(counted, logp - batch.logp_sampler, 0.0)
-    tokens = counted.sum().clamp(min=1)
-    w = torch.where(counted, torch.exp(log_weight(logp, batch)), 0.0)
+    tokens = max(batch.tokens, 1)
+    gap = torch.where(batch.counted, logp - batch.logp_sampler, 0.0)
+    w, size = torch.where(batch.counted, torch.exp(log_weight(logp, batch)), 0.0), gap.abs()
     return {
-        "sampling/sampling_logp_difference/mean": gap.abs().sum() / tokens,
-        "sampling/sampling_logp_difference/max": gap.abs().max(),
+        "sampling/sampling_logp_difference/mean": size.sum() / tokens,
+        "sampling/sampling_logp_difference/max": size.max(),
         "sampling/effective_sample_size": w.sum() ** 2 / (w**2).sum().clamp(min=1e-30) / tokens,
         "sampling/kl": (torch.expm1(gap) - gap).sum() / tokens,
     }

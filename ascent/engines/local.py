@@ -22,10 +22,10 @@ class LocalSampler:
     def __init__(self, policy: Policy, temperature: float, generator: torch.Generator):
         self.policy, self.temperature, self.generator = policy, temperature, generator
         self.version = -1
+        self._own = dict(policy.named_parameters())
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        own = dict(self.policy.named_parameters())
-        if any(own[name].data_ptr() != tensor.data_ptr() for name, tensor in params.items()):
+        if any(self._own[name].data_ptr() != tensor.data_ptr() for name, tensor in params.items()):
             self.policy.load_state_dict(params)
         self.version = version
 
@@ -77,12 +77,13 @@ class LocalLearner:
     def __init__(self, policy: Policy, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int = 0):
         self.policy, self.outputs, self.micro_batch = policy, outputs, micro_batch
         self.reference = copy.deepcopy(policy).requires_grad_(False) if reference else None
+        self._params: dict[str, Tensor] = dict(policy.named_parameters())
         self._trainable: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)  # objectives are maximised
         self.optimizer = update.optimizer(self._trainable)
 
     def params(self) -> dict[str, Tensor]:
-        return dict(self.policy.named_parameters())
+        return self._params
 
     def trainable(self) -> list[Tensor]:
         return self._trainable
