@@ -108,7 +108,8 @@ def train(
         if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
             with clock("eval"):
                 metrics |= evaluate()
-        metrics |= {**clock.spent, "time/step": time.perf_counter() - begin}
+        spent = time.perf_counter() - begin
+        metrics |= {**clock.spent, "time/step": spent, "time/tokens_per_second": metrics["num_tokens"] / spent}
         stop_on_trouble(step, metrics, batch, learner, records)
         records.step(step, metrics, batch, minis, updates)
         stopping = records.stopping()
