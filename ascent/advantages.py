@@ -56,6 +56,14 @@ class Advantage:
     def __call__(self, batch: Batch, state: State) -> Credit:
         raise NotImplementedError
 
+    def start(self) -> State:
+        """What it remembers, before the first step."""
+        return {}
+
+    def after(self, batch: Batch, state: State) -> State:
+        """What it remembers after a step."""
+        return state
+
 
 @dataclass(frozen=True)
 class Raw(Advantage):
@@ -192,7 +200,7 @@ class Greedy(Advantage):
     def __call__(self, batch: Batch, state: State) -> Credit:
         assert batch.reward_greedy is not None
         R, keep, _ = _group(batch)
-        return torch.where(keep, R - reward_to_go(batch.reward_greedy), 0.0)
+        return torch.where(keep, R - batch.reward_greedy, 0.0)
 
 
 @dataclass(frozen=True)

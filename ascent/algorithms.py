@@ -81,7 +81,7 @@ class Algorithm:
                 f"--loss {name_of(self.loss)} has one term a response, but --correction {name_of(self.correction)} "
                 "weighs single tokens. Set --correction.level sequence"
             )
-        if self.loss.sequence and isinstance(self.kl, InReward) and self.kl.per == "token":
+        if self.loss.sequence and self.kl.where == "reward" and self.kl.per == "token":
             raise Refused(
                 f"--loss {name_of(self.loss)} needs one credit a response, but --kl.per token makes it differ from "
                 "token to token. Set --kl.per response"
@@ -107,15 +107,14 @@ class Algorithm:
 
     def start(self) -> State:
         """What the choices remember, before the first step."""
-        begin = getattr(self.advantage, "start", dict)
-        return begin() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
+        return self.advantage.start() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
 
     def credited(self, batch: Batch, state: State) -> Batch:
         """The batch with the reward that credit is given for: shaped by length, the KL taken off."""
         extra = self.shaping(batch)
         if extra is not None:
             batch = batch.add(reward=add_outcome(batch, extra))
-        if isinstance(self.kl, InReward):
+        if self.kl.where == "reward":
             assert batch.logp_old is not None
             penalty = kl_.estimate(self.kl.estimator, batch.logp_old, batch.logp_ref, batch.kl_full)
             batch = batch.add(reward=self.kl.shaped(batch, penalty, state["kl_coef"]))
@@ -125,9 +124,13 @@ class Algorithm:
         """δ for every response, and the factor for the gap between sampler and trainer."""
         credited = self.credited(batch, state)
         δ = self.advantage(credited, state)
-        remember = getattr(self.advantage, "after", None)
-        state = remember(credited, state) if remember else state
-        return batch.add(advantage=δ, correction=self.correction(batch)), state
+        if δ.shape[:-1] != batch.valid.shape or δ.shape[-1] not in (1, batch.mask.shape[-1]):
+            raise Refused(
+                f"--advantage {name_of(self.advantage)} returned {list(δ.shape)}: credit is [prompt sample 1], or "
+                f"[prompt sample token], here {[*batch.valid.shape, 1]} or {list(batch.mask.shape)}"
+            )
+        batch = batch.add(advantage=δ, correction=self.correction(batch))
+        return batch, self.advantage.after(credited, state)
 
     def scalars(self, state: State, progress: float) -> dict[str, float]:
         """The numbers of this step that a loss or an update reads."""

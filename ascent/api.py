@@ -24,7 +24,7 @@ from ascent.evaluate import evaluator
 from ascent.policies import Policy
 from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.settings import configure, label
+from ascent.settings import configure, flatten, label
 from ascent.train import Streams
 from ascent.train import train as loop
 from ascent.types import Refused, State, Trouble
@@ -48,6 +48,7 @@ def start(config: Config, out: str | Path | None, display: Display) -> Run:
     config = replace(config, threads=config.threads or torch.get_num_threads())
     if config.init is not None:
         config = replace(config, init=str(_source(Path(config.init))))
+    _refuse_unreadable(config)
     parts = assemble(config)
     words = {
         "label": label(config.algorithm),
@@ -57,6 +58,20 @@ def start(config: Config, out: str | Path | None, display: Display) -> Run:
     path = Path(out) if out is not None else default_folder(config)
     folder = RunFolder.create(path, config.to_dict() | words, about(config))
     return carry_out(parts, folder, display, first=0, state=None)
+
+
+def _refuse_unreadable(config: Config) -> None:
+    """A choice that lives only in this process could be trained with, but neither resumed nor loaded."""
+    settings = flatten(config.to_dict())
+    try:
+        same = configure(settings.pop("task"), settings) == config
+    except Refused:
+        same = False
+    if not same:
+        raise Refused(
+            "a choice or task of your own was given as an object, and could not be read back from config.json: "
+            "put it into a file and give it as python:FILE:NAME"
+        )
 
 
 def resume(run: str | Path, display: Display | None = None, from_step: int | None = None) -> Run:
@@ -81,16 +96,18 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         if chosen is not None:
             parts.streams.restore(groups.pop("rng"))
             parts.learner.restore(groups)
+        folder.run |= {"status": "running", "result": None}
+        folder.run.pop("reason", None)
+        folder.note("resumed", step=first)
+        if from_step is not None:
+            folder.set_aside(first)
         for later in existing.checkpoints:
-            if chosen is not None and later.name > chosen.name:
+            if chosen is not None and checkpoint.step_of(later) > checkpoint.step_of(chosen):
                 later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
         folder.cut(sizes, first)
     except BaseException:
         folder.close()
         raise
-    folder.run |= {"status": "running", "result": None}
-    folder.run.pop("reason", None)
-    folder.note("resumed", step=first)
     return carry_out(parts, folder, display or for_stream(), first, state)
 
 
@@ -143,11 +160,10 @@ def _source(given: Path) -> Path:
 def _load_params(policy: Policy, source: Path) -> None:
     try:
         policy.load_state_dict(checkpoint.params(source))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
+    except RuntimeError:
         raise Refused(
             f"--init {source}: its parameters do not fit this policy and task; set the --policy, --length and "
-            f"--numbers that it was trained with ({reason})"
+            "--numbers that it was trained with"
         ) from None
 
 

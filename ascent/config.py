@@ -56,7 +56,7 @@ class Config:
     max_reward_errors: float = 0.1
     """Share of a step's rewards that may fail before the run stops."""
     threads: int = 0
-    """Threads of torch; 0: as many as there are cores. The same number gives the same bits."""
+    """Threads of torch; 0: as many as it has. The same number gives the same bits."""
 
     def __post_init__(self) -> None:
         for name in (*_ONE_OR_MORE, *_NOT_NEGATIVE):

@@ -26,8 +26,9 @@ def evaluator(config: Config, policy: Policy, sampler: Sampler) -> Callable[[], 
 
     def evaluate() -> Metrics:
         scores = task.score(sampler.generate(prompt, 1, greedy=True))
-        metrics = {"eval/accuracy": scores.correct.double().mean().item()}
+        metrics: Metrics = {"eval/reward_errors": len(scores.errors)} if scores.errors else {}
         if bool(scores.valid.any()):
+            metrics["eval/accuracy"] = scores.correct[scores.valid].double().mean().item()
             metrics["eval/reward"] = scores.reward.sum(-1)[scores.valid].double().mean().item()
         if table is not None and every is not None:
             with torch.no_grad():

@@ -13,7 +13,7 @@ from ascent.types import Batch, Refused
 
 
 def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
-    """Groups whose scored rewards are all equal (or that have none): group credit is 0 there."""
+    """Groups whose rewards, as the task gave them, are all equal; or that have none."""
     total = batch.reward.sum(-1, keepdim=True)
     return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
 
@@ -69,7 +69,8 @@ class Overlong(Shaping):
     """A soft penalty before the length limit, in place of a cliff at it (DAPO).
 
     with limit L and margin c: 0 up to L − c tokens, then (L − c − length)/c, −1 if truncated
-    Yu et al. 2025. Added to the reward, whether it is right or wrong.
+    Yu et al. 2025. Added to the reward, whether it is right or wrong. Degenerate case: without an
+    end token no response is too long, and nothing is added.
     """
 
     margin: int = 16
@@ -79,7 +80,9 @@ class Overlong(Shaping):
         if self.margin < 1:
             raise Refused(f"--shaping.margin is {self.margin}: it is a number of tokens, 1 or more")
 
-    def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"]:
+    def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
+        if not batch.ends:
+            return None
         over = (batch.limit - self.margin - batch.length.to(batch.reward.dtype)) / self.margin
         return torch.where(batch.truncated, -1.0, over.clamp(-1.0, 0.0)).unsqueeze(-1)
 

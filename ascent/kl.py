@@ -76,6 +76,11 @@ class KL:
     estimator: Estimator = "k3"
     coef: float = 0.0
     target: float | None = None
+    per: Literal["response", "token"] = "response"
+
+    def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
+        """The reward with the penalty taken off, where it goes into the reward."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import importlib.util
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ascent.types import Refused
@@ -33,47 +28,6 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """A hint for a misspelled name, or nothing."""
     found = difflib.get_close_matches(given, list(known), n=1)
     return f" Did you mean {found[0]}?" if found else ""
-
-
-def find(axis: str, menu: Menu, name: str) -> Any:
-    """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
-    if name.startswith("python:"):
-        return load_python(f"--{axis}", name)
-    known = {name_of(cls): cls for cls in menu}
-    if name not in known:
-        raise Refused(f"--{axis} {name}: no such choice. The menu has {', '.join(known)}.{nearest(name, known)}")
-    return known[name]
-
-
-def load_python(flag: str, name: str) -> Any:
-    """The object NAME of the Python file FILE, given as python:FILE:NAME."""
-    parts = name.split(":")
-    if len(parts) != 3 or not all(parts):
-        raise Refused(f"{flag} {name}: a choice of your own is written python:FILE:NAME")
-    path = Path(parts[1]).expanduser()
-    if not path.is_file():
-        raise Refused(f"{flag} {name}: there is no file {path}")
-    try:
-        module = _module(path.resolve(), path.stat().st_mtime_ns)
-    except Exception as error:
-        raise Refused(f"{flag} {name}: {path} does not run: {type(error).__name__}: {error}") from error
-    found = getattr(module, parts[2], None)
-    if found is None:
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise Refused(f"{flag} {name}: {path} has no {parts[2]}.{nearest(parts[2], public)}")
-    if isinstance(found, type):
-        found.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"  # type: ignore[attr-defined]
-    return found
-
-
-@functools.lru_cache
-def _module(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (part of the cache's key)
-    """The module of a file, run once for each time it was changed, so that its classes stay the same."""
-    spec = importlib.util.spec_from_file_location(f"ascent_user_{path.stem}_{hash(path):x}", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def hyperparameters(cls: type) -> dict[str, dataclasses.Field[Any]]:

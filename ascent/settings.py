@@ -19,7 +19,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ascent.algorithms import ALGORITHMS, MENU, Algorithm
 from ascent.config import Config
-from ascent.menu import build, find, hyperparameters, load_python, name_of, nearest, spell
+from ascent.menu import Menu, build, hyperparameters, name_of, nearest, spell
+from ascent.own import load_python
 from ascent.policies import POLICIES
 from ascent.tasks import TASKS
 from ascent.types import Refused
@@ -151,6 +152,16 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[field.target.id] = inspect.cleandoc(str(after.value.value))  # type: ignore[union-attr]
     return docs
+
+
+def find(axis: str, menu: Menu, name: str) -> Any:
+    """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
+    if name.startswith("python:"):
+        return load_python(f"--{axis}", name)
+    known = {name_of(cls): cls for cls in menu}
+    if name not in known:
+        raise Refused(f"--{axis} {name}: no such choice. The menu has {', '.join(known)}.{nearest(name, known)}")
+    return known[name]
 
 
 def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:

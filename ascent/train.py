@@ -108,8 +108,9 @@ def train(
         if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
             with clock("eval"):
                 metrics |= evaluate()
-        spent = time.perf_counter() - begin
-        metrics |= {**clock.spent, "time/step": spent, "time/tokens_per_second": metrics["num_tokens"] / spent}
+        working = time.perf_counter() - begin - clock.spent["time/eval"]
+        metrics |= {**clock.spent, "time/tokens_per_second": metrics["num_tokens"] / working}
+        metrics["time/step"] = time.perf_counter() - begin
         stop_on_trouble(step, metrics, batch, learner, records)
         records.step(step, metrics, batch, minis, updates)
         stopping = records.stopping()
@@ -130,7 +131,7 @@ def collect(
     kept: list[Batch] = []
     missing, errors = config.prompts, []
     for _ in range(algorithm.groups.rounds):
-        prompt = task.draw(config.prompts, rng)
+        prompt = task.draw(missing, rng)
         with clock("generate"):
             rollouts = sampler.generate(prompt, config.samples)
             greedy = sampler.generate(prompt, 1, greedy=True) if "reward_greedy" in algorithm.needs else None
@@ -143,44 +144,52 @@ def collect(
         missing -= len(keep)
         if missing <= 0:
             break
-    metrics = describe(join(sampled))
+    everything = join(sampled)
+    metrics = describe(everything)
     metrics["reward_errors"] = len(errors)
-    if errors and len(errors) > config.max_reward_errors * metrics["num_responses"]:
+    failed = max(len(errors), int((~everything.valid).sum()))
+    if errors and failed > config.max_reward_errors * metrics["num_responses"]:
         raise Trouble(
-            f"the reward failed on {len(errors)} of {metrics['num_responses']:.0f} responses, more than "
+            f"the reward failed on {failed} of {metrics['num_responses']:.0f} responses, more than "
             f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {errors[0]}"
         )
-    batch = join(kept) if missing < config.prompts else sampled[-1]  # no signal at all: its group credit is 0
+    batch = join(kept)
+    if missing == config.prompts:  # no group has signal: nothing is learned from this step
+        batch = sampled[-1].add(valid=torch.zeros_like(sampled[-1].valid))
     return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
 
 
 def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Batch, list[str]]:
     """Rollouts with their rewards; where one failed, the response is marked and the reason returned."""
     scores = task.score(rollouts)
+    finite = scores.reward.isfinite().all(-1)
+    errors = [*scores.errors, *["the reward is not finite"] * int((scores.valid & ~finite).sum())]
     known = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # whatever stood in the padding
-    rewards = {"reward": scores.reward, "valid": scores.valid, "correct": scores.correct}
+    reward = torch.where(finite.unsqueeze(-1), scores.reward, 0.0)
+    reward = reward if reward.shape[-1] == 1 else torch.where(rollouts.mask, reward, 0.0)
+    rewards = {"reward": reward, "valid": scores.valid & finite, "correct": scores.correct}
     batch = to_batch(rollouts, logp_sampler=known, **rewards)
-    errors = list(scores.errors)
     if greedy is not None:
         baseline = task.score(greedy)
         errors += baseline.errors
         # Without its baseline a group has no credit: it is left out as if its own rewards had failed.
-        batch = batch.add(reward_greedy=baseline.reward, valid=batch.valid & baseline.valid)
+        batch = batch.add(reward_greedy=baseline.reward.sum(-1, keepdim=True), valid=batch.valid & baseline.valid)
     return batch, errors
 
 
 def describe(batch: Batch) -> Metrics:
     """What was sampled, in numbers: reward and its spread, strict score, signal, lengths."""
     assert batch.correct is not None
-    scored, right = batch.reward.sum(-1)[batch.valid], batch.correct.to(batch.reward.dtype)
+    scored, some = batch.reward.sum(-1)[batch.valid], batch.valid.any(1)
+    right = batch.correct & batch.valid
     length = batch.length.to(scored.dtype)
     values = {
         "reward": scored.mean(),
         "reward_std": scored.std() if len(scored) > 1 else torch.zeros(()),
-        "accuracy": right[batch.valid].mean(),
+        "accuracy": right.sum() / max(len(scored), 1),
         "frac_reward_zero_std": without_signal(batch).to(scored.dtype).mean(),
-        "frac_all_right": right.amin(1).mean(),
-        "frac_all_wrong": 1 - right.amax(1).mean(),
+        "frac_all_right": ((right | ~batch.valid).all(1) & some).to(scored.dtype).mean(),
+        "frac_all_wrong": (~right.any(1) & some).to(scored.dtype).mean(),
         "completions/mean_length": length.mean(),
         "completions/clipped_ratio": batch.truncated.to(scored.dtype).mean(),
         "num_tokens": length.sum(),

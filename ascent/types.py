@@ -79,9 +79,11 @@ class Rollouts:
     """The generation limit: the most tokens that a response may have."""
     truncated: Bool[Tensor, "prompt sample"]
     """True where the limit cut a response off before its end token."""
+    ends: bool = True
+    """Can a response end by itself? If not, all have exactly `limit` tokens, and none is too long."""
     temperature: float = 1.0
     version: int = 0
-    """How many times the sampler's parameters had been loaded when it drew these."""
+    """The step whose parameters drew these."""
     mass: Float[Tensor, "prompt sample token"] | None = None
     """Probability that top-p, top-k or min-p kept at each token; None where nothing was cut."""
 
@@ -112,7 +114,7 @@ class Batch(Rollouts):
     """KL(π_old ‖ π_ref) over the whole vocabulary, at each state."""
     score_norm: Float[Tensor, "prompt sample 1"] | None = None
     """‖∇ log π(response)‖², exact."""
-    reward_greedy: Float[Tensor, "prompt 1 #token"] | None = None
+    reward_greedy: Float[Tensor, "prompt 1 1"] | None = None
     """Reward of one greedy response a prompt: scored, never trained on."""
 
     advantage: Float[Tensor, "prompt sample #token"] | None = None

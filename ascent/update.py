@@ -74,6 +74,12 @@ class Adam(Update):
             raise Refused(f"--lr is {self.lr:g}: nothing would move, or everything uphill; set it above 0")
         if not 0 <= self.warmup < 1:
             raise Refused(f"--update.warmup is {self.warmup:g}: it is a share of the run, from 0 to below 1")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise Refused(
+                f"--update.max-norm is {self.max_norm:g}: a norm is above 0; None leaves gradients as they are"
+            )
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps >= 0 and self.weight_decay >= 0):
+            raise Refused("--update: beta1 and beta2 lie from 0 to below 1, eps and weight-decay are 0 or more")
 
     def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(

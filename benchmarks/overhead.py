@@ -72,7 +72,9 @@ def ours(folder: Path) -> Run:
 
 def parts(metrics: list[dict[str, float]], total: float) -> str:
     """The share of each phase that the run itself timed; the rest is records, metrics and start-up."""
-    names = sorted({key for line in metrics for key in line if key.startswith("time/")} - {"time/step", "time/tokens_per_second"})
+    names = sorted(
+        {key for line in metrics for key in line if key.startswith("time/")} - {"time/step", "time/tokens_per_second"}
+    )
     spent = {name.removeprefix("time/"): sum(line.get(name) or 0.0 for line in metrics) for name in names}
     spent["credit, metrics"] = sum(line["time/step"] for line in metrics) - sum(spent.values())
     spent["records, start and end"] = total - sum(spent.values())

@@ -18,10 +18,10 @@ from ascent.config import Config
 from ascent.exploration import Annealed, NoBonus
 from ascent.kl import InLoss, InReward, NoKL
 from ascent.losses import Clipped, LogProb, SequenceRatio
-from ascent.menu import find, name_of, spell, to_dict
+from ascent.menu import name_of, spell, to_dict
 from ascent.policies import PerPosition, Transformer
 from ascent.reference import Every, Frozen, NoReference
-from ascent.settings import PLAIN, configure, flatten, label
+from ascent.settings import PLAIN, configure, find, flatten, label
 from ascent.tasks import TASKS, Lecture, Sort
 from ascent.types import Refused
 from ascent.update import Adam
@@ -67,7 +67,7 @@ def test_a_row_replaces_every_axis_but_the_update() -> None:
         GRPO.advantage, GRPO.loss, GRPO.weights, GRPO.kl, GRPO.reference, update=Adam(1e-2)
     )
     assert config.algorithm.exploration == NoBonus(), "the preset's annealed bonus is no part of the row"
-    assert configure("lecture").algorithm.exploration == Annealed(0.4, 0.0, 0.9)
+    assert configure("lecture").algorithm.exploration == Annealed(0.5, 0.0, 0.9)
 
 
 def test_a_choice_named_in_the_rows_layer_is_laid_over_the_row() -> None:

@@ -22,7 +22,8 @@ from ascent.exploration import Annealed, Constant
 from ascent.groups import Overlong, WithSignal
 from ascent.kl import InLoss, InReward, NoKL
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
-from ascent.menu import load_python, name_of
+from ascent.menu import name_of
+from ascent.own import load_python
 from ascent.reference import Frozen, MovingAverage
 from ascent.settings import configure
 from ascent.types import Batch, Outputs, Refused

@@ -26,12 +26,13 @@ HEAVY = ("transformers", "vllm", "ray", "wandb", "tyro", "rich", "pyarrow", "mat
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "menu": {"types"},
+    "own": {"types", "menu"},
     **{axis: {"types", *(other for other in AXES if other != axis)} for axis in AXES},
     "algorithms": {"types", "menu", *AXES},
     "config": {"types", "menu", *AXES, "algorithms", "tasks", "policies"},
-    "settings": {"types", "menu", *AXES, "algorithms", "config", "tasks", "policies"},
+    "settings": {"types", "menu", "own", *AXES, "algorithms", "config", "tasks", "policies"},
     "train": {"types", "menu", *AXES, "algorithms", "config", "engines.base", "tasks.base"},
-    "tasks": {"types", "menu", "tasks"},
+    "tasks": {"types", "menu", "own", "tasks"},
     "policies": {"types", "menu", "policies"},
     "engines": {"types", "update", "policies", "engines"},
 }

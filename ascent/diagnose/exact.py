@@ -85,6 +85,7 @@ def _for_prompts(space: Space, prompts: int) -> dict[str, Any]:
         "mask": mask.expand(shape),
         "logp_sampler": torch.zeros(()).expand(shape),
         "truncated": truncated.expand(shape[:2]),
+        "ends": space.end is not None,
     }
 
 
@@ -224,12 +225,11 @@ class Table:
             raise Refused(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")
         return self.batch.add(**{name: self._fields[name] for name in needs})
 
-    def _reward_greedy(self) -> Float[Tensor, "prompt 1 #token"]:
-        """The reward of the sampler's greedy response; per token as wide as the table, 0 after its end."""
+    def _reward_greedy(self) -> Float[Tensor, "prompt 1 1"]:
+        """The reward of the sampler's greedy response."""
         sampler = LocalSampler(self.sampler, self.batch.temperature, torch.Generator())
         reward = _scored(self.task, sampler.generate(self.batch.prompt, 1, greedy=True)).reward
-        width = self.batch.reward.shape[-1]
-        return torch.nn.functional.pad(reward, (0, width - reward.shape[-1])).to(self.batch.reward.dtype)
+        return reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
 
 
 def _scored(task: World, rollouts: Rollouts) -> Scores:

@@ -18,7 +18,8 @@ from ascent.diagnose.formula import STATISTICS, first_line, formula, objective_i
 from ascent.diagnose.notes import DENOMINATOR, ESTIMATORS, NOTES, OFF, ROWS, Note
 from ascent.exploration import Annealed
 from ascent.groups import Overlong
-from ascent.menu import hyperparameters, load_python, name_of, nearest
+from ascent.menu import hyperparameters, name_of, nearest
+from ascent.own import load_python
 from ascent.policies import POLICIES
 from ascent.settings import field_docs
 from ascent.tasks import TASKS, sorting

@@ -44,6 +44,7 @@ class LocalSampler:
             logp_sampler=torch.where(mask, drawn.logp, 0.0),
             limit=space.limit,
             truncated=truncated,
+            ends=space.end is not None,
             temperature=self.temperature,
             version=self.version,
         )

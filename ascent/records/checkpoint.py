@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def _drop(path: Path) -> None:
 
 def complete(folder: Path) -> list[Path]:
     """The checkpoints that were renamed into place, oldest first."""
-    return sorted(folder.glob("step_*")) if folder.is_dir() else []
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    return sorted(found, key=step_of)
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -75,7 +77,7 @@ def load(path: Path) -> tuple[Groups, dict[str, Any]]:
         groups = {p.stem: load_file(p) for p in path.glob("*.safetensors")}
         return groups, json.loads((path / "state.json").read_text())
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        older = [step_of(p) for p in complete(path.parent) if p.name < path.name]
+        older = [step_of(p) for p in complete(path.parent) if step_of(p) < step_of(path)]
         run = path.parent.parent
         back = f"Go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
         raise Refused(f"{path} is corrupt: {error}. {back}") from None

@@ -11,8 +11,8 @@ from typing import Any
 SHOWN = (
     ("reward", "reward"),
     ("exact/reward", "E[R]"),
-    ("accuracy", "exact"),
-    ("eval/accuracy", "held-out"),
+    ("accuracy", "right"),
+    ("eval/accuracy", "greedy"),
     ("entropy", "entropy"),
     ("reward_errors", "reward errors"),
 )

@@ -12,6 +12,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -136,9 +138,22 @@ class RunFolder:
         """Take the records back to where they were at a checkpoint, so that a resume writes them once."""
         for name in LINES:
             os.truncate(self.path / name, sizes.get(name, 0))
-        for path in (self.path / "rollouts").iterdir():
-            if path.suffix != ".parquet" or int(path.stem.split("_")[1]) >= step:
-                path.unlink()
+        for path in self._rollouts(step):
+            path.unlink()
+
+    def _rollouts(self, step: int) -> list[Path]:
+        """Our own files of rollouts from this step on, half-written ones included; nobody else's."""
+        found = (
+            (path, re.fullmatch(r"(\.?)step_(\d+)\.parquet", path.name)) for path in (self.path / "rollouts").iterdir()
+        )
+        return [path for path, name in found if name and (name[1] or int(name[2]) >= step)]
+
+    def set_aside(self, step: int) -> None:
+        """Keep a copy of the records that going back to an older checkpoint will cut."""
+        kept = self.path / f"replaced-{time.time_ns()}"
+        kept.mkdir()
+        for path in [*(self.path / name for name in LINES), *self._rollouts(step)]:
+            shutil.copy2(path, kept)
 
     def close(self) -> None:
         if self._lock is not None:

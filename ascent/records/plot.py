@@ -27,6 +27,16 @@ COLORS = ("#1f5fa8", "#c8511b", "#3f8f4f", "#7a4fa3", "#8a6d1d", "#1a8c8c", "#b0
 DASHES = ("-", "--", ":", "-.")
 
 
+TITLES = {
+    "reward": "Sampled reward",
+    "exact/reward": "E[R], enumerated",
+    "eval/accuracy": "Exactly right, greedy",
+    "entropy": "Entropy, nats a token",
+    "frac_reward_zero_std": "Groups without signal",
+}
+SHARES = ("eval/accuracy", "frac_reward_zero_std")
+
+
 def figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     """A figure in the house style, drawn without a screen."""
     import matplotlib
@@ -67,6 +77,8 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | Non
             axis.set_ylim(-0.03, 1.03)
         if len(names) > 1 or len(runs) > 1:
             axis.legend(frameon=False, fontsize=7.5)
+    for axis in axes.flat:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -92,9 +104,15 @@ def plot_bands(curves: Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarr
             axis.plot(
                 steps, mean, DASHES[(i // len(COLORS)) % 4], color=COLORS[i % len(COLORS)], label=setting, linewidth=1.6
             )
-            axis.fill_between(steps, mean - half, mean + half, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
-        axis.set_title(name)
+            low, high = mean - half, mean + half
+            if name in SHARES:
+                low, high = low.clip(0, 1), high.clip(0, 1)
+            axis.fill_between(steps, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
+        if name in SHARES:
+            axis.set_ylim(-0.03, 1.03)
+        axis.set_title(TITLES.get(name, name))
         axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes.flat[0].legend(frameon=False, fontsize=7.5)
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     return _save(fig, path)

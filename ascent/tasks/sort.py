@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,7 +65,7 @@ class Sort:
                 f"--distinct with --length {self.length} --numbers {self.numbers}: there are not that many different "
                 "numbers; raise --numbers or lower --length"
             )
-        if self.numbers**self.length <= ENUMERABLE and not len(self.held_out(1)):
+        if self._count <= ENUMERABLE and not len(self.held_out(1)):
             raise Refused(
                 f"--length {self.length} --numbers {self.numbers}: so few prompts that none is held out; raise either"
             )
@@ -98,11 +100,12 @@ class Sort:
 
     def held_out(self, count: int) -> Prompts:
         generator = torch.Generator().manual_seed(0)
-        if self.numbers**self.length <= ENUMERABLE:
-            every = torch.cartesian_prod(*[torch.arange(self.numbers)] * self.length)
+        if self._count <= ENUMERABLE:
+            numbers = range(self.numbers)
             if self.distinct:
-                ordered = every.sort(-1).values
-                every = every[(ordered[:, 1:] != ordered[:, :-1]).all(-1)]
+                every = torch.tensor(list(itertools.permutations(numbers, self.length)))
+            else:
+                every = torch.tensor(list(itertools.product(numbers, repeat=self.length)))
             every = every[self._held_out(every)]
             return every[torch.randperm(len(every), generator=generator)[:count]]
         found = torch.empty(0, self.length, dtype=torch.long)
@@ -110,6 +113,11 @@ class Sort:
             fresh = self._any(2 * ONE_IN * count, generator)
             found = torch.cat([found, fresh[self._held_out(fresh)]]).unique(dim=0)
         return found[torch.randperm(len(found), generator=generator)[:count]]
+
+    @property
+    def _count(self) -> int:
+        """How many prompts there are."""
+        return math.perm(self.numbers, self.length) if self.distinct else self.numbers**self.length
 
     def _any(self, count: int, generator: torch.Generator) -> Prompts:
         if self.distinct:

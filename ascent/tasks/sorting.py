@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ascent.menu import load_python, nearest
+from ascent.menu import nearest
+from ascent.own import load_python
 from ascent.types import Refused, Rollouts, Scores, Space
 
-RewardName = Literal["exact", "positions", "inclusion-ordering"]
 REWARDS: tuple[str, ...] = ("exact", "positions", "inclusion-ordering")
 Numbers = Int[Tensor, "prompt sample position"]
 Prompt = Int[Tensor, "prompt position"]
@@ -96,7 +96,7 @@ def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
 def own_reward(
     function: Callable[..., Any], rollouts: Rollouts, space: Space
 ) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
-    """A user's f(prompt, response) on every response: a number, or (number, reason).
+    """A user's f(prompt, response) on every response: a number, or (number, reason), of which the number counts.
 
     What raises, or is no finite number, is NaN here and a reason in the list: never a silent 0. The
     response is all of its numbers, without the end token.

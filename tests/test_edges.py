@@ -1,0 +1,145 @@
+"""Edges that a reviewer found: each was a bug once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import batch_of
+
+import ascent
+from ascent.advantages import Advantage, Raw
+from ascent.algorithms import Algorithm
+from ascent.engines import LocalSampler
+from ascent.groups import Overlong
+from ascent.kl import KL
+from ascent.policies import PerPosition
+from ascent.records import checkpoint
+from ascent.reference import Frozen
+from ascent.tasks import Lecture, Sort
+from ascent.train import describe, scored
+from ascent.types import Refused, Scores, Trouble
+from ascent.update import Adam
+
+
+def small(tmp_path: Path, **settings: Any) -> ascent.Run:
+    return ascent.train("lecture", out=tmp_path / "run", show=False, **{"steps": 4, "epochs": 1, **settings})
+
+
+def test_fewer_prompts_are_held_out_than_asked_for() -> None:
+    """7! distinct prompts, of which about a fifth is held out: all of them, and no endless search for more."""
+    found = Sort(length=7, numbers=7, distinct=True).held_out(5000)
+    assert 900 < len(found) < 1100
+    assert len(found.unique(dim=0)) == len(found)
+    assert (found.sort(-1).values == torch.arange(7)).all()
+
+
+def test_a_million_steps_are_more_than_nine_hundred_thousand(tmp_path: Path) -> None:
+    for step in (999_900, 999_950, 1_000_000):
+        checkpoint.save(tmp_path, step, {"params": {"x": torch.zeros(1)}}, {"step": step}, keep=2)
+    (tmp_path / "step_000200_best").mkdir()
+    assert [checkpoint.step_of(p) for p in checkpoint.complete(tmp_path)] == [999_950, 1_000_000]
+
+
+def test_going_back_keeps_what_it_cuts_and_what_is_not_ours(tmp_path: Path) -> None:
+    run = small(tmp_path, checkpoint_every=2, keep=5, record_rollouts="all")
+    for name in ("notes.md", "mine.parquet"):
+        (run.folder / "rollouts" / name).write_text("my own")
+    before = (run.folder / "metrics.jsonl").read_text()
+    ascent.resume(run.folder, from_step=2)
+    assert {p.name for p in (run.folder / "rollouts").iterdir()} >= {"notes.md", "mine.parquet"}
+    (kept,) = run.folder.glob("replaced-*")
+    assert (kept / "metrics.jsonl").read_text() == before
+    assert {p.name for p in kept.glob("*.parquet")} == {"step_000002.parquet", "step_000003.parquet"}
+    assert run.status == "finished" and len(run.metrics) == 4
+
+
+@dataclass(frozen=True)
+class Mine(Advantage):
+    """A credit that lives in this process alone."""
+
+    group = False
+
+    def __call__(self, batch: Any, state: Any) -> Any:
+        return batch.reward
+
+
+def test_a_run_that_could_never_be_read_back_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="python:FILE:NAME"):
+        small(tmp_path, advantage=Mine())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_without_signal_teaches_nothing(tmp_path: Path) -> None:
+    """The same reward for all: dynamic sampling finds no group, and raw credit must not train on the dropped ones."""
+    (tmp_path / "same.py").write_text("def same(prompt, response):\n    return 3.0\n")
+    settings = {"algorithm": "reinforce", "groups": "with-signal", "reward": f"python:{tmp_path / 'same.py'}:same"}
+    run = small(tmp_path, **settings)
+    fresh = run.config.policy(Lecture().space, torch.Generator().manual_seed(5))
+    for now, then in zip(run.policy.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(now, then)
+    assert run.metrics[-1]["frac_reward_zero_std"] == 1 and run.metrics[-1]["grad_norm"] == 0
+
+
+def test_a_reward_that_is_not_finite_is_an_error_whatever_the_task_says() -> None:
+    class Careless(Lecture):
+        def score(self, rollouts: Any) -> Scores:
+            scores = super().score(rollouts)
+            return replace(scores, reward=torch.where(torch.arange(3).view(3, 1, 1) == 1, torch.inf, scores.reward))
+
+    sampler = LocalSampler(PerPosition()(Lecture().space, torch.Generator()), 1.0, torch.Generator())
+    found, errors = scored(Careless(), sampler.generate(Lecture().held_out(3), 2), None)
+    assert found.valid.tolist() == [[True, True], [False, False], [True, True]]
+    assert len(errors) == 2 and found.reward.isfinite().all()
+
+
+def test_failed_responses_are_in_no_share() -> None:
+    """Group 0: right, failed; group 1: both failed; group 2: wrong, failed."""
+    batch = batch_of([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]).add(
+        valid=torch.tensor([[True, False], [False, False], [True, False]]),
+        correct=torch.tensor([[True, False], [False, False], [False, True]]),
+    )
+    metrics = describe(batch)
+    assert metrics["frac_all_right"] == pytest.approx(1 / 3)
+    assert metrics["frac_all_wrong"] == pytest.approx(1 / 3)
+    assert metrics["accuracy"] == pytest.approx(0.5)
+
+
+def test_no_response_is_too_long_where_none_can_end() -> None:
+    batch = batch_of([[1.0, 2.0]])
+    assert Overlong(margin=1)(batch.add(ends=False)) is None
+    assert Overlong(margin=1)(batch.add(ends=True)) is not None
+
+
+def test_a_kl_of_ones_own_in_the_reward_is_applied() -> None:
+    class Own(KL):
+        where = "reward"
+        coef = 0.5
+
+        def shaped(self, batch: Any, kl: Any, coef: float) -> Any:
+            return batch.reward - coef * 10
+
+    batch = batch_of([[1.0, 2.0]])
+    batch = batch.add(logp_ref=batch.logp_sampler, logp_old=batch.logp_sampler)
+    algorithm = Algorithm(Raw(), kl=Own(), reference=Frozen())
+    credited, _ = algorithm.credit(batch, algorithm.start())
+    assert credited.advantage is not None and credited.advantage.flatten().tolist() == [-4.0, -3.0]
+
+
+def test_credit_of_a_wrong_shape_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        "from dataclasses import dataclass\nfrom ascent.advantages import Advantage\n\n\n"
+        "@dataclass(frozen=True)\nclass Wide(Advantage):\n    group = False\n\n"
+        "    def __call__(self, batch, state):\n        return batch.reward.unsqueeze(-1)\n"
+    )
+    with pytest.raises((Refused, Trouble), match=r"returned \[3, 10, 1, 1\].*\[3, 10, 1\]"):
+        small(tmp_path, advantage=f"python:{tmp_path / 'wide.py'}:Wide")
+
+
+@pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"max_norm": 0.0}, {"beta1": 1.5}, {"weight_decay": -1.0}])
+def test_adam_refuses_what_would_walk_downhill(wrong: dict[str, float]) -> None:
+    with pytest.raises(Refused, match="--update"):
+        Adam(**wrong)
