@@ -168,7 +168,9 @@ def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Bat
     reward = torch.where(finite.unsqueeze(-1), scores.reward, 0.0)
     reward = reward if reward.shape[-1] == 1 else torch.where(rollouts.mask, reward, 0.0)
     rewards = {"reward": reward, "valid": scores.valid & finite, "correct": scores.correct}
-    batch = to_batch(rollouts, logp_sampler=known, **rewards)
+    batch = to_batch(rollouts, logp_sampler=known, notes=scores.notes, **rewards)
+    if scores.measures:
+        batch = batch.add(measures=torch.stack(list(scores.measures.values()), -1), measured=tuple(scores.measures))
     if greedy is not None:
         baseline = task.score(greedy)
         errors += baseline.errors
@@ -195,6 +197,8 @@ def describe(batch: Batch) -> Metrics:
         "num_tokens": length.sum(),
     }
     metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    if batch.measures is not None:
+        metrics |= dict(zip(batch.measured, batch.measures[batch.valid].mean(0).tolist(), strict=True))
     return {**metrics, "num_responses": batch.valid.numel()}
 
 

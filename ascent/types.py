@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -61,6 +62,10 @@ class Scores:
     correct: Bool[Tensor, "prompt sample"]
     errors: tuple[str, ...] = ()
     """One reason for each response that could not be scored."""
+    measures: dict[str, Float[Tensor, "prompt sample"]] = field(default_factory=dict)
+    """More that was measured of each response, by name: a lenient score, the parts of a reward."""
+    notes: np.ndarray | None = None
+    """Why each response has the reward that it has, [prompt sample], in words."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Rollouts:
     """
 
     prompt: Int[Tensor, "prompt position"]
+    """−1, which is no token, stands after the end of a shorter prompt."""
     response: Int[Tensor, "prompt sample token"]
     mask: Bool[Tensor, "prompt sample token"]
     logp_sampler: Float[Tensor, "prompt sample token"]
@@ -105,6 +111,10 @@ class Batch(Rollouts):
 
     errors: tuple[str, ...] = ()
     """Why rewards failed in this step."""
+    measures: Float[Tensor, "prompt sample measure"] | None = None
+    measured: tuple[str, ...] = ()
+    """The names of the measures."""
+    notes: np.ndarray | None = None
     index: Int[Tensor, "prompt"] | None = None
     """Which prompt of the step's batch this is, so that records can find it in a mini-batch."""
 
@@ -147,9 +157,9 @@ class Batch(Rollouts):
         picked: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | np.ndarray):
                 value = value[prompts]
-                if value.dim() > 1 and f.name not in ("prompt", "reward_greedy"):
+                if value.ndim > 1 and f.name not in ("prompt", "reward_greedy"):
                     value = value[:, samples]
                 picked[f.name] = value
         return replace(self, **picked)
@@ -188,16 +198,24 @@ def to_batch(rollouts: Rollouts, **more: Any) -> Batch:
     return Batch(**{f.name: getattr(rollouts, f.name) for f in fields(rollouts)} | more)
 
 
+PER_TOKEN = ("response", "mask", "logp_sampler", "mass")
+
+
 def join(batches: list[Batch]) -> Batch:
     """One batch with the prompts of all of them, in order; responses padded to the longest."""
     if len(batches) == 1:
         return batches[0]
     width = max(b.mask.shape[2] for b in batches)
+    position = max(b.prompt.shape[1] for b in batches)
     joined: dict[str, Any] = {}
     for f in fields(Batch):
         values = [getattr(b, f.name) for b in batches]
-        if isinstance(values[0], Tensor):
-            if f.name in ("response", "mask", "logp_sampler", "mass") or any(v.shape[2:] > (1,) for v in values):
+        if isinstance(values[0], np.ndarray):
+            joined[f.name] = np.concatenate(values)
+        elif isinstance(values[0], Tensor):
+            if f.name == "prompt":
+                values = [torch.nn.functional.pad(v, (0, position - v.shape[1]), value=-1) for v in values]
+            elif (f.name != "measures" and any(v.shape[2:] > (1,) for v in values)) or f.name in PER_TOKEN:
                 values = [torch.nn.functional.pad(v, (0, width - v.shape[-1])) for v in values]
             joined[f.name] = torch.cat(values)
     return replace(batches[0], **joined)
