@@ -3,9 +3,41 @@
 run = ascent.train("sort", algorithm="grpo", seed=0)
 """
 
-from ascent.api import load, resume, train  # `ascent.train` is this function; the loop is in the module of that name
-from ascent.records import Run
-from ascent.types import Refused, Trouble
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ascent.api import load, resume
+    from ascent.records import Run
+    from ascent.types import Refused, Trouble
 
 __version__ = "0.1.0"
 __all__ = ["Refused", "Run", "Trouble", "load", "resume", "train"]
+
+_AT = {"load": "api", "resume": "api", "Run": "records", "Refused": "types", "Trouble": "types"}
+
+
+def __getattr__(name: str) -> Any:
+    """Everything on use: a process that only grades responses needs no torch."""
+    if name in _AT:
+        return getattr(import_module(f"ascent.{_AT[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Ascent(ModuleType):
+    """`ascent.train` is the function of `api`, though the loop's module has that name too."""
+
+    @property
+    def train(self) -> Any:
+        return import_module("ascent.api").train
+
+    @train.setter
+    def train(self, module: ModuleType) -> None:
+        """What the import of `ascent.train` would lay over it."""
+
+
+sys.modules[__name__].__class__ = _Ascent

@@ -9,23 +9,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ascent.assemble import Parts, assemble, source_of
 from ascent.config import Config
 from ascent.diagnose.explain import formula, objective_in_words
 from ascent.diagnose.findings import findings
-from ascent.engines import LocalLearner, LocalSampler
-from ascent.evaluate import evaluator
-from ascent.policies import Policy
 from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
+from ascent.records.sinks import check_sinks, open_sinks
 from ascent.settings import configure, flatten, label
-from ascent.train import Streams
 from ascent.train import train as loop
 from ascent.types import Refused, State, Trouble
 
@@ -47,8 +45,9 @@ def start(config: Config, out: str | Path | None, display: Display) -> Run:
     """A new run of this config, in a new folder."""
     config = replace(config, threads=config.threads or torch.get_num_threads())
     if config.init is not None:
-        config = replace(config, init=str(_source(Path(config.init))))
+        config = replace(config, init=str(source_of(Path(config.init))))
     _refuse_unreadable(config)
+    check_sinks(config.track)
     parts = assemble(config)
     words = {
         "label": label(config.algorithm),
@@ -82,6 +81,7 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
     existing = Run(run)
     if existing.status == "finished" and from_step is None:
         return existing
+    check_sinks(existing.config.track)
     folder = RunFolder.reopen(existing.folder)
     try:
         checkpoint.clear_unfinished(folder.path / "checkpoints")
@@ -121,61 +121,19 @@ def _checkpoint(run: Run, step: int | None) -> Path | None:
     return wanted
 
 
-@dataclass
-class Parts:
-    """What the loop is handed."""
-
-    config: Config
-    policy: Policy
-    sampler: LocalSampler
-    learner: LocalLearner
-    streams: Streams
-
-
-def assemble(config: Config, fresh: bool = True) -> Parts:
-    """The policy, sampler and learner of a config, in one process; not `fresh`: a checkpoint will fill them."""
-    algorithm = config.algorithm
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    streams = Streams(config.seed)
-    policy = config.policy(config.task.space, streams.sampling)
-    if config.init is not None and fresh:
-        _load_params(policy, _source(Path(config.init)))
-    learner = LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, config.micro_batch)
-    return Parts(config, policy, LocalSampler(policy, config.temperature, streams.sampling), learner, streams)
-
-
-def _source(given: Path) -> Path:
-    """The folder with the params.safetensors that --init means: a run's newest checkpoint, or this very one."""
-    source = given
-    if (given / "run.json").exists():
-        found = Run(given).checkpoints
-        if not found:
-            raise Refused(f"--init {given}: that run has no checkpoint yet")
-        source = found[-1]
-    if not (source / "params.safetensors").exists():
-        raise Refused(f"--init {given}: neither a run nor a folder with params.safetensors")
-    return source.resolve()
-
-
-def _load_params(policy: Policy, source: Path) -> None:
-    try:
-        policy.load_state_dict(checkpoint.params(source))
-    except RuntimeError:
-        raise Refused(
-            f"--init {source}: its parameters do not fit this policy and task; set the --policy, --length and "
-            "--numbers that it was trained with"
-        ) from None
-
-
 def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, state: State | None) -> Run:
     """Run the loop in a locked folder, and write down how it ended."""
     config = parts.config
-    writer = Writer(folder, config, display)
+    writer = Writer(folder, config, parts.task, display)
+    sinks = open_sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
+    writer.sinks = sinks
     try:
         with interruptible(writer):
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
-            evaluate = evaluator(config, parts.policy, parts.sampler)
-            loop(config, config.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
+            for note in parts.notes:
+                display.say(note)
+            evaluate = parts.evaluator()
+            loop(config, parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
         done = len(Run(folder.path).metrics) >= config.steps
         folder.run["status"] = "finished" if done else "interrupted"
     except KeyboardInterrupt:
@@ -189,7 +147,9 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
     finally:
         display.close()
         writer.close()
+        parts.close()
         _close(folder, config)
+        sinks.close(folder.run["status"])
     return Run(folder.path)
 
 

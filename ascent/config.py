@@ -32,9 +32,15 @@ class Config:
     minibatches: int = 1
     """Optimizer updates in one pass."""
     micro_batch: int = 0
-    """Responses in one forward pass, 0 for all. Memory only: it never changes a gradient."""
+    """Tokens in one forward pass, prompts counted, 0 for all. Memory only: it never changes a gradient."""
     temperature: float = 1.0
     """Sampling temperature; log-probs are taken at it on both sides."""
+    top_k: int = 0
+    """Draw from the likeliest k tokens only; 0: from all. Language models only, as the next two."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that make up this mass."""
+    min_p: float = 0.0
+    """Draw from tokens at least this share as likely as the likeliest."""
     old_logp: Literal["sampler", "learner"] = "sampler"
     """Whose log-probs are logp_old. The mismatch of the two is measured either way."""
     seed: int = 0
@@ -49,12 +55,18 @@ class Config:
     """Steps between checkpoints; the last step always has one."""
     keep: int = 2
     """Checkpoints to keep."""
+    keep_best: bool = False
+    """Save and keep the best evaluation's checkpoint too."""
     record_every: int = 10
     """Steps between recorded rollouts."""
     record_rollouts: str = "4"
     """Groups to record in such a step; `all`: every group of every step; `none`."""
     max_reward_errors: float = 0.1
     """Share of a step's rewards that may fail before the run stops."""
+    max_mismatch: float = 0.3
+    """Mean gap between the log-probs of sampler and trainer above which the run stops."""
+    track: tuple[str, ...] = ()
+    """Trackers that get every metric too: tensorboard, wandb, trackio, mlflow."""
     threads: int = 0
     """Threads of torch; 0: as many as it has. The same number gives the same bits."""
 

@@ -38,6 +38,10 @@ def _weight(batch: Batch, level: Level) -> Factor:
     return torch.exp(log_w if level == "token" else log_w.sum(-1, keepdim=True))
 
 
+MISMATCH = "sampling/sampling_logp_difference/mean"
+"""TRL's name for it."""
+
+
 def mismatch(logp: PerToken, batch: Batch) -> dict[str, Tensor]:
     """How far the trainer's log-probs are from the sampler's, measured before any update.
 
@@ -48,7 +52,7 @@ def mismatch(logp: PerToken, batch: Batch) -> dict[str, Tensor]:
     gap = torch.where(batch.counted, logp - batch.logp_sampler, 0.0)
     w, size = torch.where(batch.counted, torch.exp(log_weight(logp, batch)), 0.0), gap.abs()
     return {
-        "sampling/sampling_logp_difference/mean": size.sum() / tokens,
+        MISMATCH: size.sum() / tokens,
         "sampling/sampling_logp_difference/max": size.max(),
         "sampling/effective_sample_size": w.sum() ** 2 / (w**2).sum().clamp(min=1e-30) / tokens,
         "sampling/kl": (torch.expm1(gap) - gap).sum() / tokens,

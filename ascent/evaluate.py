@@ -10,17 +10,17 @@ from ascent.config import Config
 from ascent.diagnose.exact import every_response, probability, reward_table
 from ascent.engines.base import Sampler
 from ascent.policies import Policy
+from ascent.tasks import Task
 from ascent.types import Metrics
 
 ENUMERABLE = 5_000
 """Prompts × responses up to which E[R] is enumerated at every evaluation."""
 
 
-def evaluator(config: Config, policy: Policy, sampler: Sampler) -> Callable[[], Metrics]:
-    """What the loop calls: held-out accuracy and reward of greedy answers, and E[R] if it is small."""
-    task = config.task
+def evaluator(config: Config, task: Task, sampler: Sampler, policy: Policy | None) -> Callable[[], Metrics]:
+    """What the loop calls: held-out accuracy and reward of greedy answers, and E[R] if the policy is small."""
     prompt = task.held_out(config.eval_prompts)
-    small = len(prompt) * task.space.vocab**task.space.limit <= ENUMERABLE
+    small = policy is not None and len(prompt) * task.space.vocab**task.space.limit <= ENUMERABLE
     table = reward_table(task, prompt) if small else None
     every = every_response(task.space, prompt, config.temperature) if small else None
 
@@ -30,7 +30,8 @@ def evaluator(config: Config, policy: Policy, sampler: Sampler) -> Callable[[], 
         if bool(scores.valid.any()):
             metrics["eval/accuracy"] = scores.correct[scores.valid].double().mean().item()
             metrics["eval/reward"] = scores.reward.sum(-1)[scores.valid].double().mean().item()
-        if table is not None and every is not None:
+            metrics |= {f"eval/{k}": v[scores.valid].double().mean().item() for k, v in scores.measures.items()}
+        if table is not None and every is not None and policy is not None:
             with torch.no_grad():
                 metrics["exact/reward"] = (probability(policy, every) * table).sum().item() / len(prompt)
         return metrics

@@ -17,7 +17,7 @@ from ascent.algorithms import ALGORITHMS, Algorithm
 from ascent.config import Config
 from ascent.menu import hyperparameters, name_of
 from ascent.records.run import read_settings
-from ascent.settings import CHOICES, PLAIN, Resolved, configure, field_docs, flatten, resolve
+from ascent.settings import CHOICES, PLAIN, SHORT, Resolved, configure, field_docs, find_task, flatten, resolve
 from ascent.tasks import TASKS
 from ascent.types import Refused
 
@@ -39,17 +39,22 @@ def parse_train(args: list[str], prog: str) -> tuple[Config, Options]:
         given = flatten(read_settings(Path(file)))
         kept = given.pop("task")
         task = task or kept
-        if task != kept:
+        if find_task(task)[0] is not find_task(kept)[0]:
             given = {k: v for k, v in given.items() if k.split(".")[0] in {*PLAIN, *CHOICES}}
+        given = {k: v for k, v in given.items() if k not in find_task(task)[1]}
         layers.append(given)
     if task is None:
         task = "sort"
         if not {"-h", "--help"} & set(args):
-            raise Refused(f"which TASK? There are {', '.join(name_of(t) for t in TASKS)}: {prog} lecture")
+            raise Refused(f"which TASK? There are {', '.join(map(spelled, TASKS))}: {prog} lecture")
     named = {axis: _value(args, axis) for axis in ("preset", "algorithm", *CHOICES)}
     layers.append({axis: name for axis, name in named.items() if name is not None})
     parsed: Any = tyro.cli(_parser(resolve(task, *layers)), prog=f"{prog} {task}", args=args, description=_about(task))
-    return configure(task, *layers, _settings(parsed)), Options(parsed.out, parsed.dry_run)
+    config = configure(task, *layers, _settings(parsed))
+    verify = getattr(config.task, "verify", None)
+    if verify is not None:
+        verify()
+    return config, Options(parsed.out, parsed.dry_run)
 
 
 def _task(args: list[str]) -> tuple[str | None, list[str]]:
@@ -72,8 +77,13 @@ def _value(args: list[str], flag: str) -> str | None:
 
 
 def _about(task: str) -> str:
-    others = ", ".join(name_of(t) for t in TASKS)
+    others = ", ".join(map(spelled, TASKS))
     return f"Train on {task} (tasks: {others}).\n`ascent explain NAME` says what a row or a choice computes."
+
+
+def spelled(task: type) -> str:
+    """jsonl:SOURCE, as the command line takes it."""
+    return name_of(task) + (":SOURCE" if "source" in hyperparameters(task) else "")
 
 
 RECORDS = ("eval_every", "eval_prompts", "checkpoint_every", "keep", "record_every", "record_rollouts")
@@ -93,6 +103,8 @@ def _parser(found: Resolved) -> type:
     plain = {n: _row(n, kinds[n], found.plain.get(n, PLAIN[n].default), docs[n]) for n in PLAIN}
     run = [row for name, row in plain.items() if name not in RECORDS]
     run.append(_row("lr", float | None, None, "Learning rate: short for --update.lr."))
+    if "model" in hyperparameters(type(found.chosen["policy"])):
+        run.append(_row("model", str | None, None, "Folder or hub name of the model: short for --policy.model."))
     menu = [
         _row(
             "algorithm",
@@ -148,9 +160,8 @@ def _settings(parsed: Any) -> dict[str, Any]:
     for axis in CHOICES:
         for name in hyperparameters(type(getattr(parsed, axis, None))):
             settings[f"{axis}.{name}"] = getattr(getattr(parsed, axis), name)
-    if parsed.run.lr is not None:
-        settings["lr"] = parsed.run.lr
-    return settings | vars(parsed.task)
+    short = {name: getattr(parsed.run, name, None) for name in SHORT}
+    return settings | {name: value for name, value in short.items() if value is not None} | vars(parsed.task)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from ascent.tasks import TASKS
 from ascent.types import Refused
 
 Settings = Mapping[str, Any]
-SHORT = {"lr": "update.lr"}
+SHORT = {"lr": "update.lr", "model": "policy.model"}
 """Flags that stand for a field of a choice."""
 PLAIN = {f.name: f for f in fields(Config) if f.name not in ("task", "policy", "algorithm")}
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
@@ -72,13 +72,13 @@ def configure(task: Any, *layers: Settings) -> Config:
 
 
 def resolve(task: Any, *layers: Settings) -> Resolved:
-    if isinstance(task, str):
-        task = load_python("TASK", task) if task.startswith("python:") else _task_class(task)
+    task, source = find_task(task)
     cls = task if isinstance(task, type) else type(task)
-    layers = tuple({_canonical(k): v for k, v in layer.items()} for layer in layers)
+    layers = tuple({_canonical(k): v for k, v in layer.items()} for layer in (source, *layers))
     preset = _preset(cls, next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default"))
     chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
-    found = Resolved(cls, {} if isinstance(task, type) else dict(vars(task)), {}, chosen)
+    own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
+    found = Resolved(cls, own, {}, chosen)
     for layer in (preset, *layers):
         if "algorithm" in layer:
             chosen |= vars(_row(layer["algorithm"])) | {"update": chosen["update"]}
@@ -97,11 +97,39 @@ def _preset(task: Any, name: str) -> Settings:
     return {_canonical(k): v for k, v in task.presets[name].items()}
 
 
-def _task_class(name: str) -> type:
+def find_task(given: Any) -> tuple[Any, Settings]:
+    """A task's class or instance, from its name, and the settings that NAME:SOURCE brings along.
+
+    In config.json the two stand apart, as the task's name and its field `source`.
+    """
+    if not isinstance(given, str):
+        return given, {}
+    if given.startswith("python:"):
+        return _own_task(given), {}
+    name, colon, source = given.partition(":")
     known = {name_of(cls): cls for cls in TASKS}
     if name not in known:
-        raise Refused(f"TASK {name}: no such task. There are {', '.join(known)}.{nearest(name, known)}")
-    return known[name]
+        raise Refused(f"TASK {given}: no such task. There are {', '.join(known)}.{nearest(name, known)}")
+    if not colon:
+        return known[name], {}
+    fields_of = [_flag(key) for key in hyperparameters(known[name])]
+    if "source" not in fields_of:
+        raise Refused(f"TASK {given}: {name} stands alone; its settings are flags: --{', --'.join(fields_of)}")
+    return known[name], {"source": source}
+
+
+def _own_task(given: str) -> Any:
+    """A user's own task, a class or an instance. An instance is written down as its class and its fields."""
+    found = load_python("TASK", given)
+    cls = found if isinstance(found, type) else type(found)
+    if not (is_dataclass(cls) and "default" in getattr(cls, "presets", {})):
+        raise Refused(
+            f"TASK {given}: a task of your own is a frozen dataclass that derives from ascent.tasks.text.Text, or one "
+            "like those in ascent.tasks, with `presets`; or an instance of such a class"
+        )
+    if found is not cls and cls.__module__.startswith("ascent_user_"):
+        load_python("TASK", f"{given.rpartition(':')[0]}:{cls.__name__}")
+    return found
 
 
 def _canonical(key: str) -> str:
@@ -141,7 +169,14 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass: what it means, in its author's words."""
+    """The string under each field of a dataclass or of its bases: what it means, in its author's words."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        docs |= _docs_in(base) if is_dataclass(base) else {}
+    return docs
+
+
+def _docs_in(cls: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):
@@ -173,7 +208,7 @@ def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
 
 
 def _refuse_unknown(layer: Settings, task: type) -> None:
-    known = {*PLAIN, *CHOICES, *hyperparameters(task), "algorithm", "preset", "lr"}
+    known = {*PLAIN, *CHOICES, *hyperparameters(task), "algorithm", "preset", *SHORT}
     for key in layer:
         if key.split(".")[0] not in known:
             raise Refused(f"--{_flag(key)}: there is no such setting for {name_of(task)}.{nearest(key, known)}")
@@ -187,6 +222,10 @@ def _checked(key: str, value: Any, cls: type) -> Any:
         if get_origin(kind) is Literal:
             if value in get_args(kind):
                 return value
+        elif get_origin(kind) is tuple:
+            items = (value,) if isinstance(value, str) else value  # one stands for a tuple of one
+            if isinstance(items, list | tuple) and all(type(item) is get_args(kind)[0] for item in items):
+                return tuple(items)
         elif kind is Any or type(value) is kind or (kind is type(None) and value is None):
             return value
         elif kind is float and type(value) is int:
@@ -194,8 +233,14 @@ def _checked(key: str, value: Any, cls: type) -> Any:
         elif kind is str and key == "record_rollouts" and type(value) is int:
             return str(value)
     choices = [str(v) for kind in wanted for v in (get_args(kind) if get_origin(kind) is Literal else ())]
-    what = f"one of {', '.join(choices)}" if choices else " or ".join(getattr(k, "__name__", str(k)) for k in wanted)
+    what = f"one of {', '.join(choices)}" if choices else " or ".join(_kind(k) for k in wanted)
     raise Refused(f"--{_flag(key)} is {value!r}: it has to be {what}")
+
+
+def _kind(kind: Any) -> str:
+    return (
+        f"a list of {get_args(kind)[0].__name__}" if get_origin(kind) is tuple else getattr(kind, "__name__", str(kind))
+    )
 
 
 def label(algorithm: Algorithm) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from ascent.algorithms import Algorithm
 from ascent.config import Config
-from ascent.correction import mismatch
+from ascent.correction import MISMATCH, mismatch
 from ascent.engines.base import Learner, Sampler, Stepped
 from ascent.groups import without_signal
 from ascent.tasks.base import Task
@@ -54,6 +54,9 @@ class Records(Protocol):
 
     def stopping(self) -> bool: ...
 
+    def best(self) -> bool:
+        """Was the last evaluation the best one, and is it to be kept?"""
+
 
 class Clock:
     """Seconds spent in each phase of a step, under `time/`."""
@@ -64,7 +67,14 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            lower = {"generate": "--policy.rows or --max-tokens", "eval": "--policy.rows or --max-tokens"}
+            raise Trouble(
+                f"out of memory while it had to {phase}: lower {lower.get(phase, '--micro-batch')}"
+                f"{'' if phase in lower else ', or set --policy.checkpointing'}. It said: {error}"
+            ) from None
         self.spent[f"time/{phase}"] += time.perf_counter() - begin
 
 
@@ -111,10 +121,10 @@ def train(
         working = time.perf_counter() - begin - clock.spent["time/eval"]
         metrics |= {**clock.spent, "time/tokens_per_second": metrics["num_tokens"] / working}
         metrics["time/step"] = time.perf_counter() - begin
-        stop_on_trouble(step, metrics, batch, learner, records)
+        stop_on_trouble(step, metrics, batch, learner, records, config.max_mismatch)
         records.step(step, metrics, batch, minis, updates)
         stopping = records.stopping()
-        if stopping or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+        if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             records.checkpoint(step + 1, learner, streams, state)
         if stopping:
             return
@@ -232,14 +242,28 @@ def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> No
         )
 
 
-def stop_on_trouble(step: int, metrics: Metrics, batch: Batch, learner: Learner, records: Records) -> None:
-    """The first non-finite loss, gradient or parameter ends the run, with the batch that made it."""
+def stop_on_trouble(
+    step: int, metrics: Metrics, batch: Batch, learner: Learner, records: Records, max_mismatch: float
+) -> None:
+    """The first non-finite loss, gradient, log-prob or parameter ends the run, with the batch that made it.
+
+    So does a sampler whose log-probs are far from the trainer's: it samples from another policy.
+    """
     bad = [name for name in ("loss", "grad_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]
-    if not all(bool(p.isfinite().all()) for p in learner.params().values()):
+    if not bool(batch.logp_sampler.isfinite().all()):
+        bad.append("the sampler's log-probs")
+    if not bool(torch.stack([p.isfinite().all() for p in learner.params().values()]).all()):
         bad.append("the parameters")
     if bad:
         where = records.dump(step, batch)
         raise Trouble(
             f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
             "saved is from before. Lower --lr, or set --update.max-norm"
+        )
+    gap = metrics.get(MISMATCH, 0.0)
+    if gap > max_mismatch:
+        raise Trouble(
+            f"step {step}: the log-probs of sampler and trainer are {gap:.3g} apart on average, more than "
+            f"--max-mismatch {max_mismatch:g}: they are not the same policy. The batch is kept in "
+            f"{records.dump(step, batch)}"
         )

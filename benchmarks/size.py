@@ -20,7 +20,7 @@ from ascent.algorithms import Algorithm
 from ascent.config import Config
 from benchmarks.common import close, show
 
-CORE = "types config advantages losses kl weights reference correction exploration groups menu update algorithms train"
+CORE = "types config advantages losses kl weights reference correction exploration groups update algorithms train"
 LATER = "values"
 """Core files that count once they are there."""
 LINES, FILE, FUNCTION, FIELDS = 2_000, 300, 60, 40

@@ -111,7 +111,8 @@ def check_the_denominator_is_the_steps(objective: Callable[[Batch, Outputs], Ter
     batch, _ = algorithm.credit(batch.add(logp_old=batch.logp_sampler), {})
     mini = batch.add(weight=algorithm.weights(batch))
     found = []
-    for learner.micro_batch in (0, 4, 1):
+    width = mini.prompt.shape[1] + mini.mask.shape[2]
+    for learner.micro_batch in (0, 4 * width, width):
         learner.gradient(mini, objective)
         found.append(gradient_of(learner))
     assert torch.allclose(found[0], found[1], rtol=0, atol=1e-12)

@@ -46,13 +46,18 @@ def prepared(algorithm: Algorithm) -> tuple[Any, Batch]:
     return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 
+def tokens(responses: int, batch: Batch) -> int:
+    """The budget in tokens that so many responses take."""
+    return responses * (batch.prompt.shape[1] + batch.mask.shape[2])
+
+
 def gradients(
     algorithm: Algorithm, objective: Callable[[Batch, Outputs], Terms], sizes: tuple[int, ...]
 ) -> list[Tensor]:
     learner, mini = prepared(algorithm)
     found = []
     for size in sizes:
-        learner.micro_batch = size
+        learner.micro_batch = tokens(size, mini)
         terms = learner.gradient(mini, objective)
         found.append(torch.cat([gradient_of(learner), terms.objective.view(1), torch.stack(list(terms.sums.values()))]))
     return found
@@ -133,7 +138,7 @@ def test_scoring_is_the_same_in_parts(size: int) -> None:
     algorithm = Algorithm(reference=Frozen())
     learner, batch = prepared(algorithm)
     whole = learner.score(batch, learner.fills)
-    learner.micro_batch = size
+    learner.micro_batch = tokens(size, batch)
     for name, tensor in learner.score(batch, learner.fills).items():
         close(tensor, whole[name])
 
@@ -159,7 +164,7 @@ def test_the_logp_of_a_step_is_in_the_batchs_order() -> None:
     found = []
     for size in (0, *SIZES):
         learner, mini = prepared(algorithm)
-        learner.micro_batch = size
+        learner.micro_batch = tokens(size, mini)
         found.append(learner.step(mini, algorithm.objective, algorithm.update).logp)
     for logp in found[1:]:
         close(logp, found[0])

@@ -18,8 +18,8 @@ from ascent.tasks import TASKS
 
 PACKAGE = Path(sys.modules["ascent.types"].__file__ or "").parent
 AXES = ("advantages", "losses", "kl", "weights", "reference", "correction", "exploration", "groups", "update", "values")
-CORE = ("types", "config", *AXES, "menu", "algorithms", "train")
-"""The files that the size budget counts; values.py comes with the critics."""
+CORE = ("types", "config", *AXES, "algorithms", "train")
+"""The files that the size budget counts (menu.py is plumbing, as settings.py is); values.py comes with the critics."""
 HEAVY = ("transformers", "vllm", "ray", "wandb", "tyro", "rich", "pyarrow", "matplotlib", "datasets", "ascent.lab")
 
 # A file may import what its own line names, and nothing else of the package. Where a line names a folder, all of it.

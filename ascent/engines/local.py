@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
@@ -89,6 +90,11 @@ class LocalLearner:
     def trainable(self) -> list[Tensor]:
         return self._trainable
 
+    def split(self, batch: Batch) -> Iterator[Batch]:
+        """What goes through the policy at once: at most `micro_batch` tokens, whole responses. Never numbers."""
+        width = batch.prompt.shape[1] + batch.mask.shape[2]
+        return batch.microbatches(max(1, self.micro_batch // width) if self.micro_batch else 0)
+
     def evaluate(self, batch: Batch) -> Outputs:
         """The training forward."""
         logp_all = log_probs(self.policy, batch)
@@ -107,7 +113,7 @@ class LocalLearner:
         """The batch fields that were asked for and that come from a model."""
         needs = needs & self.fills
         found: dict[str, list[Tensor]] = {name: [] for name in needs}
-        for micro in batch.microbatches(self.micro_batch) if needs else ():
+        for micro in self.split(batch) if needs else ():
             logp_all = log_probs(self.policy, micro) if needs & {"logp_old", "kl_full"} else None
             ref_all = log_probs(self.reference, micro) if self.reference is not None else None
             if "logp_old" in needs and logp_all is not None:
@@ -138,7 +144,7 @@ class LocalLearner:
         total: Tensor | None = None
         sums: dict[str, Tensor] = {}
         self._logp: list[Tensor] = []
-        for micro in mini.microbatches(self.micro_batch):
+        for micro in self.split(mini):
             out = self.evaluate(micro)
             terms = objective(micro, out)
             terms.objective.backward(self._uphill)
@@ -164,10 +170,8 @@ class LocalLearner:
             kept.lerp_(now, rate)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        groups = {"params": {k: v.detach() for k, v in self.policy.state_dict().items()}, "optimizer": {}}
-        for i, p in enumerate(self.trainable()):
-            for key, value in self.optimizer.state.get(p, {}).items():
-                groups["optimizer"][f"{i}.{key}"] = value
+        groups = {"params": {k: v.detach() for k, v in self.policy.state_dict().items()}}
+        groups["optimizer"] = self._optimizer_state()
         if self.reference is not None:
             groups["reference"] = dict(self.reference.state_dict())
         return groups
@@ -176,7 +180,16 @@ class LocalLearner:
         self.policy.load_state_dict(state["params"])
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
+        self._restore_optimizer(state["optimizer"])
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        states = (self.optimizer.state.get(p, {}) for p in self.trainable())
+        return {f"{i}.{key}": value for i, state in enumerate(states) for key, value in state.items()}
+
+    def _restore_optimizer(self, state: dict[str, Tensor]) -> None:
         parameters = self.trainable()
-        for name, value in state["optimizer"].items():
+        for name, value in state.items():
             index, key = name.split(".", 1)
-            self.optimizer.state[parameters[int(index)]][key] = value.clone()
+            parameter = parameters[int(index)]
+            device = parameter.device if key != "step" or parameter.is_cuda else value.device
+            self.optimizer.state[parameter][key] = value.to(device, copy=True)

@@ -27,8 +27,8 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int) -> Path:
-    """Write `folder/step_000100`, and drop all but the newest `keep`."""
+def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None) -> Path:
+    """Write `folder/step_000100`, and drop all but the newest `keep` and that of the step `best`."""
     final, aside = folder / name(step), folder / f".writing-{name(step)}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -44,7 +44,8 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
     os.replace(aside, final)
     _flush(folder)
     for old in complete(folder)[:-keep]:
-        _drop(old)
+        if step_of(old) != best:
+            _drop(old)
     return final
 
 

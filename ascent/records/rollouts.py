@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ascent.config import Config
 from ascent.engines.base import Stepped
+from ascent.tasks import Task
 from ascent.types import Batch, Refused
 
 
@@ -15,14 +15,16 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / "rollouts" / f"step_{step:06d}.parquet"
 
 
-def write(folder: Path, step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> None:
-    """The groups that the config asks for, with their log-probs at every update of the step."""
+def write(
+    folder: Path, step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], which: str, task: Task
+) -> None:
+    """`which` groups (a number, or all), with their log-probs at every update of the step."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     groups = batch.prompt.shape[0]
-    if config.record_rollouts != "all":
-        groups = min(groups, int(config.record_rollouts))
+    if which != "all":
+        groups = min(groups, int(which))
     assert batch.index is not None and batch.logp_old is not None and batch.advantage is not None
     by_update = _by_update(minis, updates, groups)
     columns: dict[str, Any] = {
@@ -39,16 +41,19 @@ def write(folder: Path, step: int, batch: Batch, minis: list[Batch], updates: li
     }
     columns |= {} if batch.logp_ref is None else {"logp_ref": batch.logp_ref}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
+    measures = [] if batch.measures is None else batch.measures[:groups].tolist()
     rows = []
     for p in range(groups):
         for s in range(batch.mask.shape[1]):
             cut = slice(lists["length"][p][s])
-            row = {"step": step, "group": p, "sample": s, "prompt": lists["prompt"][p]}
-            row["prompt_text"] = config.task.text(lists["prompt"][p])
+            row = {"step": step, "group": p, "sample": s, "prompt": [i for i in lists["prompt"][p] if i >= 0]}
+            row["prompt_text"] = task.text(row["prompt"])
             row["response"] = lists["response"][p][s][cut]
-            row["response_text"] = config.task.text(row["response"])
+            row["response_text"] = task.text(row["response"])
             row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated")}
             row["reward"] = sum(lists["reward"][p][s])
+            row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
+            row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}
             row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage"))}
             row["logp_update"] = [i for i, _ in by_update[p]]
             row["logp"] = [logp[s][cut] for _, logp in by_update[p]]

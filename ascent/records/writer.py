@@ -19,6 +19,8 @@ from ascent.engines.base import Learner, Stepped
 from ascent.records import checkpoint, rollouts
 from ascent.records.display import Display
 from ascent.records.folder import LINES, RunFolder, read_lines
+from ascent.records.sinks import Sinks
+from ascent.tasks import Task
 from ascent.train import Streams
 from ascent.types import Batch, Metrics, State
 
@@ -52,11 +54,13 @@ HEARTBEAT = 2.0
 class Writer:
     """The records of one run: lines flushed every step, rollouts, checkpoints."""
 
-    def __init__(self, folder: RunFolder, config: Config, display: Display):
-        self.folder, self.config, self.display = folder, config, display
+    def __init__(self, folder: RunFolder, config: Config, task: Task, display: Display):
+        self.folder, self.config, self.task, self.display = folder, config, task, display
+        self.sinks: Sinks | None = None
         self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
         self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
         self.stop = False
+        self.best_step, self._fresh_best = best_of(read_lines(folder.path / "metrics.jsonl")), False
         self.last: dict[str, Any] = {}
         """The last known value of every metric."""
         self._beat = time.monotonic()
@@ -70,13 +74,16 @@ class Writer:
         loss = metrics.pop("loss", None)
         line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
-        for name, text in [*flags(line, self.config.task), *self._failed_rewards(line, batch.errors)]:
+        if self.sinks is not None:
+            self.sinks.step(step, line)
+        self._judge(step, line)
+        for name, text in [*flags(line, self.task), *self._failed_rewards(line, batch.errors)]:
             if name not in self.flagged:
                 self.flagged.add(name)
                 self._line("events.jsonl", {"step": step, "event": "flag", "name": name, "text": text})
                 self.display.say(f"step {step}: {text}")
         if self._recorded(step):
-            rollouts.write(self.folder.path, step, batch, minis, updates, self.config)
+            rollouts.write(self.folder.path, step, batch, minis, updates, self.config.record_rollouts, self.task)
         for file in self.files.values():
             file.flush()
         self.last = {**self.last, **{k: v for k, v in line.items() if v is not None}}
@@ -85,6 +92,17 @@ class Writer:
             self._beat = time.monotonic()
             self.folder.run["step"] = step + 1
             self.folder.save()
+
+    def _judge(self, step: int, line: dict[str, Any]) -> None:
+        """Is this the best evaluation so far?"""
+        self._fresh_best = False
+        if self.config.keep_best and (now := quality(line)) is not None:
+            best = None if self.best_step is None else self.best_step[1]
+            if best is None or now > best:
+                self.best_step, self._fresh_best = (step + 1, now), True
+
+    def best(self) -> bool:
+        return self._fresh_best
 
     def _failed_rewards(self, line: dict[str, Any], reasons: tuple[str, ...]) -> list[tuple[str, str]]:
         if not reasons:
@@ -115,7 +133,9 @@ class Writer:
         sizes = {name: file.tell() for name, file in self.files.items()}
         groups = {**learner.state(), "rng": streams.state()}
         saved = {"step": step, "state": state, "records": sizes}
-        checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep)
+        best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
+        checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep, best)
+        self.folder.run["best"] = best
 
     def dump(self, step: int, batch: Batch) -> str:
         path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
@@ -124,8 +144,16 @@ class Writer:
         return str(path)
 
     def trouble(self, text: str) -> None:
+        self._event("trouble", text)
+
+    def say(self, text: str) -> None:
+        """To the person who watches, and into events.jsonl."""
+        self.display.say(text)
+        self._event("note", text)
+
+    def _event(self, kind: str, text: str) -> None:
         with suppress(OSError):
-            self._line("events.jsonl", {"step": self.last.get("step", -1) + 1, "event": "trouble", "text": text})
+            self._line("events.jsonl", {"step": self.last.get("step", -1) + 1, "event": kind, "text": text})
 
     def stopping(self) -> bool:
         return self.stop
@@ -134,3 +162,16 @@ class Writer:
         for file in self.files.values():
             with suppress(OSError):  # a full disk has been told of by now
                 file.close()
+
+
+def quality(line: dict[str, Any]) -> tuple[float, float] | None:
+    """What makes one evaluation better than another: held-out accuracy, then reward."""
+    if line.get("eval/accuracy") is None:
+        return None
+    return line["eval/accuracy"], line.get("eval/reward") or 0.0
+
+
+def best_of(lines: list[dict[str, Any]]) -> tuple[int, tuple[float, float]] | None:
+    """The step after which the best evaluation was made, and how good it was; the first of equals."""
+    found = [(line["step"] + 1, now) for line in lines if (now := quality(line)) is not None]
+    return max(found, key=lambda pair: (pair[1], -pair[0])) if found else None

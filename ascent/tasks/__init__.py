@@ -1,9 +1,38 @@
-"""Worlds: prompts and verifiable rewards, one file each."""
+"""Worlds: prompts and verifiable rewards, one file each.
 
-from ascent.tasks.base import Task
-from ascent.tasks.lecture import Lecture
-from ascent.tasks.sort import Sort
+Imported on use: a process that only grades language needs neither torch nor the small worlds.
+"""
 
-TASKS = (Lecture, Sort)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ascent.tasks.base import Task
+    from ascent.tasks.lecture import Lecture
+    from ascent.tasks.sort import Sort
+
+    TASKS: tuple[type, ...]
+
+_AT = {
+    "Task": "base",
+    "Lecture": "lecture",
+    "Sort": "sort",
+    "ReasoningGym": "text",
+    "Gsm8k": "text",
+    "Countdown": "text",
+    "Jsonl": "text",
+    "Dataset": "text",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TASKS":
+        return tuple(__getattr__(task) for task in _AT if task != "Task")
+    if name in _AT:
+        return getattr(import_module(f"ascent.tasks.{_AT[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = ["TASKS", "Lecture", "Sort", "Task"]

@@ -1,0 +1,174 @@
+"""A Hugging Face causal language model as a policy. transformers is imported when one is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ascent.types import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A causal language model of transformers: a folder, or a name on the hub."""
+
+    model: str = ""
+    """Folder or hub name of the model. Short form: --model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the parameters; auto: bfloat16 on a GPU, float32 on a CPU. Optimizer state is float32 either way."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto: a GPU if there is one."""
+    lora: int = 0
+    """Rank of LoRA adapters (peft), which alone are then trained; 0: every parameter is."""
+    lora_alpha: float = 32.0
+    """LoRA's scale: the adapters count alpha/rank."""
+    lora_targets: str = "all-linear"
+    """Modules that get adapters: all-linear, or names with commas between them."""
+    checkpointing: bool = False
+    """Gradient checkpointing: less memory, one more forward pass. Memory only, never numbers."""
+    share_prompts: bool = True
+    """Encode a prompt once for its whole group, in training too, where the architecture allows it."""
+    rows: int = 0
+    """Responses that are decoded at once; 0: chosen for the device. Memory only, never the distribution."""
+
+    def __post_init__(self) -> None:
+        if self.lora < 0 or self.rows < 0:
+            raise Refused("--policy.lora and --policy.rows are 0 or more")
+        if self.lora and not self.lora_alpha > 0:
+            raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so set it above 0")
+
+    def load(self, seed: int = 0) -> LanguageModel:
+        """The model and its tokenizer, with adapters where they were asked for (drawn from the seed)."""
+        if not self.model:
+            raise Refused("--model is missing: give a folder, or a name on the hub, of a causal language model")
+        transformers = _import_transformers()
+        device = pick_device(self.device)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=self._dtype(device))
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise Refused(f"--model {self.model}: it cannot be loaded: {first}") from None
+        model = model.to(device).eval().requires_grad_(not self.lora)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        adapted = self._adapt(model, seed) if self.lora else None
+        return LanguageModel(model, tokenizer, adapted)
+
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return getattr(torch, self.dtype)
+
+    def _adapt(self, model: PreTrainedModel, seed: int) -> Any:
+        """LoRA adapters laid into the model's own layers; the first policy is the model itself."""
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError:
+            raise Refused("--policy.lora needs peft: pip install 'ascent-rl[lm]'") from None
+        targets = self.lora_targets if self.lora_targets == "all-linear" else self.lora_targets.split(",")
+        config = LoraConfig(r=self.lora, lora_alpha=self.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                return get_peft_model(model, config)
+            except ValueError as error:
+                raise Refused(f"--policy.lora-targets {self.lora_targets}: {error}") from None
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise Refused("language models need transformers: pip install 'ascent-rl[lm]'") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise Refused(f"--policy.device {name}: there is no such device; cpu, cuda, cuda:1, … or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refused(f"--policy.device {name}: torch sees no GPU here; set cpu or auto")
+    return device
+
+
+class LanguageModel(nn.Module):
+    """A model with its tokenizer, and what the engines need to know of them.
+
+    Prompts go through the chat template once, here; nothing is ever tokenised again.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, adapted: Any = None):
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self._adapted = [adapted]  # peft's own view of the same module, for saving; not a second submodule
+        ends = model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        self.ends = frozenset(e for e in [*ends, tokenizer.eos_token_id] if e is not None)
+        if not self.ends:
+            raise Refused("the model names no end token, so no response could ever end")
+        self.end: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.ends)
+        self.vocab: int = model.get_output_embeddings().weight.shape[0]
+        self.shares = True
+        """Can a group's prompt be encoded once? The learner finds out."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The transformer below the head: ids in, last hidden states out."""
+        return self.model.get_decoder()
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        """Last hidden states `[row position width]`, with an attention layout of the engines'."""
+        out = self.backbone(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
+        return out.last_hidden_state
+
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """The ids of a chat, its template applied, ready for the answer; without a template, of its plain text."""
+        if self.tokenizer.chat_template is None:
+            text = "\n\n".join(message["content"] for message in messages)
+            return list(self.tokenizer(text)["input_ids"])
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return list(ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def piece(self, token: int) -> str:
+        """One token as a person reads it, special ones too."""
+        return self.tokenizer.decode([token])
+
+    def save(self, folder: Path) -> None:
+        """An ordinary Hugging Face folder, adapters merged in."""
+        model: Any = self.model
+        if self._adapted[0] is not None:
+            import copy
+
+            model = copy.deepcopy(self._adapted[0]).merge_and_unload()
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        for path in folder.iterdir():
+            os.chmod(path, 0o644)
+
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that training moves, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
