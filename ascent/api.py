@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import signal
 import threading
 import time
@@ -10,7 +9,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,25 @@ from ascent.assemble import Parts, assemble, source_of
 from ascent.config import Config
 from ascent.diagnose.explain import formula, objective_in_words
 from ascent.diagnose.findings import findings
+from ascent.naming import about, default_folder, label_of
+from ascent.policies import LanguageModel
 from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
+from ascent.records.folder import refuse_taken
 from ascent.records.sinks import check_sinks, open_sinks
-from ascent.settings import configure, flatten, label
+from ascent.settings import configure, flatten
 from ascent.train import train as loop
 from ascent.types import Refused, State, Trouble
 
 
-def train(task: Any, *, out: str | Path | None = None, show: bool = True, **settings: Any) -> Run:
+def train(
+    task: Any, *, out: str | Path | None = None, show: bool = True, preflight: bool = True, **settings: Any
+) -> Run:
     """Train on a task under these settings (those of the command line, dots and all) and return the run.
 
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
-    return start(configure(task, settings), out, for_stream() if show else Display())
+    return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
 
 
 def load(folder: str | Path) -> Run:
@@ -41,22 +44,38 @@ def load(folder: str | Path) -> Run:
     return Run(folder)
 
 
-def start(config: Config, out: str | Path | None, display: Display) -> Run:
-    """A new run of this config, in a new folder."""
+def start(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Run:
+    """A new run of this config, in a new folder; a language model is looked over first."""
     config = replace(config, threads=config.threads or torch.get_num_threads())
     if config.init is not None:
         config = replace(config, init=str(source_of(Path(config.init))))
     _refuse_unreadable(config)
     check_sinks(config.track)
-    parts = assemble(config)
-    words = {
-        "label": label(config.algorithm),
-        "objective": objective_in_words(config.algorithm),
-        "formula": formula(config.algorithm),
-    }
     path = Path(out) if out is not None else default_folder(config)
-    folder = RunFolder.create(path, config.to_dict() | words, about(config))
+    refuse_taken(path)
+    parts = assemble(config)
+    try:
+        if preflight and isinstance(parts.policy, LanguageModel):
+            look_over(parts, display)
+        words = {
+            "label": label_of(config),
+            "objective": objective_in_words(config.algorithm),
+            "formula": formula(config.algorithm),
+        }
+        folder = RunFolder.create(path, config.to_dict() | words, about(config))
+    except BaseException:
+        parts.close()
+        raise
     return carry_out(parts, folder, display, first=0, state=None)
+
+
+def look_over(parts: Parts, display: Display) -> None:
+    """The pre-flight of a language model: shown, and insisted on."""
+    from ascent.preflight import preflight
+
+    report = preflight(parts)
+    display.say(report.text())
+    report.insist()
 
 
 def _refuse_unreadable(config: Config) -> None:
@@ -212,31 +231,4 @@ def interruptible(writer: Writer) -> Iterator[None]:
             signal.signal(s, handler)
 
 
-def about(config: Config) -> dict[str, Any]:
-    """What run.json says of where and with what the run was made."""
-    packages = ("ascent-rl", "torch", "numpy", "safetensors", "pyarrow")
-    return {
-        "task": type(config.task).__name__.lower(),
-        "label": label(config.algorithm),
-        "seed": config.seed,
-        "step": 0,
-        "steps": config.steps,
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in packages}},
-        "machine": {"system": platform.system(), "processor": platform.machine(), "threads": config.threads},
-    }
-
-
-def default_folder(config: Config) -> Path:
-    """runs/<date>-<task>-<algorithm>-s<seed>, numbered where that is taken."""
-    task = type(config.task).__name__.lower()
-    name = label(config.algorithm)
-    row = name.split("+")[0] if not name.startswith("reinforce++") else "reinforce++"
-    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{row}-s{config.seed}"
-    path, count = Path("runs") / base, 1
-    while path.exists():
-        count += 1
-        path = Path("runs") / f"{base}-{count}"
-    return path
-
-
-__all__ = ["assemble", "load", "resume", "start", "train"]
+__all__ = ["assemble", "default_folder", "load", "resume", "start", "train"]

@@ -12,10 +12,11 @@ import torch
 from ascent.config import Config
 from ascent.engines import Learner, LocalLearner, LocalSampler, Sampler
 from ascent.evaluate import evaluator
+from ascent.losses import LogProb
 from ascent.policies import CausalLM, LanguageModel, Policy
 from ascent.records import Run, checkpoint
 from ascent.tasks import Task
-from ascent.tasks.text import Text
+from ascent.tasks.text import Demonstrations, Text
 from ascent.train import Streams
 from ascent.types import Metrics, Refused
 
@@ -35,6 +36,11 @@ class Parts:
     """What a person should know of how these were made."""
 
     def evaluator(self) -> Callable[[], Metrics]:
+        if isinstance(self.config.task, Demonstrations):
+            from ascent.engines.language import held_out_logp
+
+            shown = self.sampler.generate(self.task.held_out(self.config.eval_prompts), 1)
+            return held_out_logp(self.learner, shown)  # type: ignore[arg-type]
         small = self.policy if isinstance(self.policy, Policy) else None
         return evaluator(self.config, self.task, self.sampler, small)
 
@@ -92,8 +98,25 @@ def _language(config: Config) -> Parts:
         config.policy.checkpointing,
     )
     limit = config.task.max_tokens
+    if isinstance(config.task, Demonstrations):
+        return _demonstrated(config, lm, learner, streams, notes)
     sampler = LanguageSampler(lm, limit, config.temperature, streams.sampling, support, config.policy.rows)
     return Parts(config, Tokenized(config.task, lm), lm, sampler, learner, streams, notes)
+
+
+def _demonstrated(config: Config, lm: LanguageModel, learner: Any, streams: Streams, notes: tuple[str, ...]) -> Parts:
+    """SFT: the same learner, and a sampler that reads the responses from the file."""
+    from ascent.engines.language import Demonstrator
+    from ascent.tasks.text.shown import Shown
+
+    if config.samples != 1 or not isinstance(config.algorithm.loss, LogProb):
+        raise Refused(
+            "demonstrations were not sampled by the policy, so there is one a prompt and no ratio to an old policy: "
+            "set --samples 1 --loss log-prob, which is what `ascent sft` does"
+        )
+    task = Shown(config.task, lm)
+    sampler = Demonstrator(lm, config.task.max_tokens, task.demonstration)
+    return Parts(config, task, lm, sampler, learner, streams, notes)
 
 
 def _prove(lm: LanguageModel, config: Config, prove: Callable[..., str | None]) -> tuple[str, ...]:

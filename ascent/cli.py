@@ -14,6 +14,8 @@ USAGE = """\
 usage: ascent COMMAND …
 
   ascent train TASK      train a policy; any axis of the menu is an option
+  ascent sft FILE        learn from demonstrations: a warm start for a language model
+  ascent preflight TASK  what `train` would do, its memory, its reward and a first sample, without training
   ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
   ascent resume RUN      go on with a run, to the same numbers
@@ -58,12 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def train(args: list[str]) -> int:
+def train(args: list[str], prog: str = "ascent train") -> int:
     from ascent.api import start
     from ascent.flags import parse_train
     from ascent.records.display import for_stream
 
-    config, options = parse_train(args, "ascent train")
+    config, options = parse_train(args, prog)
     if options.dry_run:
         from ascent.api import assemble, default_folder
         from ascent.records.folder import refuse_taken
@@ -71,10 +73,43 @@ def train(args: list[str]) -> int:
 
         folder = options.out or default_folder(config)
         refuse_taken(folder)
-        assemble(config)
+        assemble(config).close()
         print(plan(config, folder))
         return 0
-    return _ended(lambda: start(config, options.out, for_stream()))
+    return _ended(lambda: start(config, options.out, for_stream(), options.preflight))
+
+
+def sft(args: list[str]) -> int:
+    if _asks_for_help(args) or not args or args[0].startswith("-"):
+        print(
+            "usage: ascent sft FILE --model NAME_OR_FOLDER …\n\nLearn from a JSONL file of prompts and responses, on the "
+            "learner of `ascent train`, whose options\nit takes (`ascent train demonstrations --help`). Then: ascent train "
+            "TASK --model … --init RUN"
+        )
+        return 0 if _asks_for_help(args) else 2
+    return train([f"demonstrations:{args[0]}", *args[1:]], "ascent sft")
+
+
+def preflight(args: list[str]) -> int:
+    from ascent.assemble import assemble
+    from ascent.flags import parse_train
+    from ascent.policies import LanguageModel
+    from ascent.report import plan
+
+    config, options = parse_train(args, "ascent preflight")
+    parts = assemble(config)
+    try:
+        if not isinstance(parts.policy, LanguageModel):
+            print(plan(config, options.out or Path("runs")))
+            return 0
+        from ascent.preflight import preflight
+
+        report = preflight(parts)
+    finally:
+        parts.close()
+    print(report.text())
+    report.insist()
+    return 0
 
 
 def resume(args: list[str]) -> int:
@@ -184,6 +219,8 @@ def demo(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "sft": sft,
+    "preflight": preflight,
     "compare": compare,
     "explain": explain,
     "resume": resume,

@@ -28,6 +28,7 @@ def evaluator(config: Config, task: Task, sampler: Sampler, policy: Policy | Non
         scores = task.score(sampler.generate(prompt, 1, greedy=True))
         metrics: Metrics = {"eval/reward_errors": len(scores.errors)} if scores.errors else {}
         if bool(scores.valid.any()):
+            assert scores.correct is not None
             metrics["eval/accuracy"] = scores.correct[scores.valid].double().mean().item()
             metrics["eval/reward"] = scores.reward.sum(-1)[scores.valid].double().mean().item()
             metrics |= {f"eval/{k}": v[scores.valid].double().mean().item() for k, v in scores.measures.items()}

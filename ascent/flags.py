@@ -28,6 +28,7 @@ class Options:
 
     out: Path | None = None
     dry_run: bool = False
+    preflight: bool = True
 
 
 def parse_train(args: list[str], prog: str) -> tuple[Config, Options]:
@@ -54,7 +55,7 @@ def parse_train(args: list[str], prog: str) -> tuple[Config, Options]:
     verify = getattr(config.task, "verify", None)
     if verify is not None:
         verify()
-    return config, Options(parsed.out, parsed.dry_run)
+    return config, Options(parsed.out, parsed.dry_run, parsed.preflight)
 
 
 def _task(args: list[str]) -> tuple[str | None, list[str]]:
@@ -86,7 +87,16 @@ def spelled(task: type) -> str:
     return name_of(task) + (":SOURCE" if "source" in hyperparameters(task) else "")
 
 
-RECORDS = ("eval_every", "eval_prompts", "checkpoint_every", "keep", "record_every", "record_rollouts")
+RECORDS = (
+    "eval_every",
+    "eval_prompts",
+    "checkpoint_every",
+    "keep",
+    "keep_best",
+    "record_every",
+    "record_rollouts",
+    "track",
+)
 """The plain settings that decide what is written down and not what is computed."""
 
 
@@ -97,6 +107,7 @@ def _parser(found: Resolved) -> type:
     call = [
         _row("out", Path | None, None, "The run's folder. Default: runs/<date>-<task>-<algorithm>-s<seed>."),
         _row("dry_run", Annotated[bool, tyro.conf.FlagCreatePairsOff], False, "Print what would run, and do nothing."),
+        _row("preflight", bool, True, "Look a language model over before it is trained, and refuse what cannot work."),
         _row("config", Path | None, None, "A run's config.json to start from.", metavar="FILE"),
         _row("preset", str, "default", f"Settings of a whole run: {presets}.", metavar="NAME"),
     ]

@@ -191,9 +191,8 @@ def scored(task: Task, rollouts: Rollouts, greedy: Rollouts | None) -> tuple[Bat
 
 def describe(batch: Batch) -> Metrics:
     """What was sampled, in numbers: reward and its spread, strict score, signal, lengths."""
-    assert batch.correct is not None
     scored, some = batch.reward.sum(-1)[batch.valid], batch.valid.any(1)
-    right = batch.correct & batch.valid
+    right = batch.valid if batch.correct is None else batch.correct & batch.valid
     length = batch.length.to(scored.dtype)
     values = {
         "reward": scored.mean(),
@@ -207,6 +206,8 @@ def describe(batch: Batch) -> Metrics:
         "num_tokens": length.sum(),
     }
     metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    if batch.correct is None:
+        metrics = {k: v for k, v in metrics.items() if k not in ("accuracy", "frac_all_right", "frac_all_wrong")}
     if batch.measures is not None:
         metrics |= dict(zip(batch.measured, batch.measures[batch.valid].mean(0).tolist(), strict=True))
     return {**metrics, "num_responses": batch.valid.numel()}
@@ -224,6 +225,8 @@ def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: 
         whole = {"loss": values.pop("loss"), "grad_norm": values.pop("grad_norm")}
         update.report.update(whole | {name: total / tokens for name, total in values.items()})
     metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}
+    if not batch.sampled:
+        return metrics
     if config.old_logp == "learner":
         assert batch.logp_old is not None
         gap = mismatch(batch.logp_old, batch)

@@ -59,7 +59,8 @@ class Scores:
 
     reward: Float[Tensor, "prompt sample #token"]
     valid: Bool[Tensor, "prompt sample"]
-    correct: Bool[Tensor, "prompt sample"]
+    correct: Bool[Tensor, "prompt sample"] | None
+    """Exactly right? None: nobody can say."""
     errors: tuple[str, ...] = ()
     """One reason for each response that could not be scored."""
     measures: dict[str, Float[Tensor, "prompt sample"]] = field(default_factory=dict)
@@ -90,6 +91,8 @@ class Rollouts:
     temperature: float = 1.0
     version: int = 0
     """The step whose parameters drew these."""
+    sampled: bool = True
+    """False for demonstrations: who wrote them gave no log-probs, and `logp_sampler` is 0."""
     mass: Float[Tensor, "prompt sample token"] | None = None
     """Probability that top-p, top-k or min-p kept at each token; None where nothing was cut."""
 

@@ -5,6 +5,7 @@ Numbers are float64 throughout, so that a golden number is one to 1e-12 and not 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtyping import install_import_hook
@@ -125,3 +126,11 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     if request.param == "per-position":
         return policy_of(PerPosition(dim=4), FIXED)
     return policy_of(TINY, FIXED if request.param == "transformer" else ENDED)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny language model with a real tokenizer, for `--model`."""
+    from tests.language import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("model") / "tiny")

@@ -1,7 +1,9 @@
-"""Tiny language models in float64, and rollouts of them, for the tests of the language engines."""
+"""Tiny language models for the tests: in float64 with rollouts of them, and as a folder with a real tokenizer."""
 
 from __future__ import annotations
 
+import string
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,3 +91,56 @@ def gradient_of(learner: LanguageLearner) -> torch.Tensor:
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in learner.trainable()]
     )
+
+
+# ---- a model as a folder, with words ---------------------------------------------------------------
+
+START, STOP, CHARACTERS = "<|im_start|>", "<|im_end|>", string.digits + string.ascii_letters + string.punctuation + " \n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Any:
+    """One token a printable character, an end token, and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", START, STOP]
+    vocab = {token: i for i, token in enumerate([*special, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token=START,
+        eos_token=STOP,
+        pad_token=STOP,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write_tiny(folder: Path, seed: int = 0, **more: Any) -> Path:
+    """A random Llama of 30,000 parameters with this tokenizer, as a folder that `--model` takes.
+
+    Its tokens are far from equally likely, and one in about thirty ends the response.
+    """
+    import transformers
+
+    tokenizer = tiny_tokenizer()
+    ends = tokenizer.eos_token_id
+    shape = {"vocab_size": len(tokenizer), "eos_token_id": ends, "pad_token_id": ends, "bos_token_id": None}
+    longest = {"max_position_embeddings": 4096, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | shape | longest | more)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.25)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -44,13 +44,22 @@ def findings(last: Mapping[str, Any], task: Any) -> list[str]:
     of = f" of {maximum:g}" if maximum else ""
     if reward is not None and accuracy is not None:
         words.append(f"{name} is {reward:.3f}{of}; {accuracy:.1%} of the greedy answers are exactly right.")
+    if last.get("eval/logp") is not None:
+        words.append(f"Held-out demonstrations have a log-prob of {last['eval/logp']:.3f} a token.")
     hacked = [text for _, text in flags(last, task)]
     words += [text[0].upper() + text[1:] for text in hacked]
     silent, entropy = last.get("frac_reward_zero_std"), last.get("entropy")
     solved = accuracy is not None and accuracy >= 0.99
     if solved:
         words.append("Solved.")
-    elif not hacked and silent is not None and entropy is not None and silent >= HALF and entropy < DETERMINED:
+    elif (
+        accuracy is not None
+        and not hacked
+        and silent is not None
+        and entropy is not None
+        and silent >= HALF
+        and entropy < DETERMINED
+    ):
         words.append(
             f"Stuck: {silent:.0%} of the groups have equal rewards, which gives group credit nothing to compare, and "
             f"at an entropy of {entropy:.3f} nats a token the policy no longer tries anything else."

@@ -1,9 +1,10 @@
-"""Means with intervals over a few seeds."""
+"""Means, shares and pass@k with their intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,3 +28,55 @@ def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     if len(x) < 2:
         return float(x.mean()), math.nan
     return float(x.mean()), t_975(len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts with its 95 % interval, which one prompt alone does not have."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+RESAMPLES = 2000
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of one number a prompt. Wilson's interval if all are 0 or 1, for the bootstrap of a share near 0
+    or 1 is too narrow; else the percentiles of the bootstrap over prompts, from a fixed seed. None: no prompts.
+    """
+    x = np.asarray(values, dtype=float)
+    if not len(x):
+        return None
+    if bool(np.isin(x, (0.0, 1.0)).all()):
+        return wilson(int(x.sum()), len(x))
+    if len(x) == 1:
+        return Estimate(float(x[0]), None, None)
+    rng = np.random.default_rng(0)
+    blocks = np.array_split(np.arange(RESAMPLES), max(1, RESAMPLES * len(x) // 2_000_000))
+    means = np.concatenate([x[rng.integers(len(x), size=(len(block), len(x)))].mean(1) for block in blocks])
+    low, high = np.percentile(means, (2.5, 97.5))
+    return Estimate(float(x.mean()), float(low), float(high))
+
+
+def wilson(right: int, tried: int) -> Estimate:
+    """A share with Wilson's interval: (p + z²/2n ± z√(p(1−p)/n + z²/4n²)) / (1 + z²/n). Wilson, 1927."""
+    p, z = right / tried, 1.959964
+    middle, width = p + z**2 / (2 * tried), z * math.sqrt(p * (1 - p) / tried + z**2 / (4 * tried**2))
+    scale = 1 + z**2 / tried
+    return Estimate(p, max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale))
+
+
+def pass_at(k: int, tried: int, right: int) -> float:
+    """Chance that of k responses out of `tried`, drawn without replacement, one is right: 1 − C(n−c, k)/C(n, k).
+
+    Unbiased for the chance that one of k fresh responses is right. Chen et al., 2021 (Codex).
+    """
+    if not 1 <= k <= tried or not 0 <= right <= tried:
+        raise ValueError(f"pass@{k} of {tried} responses, {right} of them right")
+    return 1.0 - math.comb(tried - right, k) / math.comb(tried, k)
+
+
+def powers(n: int) -> list[int]:
+    """1, 2, 4, … and n itself."""
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})

@@ -85,10 +85,15 @@ def load(path: Path) -> tuple[Groups, dict[str, Any]]:
 
 
 def params(path: Path) -> dict[str, Tensor]:
-    """The policy's parameters of a checkpoint, or of any folder with a params.safetensors."""
+    """The policy's parameters of a checkpoint, its checksum found right, or of any folder with a params.safetensors."""
+    file = path / "params.safetensors"
     try:
-        return load_file(path / "params.safetensors")
-    except (OSError, SafetensorError) as error:
+        if (path / "manifest.json").exists():
+            expected = json.loads((path / "manifest.json").read_text())["sha256"][file.name]
+            if _checksum(file) != expected:
+                raise ValueError(f"{file.name} does not match its checksum")
+        return load_file(file)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise Refused(f"{path}: its parameters cannot be read: {error}") from None
 
 

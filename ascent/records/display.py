@@ -13,6 +13,7 @@ SHOWN = (
     ("exact/reward", "E[R]"),
     ("accuracy", "right"),
     ("eval/accuracy", "greedy"),
+    ("eval/logp", "held-out log-prob"),
     ("entropy", "entropy"),
     ("reward_errors", "reward errors"),
 )

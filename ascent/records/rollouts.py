@@ -39,6 +39,7 @@ def write(
         "logp_old": batch.logp_old,
         "advantage": batch.advantage,
     }
+    columns = {name: tensor for name, tensor in columns.items() if tensor is not None}
     columns |= {} if batch.logp_ref is None else {"logp_ref": batch.logp_ref}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
@@ -50,7 +51,7 @@ def write(
             row["prompt_text"] = task.text(row["prompt"])
             row["response"] = lists["response"][p][s][cut]
             row["response_text"] = task.text(row["response"])
-            row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated")}
+            row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated") if name in lists}
             row["reward"] = sum(lists["reward"][p][s])
             row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
             row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ascent.config import Config
-from ascent.policies import Policy
+from ascent.policies import CausalLM
 from ascent.records import checkpoint, rollouts
 from ascent.records.folder import is_locked, read_json, read_lines
 from ascent.settings import configure, flatten
@@ -75,14 +75,53 @@ class Run:
     def checkpoints(self) -> list[Path]:
         return checkpoint.complete(self.folder / "checkpoints")
 
-    @property
-    def policy(self) -> Policy:
-        """The policy of the newest checkpoint."""
-        if not self.checkpoints:
+    def checkpoint(self, step: int | None = None, best: bool = False, flag: str = "--step") -> Path:
+        """The newest checkpoint, that of a step, or that of the best evaluation; refused with what there is."""
+        if step is not None and best:
+            raise Refused(f"{flag} {step} and --best name two checkpoints: give one of them")
+        found = self.checkpoints
+        if not found:
             raise Refused(f"{self.folder}: no checkpoint yet, so there is no policy to load")
-        policy = self.config.policy(self.config.task.space, torch.Generator())
-        policy.load_state_dict(checkpoint.params(self.checkpoints[-1]))
-        return policy
+        if step is None and not best:
+            return found[-1]
+        if best:
+            step, flag = self._best(), "--best"
+        wanted = self.folder / "checkpoints" / checkpoint.name(step or 0)
+        if wanted not in found:
+            there = ", ".join(str(checkpoint.step_of(p)) for p in found)
+            why = f"its best evaluation is that of step {step}, which was not kept (--keep-best does)" if best else ""
+            raise Refused(
+                f"{flag}{'' if best else f' {step}'}: {self.folder} has no such checkpoint"
+                f"{f': {why}' if why else ''}. There are: {there}"
+            )
+        return wanted
+
+    def _best(self) -> int:
+        from ascent.records.writer import best_of
+
+        found = best_of(self.metrics)
+        if found is None:
+            raise Refused(f"--best: {self.folder} was never evaluated, so no checkpoint is its best")
+        return found[0]
+
+    @property
+    def policy(self) -> Any:
+        """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
+        return policy_of(self.config, self.checkpoint())
+
+
+def policy_of(config: Config, path: Path) -> Any:
+    """The policy of a checkpoint, without whatever only training needs."""
+    given = checkpoint.params(path)
+    if isinstance(config.policy, CausalLM):
+        from ascent.engines.language import load_params
+
+        lm = config.policy.load(config.seed)
+        load_params(lm.trained(), given)
+        return lm
+    policy = config.policy(config.task.space, torch.Generator())
+    policy.load_state_dict(given)
+    return policy
 
 
 def read_config(path: Path) -> Config:

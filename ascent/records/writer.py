@@ -165,7 +165,9 @@ class Writer:
 
 
 def quality(line: dict[str, Any]) -> tuple[float, float] | None:
-    """What makes one evaluation better than another: held-out accuracy, then reward."""
+    """What makes one evaluation better than another: held-out accuracy, then reward; for SFT the log-prob."""
+    if line.get("eval/logp") is not None:
+        return line["eval/logp"], 0.0
     if line.get("eval/accuracy") is None:
         return None
     return line["eval/accuracy"], line.get("eval/reward") or 0.0

@@ -24,6 +24,7 @@ _AT = {
     "Countdown": "text",
     "Jsonl": "text",
     "Dataset": "text",
+    "Demonstrations": "text",
 }
 
 

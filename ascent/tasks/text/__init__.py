@@ -3,8 +3,9 @@
 from ascent.tasks.text.base import Graded, Problem, Text
 from ascent.tasks.text.countdown import Countdown
 from ascent.tasks.text.dataset import Dataset
+from ascent.tasks.text.demonstrations import Demonstrations
 from ascent.tasks.text.gsm8k import Gsm8k
 from ascent.tasks.text.jsonl import Jsonl
 from ascent.tasks.text.reasoning_gym import ReasoningGym
 
-__all__ = ["Countdown", "Dataset", "Graded", "Gsm8k", "Jsonl", "Problem", "ReasoningGym", "Text"]
+__all__ = ["Countdown", "Dataset", "Demonstrations", "Graded", "Gsm8k", "Jsonl", "Problem", "ReasoningGym", "Text"]

@@ -34,6 +34,7 @@ DEFAULT: dict[str, Any] = {
     "eval_every": 25,
     "eval_prompts": 100,
     "checkpoint_every": 25,
+    "keep_best": True,
     "record_every": 5,
 }
 

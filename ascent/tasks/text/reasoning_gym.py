@@ -84,7 +84,7 @@ class ReasoningGym(Generated):
 
     def grade(self, problem: Problem, response: str) -> Graded:
         found = stated(response)
-        strict = self._score(problem, found)
+        strict = self._score(problem, response.strip() if found is None else found)
         loosest = loosely(response, problem.answer)
         loose = max(strict, self._score(problem, loosest))
         said = f"answered {loosest if found is None else found}"[:80]

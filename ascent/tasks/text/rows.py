@@ -109,10 +109,10 @@ class Columns(Rows):
         columns = {name: value for name, value in row.items() if name not in taken}
         answer = row.get(self.answer_column)
         answer = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-        return Problem(_prompt(row[self.prompt_column], f"{where}, column {self.prompt_column}"), answer, columns)
+        return Problem(prompt_of(row[self.prompt_column], f"{where}, column {self.prompt_column}"), answer, columns)
 
 
-def _prompt(value: Any, where: str) -> str | list[Message]:
+def prompt_of(value: Any, where: str) -> str | list[Message]:
     if isinstance(value, str) and value.strip():
         return value
     keys = {"role", "content"}

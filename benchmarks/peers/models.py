@@ -1,0 +1,61 @@
+"""The models and prompts of the language benchmarks."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT
+
+TINY: dict[str, Any] = {
+    "vocab_size": 16_384,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+"""Llama's shape: 8.4 million parameters, half of them in the tied embedding."""
+SMOKE = TINY | {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+
+
+def random_model(folder: Path, shape: dict[str, Any] = TINY) -> str:
+    """A random Llama whose tokens are the words w2, w3, …; saved as an ordinary folder."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, eos_token_id=0, pad_token_id=1, bos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = ["<end>", "<pad>", *(f"w{i}" for i in range(2, shape["vocab_size"]))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
+    return str(folder)
+
+
+def random_prompts(count: int, tokens: int, vocab: int) -> list[str]:
+    rng = random.Random(0)
+    return [" ".join(f"w{rng.randrange(2, vocab)}" for _ in range(tokens)) for _ in range(count)]
+
+
+def smollm2() -> str:
+    """The folder of SmolLM2-135M-Instruct, which is converted where it is not there."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "smollm2.py"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def sums(count: int) -> list[str]:
+    """Questions of the kind that reasoning-gym's chain_sum asks; some 50 tokens with SmolLM2's chat template."""
+    rng = random.Random(0)
+    numbers = [[rng.randrange(10, 100) for _ in range(3)] for _ in range(count)]
+    return [f"State the final answer to the following arithmetic problem: {a} + {b} - {c} =" for a, b, c in numbers]

@@ -1,0 +1,119 @@
+"""TRL's GRPOTrainer, one optimizer step a turn: generation, reward, loss, backward pass and optimizer.
+
+It is set to its fastest for this work: one batch a step, no reference, no checkpointing, nothing logged or saved; and
+since generation and update are aligned, it needs no pass for old log-probs. The clock runs from the trainer's
+on_step_begin to its on_step_end, so that loading the data is not counted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from datasets import Dataset
+from reward import reward
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl import __version__ as version
+from turns import WORK, answer, wait
+
+PARTS = {"_generate": "generate", "_calculate_rewards": "reward", "compute_loss": "forward"}
+spent: dict[str, float] = defaultdict(float)
+seen: dict[str, Any] = {}
+
+
+def rewards(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [reward(text) for text in texts]
+
+
+def clocked(trainer: GRPOTrainer) -> None:
+    """Note how long the trainer's own methods take; the rest of a step is backward pass and optimizer."""
+
+    def wrap(name: str, part: str) -> None:
+        method = getattr(trainer, name)
+
+        def timed(*args: Any, **more: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*args, **more)
+            finally:
+                spent[part] += time.perf_counter() - begin
+                if name == "compute_loss":
+                    seen["tokens"] = int(args[1]["completion_mask"].sum())
+                    ids, mask = args[1]["prompt_ids"], args[1]["prompt_mask"].bool()
+                    seen["prompts"] = sorted({tuple(row[on].tolist()) for row, on in zip(ids, mask, strict=True)})
+
+        setattr(trainer, name, timed)
+
+    for name, part in PARTS.items():
+        wrap(name, part)
+
+
+class Turns(TrainerCallback):
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        wait()
+        spent.clear()
+        self.begin = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        seconds = time.perf_counter() - self.begin
+        rest = seconds - sum(spent.values())
+        answer(seconds=seconds, **spent, **{"backward, optimizer": rest}, **seen)
+
+
+def main() -> None:
+    torch.set_num_threads(WORK["threads"])
+    samples, prompts = WORK["samples"], WORK["prompts"]
+    tokenizer = AutoTokenizer.from_pretrained(WORK["model"])
+    chat = tokenizer.chat_template is not None
+    rows = [[{"role": "user", "content": words}] if chat else words for words in prompts]
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=len(prompts) * samples,
+        num_generations=samples,
+        gradient_accumulation_steps=1,
+        max_completion_length=WORK["tokens"],
+        max_steps=100_000,
+        shuffle_dataset=False,
+        beta=0.0,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        epsilon=0.2,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        generation_kwargs={"eos_token_id": None},  # every response has the same number of tokens
+        learning_rate=WORK["lr"],
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        weight_decay=0.0,
+        max_grad_norm=WORK["max_norm"],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(WORK["model"], dtype=torch.float32),
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": rows * 256}),
+        processing_class=tokenizer,
+        callbacks=[Turns()],
+    )
+    trainer.eos_token_ids = []
+    clocked(trainer)
+    answer(trl=version, torch=torch.__version__, attention=trainer.model.config._attn_implementation)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

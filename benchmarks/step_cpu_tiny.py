@@ -1,0 +1,44 @@
+"""A whole GRPO step of a tiny language model on two cores: Ascent against TRL.
+
+    python -m benchmarks.step_cpu_tiny [--repeats 7] [--smoke]
+
+The model is random, of Llama's shape: 4 layers, width 256, 4 heads of 64, MLP 1024, vocabulary 16,384 with tied
+embeddings. A step is 8 prompts of 16 tokens × 8 samples of 16 new ones: generation, reward, loss, backward pass,
+optimizer. Ascent's is that of its loop on its own task, sampler and learner (reward processes too), the
+peer's that of TRL 1.16's GRPOTrainer at its fastest settings for this work (benchmarks/peers/trl_step.py). The same
+prompts, the same number of tokens (no response may end early), float32, two threads, Dr. GRPO's loss without
+KL, fused AdamW with clipped gradients. Neither records anything.
+
+Each has a process of its own and they take turns, after a step each that does not count; `value` is the median of
+TRL's seconds over the median of Ascent's (the peer is 1), every single measurement is in the line, and the target is
+2. `--smoke` tries it in seconds on a smaller model and without the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.peers.models import SMOKE, TINY, random_model, random_prompts
+from benchmarks.peers.steps import Work, compare
+
+SPEEDUP = 2.0
+PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 16, 16
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--smoke", action="store_true", help="no peer, a smaller model: does it run?")
+    options = parser.parse_args(argv)
+    shape = SMOKE if options.smoke else TINY
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = random_prompts(PROMPTS, PROMPT_TOKENS, shape["vocab_size"])
+        work = Work(random_model(Path(folder), shape), prompts, SAMPLES, TOKENS)
+        return compare("step_cpu_tiny", work, options.repeats, SPEEDUP, options.smoke)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
