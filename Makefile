@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo smollm2 test check clean
 
 setup: $(STAMP)
 
@@ -16,7 +16,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/ascent demo
 
+# The model of the tests as a Hugging Face folder, with no download hub: --model "$$(make -s smollm2)"
+smollm2: setup
+	@$(BIN)/python tools/smollm2.py
+
 test: setup
+	@$(BIN)/python tools/smollm2.py >/dev/null
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: setup

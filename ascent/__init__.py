@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ascent.api import load, resume
+    from ascent.exporting import export
     from ascent.records import Run
+    from ascent.sampling import sample
     from ascent.types import Refused, Trouble
 
 __version__ = "0.1.0"
-__all__ = ["Refused", "Run", "Trouble", "load", "resume", "train"]
+__all__ = ["Refused", "Run", "Trouble", "evaluate", "export", "load", "resume", "sample", "train"]
 
 _AT = {"load": "api", "resume": "api", "Run": "records", "Refused": "types", "Trouble": "types"}
+_AT |= {"sample": "sampling", "export": "exporting"}
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Ascent(ModuleType):
-    """`ascent.train` is the function of `api`, though the loop's module has that name too."""
+    """`ascent.train` and `ascent.evaluate` are functions, though modules of the loop have these names too."""
 
     @property
     def train(self) -> Any:
@@ -38,6 +41,14 @@ class _Ascent(ModuleType):
     @train.setter
     def train(self, module: ModuleType) -> None:
         """What the import of `ascent.train` would lay over it."""
+
+    @property
+    def evaluate(self) -> Any:
+        return import_module("ascent.held_out").evaluate
+
+    @evaluate.setter
+    def evaluate(self, module: ModuleType) -> None:
+        """As above."""
 
 
 sys.modules[__name__].__class__ = _Ascent

@@ -133,11 +133,7 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
 def _checkpoint(run: Run, step: int | None) -> Path | None:
     if step is None:
         return run.checkpoints[-1] if run.checkpoints else None
-    wanted = run.folder / "checkpoints" / checkpoint.name(step)
-    if wanted not in run.checkpoints:
-        there = ", ".join(str(checkpoint.step_of(p)) for p in run.checkpoints) or "none"
-        raise Refused(f"--from {step}: {run.folder} has no such checkpoint. There are: {there}")
-    return wanted
+    return run.checkpoint(step, flag="--from")
 
 
 def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, state: State | None) -> Run:

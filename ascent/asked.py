@@ -92,10 +92,8 @@ def vote_of(task: Task, problem: Problem | None, response: str) -> str:
     """
     if not isinstance(task, Tokenized):
         return response
+    gold = None if problem is None else problem.answer
     hook = getattr(task.task, "answer", None)
-    if hook is not None:
-        found = hook(response) or ""
-    else:
-        found = loosely(response, None if problem is None else problem.answer)
+    found = loosely(response, gold) if hook is None else hook(response) or ""
     value = value_of(whole_number(found))
     return str(value) if value is not None else " ".join(tidy(found).casefold().split())

@@ -20,6 +20,9 @@ usage: ascent COMMAND …
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
   ascent resume RUN      go on with a run, to the same numbers
   ascent show RUN        what a run did; --step N for its responses, --json for scripts
+  ascent eval RUN        scores on held-out prompts: greedy, pass@k, majority, best of k; also of a bare model
+  ascent sample RUN "…"  what the policy says to a prompt; also what a bare model says
+  ascent export RUN DIR  the run's language model as an ordinary Hugging Face folder
   ascent list            the tasks, the algorithms and the menu
   ascent demo            the lecture's policy, stuck and solved, and a reward being hacked
 
@@ -203,6 +206,24 @@ def compare(args: list[str]) -> int:
     return main(args)
 
 
+def evaluate(args: list[str]) -> int:
+    from ascent.commands import evaluate
+
+    return evaluate(args)
+
+
+def sample(args: list[str]) -> int:
+    from ascent.commands import sample
+
+    return sample(args)
+
+
+def export(args: list[str]) -> int:
+    from ascent.commands import export
+
+    return export(args)
+
+
 def demo(args: list[str]) -> int:
     if _asks_for_help(args):
         print(
@@ -225,6 +246,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "resume": resume,
     "show": show,
+    "eval": evaluate,
+    "sample": sample,
+    "export": export,
     "list": list_menu,
     "demo": demo,
 }

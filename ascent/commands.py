@@ -13,6 +13,8 @@ import tyro
 from ascent.flags import parse_train
 from ascent.loaded import Loaded, of_config, of_model, of_run
 from ascent.menu import hyperparameters, name_of, nearest
+from ascent.settings import find_task
+from ascent.tasks.text import Text
 from ascent.types import Refused
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -191,7 +193,7 @@ def export(args: list[str]) -> int:
 
     options = tyro.cli(ExportOptions, prog="ascent export", description=EXPORT, args=args)
     folder = export(options.run, options.folder, step=options.step, best=options.best)
-    print(f"Written: {folder}\nTry it: ascent sample --model {folder} \"…\"")
+    print(f'Written: {folder}\nTry it: ascent sample --model {folder} "…"')
     return 0
 
 
@@ -217,14 +219,16 @@ def _loaded(options: Asked, source: str | None, rest: list[str], command: str, c
         task = source if command == "eval" else options.task
         if task is None:
             return of_model(options.model, **changes)
-        _refuse_run(task, options.model)
+        _refuse_wordless(task, options.model)
         return of_config(_config(task, ["--model", options.model, *rest], rest, command), **changes)
     assert source is not None
     other = None
     if options.task not in (None, "own"):
-        other = _config(options.task, rest, rest, command).task  # type: ignore[arg-type]
+        other = _config(options.task, rest, rest, command).task
     elif rest:
-        raise Refused(f"{' '.join(rest)}: ascent {command} has no such flag; a run brings its settings along, or --task")
+        raise Refused(
+            f"{' '.join(rest)}: ascent {command} has no such flag; a run brings its settings along, or --task"
+        )
     _refuse_task(source, command)
     return of_run(source, options.step, options.best, other, **changes)
 
@@ -235,19 +239,25 @@ def _config(task: str, args: list[str], rest: list[str], command: str) -> Any:
     known = {name.replace("_", "-") for name in hyperparameters(type(config.task))}
     for flag in (arg.partition("=")[0].removeprefix("--") for arg in rest if arg.startswith("--")):
         if flag.removeprefix("no-") not in known and flag not in known and not flag.startswith("policy."):
-            raise Refused(f"--{flag}: ascent {command} has no such flag, and {name_of(config.task)} no such setting."
-                          + nearest(flag, known))
+            raise Refused(
+                f"--{flag}: ascent {command} has no such flag, and {name_of(config.task)} no such setting."
+                + nearest(flag, known)
+            )
     return config
 
 
-def _refuse_run(task: str, model: str) -> None:
+def _refuse_wordless(task: str, model: str) -> None:
+    """A model reads words: no run stands in for the task, and no small world."""
     if Path(task).is_dir() and ":" not in task:
-        raise Refused(f"{task} is a folder, and with --model {model} there has to be a TASK; a run brings its own model")
+        raise Refused(
+            f"{task} is a folder, and with --model {model} there has to be a TASK; a run brings its own model"
+        )
+    found = find_task(task)[0]
+    if not issubclass(found if isinstance(found, type) else type(found), Text):
+        raise Refused(f"--model with the task {task}: it has no words to read. Train on it: ascent train {task}")
 
 
 def _refuse_task(run: str, command: str) -> None:
-    from ascent.settings import find_task
-
     if Path(run).exists():
         return
     try:

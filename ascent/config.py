@@ -96,7 +96,7 @@ class Config:
             )
         if not (self.record_rollouts in ("all", "none") or self.record_rollouts.isdigit()):
             raise Refused(f"--record-rollouts {self.record_rollouts}: a number of groups, `all` or `none`")
-        check = getattr(self.task, "check", None)
+        check = getattr(self.task, "check_prompts", None)
         if check is not None:
             check(self.prompts)
         shaping, limit = self.algorithm.shaping, self.task.space.limit

@@ -67,7 +67,7 @@ class Evaluation:
         notes = ["In brackets: 95 % intervals over prompts, Wilson's for shares and the bootstrap's for means."]
         cut = f", {shape['truncated']:.0%} of them cut off at the limit" if about["ends"] else ""
         notes.append(
-            f"{shape['responses']:,} responses of {shape['mean_length']:.1f} tokens on average{cut}; {self.seconds:.1f} s."
+            f"{shape['responses']:,} responses of {shape['mean_length']:.1f} tokens{cut}; {self.seconds:.1f} s."
         )
         if self.errors:
             notes.append(
@@ -195,7 +195,7 @@ def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
 def _cell(found: Estimate | None) -> str:
     if found is None:
         return "·"
-    return f"{found.value:.3f}" + (f" [{found.low:.3f}, {found.high:.3f}]" if found.low is not None else "")
+    return f"{found.value:.3f}" + (f" [{found.low:.2f}, {found.high:.2f}]" if found.low is not None else "")
 
 
 # ---- numbers ----------------------------------------------------------------------------------------

@@ -52,7 +52,13 @@ def sample(
 
     A run is asked as in training, with its system message and instruction, unless `plain`.
     """
-    changes = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens}
+    changes: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "max_tokens": max_tokens,
+    }
     changes |= {"system": system, "device": device}
     if (run is None) == (model is None):
         raise Refused("a run or a model is asked: give one of them")
@@ -126,13 +132,11 @@ def _numbers(text: str, task: Task) -> list[int]:
 def text(rows: list[Row], policy: Any, logp: bool = False) -> str:
     """Responses below their prompts, for a terminal."""
     lines: list[str] = []
-    before = None
     for row in rows:
-        if row["prompt"] != before or "gold" in row:
+        if row["sample"] == 0:
             lines += ["", *_titled("prompt", row["prompt"])]
             if row.get("gold") is not None:
                 lines += _titled("answer", row["gold"])
-        before = row["prompt"]
         ended = "cut off at the limit" if row["truncated"] else "ended"
         head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
         lines += ["", f"response {row['sample'] + 1}: {head}", printable(row["response"])]

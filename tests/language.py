@@ -95,7 +95,11 @@ def gradient_of(learner: LanguageLearner) -> torch.Tensor:
 
 # ---- a model as a folder, with words ---------------------------------------------------------------
 
-START, STOP, CHARACTERS = "<|im_start|>", "<|im_end|>", string.digits + string.ascii_letters + string.punctuation + " \n"
+START, STOP, CHARACTERS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    string.digits + string.ascii_letters + string.punctuation + " \n",
+)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

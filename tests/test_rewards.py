@@ -293,7 +293,7 @@ def asked(task: Tokenized, response: Callable[[str], list[str]], count: int = 2)
 
 
 def test_the_tasks_own_check(task: Callable[..., Tokenized]) -> None:
-    _, scores = asked(task(), lambda answer: [f"Answer: {answer}", f"it is {answer}", "Answer: 999"])
+    _, scores = asked(task(), lambda answer: [f"Answer: {answer}", f"{answer} it is", "Answer: 999"])
     assert scores.reward.squeeze(-1).tolist() == [[1.0, 0.5, 0.0]] * 2
     assert scores.correct.tolist() == [[True, False, False]] * 2
     assert scores.measures["lenient"].tolist() == [[1.0, 1.0, 0.0]] * 2

@@ -176,7 +176,10 @@ NUMBERS = [
     ("Answer: $1,234.00", True, True),
     (r"\boxed{1234}", True, True),
     ("#### 1234", True, True),
-    ("It is 1234", False, True),
+    ("It is 1234", True, True),
+    ("It is 1234.", True, True),
+    ("1000 + 234 = **$1,234**", True, True),
+    ("It is 1234, I think", False, True),
     ("Answer: 1234 apples", False, True),
     ("The answer is 1234, since 2 was carried.", False, False),
     ("The answer is 1234.\nCheck: 1000 + 234", False, True),
@@ -386,7 +389,8 @@ def test_a_reasoning_gym_problem(chain_sum: ReasoningGym) -> None:
     gold = chain_sum.gold(problem)
     assert gold == f"Answer: {problem.answer}"
     assert chain_sum.grade(problem, gold) == Graded(1.0, True, True, f"answered {problem.answer}")
-    assert chain_sum.grade(problem, f"Well, that makes {problem.answer}.")[:3] == (0.5, False, True)
+    assert chain_sum.grade(problem, f"It makes {problem.answer}, I think.")[:3] == (0.5, False, True)
+    assert chain_sum.grade(problem, f"Well, that makes {problem.answer}.")[:3] == (1.0, True, True)
     assert chain_sum.grade(problem, f"Answer: {int(problem.answer or 0) + 1}")[:3] == (0.0, False, False)
 
 

@@ -31,7 +31,7 @@ def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts with its 95 % interval, which one prompt alone does not have."""
+    """A mean over prompts with its 95 % interval, where there is one."""
 
     value: float
     low: float | None
@@ -50,7 +50,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return None
     if bool(np.isin(x, (0.0, 1.0)).all()):
         return wilson(int(x.sum()), len(x))
-    if len(x) == 1:
+    if bool((x == x[0]).all()):  # one prompt, or all alike: their spread is unknown, not 0
         return Estimate(float(x[0]), None, None)
     rng = np.random.default_rng(0)
     blocks = np.array_split(np.arange(RESAMPLES), max(1, RESAMPLES * len(x) // 2_000_000))

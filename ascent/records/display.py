@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from ascent.correction import MISMATCH
+
 SHOWN = (
     ("reward", "reward"),
     ("exact/reward", "E[R]"),
@@ -17,6 +19,9 @@ SHOWN = (
     ("entropy", "entropy"),
     ("reward_errors", "reward errors"),
 )
+
+
+PHASES = ("generate", "reward", "score", "update", "sync", "eval")
 
 
 class Display:
@@ -31,11 +36,12 @@ class Display:
     def close(self) -> None: ...
 
 
-class Bar(Display):
-    """A progress bar with the numbers that matter, the loss not among them."""
+class Board(Display):
+    """A progress bar, and below it everything that a step reports; the loss comes last."""
 
     def start(self, done: int, total: int, title: str) -> None:
         from rich.console import Console
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.console = Console(stderr=True)
@@ -49,20 +55,56 @@ class Bar(Display):
         )
         self.room = self.console.width - (20 + 2 * len(str(total)) + 1 + 5 + 4)
         self.task = self.progress.add_task("", total=total, completed=done, numbers="")
-        self.total, self.shown = total, 0.0
-        self.progress.start()
+        self.total, self.shown, self.metrics = total, 0.0, {}
+        self.live = Live(console=self.console, get_renderable=self._drawn, refresh_per_second=4)
+        self.live.start()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
         if now - self.shown > 0.1 or step + 1 == self.total:
-            self.shown = now
+            self.shown, self.metrics = now, metrics
             self.progress.update(self.task, completed=step + 1, numbers=numbers(metrics, self.room))
+
+    def _drawn(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        lines = [Text(f"{name:<9}{words}", no_wrap=True, overflow="ellipsis") for name, words in board(self.metrics)]
+        return Group(self.progress, *lines)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self.progress.stop()
+        self.live.stop()
+
+
+BOARD: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    ("reward", (("reward", "", ".3f"), ("reward_std", "± ", ".3f"), ("accuracy", "right ", ".1%"))),
+    ("", (("lenient", "right in any form ", ".1%"), ("eval/accuracy", "held-out ", ".1%"))),
+    ("groups", (("frac_reward_zero_std", "without signal ", ".0%"), ("frac_all_right", "all right ", ".0%"))),
+    ("", (("frac_all_wrong", "all wrong ", ".0%"),)),
+    ("length", (("completions/mean_length", "", ".1f"), ("completions/clipped_ratio", "cut off ", ".0%"))),
+    ("policy", (("entropy", "entropy ", ".3f"), ("kl", "KL ", ".4f"), ("clip_ratio/low_mean", "clipped low ", ".2%"))),
+    ("", (("clip_ratio/high_mean", "high ", ".2%"), ("value/explained_variance", "V explains ", ".0%"))),
+    ("update", (("grad_norm", "‖∇‖ ", ".3g"), (MISMATCH, "sampler mismatch ", ".1e"))),
+    ("seconds", tuple((f"time/{phase}", f"{phase} ", ".2f") for phase in PHASES)),
+    ("", (("time/tokens_per_second", "tokens/s ", ".0f"),)),
+    ("loss", (("loss", "", ".4f"),)),
+)
+"""What the board shows: a line's name, and its numbers. A line without a name goes on with the one before it."""
+
+
+def board(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The lines of the board; what was not measured is left out."""
+    lines: list[tuple[str, str]] = []
+    for name, cells in BOARD:
+        words = [f"{head}{metrics[key]:{form}}" for key, head, form in cells if metrics.get(key) is not None]
+        if name:
+            lines.append((name, "  ".join(words)))
+        elif words:
+            lines[-1] = (lines[-1][0], "  ".join(filter(None, (lines[-1][1], *words))))
+    return [(name, words) for name, words in lines if words]
 
 
 class Lines(Display):
@@ -96,4 +138,4 @@ def _short(value: Any) -> str:
 
 
 def for_stream() -> Display:
-    return Bar() if sys.stderr.isatty() else Lines()
+    return Board() if sys.stderr.isatty() else Lines()

@@ -75,7 +75,7 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | Non
         axis.set_ylabel(unit if not (head == "Reward" and not any(m for _, _, m in runs)) else "reward")
         if unit.startswith("share"):
             axis.set_ylim(-0.03, 1.03)
-        if len(names) > 1 or len(runs) > 1:
+        if axis.get_legend_handles_labels()[0] and (len(names) > 1 or len(runs) > 1):
             axis.legend(frameon=False, fontsize=7.5)
     for axis in axes.flat:
         axis.xaxis.get_major_locator().set_params(integer=True)

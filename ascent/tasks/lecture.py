@@ -77,7 +77,7 @@ class Lecture:
         """All three, in this order, every time."""
         return torch.tensor(PROMPTS)
 
-    def check(self, prompts: int) -> None:
+    def check_prompts(self, prompts: int) -> None:
         if prompts != len(PROMPTS):
             raise Refused(f"--prompts {prompts}: the lecture has three prompts and draws all of them; set --prompts 3")
 

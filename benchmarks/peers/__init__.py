@@ -64,7 +64,7 @@ class Peer:
     def __init__(self, name: str, script: str, work: dict[str, Any]):
         python = environment(name)
         threads = {"OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        self.script, self.said = script, tempfile.TemporaryFile()
+        self.script, self.said = script, tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(python), str(HERE / f"{script}.py"), json.dumps({"threads": THREADS, **work})],
             stdin=subprocess.PIPE,

@@ -25,7 +25,7 @@ spent: dict[str, float] = defaultdict(float)
 seen: dict[str, Any] = {}
 
 
-def rewards(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+def rewards(completions: list[Any], **_: Any) -> list[float]:
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [reward(text) for text in texts]
 

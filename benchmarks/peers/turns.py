@@ -19,4 +19,4 @@ def answer(**found: Any) -> None:
 def wait() -> None:
     """For the next turn. When there is none, the process ends."""
     if not sys.stdin.readline():
-        os._exit(0)
+        sys.exit(0)

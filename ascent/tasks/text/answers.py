@@ -4,8 +4,9 @@ A response says its answer *strictly* where it marks it, and then says nothing m
 
     Answer: 7        #### 7        \\boxed{7}        <answer>7</answer>
 
-or where it is the answer and nothing else. *Leniently* it is taken from free text: what stands after
-"the answer is", else the last number, the last word or the last line, whichever kind the right answer is.
+or where it ends with it: "4 + 3 = 7." does, "it is 7, I think" does not. Small models manage that where they
+manage no mark. *Leniently* the answer is taken from free text: what stands after "the answer is", else the
+last number, the last word or the last line, whichever kind the right answer is.
 Either way it is one candidate: a response that lists many guesses gains nothing by it.
 """
 
@@ -28,6 +29,10 @@ MARKS = re.compile(
 )
 PHRASE = re.compile(r"\banswer\s+(?:is|would\s+be|must\s+be|equals)\s*:?", re.IGNORECASE)
 WRAPPING = "*`\"' \t\r\n"
+
+
+CLOSING = WRAPPING + ".!%$)]}"
+"""What may stand between the last number and the end."""
 
 
 class Verdict(NamedTuple):
@@ -98,6 +103,19 @@ def stated(response: str) -> str | None:
     return rest.strip().strip("*").strip()
 
 
+def ending(response: str, answer: str | None) -> str:
+    """What is marked, or else what the response ends with, of the kind that the right answer is; "" for neither."""
+    found = stated(response)
+    if found is not None:
+        return found
+    if answer is None or whole_number(answer) is None:
+        phrases = list(PHRASE.finditer(response))
+        return response[phrases[-1].end() :].strip() if phrases else loosely(response, answer)
+    text = _plain(response)
+    last = list(NUMBER.finditer(text))[-1:]
+    return next((_spell(m) for m in last if not text[m.end() :].strip(CLOSING)), "")
+
+
 def loosely(response: str, answer: str | None) -> str:
     """One candidate out of free text, of the kind that the right answer is."""
     found = stated(response)
@@ -151,10 +169,9 @@ def exact(answer: str, response: str) -> Verdict:
 
 
 def number(answer: str, response: str) -> Verdict:
-    """The same number, exactly. Leniently: the last number of the response."""
+    """The same number, exactly: marked, or at the end. Leniently: the last number of the response."""
     gold = whole_number(answer) or last_number(answer)
-    found = stated(response)
-    strict = same_number(whole_number(response if found is None else found), gold)
+    strict = gold is not None and same_number(whole_number(ending(response, gold)), gold)
     loose = loosely(response, gold)
     return Verdict(strict, strict or same_number(loose, gold), f"answered {_head(loose) if loose else 'no number'}")
 

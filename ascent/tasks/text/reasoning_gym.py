@@ -2,8 +2,8 @@
 
     reasoning-gym:chain_sum      --options '{"max_terms": 2, "max_digits": 1}'
 
-The prompt asks for a last line `Answer: …`, which small models manage where they do not manage tags. Strictly
-right is what follows the mark, leniently the last number, word or line (see `answers`). The data sets' own scores
+The prompt asks to end with the answer, which small models manage where they manage no mark and no tags. Strictly
+right is a response that does, leniently its last number, word or line (see `answers`). The data sets' own scores
 pay many a wrong answer a little: 0.5 to 17 in place of 7, for it contains it, 0.01 to an empty one. So a score
 below 1 counts as 0 unless `--partial` is set.
 
@@ -20,7 +20,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from ascent.tasks.text.answers import loosely, stated, tidy, whole_number
+from ascent.tasks.text.answers import ending, loosely, tidy, whole_number
 from ascent.tasks.text.base import Graded, Problem, refuse
 from ascent.tasks.text.generated import INDICES, Generated
 from ascent.tasks.text.rows import need
@@ -32,7 +32,7 @@ RIGHT = 1 - 1e-9
 class ReasoningGym(Generated):
     """reasoning-gym:NAME: any of its tasks, generated without end."""
 
-    instruction: str = "End with a line that has only Answer: and the answer."
+    instruction: str = "End with the answer."
     """Stands below every prompt: how the answer has to be given."""
     source: str = ""
     """Name of the data set. Short form: reasoning-gym:NAME."""
@@ -83,11 +83,11 @@ class ReasoningGym(Generated):
         _maker(self.source, self.options)
 
     def grade(self, problem: Problem, response: str) -> Graded:
-        found = stated(response)
-        strict = self._score(problem, response.strip() if found is None else found)
+        found = ending(response, problem.answer)
+        strict = self._score(problem, found)
         loosest = loosely(response, problem.answer)
         loose = max(strict, self._score(problem, loosest))
-        said = f"answered {loosest if found is None else found}"[:80]
+        said = f"answered {found or loosest}"[:80]
         if self.partial:
             return Graded(max(strict, self.lenient * loose), strict >= RIGHT, loose >= RIGHT, said)
         return self.graded(strict >= RIGHT, loose >= RIGHT, said)
