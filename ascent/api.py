@@ -140,7 +140,17 @@ def assemble(config: Config, fresh: bool = True) -> Parts:
     policy = config.policy(config.task.space, streams.sampling)
     if config.init is not None and fresh:
         _load_params(policy, _source(Path(config.init)))
-    learner = LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, config.micro_batch)
+    choice = algorithm.critic
+    critic = config.policy.critic(policy, choice.shared, streams.critic) if choice.on else None
+    learner = LocalLearner(
+        policy,
+        algorithm.update,
+        algorithm.reference.kept,
+        algorithm.outputs,
+        config.micro_batch,
+        critic,
+        choice.update,
+    )
     return Parts(config, policy, LocalSampler(policy, config.temperature, streams.sampling), learner, streams)
 
 

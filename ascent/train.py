@@ -32,6 +32,7 @@ class Streams:
         self.sampling = torch.Generator().manual_seed(seed)
         self.prompts = torch.Generator().manual_seed(seed + 1_000_003)
         self.order = torch.Generator().manual_seed(seed + 2_000_003)
+        self.critic = torch.Generator().manual_seed(seed + 3_000_003)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: generator.get_state() for name, generator in vars(self).items()}
@@ -100,6 +101,7 @@ def train(
                 again = part is batch and minis
                 minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
                 updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
+                updates[-1].sums.update(algorithm.critic(learner, minis[-1]))
         metrics |= summarize(batch, minis, updates, config)
         with clock("sync"):
             state = algorithm.after(state, metrics)
@@ -199,22 +201,23 @@ def describe(batch: Batch) -> Metrics:
 
 
 def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
-    """The means over a step's updates, and the sampler's mismatch before the first of them."""
+    """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them."""
     if not updates:
         return {}
-    names = list(updates[0].metrics)
-    rows = torch.stack([value for u in updates for value in u.metrics.values()]).view(-1, len(names)).tolist()
+    whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
+    values = [value for u in updates for value in (*u.metrics.values(), *u.sums.values())]
+    rows = torch.stack(values).view(-1, len(names)).tolist()
     for mini, update, row in zip(minis, updates, rows, strict=True):
-        values = dict(zip(names, row, strict=True))
         tokens = max(mini.tokens, 1)
-        whole = {"loss": values.pop("loss"), "grad_norm": values.pop("grad_norm")}
-        update.report.update(whole | {name: total / tokens for name, total in values.items()})
+        row[whole:] = [total / tokens for total in row[whole:]]
+        update.report.update(zip(names, row, strict=True))
     metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}
     if config.old_logp == "learner":
         assert batch.logp_old is not None
         gap = mismatch(batch.logp_old, batch)
     else:
         gap = mismatch(updates[0].logp, minis[0])
+    gap |= config.algorithm.critic.measure(batch)
     return metrics | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
 
 
@@ -230,7 +233,7 @@ def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> No
 
 def stop_on_trouble(step: int, metrics: Metrics, batch: Batch, learner: Learner, records: Records) -> None:
     """The first non-finite loss, gradient or parameter ends the run, with the batch that made it."""
-    bad = [name for name in ("loss", "grad_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]
+    bad = [name for name in ("loss", "grad_norm", "value/loss") if not abs(metrics.get(name, 0.0)) < float("inf")]
     if not all(bool(p.isfinite().all()) for p in learner.params().values()):
         bad.append("the parameters")
     if bad:

@@ -116,8 +116,11 @@ class Batch(Rollouts):
     """‖∇ log π(response)‖², exact."""
     reward_greedy: Float[Tensor, "prompt 1 1"] | None = None
     """Reward of one greedy response a prompt: scored, never trained on."""
+    value: Float[Tensor, "prompt sample state"] | None = None
+    """V of the state before each token, and of the one after the last; `returns` is what it should have been."""
 
     advantage: Float[Tensor, "prompt sample #token"] | None = None
+    returns: Float[Tensor, "prompt sample token"] | None = None
     correction: Float[Tensor, "prompt sample #token"] | None = None
     weight: Float[Tensor, "prompt sample token"] | None = None
     entropy_coef: float = 0.0
