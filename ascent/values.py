@@ -126,7 +126,7 @@ class GAE(Valued):
     """A geometric mixture of all k-step credits.
 
     A_t = Σ_j (γλ)^j d_{t+j}
-    Schulman et al. 2016. λ trades the critic's bias for the reward's variance: 0 is TD, 1 Monte Carlo.
+    Schulman et al. 2016. λ trades V's bias for the reward's variance: 0 is TD, 1 Monte Carlo.
     Degenerate case: an outcome reward, γ = λ = 1 and V = the group's mean is the centered credit.
     """
 

@@ -38,6 +38,7 @@ def write(folder: Path, step: int, batch: Batch, minis: list[Batch], updates: li
         "advantage": batch.advantage,
     }
     columns |= {} if batch.logp_ref is None else {"logp_ref": batch.logp_ref}
+    columns |= {} if batch.value is None else {"value": batch.value}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
     rows = []
     for p in range(groups):
@@ -49,7 +50,7 @@ def write(folder: Path, step: int, batch: Batch, minis: list[Batch], updates: li
             row["response_text"] = config.task.text(row["response"])
             row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated")}
             row["reward"] = sum(lists["reward"][p][s])
-            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage"))}
+            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage", "value"))}
             row["logp_update"] = [i for i, _ in by_update[p]]
             row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
             rows.append(row)
