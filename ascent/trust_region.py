@@ -57,12 +57,12 @@ class TrustRegion(Update):
     """Added to the diagonal of F."""
     iterations: int = 5
     """Conjugate gradients, at most."""
-    fisher_tokens: int = 1000
+    fisher_tokens: int = 500
     """F is taken over about so many tokens, of prompts spread over the batch; KL and gain are of the whole. 0: all."""
     backtracks: int = 20
     """How often a step that fails is shortened before it is given up."""
-    shrink: float = 0.8
-    """What it is multiplied by then."""
+    shrink: float = 0.7
+    """What it is multiplied by where it gained nothing; where its KL is above Δ, that says by how much."""
     whole = True
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class TrustRegion(Update):
         terms = learner.gradient(mini, objective)
         g = [torch.zeros_like(p) if p.grad is None else -p.grad for p in learner.trainable()]
         norm = global_norm(g)
-        found = dict.fromkeys(("accepted", "kl", "gain", "expected_gain", "too_far", "no_gain"), 0.0)
+        found = dict.fromkeys(("accepted", "scale", "kl", "gain", "expected_gain", "too_far", "no_gain"), 0.0)
         if math.isfinite(norm) and norm > 0:
             every = max(1, round(mini.tokens / (self.fisher_tokens or mini.tokens)))
             product = learner.fisher(mini.select(slice(None, None, every)))
@@ -82,19 +82,24 @@ class TrustRegion(Update):
             curvature = dot(s, product(s))
             if curvature > 0:
                 step = [math.sqrt(2 * self.delta / curvature) * x for x in s]
-                found |= self.search(learner, mini, objective, terms.objective, step) | {"expected_gain": dot(g, step)}
+                found |= self.search(learner, mini, objective, terms.objective, step)
+                found["expected_gain"] = found["scale"] * dot(g, step)
         return terms, {"grad_norm": norm} | {f"trust_region/{k}": torch.tensor(v) for k, v in found.items()}
 
     def search(self, learner: Learns, mini: Batch, objective: Objective, before: Tensor, step: Vector) -> dict:
         """Shorten the step until both are right; count the trials beyond Δ, and those within it that gained nothing."""
         old, why = [p.detach().clone() for p in learner.trainable()], {"too_far": 0.0, "no_gain": 0.0}
-        for trial in range(self.backtracks + 1):
-            learner.assign(plus(old, self.shrink**trial, step))
+        scale = 1.0
+        for _ in range(self.backtracks + 1):
+            learner.assign(plus(old, scale, step))
             kl = float(learner.kl_from(mini, old))
             gain = float(learner.total(mini, objective) - before) if kl <= self.delta else math.nan
             if gain > 0:
-                return {"accepted": 1.0, "kl": kl, "gain": gain, **why}
+                return {"accepted": 1.0, "scale": scale, "kl": kl, "gain": gain, **why}
             why["no_gain" if kl <= self.delta else "too_far"] += 1
+            # The KL grows as the square of the scale: one that is known says how much too far the step went.
+            known = self.delta < kl < math.inf
+            scale *= max(0.1, 0.95 * math.sqrt(self.delta / kl)) if known else self.shrink
         learner.assign(old)
         return why
 

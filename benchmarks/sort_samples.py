@@ -23,11 +23,11 @@ from typing import Any
 from benchmarks.common import close, markdown, show, write_page
 
 ACCURACY = 0.99
-COMMON: dict[str, Any] = {"steps": 400, "eval_every": 5, "eval_prompts": 5_000, "threads": 1}
+COMMON: dict[str, Any] = {"eval_every": 5, "eval_prompts": 5_000, "threads": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "trpo": {"update.delta": 0.03},
-    "grpo": {},
+    "ppo": {"steps": 250, "minibatches": 2},
+    "trpo": {"steps": 400, "update.delta": 0.03},
+    "grpo": {"steps": 250, "minibatches": 2},
 }
 
 
@@ -76,13 +76,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rows", default="ppo,trpo,grpo")
-    parser.add_argument("--steps", type=int, default=COMMON["steps"], help="fewer steps, to try the benchmark itself")
+    parser.add_argument("--steps", type=int, default=None, help="fewer steps, to try the benchmark itself")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
     rows, began = options.rows.split(","), time.perf_counter()
     found: dict[str, list[Stopwatch]] = {row: [] for row in rows}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        work = [pool.submit(run, row, seed, {"steps": options.steps}) for seed in range(options.seeds) for row in rows]
+        fewer = {} if options.steps is None else {"steps": options.steps}
+        work = [pool.submit(run, row, seed, fewer) for seed in range(options.seeds) for row in rows]
         for done in work:
             row, seed, records = done.result()
             found[row].append(records)

@@ -140,11 +140,11 @@ def test_the_realised_kl_never_exceeds_delta(
 def test_a_small_step_has_the_kl_and_the_gain_that_were_expected() -> None:
     """Where the expansions hold, the first trial is right, its KL near Δ and its gain near gᵀs."""
     policy = policy_of(TINY, ENDED)
-    update = TrustRegion(1e-6, 0.1, iterations=30, fisher_tokens=0, backtracks=2, shrink=0.99)
+    update = TrustRegion(1e-6, 0.1, iterations=30, fisher_tokens=0, backtracks=2)
     learner, batch = prepared(policy)
     said = learner.step(batch, TRPO.objective, update).metrics
     assert said["trust_region/accepted"] == 1
-    assert 0.95 < float(said["trust_region/kl"]) / 1e-6 <= 1
+    assert 0.85 < float(said["trust_region/kl"]) / 1e-6 <= 1
     assert float(said["trust_region/gain"]) == pytest.approx(float(said["trust_region/expected_gain"]), rel=0.05)
 
 
@@ -207,7 +207,7 @@ def test_without_signal_no_step_is_taken_and_none_was_refused() -> None:
     before = [p.detach().clone() for p in policy.parameters()]
     stepped = learner.step(batch.add(advantage=torch.zeros_like(batch.advantage)), TRPO.objective, TRPO.update)
     said = {k: float(v) for k, v in stepped.metrics.items()}
-    assert [v for k, v in said.items() if k != "loss"] == [0.0] * 7
+    assert [v for k, v in said.items() if k != "loss"] == [0.0] * 8
     assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
     assert flags(said, configure("sort").task) == []
 
