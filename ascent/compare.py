@@ -262,7 +262,7 @@ def draw(runs: Mapping[str, list[Run]], path: Path, seeds: int) -> Path:
     return plot_bands(curves, path, title, spent)
 
 
-def _spent(run: Run) -> dict[str, list[float]]:
+def _spent(run: Run) -> dict[str, list[Any]]:
     """What a run had cost after each of its steps: samples, updates and seconds."""
     per_step = Counter(update["step"] for update in run.updates)
     costs = {

@@ -62,7 +62,7 @@ class Valued(Advantage):
     gamma: float = 1.0
     """γ: discount a token. Below 1 the objective is another: a reward counts less for tokens far before it."""
     bootstrap: bool = field(default=False, kw_only=True)
-    """Go on with V(s_L) after a truncated response; off: its reward was all there is to come."""
+    """Go on with V(s_L) after a truncated response (no return ever teaches it: it may drift); off: with 0."""
     whitened: bool = field(default=False, kw_only=True)
     """Shift and scale to mean 0 and standard deviation 1 over the tokens of the rollout batch."""
     lam: ClassVar[float]
