@@ -23,15 +23,18 @@ from ascent.correction import CORRECTIONS, Correction, NoCorrection
 from ascent.exploration import EXPLORATIONS, Exploration, NoBonus
 from ascent.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
 from ascent.kl import KL, KLS, InLoss, InReward, NoKL
-from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Loss, SequenceRatio
+from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Loss, Ratio, SequenceRatio
 from ascent.menu import name_of
+from ascent.policies.critics import CRITICS, Critic, NoCritic, OwnCritic
 from ascent.reference import REFERENCES, Frozen, NoReference, Reference
+from ascent.trust_region import UPDATES, TrustRegion
 from ascent.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
-from ascent.update import UPDATES, Adam, Update
+from ascent.update import Adam, Update
+from ascent.values import GAE, VALUES, Valued
 from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
 
 MENU = {
-    "advantage": ADVANTAGES,
+    "advantage": (*ADVANTAGES, *VALUES),
     "loss": LOSSES,
     "weights": WEIGHTS,
     "kl": KLS,
@@ -40,6 +43,7 @@ MENU = {
     "correction": CORRECTIONS,
     "groups": GROUPS,
     "shaping": SHAPINGS,
+    "critic": CRITICS,
     "update": UPDATES,
 }
 """Every axis, in the order in which a step meets them, with its choices."""
@@ -67,6 +71,8 @@ class Algorithm:
     """Which groups are trained on."""
     shaping: Shaping = NoShaping()
     """What a response's length does to its reward."""
+    critic: Critic = NoCritic()
+    """The value function that credit is taken from."""
     update: Update = Adam()
     """How a step is taken."""
 
@@ -81,10 +87,22 @@ class Algorithm:
                 f"--loss {name_of(self.loss)} has one term a response, but --correction {name_of(self.correction)} "
                 "weighs single tokens. Set --correction.level sequence"
             )
-        if self.loss.sequence and self.kl.where == "reward" and self.kl.per == "token":
+        valued = "value" in self.advantage.needs
+        if self.loss.sequence and (valued or (self.kl.where == "reward" and self.kl.per == "token")):
+            why = f"--advantage {name_of(self.advantage)}" if valued else "--kl.per token"
             raise Refused(
-                f"--loss {name_of(self.loss)} needs one credit a response, but --kl.per token makes it differ from "
-                "token to token. Set --kl.per response"
+                f"--loss {name_of(self.loss)} needs one credit a response, but {why} makes it differ from token to "
+                "token. Set --kl.per response and a group credit, or --loss clipped"
+            )
+        if valued != self.critic.on:
+            raise Refused(
+                f"--advantage {name_of(self.advantage)} with --critic {name_of(self.critic)}: credit from values needs "
+                "a critic, and no other reads one. Set --advantage gae and --critic own-critic, or neither"
+            )
+        if self.update.whole and self.critic.shared:
+            raise Refused(
+                f"--update {name_of(self.update)} with --critic {name_of(self.critic)}: the critic's own steps would "
+                "move the policy out of the region. Set --critic own-critic"
             )
 
     @property
@@ -129,7 +147,8 @@ class Algorithm:
                 f"--advantage {name_of(self.advantage)} returned {list(δ.shape)}: credit is [prompt sample 1], or "
                 f"[prompt sample token], here {[*batch.valid.shape, 1]} or {list(batch.mask.shape)}"
             )
-        batch = batch.add(advantage=δ, correction=self.correction(batch))
+        returns = self.advantage.returns(credited) if isinstance(self.advantage, Valued) else None
+        batch = batch.add(advantage=δ, returns=returns, correction=self.correction(batch))
         return batch, self.advantage.after(credited, state)
 
     def scalars(self, state: State, progress: float) -> dict[str, float]:
@@ -195,5 +214,8 @@ ALGORITHMS = {
     "dapo": Algorithm(Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
     "gspo": Algorithm(Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
     "cispo": Algorithm(Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
+    "actor-critic": Algorithm(GAE(1.0, 0.95), LogProb(), TokenMean(), critic=OwnCritic()),
+    "ppo": Algorithm(GAE(1.0, 0.95, whitened=True), _CLIP, TokenMean(), critic=OwnCritic()),
+    "trpo": Algorithm(LeaveOneOut(), Ratio(), TokenMean(), update=TrustRegion(0.01)),
 }
 """The named rows, as in their papers. `ascent explain NAME` says how others compute the same name."""

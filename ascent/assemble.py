@@ -70,7 +70,17 @@ def _small(config: Config, fresh: bool) -> Parts:
     policy = config.policy(config.task.space, streams.sampling)
     if config.init is not None and fresh:
         _load_params(policy, source_of(Path(config.init)))
-    learner = LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, config.micro_batch)
+    choice = algorithm.critic
+    critic = config.policy.critic(policy, choice.shared, streams.critic) if choice.on else None
+    learner = LocalLearner(
+        policy,
+        algorithm.update,
+        algorithm.reference.kept,
+        algorithm.outputs,
+        config.micro_batch,
+        critic,
+        choice.update,
+    )
     sampler = LocalSampler(policy, config.temperature, streams.sampling)
     return Parts(config, config.task, policy, sampler, learner, streams)
 
@@ -80,7 +90,7 @@ def _language(config: Config) -> Parts:
 
     For the reference is not in a checkpoint unless it has moved: it is what training started from.
     """
-    from ascent.engines.language import LanguageLearner, LanguageSampler, Support, prove
+    from ascent.engines.language import LanguageCritic, LanguageLearner, LanguageSampler, Support, prove
     from ascent.tasks.text.tokenized import Tokenized
 
     algorithm, streams = config.algorithm, Streams(config.seed)
@@ -89,6 +99,7 @@ def _language(config: Config) -> Parts:
     lm = config.policy.load(config.seed)
     notes = _prove(lm, config, prove)
     _start_from(lm, config)
+    choice = algorithm.critic
     learner = LanguageLearner(
         lm,
         algorithm.update,
@@ -96,6 +107,8 @@ def _language(config: Config) -> Parts:
         algorithm.outputs,
         config.micro_batch,
         config.policy.checkpointing,
+        LanguageCritic(lm, choice.shared) if choice.on else None,
+        choice.update,
     )
     limit = config.task.max_tokens
     if isinstance(config.task, Demonstrations):

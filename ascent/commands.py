@@ -24,7 +24,7 @@ def _optional(metavar: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Checkpoint:
     """Which policy is asked."""
 
@@ -70,9 +70,11 @@ EVAL = """Greedy and sampled scores on held-out prompts, of a run or of a bare m
   ascent eval gsm8k --model FOLDER --prompts 200
   ascent eval RUN --task reasoning-gym:chain_sum --options '{"max_terms": 2}'
 
-A task's own settings (--options, --check, --reward, …) are flags as in `ascent train TASK`. pass@k is the unbiased \
-estimate. A majority counts answers: what stands behind Answer:, ####, \\boxed or "the answer is", else the last \
-number, word or line; of equal counts the first seen wins. Best of k takes the response with the highest reward."""
+  A task's own settings (--options, --check, --reward, …) are flags as in
+  `ascent train TASK`. pass@k is the unbiased estimate. A majority counts
+  answers: what stands behind Answer:, ####, \\boxed or "the answer is", else
+  the last number, word or line; of equal counts the first seen wins. Best of k
+  takes the response with the highest reward. Intervals are over prompts."""
 
 
 def evaluate(args: list[str]) -> int:
@@ -124,13 +126,14 @@ SAMPLE = """What a run or a bare model says to a prompt.
   ascent sample RUN --task own --count 8
   ascent sample RUN < prompts.txt
 
---task shows held-out problems of a task with answer, response, score and reason; `own` is the run's. Without a \
-prompt and --task, standard input has one prompt a line. A run of the small worlds takes numbers: "3 1 0 2 4"."""
+  --task shows held-out problems of a task with answer, response, score and
+  reason; `own` is the run's. Without a prompt and --task, standard input has
+  one prompt a line. A run of the small worlds takes numbers: "3 1 0 2 4"."""
 
 
 @dataclass
 class Words:
-    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN] [PROMPT …]")] = ()
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, _optional("[RUN] [PROMPT …]")] = ()
     """The run's folder, unless there is --model, and prompts."""
 
 
@@ -175,9 +178,9 @@ def _from_stdin() -> list[str]:
 
 @dataclass
 class ExportOptions(Checkpoint):
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path()
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path()
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The folder to make."""
 
 
@@ -185,7 +188,7 @@ EXPORT = """A run's language model as an ordinary Hugging Face folder, adapters 
 
   ascent export RUN FOLDER --best
 
-Then, in Python: AutoModelForCausalLM.from_pretrained("FOLDER")."""
+  Then, in Python: AutoModelForCausalLM.from_pretrained("FOLDER")."""
 
 
 def export(args: list[str]) -> int:

@@ -5,11 +5,13 @@ Every run is an ordinary run in a folder of its own; a comparison that was stopp
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -187,7 +189,8 @@ def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
                 gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])
                 row[measure] |= {"difference": gap, "difference_half": _known(gap_half)}
         for cost in ("responses", "updates", "seconds"):
-            row[cost] = sum(final[cost] for final in group) / len(group)
+            row[cost], half = interval([float(final[cost]) for final in group])
+            row[f"{cost}_half"] = _known(half)
         result[name] = row
     return result
 
@@ -226,7 +229,7 @@ def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
         names.append([name])
         measures.append(cells)
         costs.append([f"{row['frac_reward_zero_std']['mean']:.0%}"])
-        costs[-1] += [f"{row[c]:,.0f}" for c in ("responses", "updates")] + [f"{row['seconds']:.1f}"]
+        costs[-1] += [_cost(row[c], row[f"{c}_half"]) for c in ("responses", "updates", "seconds")]
     head, *rows = [n + m + c for n, m, c in zip(names, measures, costs, strict=True)]
     text = table(head, rows)
     if len(text[0]) > width():
@@ -234,6 +237,12 @@ def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
         text = [*table(parts[0][0], parts[0][1:]), "", *table(parts[1][0], parts[1][1:])]
     note = f"Means over {seeds} seeds ± half of the 95 % interval (Student's t); differences are paired by seed."
     return [*text, "", wrapped(note if seeds > 1 else "One seed: no interval. Use --seeds 5 or more.")]
+
+
+def _cost(mean: float, half: float | None) -> str:
+    """1,536, or 12.3 ± 0.4: what differs from seed to seed has an interval."""
+    number = f"{mean:,.0f}" if mean == int(mean) else f"{mean:,.1f}"
+    return f"{number} ± {half:,.1f}" if half else number
 
 
 def _pair(mean: float, half: float | None, sign: bool = False) -> str:
@@ -248,9 +257,20 @@ def draw(runs: Mapping[str, list[Run]], path: Path, seeds: int) -> Path:
     exact = all(m[-1].get("exact/reward") is not None for group in read.values() for m in group)
     names = ["exact/reward" if exact else "reward", "eval/accuracy", "entropy", "frac_reward_zero_std"]
     curves = {name: {n: [series(m, n) for m in group] for n in names} for name, group in read.items()}
-    return plot_bands(
-        curves, path, f"{name_of(next(iter(runs.values()))[0].config.task)}, {seeds} seeds, 95 % intervals"
-    )
+    spent = {name: [_spent(run) for run in group] for name, group in runs.items()}
+    title = f"{name_of(next(iter(runs.values()))[0].config.task)}, {seeds} seeds, 95 % intervals"
+    return plot_bands(curves, path, title, spent)
+
+
+def _spent(run: Run) -> dict[str, list[Any]]:
+    """What a run had cost after each of its steps: samples, updates and seconds."""
+    per_step = Counter(update["step"] for update in run.updates)
+    costs = {
+        "samples": [line["num_responses"] for line in run.metrics],
+        "updates": [per_step[line["step"]] for line in run.metrics],
+        "seconds": [line["time/step"] for line in run.metrics],
+    }
+    return {name: list(itertools.accumulate(values)) for name, values in costs.items()}
 
 
 __all__ = ["interval", "main", "run_all", "summarize"]

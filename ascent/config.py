@@ -89,6 +89,11 @@ class Config:
                 f"--minibatches {self.minibatches} with --prompts {self.prompts}: mini-batches are cut between "
                 "prompts, so there cannot be more of them than prompts"
             )
+        if self.algorithm.update.whole and self.epochs * self.minibatches > 1:
+            raise Refused(
+                f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
+                f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
+            )
         if self.old_logp == "sampler" and self.algorithm.correction.on:
             raise Refused(
                 f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "

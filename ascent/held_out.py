@@ -48,7 +48,7 @@ class Evaluation:
         errors = {"count": len(self.errors), "examples": self.errors[:5]}
         return {**self.about, "results": results, **self.shape(), "errors": errors, "seconds": self.seconds}
 
-    def shape(self) -> dict[str, float]:
+    def shape(self) -> dict[str, Any]:
         """How long responses are, and how many the limit cut off."""
         count = len(self.rows)
         cut, length = sum(row["truncated"] for row in self.rows), sum(row["length"] for row in self.rows)

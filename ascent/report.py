@@ -68,6 +68,8 @@ COLUMNS = (
     ("exact/reward", "E[R]"),
     ("entropy", "entropy"),
     ("kl", "KL"),
+    ("trust_region/kl", "moved"),
+    ("value/explained_variance", "critic"),
     ("clip_ratio/high_mean", "clip+"),
     ("clip_ratio/low_mean", "clip−"),
     ("frac_reward_zero_std", "silent"),
@@ -76,7 +78,7 @@ COLUMNS = (
     ("reward_errors", "errors"),
     ("loss", "loss"),
 )
-FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL")
+FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved")
 """Columns that a narrow terminal can do without, in this order."""
 
 

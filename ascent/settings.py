@@ -3,7 +3,8 @@
 Settings are plain: a flat mapping from a flag's name to a value, `{"advantage": "leave-one-out",
 "loss.high": 0.28, "steps": 100}`. A task's preset, a config file, Python keywords and the command
 line all speak it. Layers are laid over one another: a row named later replaces every axis of the
-algorithm but the update, and another choice named later drops the fields of the one before it.
+algorithm (an optimizer only where the row has another update), and another choice named later drops
+the fields of the one before it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ascent.own import load_python
 from ascent.policies import POLICIES
 from ascent.tasks import TASKS
 from ascent.types import Refused
+from ascent.update import Adam
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model"}
@@ -79,11 +81,14 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
     chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
     own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
     found = Resolved(cls, own, {}, chosen)
+    kept = chosen["update"]  # the last one that no row brought along
     for layer in (preset, *layers):
         if "algorithm" in layer:
-            chosen |= vars(_row(layer["algorithm"])) | {"update": chosen["update"]}
+            row = _row(layer["algorithm"])
+            chosen |= vars(row) | ({"update": kept} if type(row.update) is Adam else {})
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
+        kept = kept if chosen["update"].whole else chosen["update"]
         found.plain |= {k: _checked(k, v, Config) for k, v in layer.items() if k in PLAIN}
         found.own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
         if layer is not preset:
@@ -177,12 +182,12 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _docs_in(cls: type) -> dict[str, str]:
+    docs: dict[str, str] = {}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):
-        return {}
+        return docs
     body = tree.body[0].body  # type: ignore[attr-defined]
-    docs = {}
     for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[field.target.id] = inspect.cleandoc(str(after.value.value))  # type: ignore[union-attr]
@@ -244,12 +249,12 @@ def _kind(kind: Any) -> str:
 
 
 def label(algorithm: Algorithm) -> str:
-    """The nearest row, and what was changed on it: dr-grpo+annealed. The update is not part of a row."""
+    """The nearest row, and what was changed on it: dr-grpo+annealed. Of the update only its kind is part of a row."""
 
     def changes(row: Algorithm) -> list[str]:
         axes = (f.name for f in fields(Algorithm) if f.name != "update")
-        return [a for a in axes if getattr(row, a) != getattr(algorithm, a)]
+        changed = [spell(getattr(algorithm, a)) for a in axes if getattr(row, a) != getattr(algorithm, a)]
+        return changed + [name_of(algorithm.update)] * (type(row.update) is not type(algorithm.update))
 
     row = min(ALGORITHMS, key=lambda name: len(changes(ALGORITHMS[name])))
-    changed = [spell(getattr(algorithm, axis)) for axis in changes(ALGORITHMS[row])]
-    return "+".join([row, *changed])
+    return "+".join([row, *changes(ALGORITHMS[row])])

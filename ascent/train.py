@@ -32,6 +32,7 @@ class Streams:
         self.sampling = torch.Generator().manual_seed(seed)
         self.prompts = torch.Generator().manual_seed(seed + 1_000_003)
         self.order = torch.Generator().manual_seed(seed + 2_000_003)
+        self.critic = torch.Generator().manual_seed(seed + 3_000_003)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: generator.get_state() for name, generator in vars(self).items()}
@@ -70,11 +71,8 @@ class Clock:
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
-            lower = {"generate": "--policy.rows or --max-tokens", "eval": "--policy.rows or --max-tokens"}
-            raise Trouble(
-                f"out of memory while it had to {phase}: lower {lower.get(phase, '--micro-batch')}"
-                f"{'' if phase in lower else ', or set --policy.checkpointing'}. It said: {error}"
-            ) from None
+            advice = "--policy.rows or --max-tokens" if phase in ("generate", "eval") else "--micro-batch"
+            raise Trouble(f"out of memory in the phase {phase}: lower {advice}. It said: {error}") from None
         self.spent[f"time/{phase}"] += time.perf_counter() - begin
 
 
@@ -110,6 +108,7 @@ def train(
                 again = part is batch and minis
                 minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
                 updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
+                updates[-1].sums.update(algorithm.critic(learner, minis[-1]))
         metrics |= summarize(batch, minis, updates, config)
         with clock("sync"):
             state = algorithm.after(state, metrics)
@@ -214,16 +213,16 @@ def describe(batch: Batch) -> Metrics:
 
 
 def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
-    """The means over a step's updates, and the sampler's mismatch before the first of them."""
+    """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them."""
     if not updates:
         return {}
-    names = list(updates[0].metrics)
-    rows = torch.stack([value for u in updates for value in u.metrics.values()]).view(-1, len(names)).tolist()
+    whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
+    values = [value for u in updates for value in (*u.metrics.values(), *u.sums.values())]
+    rows = torch.stack(values).view(-1, len(names)).tolist()
     for mini, update, row in zip(minis, updates, rows, strict=True):
-        values = dict(zip(names, row, strict=True))
         tokens = max(mini.tokens, 1)
-        whole = {"loss": values.pop("loss"), "grad_norm": values.pop("grad_norm")}
-        update.report.update(whole | {name: total / tokens for name, total in values.items()})
+        row[whole:] = [total / tokens for total in row[whole:]]
+        update.report.update(zip(names, row, strict=True))
     metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}
     if not batch.sampled:
         return metrics
@@ -232,6 +231,7 @@ def summarize(batch: Batch, minis: list[Batch], updates: list[Stepped], config: 
         gap = mismatch(batch.logp_old, batch)
     else:
         gap = mismatch(updates[0].logp, minis[0])
+    gap |= config.algorithm.critic.measure(batch)
     return metrics | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
 
 
@@ -252,7 +252,7 @@ def stop_on_trouble(
 
     So does a sampler whose log-probs are far from the trainer's: it samples from another policy.
     """
-    bad = [name for name in ("loss", "grad_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]
+    bad = [name for name in ("loss", "grad_norm", "value/loss") if not abs(metrics.get(name, 0.0)) < float("inf")]
     if not bool(batch.logp_sampler.isfinite().all()):
         bad.append("the sampler's log-probs")
     if not bool(torch.stack([p.isfinite().all() for p in learner.params().values()]).all()):

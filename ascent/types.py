@@ -116,7 +116,6 @@ class Batch(Rollouts):
     """Why rewards failed in this step."""
     measures: Float[Tensor, "prompt sample measure"] | None = None
     measured: tuple[str, ...] = ()
-    """The names of the measures."""
     notes: np.ndarray | None = None
     index: Int[Tensor, "prompt"] | None = None
     """Which prompt of the step's batch this is, so that records can find it in a mini-batch."""
@@ -129,8 +128,11 @@ class Batch(Rollouts):
     """‖∇ log π(response)‖², exact."""
     reward_greedy: Float[Tensor, "prompt 1 1"] | None = None
     """Reward of one greedy response a prompt: scored, never trained on."""
+    value: Float[Tensor, "prompt sample state"] | None = None
+    """V of the state before each token, and of the one after the last; `returns` is what it should have been."""
 
     advantage: Float[Tensor, "prompt sample #token"] | None = None
+    returns: Float[Tensor, "prompt sample token"] | None = None
     correction: Float[Tensor, "prompt sample #token"] | None = None
     weight: Float[Tensor, "prompt sample token"] | None = None
     entropy_coef: float = 0.0
@@ -201,9 +203,6 @@ def to_batch(rollouts: Rollouts, **more: Any) -> Batch:
     return Batch(**{f.name: getattr(rollouts, f.name) for f in fields(rollouts)} | more)
 
 
-PER_TOKEN = ("response", "mask", "logp_sampler", "mass")
-
-
 def join(batches: list[Batch]) -> Batch:
     """One batch with the prompts of all of them, in order; responses padded to the longest."""
     if len(batches) == 1:
@@ -218,7 +217,9 @@ def join(batches: list[Batch]) -> Batch:
         elif isinstance(values[0], Tensor):
             if f.name == "prompt":
                 values = [torch.nn.functional.pad(v, (0, position - v.shape[1]), value=-1) for v in values]
-            elif (f.name != "measures" and any(v.shape[2:] > (1,) for v in values)) or f.name in PER_TOKEN:
+            elif f.name in ("response", "mask", "logp_sampler", "mass") or (
+                f.name != "measures" and any(v.shape[2:] > (1,) for v in values)
+            ):
                 values = [torch.nn.functional.pad(v, (0, width - v.shape[-1])) for v in values]
             joined[f.name] = torch.cat(values)
     return replace(batches[0], **joined)

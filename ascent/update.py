@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +18,23 @@ Objective = Callable[[Batch, Outputs], Terms]
 class Learns(Protocol):
     """What an update asks of a learner. Each operation is a plain sum over micro-batches and ranks."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
 
     def trainable(self) -> list[Tensor]:
         """The parameters that training moves."""
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         """The objective and its sums; every trainable parameter's `.grad` becomes −∇objective."""
+
+    def total(self, mini: Batch, objective: Objective) -> Tensor: ...
+
+    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
+        """v ↦ F·v, F the Hessian at π = π_old of the mean KL(π_old ‖ π) over counted tokens."""
+
+    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
+        """That KL itself, π_old having these parameters."""
+
+    def assign(self, params: list[Tensor]) -> None: ...
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
@@ -35,12 +45,15 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 class Update:
     """A way to step: called with the learner, a mini-batch and an objective, it moves the parameters."""
 
-    def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
-        """What the learner keeps between steps for it."""
-        raise NotImplementedError
+    whole: ClassVar[bool] = False
+    """Does it take the whole rollout batch, in one update?"""
 
-    def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, Tensor]:
-        """Take the step; return the objective's terms before it, and the gradient's norm."""
+    def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer | None:
+        """What the learner keeps between steps for it."""
+        return None
+
+    def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, dict[str, Tensor]]:
+        """Take the step; return the objective's terms before it, and what to report: `grad_norm` and more."""
         raise NotImplementedError
 
 
@@ -102,7 +115,8 @@ class Adam(Update):
             return self.lr * 0.5 * (1 - math.cos(math.pi * left))
         return self.lr
 
-    def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, Tensor]:
+    def __call__(self, learner: Learns, mini: Batch, objective: Objective) -> tuple[Terms, dict[str, Tensor]]:
+        assert learner.optimizer is not None
         terms = learner.gradient(mini, objective)
         gradients = [p.grad for p in learner.trainable() if p.grad is not None]
         norm = global_norm(gradients)
@@ -111,7 +125,4 @@ class Adam(Update):
         for group in learner.optimizer.param_groups:
             group["lr"] = self.rate(mini.progress)
         learner.optimizer.step()
-        return terms, norm
-
-
-UPDATES = (Adam,)
+        return terms, {"grad_norm": norm}

@@ -69,6 +69,7 @@ def batch_of(lm: LanguageModel, prompts: int, tokens: int) -> Batch:
         logp_sampler=torch.zeros(shape),
         limit=tokens,
         truncated=torch.zeros(shape[:2], dtype=torch.bool),
+        reward=torch.zeros(*shape[:2], 1),
         valid=torch.ones(shape[:2], dtype=torch.bool),
         advantage=torch.randn(*shape[:2], 1, generator=rng),
     )

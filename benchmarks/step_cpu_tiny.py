@@ -1,6 +1,6 @@
 """A whole GRPO step of a tiny language model on two cores: Ascent against TRL.
 
-    python -m benchmarks.step_cpu_tiny [--repeats 7] [--smoke]
+    python -m benchmarks.step_cpu_tiny [--repeats 7] [--vocab 16384] [--smoke]
 
 The model is random, of Llama's shape: 4 layers, width 256, 4 heads of 64, MLP 1024, vocabulary 16,384 with tied
 embeddings. A step is 8 prompts of 16 tokens × 8 samples of 16 new ones: generation, reward, loss, backward pass,
@@ -31,9 +31,10 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 16, 16
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--vocab", type=int, default=TINY["vocab_size"])
     parser.add_argument("--smoke", action="store_true", help="no peer, a smaller model: does it run?")
     options = parser.parse_args(argv)
-    shape = SMOKE if options.smoke else TINY
+    shape = SMOKE if options.smoke else TINY | {"vocab_size": options.vocab}
     with tempfile.TemporaryDirectory() as folder:
         prompts = random_prompts(PROMPTS, PROMPT_TOKENS, shape["vocab_size"])
         work = Work(random_model(Path(folder), shape), prompts, SAMPLES, TOKENS)

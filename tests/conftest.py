@@ -5,6 +5,7 @@ Numbers are float64 throughout, so that a golden number is one to 1e-12 and not 
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,9 @@ from torch import Tensor  # noqa: E402
 from ascent.algorithms import Algorithm  # noqa: E402
 from ascent.engines import LocalLearner, LocalSampler  # noqa: E402
 from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
+from ascent.policies.base import ValueFunction  # noqa: E402
+from ascent.policies.per_position import PerPositionPolicy, PerPositionValue  # noqa: E402
+from ascent.policies.transformer import TransformerValue  # noqa: E402
 from ascent.types import Batch, Rollouts, Space  # noqa: E402
 
 torch.set_num_threads(1)
@@ -102,7 +106,18 @@ def with_rewards(rollouts: Rollouts, seed: int = 3, **more: Any) -> Batch:
 
 
 def learner_of(policy: Policy, algorithm: Algorithm, micro_batch: int = 0) -> LocalLearner:
-    return LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, micro_batch)
+    choice = algorithm.critic
+    critic = critic_of(policy, choice.shared) if choice.on else None
+    more = (micro_batch, critic, choice.update)
+    return LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, *more)
+
+
+def critic_of(policy: Policy, shared: bool = False) -> ValueFunction:
+    """A critic that says something: a new one is 0 everywhere."""
+    kind = PerPositionValue if isinstance(policy, PerPositionPolicy) else TransformerValue
+    critic = kind(policy if shared else copy.deepcopy(policy), shared).double()  # type: ignore[arg-type]
+    shake(critic, 0.3, seed=4)
+    return critic
 
 
 @torch.no_grad()

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-NAMES = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
+LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu")
+SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
+NAMES = SMALL + LANGUAGE
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 
@@ -114,3 +119,53 @@ def test_the_plain_loop_is_the_same_run(tmp_path: Path) -> None:
     )
     embedding = overhead.plain(epochs=5)
     torch.testing.assert_close(alone.policy.embedding.detach(), embedding, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The language benchmarks set the number of threads for the process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.usefixtures("threads")
+def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run(name, capsys, "--smoke", "--repeats", "1")
+    assert closing["ok"] and closing["smoke"]
+    assert closing["value"] is None, "nothing was compared"
+
+
+@pytest.mark.usefixtures("threads")
+def test_memory_is_compared_only_between_equal_updates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import memory_cpu
+
+    right = memory_cpu.Materialised.evaluate
+
+    def wrong(self: Any, batch: Any) -> Any:
+        out = right(self, batch)
+        return replace(out, logp=1.01 * out.logp)
+
+    monkeypatch.setattr(memory_cpu.Materialised, "evaluate", wrong)
+    closing, _ = run("memory_cpu", capsys, "--smoke")
+    assert not closing["ok"]
+
+
+def test_a_peer_takes_turns_and_its_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import peers
+
+    shutil.copy(peers.HERE / "turns.py", tmp_path)
+    lines = ["from turns import WORK, answer, wait", "answer(ready=True)", "wait()", "print('chatter')"]
+    lines += ["answer(double=2.0 * WORK['number'])", "wait()", "raise ValueError('no more')"]
+    (tmp_path / "doubles.py").write_text("\n".join(lines))
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    monkeypatch.setattr(peers, "environment", lambda _: Path(sys.executable))
+    peer = peers.Peer("doubles", "doubles", {"number": 21})
+    assert peer.about == {"ready": True}
+    assert peer() == {"double": 42.0}
+    with pytest.raises(RuntimeError, match=r"(?s)status 1.*no more"):
+        peer()
+    peer.close()

@@ -281,11 +281,13 @@ def test_refused_with_what_why_and_what_to_set(case: str) -> None:
 
 @pytest.mark.parametrize("advantage", [name_of(cls) for cls in MENU["advantage"]])
 def test_a_group_credit_with_one_sample(advantage: str) -> None:
-    if find("advantage", MENU["advantage"], advantage)().group:
+    choice = find("advantage", MENU["advantage"], advantage)
+    more = {"critic": "own-critic"} if "value" in choice().needs else {}
+    if choice().group:
         with pytest.raises(Refused, match=f"--samples 1 with --advantage {advantage}.*Set --samples 2 or more"):
             configure("sort", {"advantage": advantage, "samples": 1})
     else:
-        assert configure("sort", {"advantage": advantage, "samples": 1}).samples == 1
+        assert configure("sort", {"advantage": advantage, "samples": 1, **more}).samples == 1
 
 
 @pytest.mark.parametrize("kl", ["in-loss", "in-reward"])
@@ -307,7 +309,7 @@ def round_trip(config: Config) -> Config:
 @pytest.mark.parametrize("row", ALGORITHMS)
 @pytest.mark.parametrize("task", [name_of(cls) for cls in TASKS])
 def test_config_comes_back(row: str, task: str) -> None:
-    config = configure(task, {"algorithm": row})
+    config = configure(task, {"algorithm": row, "samples": 4} | ({"epochs": 1} if row == "trpo" else {}))
     assert round_trip(config) == config
 
 
@@ -334,7 +336,11 @@ def test_every_choice_has_a_name_and_comes_back(axis: str) -> None:
         choice = cls()
         assert find(axis, MENU[axis], name_of(cls)) is cls
         assert to_dict(choice)["name"] == name_of(choice)
-        extra = {"reference": "frozen"} if axis == "kl" else {}
+        extra = (
+            {"reference": "frozen"} if axis == "kl" else {"advantage": "gae"} if getattr(choice, "on", False) else {}
+        )
+        extra |= {"critic": "own-critic"} if "value" in getattr(choice, "needs", ()) else {}
+        extra = {} if axis == "correction" else extra
         config = configure("sort", {"old_logp": "learner", **extra, axis: name_of(cls)})
         assert getattr(config.algorithm, axis) == (choice if axis != "update" else config.algorithm.update)
         assert round_trip(config) == config
@@ -367,7 +373,8 @@ def test_names(choice: Any, name: str) -> None:
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_a_row_is_labelled_with_its_name(row: str) -> None:
     assert label(ALGORITHMS[row]) == row
-    assert label(configure("sort", {"algorithm": row, "lr": 0.1}).algorithm) == row
+    changed = {"update.delta": 0.1} if row == "trpo" else {"lr": 0.1}
+    assert label(configure("sort", {"algorithm": row, **changed}).algorithm) == row
 
 
 def test_a_changed_row_says_what_was_changed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,12 @@ from ascent.kl import InLoss, InReward, NoKL
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.menu import name_of
 from ascent.own import load_python
+from ascent.policies.critics import OwnCritic
 from ascent.reference import Frozen, MovingAverage
 from ascent.settings import configure
 from ascent.types import Batch, Outputs, Refused
+from ascent.update import Adam
+from ascent.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
 from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
 
 EVERY_CHOICE = [(axis, cls) for axis, menu in MENU.items() for cls in menu]
@@ -60,6 +64,7 @@ def a_batch() -> Batch:
         score_norm=torch.rand(2, 4, 1, generator=g, dtype=torch.float64) + 0.5,
         reward_greedy=torch.tensor([1.5, 2.0], dtype=torch.float64).reshape(2, 1, 1),
         mass=torch.rand(2, 4, 6, generator=g, dtype=torch.float64) * 0.3 + 0.7,
+        value=torch.randn(2, 4, 7, generator=g, dtype=torch.float64),
     )
 
 
@@ -157,6 +162,27 @@ def printed_credit(line: str, R: Tensor, names: dict[str, Any], batch: Batch, ch
     return δ
 
 
+def printed_advantage(error: str, line: str, R: Tensor, batch: Batch) -> Tensor:
+    """δ of a critic's credit from its two printed lines: d_t token by token, its direct sum A_t, then δ. R is to go."""
+    error, total = error.split(";   A_t = ")
+    sums = re.fullmatch(r"Σ_\(j(≥0|<(\d+))\) ([\d.]+)\^j·d_\(t\+j\)", total)
+    A = torch.zeros(2, 4, 6, dtype=torch.float64)
+    for p, s in itertools.product(range(2), range(4)):
+        length = int(batch.mask[p, s].sum())
+        to_go = [*R[p, s].expand(6)[:length].tolist(), 0.0] if R.shape[-1] == 1 else [*R[p, s, :length].tolist(), 0.0]
+        r = [to_go[t] - to_go[t + 1] for t in range(length)]
+        V = [*batch.value[p, s, :length].tolist(), 0.0]
+        rule = (
+            python(error.split(" = ")[1]).replace("V_(t+1)", "V[t + 1]").replace("V_t", "V[t]").replace("r_t", "r[t]")
+        )
+        d = [eval(rule, {}, {"r": r, "V": V, "t": t}) for t in range(length)]
+        for t in range(length):
+            terms = min(length - t, int(sums[2])) if sums and sums[2] else length - t
+            A[p, s, t] = sum(float(sums[3]) ** j * d[t + j] for j in range(terms)) if sums else d[t]
+    counted, rhs = A[batch.counted], line.split(";")[0].split(" = ", 1)[1]
+    return eval(python(rhs.split(", ddof 1")[0]), {}, {"A_t": A, "mean": counted.mean(), "std": counted.std()})
+
+
 def printed_objective(line: str, names: dict[str, Any], counted: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for piece in re.split(r" \+ (?=Σ_i)", line.removeprefix("objective = ")):
@@ -174,12 +200,16 @@ def check_against_code(algorithm: Algorithm) -> None:
     entropy = torch.rand(2, 4, 6, generator=g, dtype=torch.float64)
     names = symbols(algorithm, batch, logp, entropy)
     lines = formula(algorithm).splitlines()
-    assert 2 <= len(lines) <= 3 and max(map(len, lines)) <= 120
+    valued = isinstance(algorithm.advantage, Valued)
+    assert 2 <= len(lines) <= 3 + valued and max(map(len, lines)) <= 120
 
     state = algorithm.start() | ({"baseline": 0.7} if isinstance(algorithm.advantage, RunningMean) else {})
     credited, _ = algorithm.credit(batch, state)
-    R = printed_reward(lines[0], names, batch) if len(lines) == 3 else batch.reward
-    δ = printed_credit(lines[-2], R, names, batch, algorithm.advantage)
+    R = printed_reward(lines[0], names, batch) if len(lines) == 3 + valued else batch.reward
+    if valued:
+        δ = printed_advantage(lines[-3], lines[-2], R, batch)
+    else:
+        δ = printed_credit(lines[-2], R, names, batch, algorithm.advantage)
     counted = batch.counted if δ.shape[-1] > 1 else batch.valid.unsqueeze(-1)
     assert credited.advantage is not None
     torch.testing.assert_close(torch.where(counted, δ, 0.0), torch.where(counted, credited.advantage, 0.0))
@@ -221,6 +251,24 @@ def test_every_surrogate_with_every_weight(loss: Any, weights: type) -> None:
 def test_every_credit_with_the_kl_in_the_reward(credit: Any, kl: Any) -> None:
     credit = credit() if isinstance(credit, type) else credit
     check_against_code(Algorithm(credit, Ratio(), TokenMean(), kl, Frozen(), shaping=Overlong(3)))
+
+
+@pytest.mark.parametrize(
+    "credit",
+    [
+        *(cls() for cls in VALUES),
+        KStep(0.7, 2),
+        GAE(0.8, 0.5),
+        MonteCarlo(0.9),
+        TD(0.6, whitened=True),
+        GAE(whitened=True),
+        KStep(k=3, whitened=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kl", [NoKL(), InReward("k1", 0.5, "token"), InReward("k3", 0.2)], ids=str)
+def test_every_credit_from_a_critic(credit: Any, kl: Any) -> None:
+    check_against_code(Algorithm(credit, Ratio(), TokenMean(), kl, Frozen(), shaping=Overlong(3), critic=OwnCritic()))
 
 
 @pytest.mark.parametrize("correction", [Truncated("token", 1.1), Masked("token", 0.8, 1.2), Truncated("sequence", 1.3)])
@@ -287,7 +335,11 @@ def test_every_row_is_explained(name: str) -> None:
     assert all(line in text for line in formula(ALGORITHMS[name]).splitlines())
     assert ("WHAT THE KL'S GRADIENT IS" in text) == (ALGORITHMS[name].kl.where != "nowhere")
     for axis in MENU:
-        assert axis == "update" or name_of(getattr(ALGORITHMS[name], axis)) in text or axis in text.split("off")[1]
+        assert (
+            isinstance(getattr(ALGORITHMS[name], axis), Adam)
+            or name_of(getattr(ALGORITHMS[name], axis)) in text
+            or axis in text.split("off")[1]
+        )
 
 
 def test_no_note_is_left_over() -> None:
@@ -393,6 +445,12 @@ def test_words_of_everything_at_once() -> None:
         (Algorithm(Raw(), SequenceRatio("mean"), SequenceSum()), "Unbiased"),
         (replace(ALGORITHMS["rloo"], kl=InReward("k3", 0.05)), "Biased"),
         (replace(ALGORITHMS["reinforce"], exploration=Constant()), "Biased"),
+        (ALGORITHMS["ppo"], "Biased"),
+        (Algorithm(MonteCarlo(), critic=OwnCritic()), "Unbiased"),
+        (Algorithm(MonteCarlo(bootstrap=True), critic=OwnCritic()), "Biased"),
+        (Algorithm(MonteCarlo(0.9), critic=OwnCritic()), "Biased"),
+        (Algorithm(GAE(), critic=OwnCritic()), "As biased as V is wrong"),
+        (Algorithm(GAE(whitened=True), critic=OwnCritic()), "Biased"),
     ],
 )
 def test_verdict(algorithm: Algorithm, word: str) -> None:

@@ -412,7 +412,7 @@ def test_tolerated_reward_errors_are_counted_and_left_out(tmp_path: Any) -> None
 def test_every_row_takes_a_step_with_finite_numbers() -> None:
     for name in ALGORITHMS:
         settings = {"algorithm": name, "length": 3, "numbers": 4, "prompts": 3, "samples": 3, "steps": 2, "epochs": 2}
-        shaping = {"shaping.margin": 2} if name == "dapo" else {}
+        shaping = {"dapo": {"shaping.margin": 2}, "trpo": {"epochs": 1}}.get(name, {})
         config = configure("sort", {**settings, **shaping, "end": True, "policy.width": 8, "policy.heads": 2})
         records, learner = run(config)
         bad = {k: v for metrics in records.metrics for k, v in metrics.items() if not math.isfinite(v)}
@@ -468,7 +468,7 @@ def test_groups_choice_is_replaceable() -> None:
 def test_what_a_sampler_leaves_in_its_padding_never_matters(row: str) -> None:
     """A serving engine may leave anything after the end of a response: the run's numbers are the same to the bit."""
     settings = {"algorithm": row, "length": 3, "numbers": 4, "prompts": 4, "samples": 4, "steps": 2, "epochs": 2}
-    shaping = {"shaping.margin": 2} if row == "dapo" else {}
+    shaping = {"dapo": {"shaping.margin": 2}, "trpo": {"epochs": 1}}.get(row, {})
     config = configure("sort", {**settings, **shaping, "end": True, "policy.width": 8, "policy.heads": 2})
 
     def numbers(garbage: float) -> tuple[list[dict[str, float]], Tensor]:

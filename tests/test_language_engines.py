@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.engines.language import LanguageLearner, Support, head, prove
+from ascent.engines.language import LanguageCritic, LanguageLearner, Support, head, prove
 from ascent.engines.language.attention import ours
 from ascent.engines.language.draw import draw_tokens, uniform
 from ascent.engines.language.head import Head, token_stats
-from ascent.engines.language.learner import packed_states, padded_states
 from ascent.engines.language.sampler import GroupDecoder, PlainDecoder
+from ascent.engines.language.states import packed_states, padded_states
 from ascent.exploration import Constant
 from ascent.kl import InLoss
 from ascent.policies import LanguageModel
+from ascent.policies.critics import OwnCritic, SharedCritic
 from ascent.types import Batch, Refused
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
 
@@ -326,8 +327,8 @@ def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
     algorithm = ALGORITHMS["grpo"]
     learner = learner_of(lm, algorithm)
     stepped = learner.step(credited(batch_of(lm), algorithm, learner), algorithm.objective, algorithm.update)
-    assert float(stepped.metrics["clip_ratio/low_mean"]) == 0
-    assert float(stepped.metrics["clip_ratio/high_mean"]) == 0
+    assert float(stepped.sums["clip_ratio/low_mean"]) == 0
+    assert float(stepped.sums["clip_ratio/high_mean"]) == 0
 
 
 def test_a_reference_is_what_training_started_from() -> None:
@@ -385,3 +386,107 @@ def test_parameters_of_another_model_are_refused() -> None:
     state["params"].popitem()
     with pytest.raises(Refused, match="not this model's"):
         learner.restore(state)
+
+
+# ---- critics and trust regions --------------------------------------------------------------------
+
+
+def with_critic(lm: LanguageModel, algorithm: Algorithm, budget: int = 0) -> LanguageLearner:
+    critic = LanguageCritic(lm, algorithm.critic.shared)
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    kept, outputs, update = algorithm.reference.kept, algorithm.outputs, algorithm.critic.update
+    return LanguageLearner(lm, algorithm.update, kept, outputs, budget, False, critic, update)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_prompts: bool) -> None:
+    """At every state, the last one too, against the model itself on each sequence alone."""
+    lm = model_of()
+    lm.shares = share_prompts
+    algorithm = replace(ALGORITHMS["ppo"], critic=SharedCritic() if shared else OwnCritic())
+    learner, batch = with_critic(lm, algorithm), batch_of(lm)
+    batch.mask[1, 2, 1:] = False
+    value = learner.score(batch, frozenset({"value"}))["value"]
+    assert value.shape[-1] == batch.mask.shape[-1] + 1
+    head = learner.critic.head
+    for p in range(3):
+        prompt = batch.prompt[p][batch.prompt[p] >= 0]
+        for s in range(4):
+            tokens = batch.response[p, s][batch.mask[p, s]]
+            hidden = lm.backbone(torch.cat([prompt, tokens])[None]).last_hidden_state[0, len(prompt) - 1 :]
+            want = head(hidden).squeeze(-1)
+            assert (value[p, s, : len(tokens) + 1] - want).abs().max() < 1e-10
+            assert (value[p, s, len(tokens) + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) -> None:
+    lm = model_of()
+    algorithm = replace(ALGORITHMS["ppo"], critic=(SharedCritic if shared else OwnCritic)(lr=1e-3))
+    learner = with_critic(lm, algorithm, budget=30)
+    batch = credited(batch_of(lm), algorithm, learner)
+    first = [p.detach().clone() for p in lm.model.parameters()]
+    losses = [float(algorithm.critic(learner, batch)["value/loss"]) for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert any(not torch.equal(a, b) for a, b in zip(first, lm.model.parameters(), strict=True)) == shared
+
+
+def test_a_critic_is_in_the_checkpoint() -> None:
+    algorithm = ALGORITHMS["ppo"]
+    lm = model_of()
+    learner = with_critic(lm, algorithm)
+    mini = credited(batch_of(lm), algorithm, learner)
+    algorithm.critic(learner, mini)
+    saved = {g: {k: v.clone() for k, v in t.items()} for g, t in learner.state().items()}
+    other = with_critic(model_of(seed=4), algorithm)
+    other.restore(saved)
+    for one in (learner, other):
+        algorithm.critic(one, mini)
+    for a, b in zip(learner.state().values(), other.state().values(), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
+    """vᵀFv = the mean over states of Var_π(∂ log π along v), by finite differences of the model itself."""
+    lm = model_of(num_hidden_layers=2)
+    algorithm = ALGORITHMS["trpo"]
+    learner, batch = learner_of(lm, algorithm), batch_of(lm, samples=2)
+    generator = torch.Generator().manual_seed(0)
+    v = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in learner.trainable()]
+    product = learner.fisher(batch)(v)
+    found = float(sum((a * b).sum() for a, b in zip(v, product, strict=True)))
+    step, logs = 1e-5, []
+    start = [p.detach().clone() for p in learner.trainable()]
+    for sign in (1, -1):
+        learner.assign([a + sign * step * b for a, b in zip(start, v, strict=True)])
+        with torch.no_grad():
+            logs.append(torch.log_softmax(Head.of(lm.model).logits(padded_states(lm, batch)), -1))
+    learner.assign(start)
+    slope, p = (logs[0] - logs[1]) / (2 * step), (0.5 * (logs[0] + logs[1])).exp()
+    assert found == pytest.approx(float((p * slope**2).sum() / batch.tokens), rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("delta", [1e-4, 0.01, 0.3])
+def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: float) -> None:
+    """The KL is measured here by another way: whole distributions of the plain form."""
+    lm = model_of(seed=seed)
+    algorithm = replace(ALGORITHMS["trpo"], update=replace(ALGORITHMS["trpo"].update, delta=delta))
+    learner = learner_of(lm, algorithm, micro_batch=25)
+    batch = credited(batch_of(lm), algorithm, learner)
+    with torch.no_grad():
+        old = torch.log_softmax(Head.of(lm.model).logits(padded_states(lm, batch)), -1)
+    stepped = learner.step(batch, algorithm.objective, algorithm.update)
+    with torch.no_grad():
+        new = torch.log_softmax(Head.of(lm.model).logits(padded_states(lm, batch)), -1)
+    kl = float((old.exp() * (old - new)).sum() / batch.tokens)
+    assert float(stepped.metrics["trust_region/accepted"]) == 1
+    assert kl == pytest.approx(float(stepped.metrics["trust_region/kl"]), rel=1e-4)
+    assert 0.1 * delta < kl <= delta
+
+
+def test_a_trust_region_in_bfloat16_is_refused() -> None:
+    with pytest.raises(Refused, match="float32"):
+        learner_of(model_of(dtype=torch.bfloat16), ALGORITHMS["trpo"])

@@ -50,6 +50,15 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "lecture",
         {**LECTURE, "algorithm": "rloo", "kl.target": 0.02, "reference": "every", "reference.n": 4},
     ),
+    "PPO with a critic of its own": (
+        "lecture",
+        {**LECTURE, "algorithm": "ppo", "critic.clip": 0.2, "critic.steps": 2, "reward": "process"},
+    ),
+    "a shared critic": ("sort", {**SORT, **SMALL, "algorithm": "actor-critic", "critic": "shared-critic"}),
+    "a trust region with a critic": (
+        "lecture",
+        {**LECTURE, "epochs": 1, "minibatches": 1, "algorithm": "trpo", "advantage": "gae", "critic": "own-critic"},
+    ),
     "transformer that sorts": (
         "sort",
         {

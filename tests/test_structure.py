@@ -17,9 +17,10 @@ from ascent.policies import POLICIES
 from ascent.tasks import TASKS
 
 PACKAGE = Path(sys.modules["ascent.types"].__file__ or "").parent
-AXES = ("advantages", "losses", "kl", "weights", "reference", "correction", "exploration", "groups", "update", "values")
+AXES = ("advantages", "values", "losses", "kl", "weights", "reference", "correction", "exploration", "groups")
+AXES = (*AXES, "update", "trust_region")
 CORE = ("types", "config", *AXES, "algorithms", "train")
-"""The files that the size budget counts (menu.py is plumbing, as settings.py is); values.py comes with the critics."""
+"""The files that the size budget counts: those of DESIGN's core. Names and settings are plumbing."""
 HEAVY = ("transformers", "vllm", "ray", "wandb", "tyro", "rich", "pyarrow", "matplotlib", "datasets", "ascent.lab")
 
 # A file may import what its own line names, and nothing else of the package. Where a line names a folder, all of it.
@@ -28,12 +29,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "menu": {"types"},
     "own": {"types", "menu"},
     **{axis: {"types", *(other for other in AXES if other != axis)} for axis in AXES},
-    "algorithms": {"types", "menu", *AXES},
+    "algorithms": {"types", "menu", *AXES, "policies.critics"},
     "config": {"types", "menu", *AXES, "algorithms", "tasks", "policies"},
     "settings": {"types", "menu", "own", *AXES, "algorithms", "config", "tasks", "policies"},
     "train": {"types", "menu", *AXES, "algorithms", "config", "engines.base", "tasks.base"},
     "tasks": {"types", "menu", "own", "tasks"},
     "policies": {"types", "menu", "policies"},
+    "policies.critics": {"types", "update", "values"},
     "engines": {"types", "update", "policies", "engines"},
 }
 
@@ -148,9 +150,9 @@ def lines(name: str) -> int:
 
 
 def test_the_core_is_read_in_one_sitting() -> None:
-    sizes = {name: lines(name) for name in CORE if name in modules()}
-    assert set(CORE) - set(sizes) <= {"values"}
-    assert sum(sizes.values()) <= 2000, f"{sum(sizes.values())} lines: {sizes}"
+    sizes = {name: lines(name) for name in CORE}
+    # About 2,000 before critics and the trust region, which came with some 300 more.
+    assert sum(sizes.values()) <= 2300, f"{sum(sizes.values())} lines: {sizes}"
 
 
 @pytest.mark.parametrize("module", modules())
@@ -190,8 +192,9 @@ def test_names_are_unique_and_every_axis_is_a_field() -> None:
     assert list(MENU) == [f.name for f in dataclasses.fields(Algorithm)]
 
 
-def test_every_row_of_the_spec_that_needs_no_critic_is_there() -> None:
+def test_every_row_of_the_spec_is_there() -> None:
     assert set(ALGORITHMS) >= {
         *("reinforce", "reinforce-baseline", "best-only", "rloo", "reinforce++"),
         *("grpo", "dr-grpo", "dapo", "gspo", "cispo"),
+        *("actor-critic", "ppo", "trpo"),
     }

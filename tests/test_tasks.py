@@ -14,6 +14,7 @@ from torch import Tensor
 from ascent.tasks import TASKS, Lecture, Sort
 from ascent.tasks.lecture import PROMPTS
 from ascent.tasks.sorting import REWARDS, inclusion_ordering, numbers, positions_right
+from ascent.tasks.text import Text
 from ascent.types import Refused, Rollouts, Scores, Space
 
 END = 10
@@ -73,9 +74,22 @@ def test_only_the_maximum_is_the_maximum(name: str) -> None:
     task = Sort(reward=name, length=3, numbers=4)
     every = list(itertools.product(range(4), repeat=3))
     scores = task.score(rollouts(every, [every] * len(every)))
-    assert scores.reward.max().item() == task.max_reward
-    assert scores.reward.squeeze(-1)[scores.correct].eq(task.max_reward).all()
+    assert scores.reward.sum(-1).max().item() == task.max_reward
+    assert scores.reward.sum(-1)[scores.correct].eq(task.max_reward).all()
     assert scores.correct.sum().item() == len(every)
+
+
+def test_a_process_reward_has_each_point_on_the_token_that_decided_it() -> None:
+    """[2 0 1] sorted is [0 1 2]. With an end token, also where all responses ended early and where one went on."""
+    task = Sort(reward="process", length=3, numbers=10)
+    scores = task.score(rollouts([[2, 0, 1]], [[[0, 2, 2], [1, 1, 0], [0, 1, 2]]]))
+    assert scores.reward.tolist() == [[[1, 0, 1], [0, 1, 0], [1, 1, 1]]]
+    assert scores.correct.tolist() == [[False, False, True]]
+    task = Sort(reward="process", length=3, numbers=10, end=True)
+    narrow = task.score(rollouts([[2, 0, 1]], [[[0, END], [0, 1]]], [[2, 2]], limit=4))
+    assert narrow.reward.tolist() == [[[1, 0], [1, 1]]]
+    wide = task.score(rollouts([[2, 0, 1]], [[[0, 1, 2, END], [0, END, 2, 7]]], [[4, 2]], limit=4))
+    assert wide.reward.tolist() == [[[1, 1, 1, 0], [1, 0, 0, 0]]]
 
 
 # ---- the two traps --------------------------------------------------------------------------------
@@ -136,7 +150,7 @@ def test_padding_after_the_end_is_no_number() -> None:
 def test_an_empty_response_earns_nothing() -> None:
     drawn = ended([[END, 0, 1, 2]], [1])
     for name in REWARDS:
-        assert Sort(reward=name, length=3, numbers=10, end=True).score(drawn).reward.item() == 0
+        assert not Sort(reward=name, length=3, numbers=10, end=True).score(drawn).reward.any()
 
 
 def test_a_batch_narrower_than_the_prompt_is_scored() -> None:
@@ -154,7 +168,7 @@ def test_a_response_that_never_ends_does_not_earn_the_whole_reward() -> None:
     drawn = ended([[0, 1, 2, END], [0, 1, 2, 7]], [4, 4])
     for name in REWARDS:
         task = Sort(reward=name, length=3, numbers=10, end=True, distinct=True)
-        reward = task.score(drawn).reward.flatten()
+        reward = task.score(drawn).reward.sum(-1).flatten()
         assert reward[0] == task.max_reward
         assert reward[1] < task.max_reward or task.loophole is not None, name
 
@@ -217,14 +231,14 @@ def test_the_lecture_draws_its_three_prompts_in_order() -> None:
     assert task.space == Space(3, 5, 3)
 
 
-@pytest.mark.parametrize("cls", TASKS)
+@pytest.mark.parametrize("cls", [task for task in TASKS if not issubclass(task, Text)])
 def test_every_task_scores_what_a_policy_samples(cls: Any) -> None:
     for name in REWARDS:
         task = cls(reward=name)
         drawn = rollouts_of(policy_of(TINY, task.space), count=3, samples=2)
         scores = task.score(drawn)
         assert isinstance(scores, Scores)
-        assert scores.reward.shape == (3, 2, 1)
+        assert scores.reward.shape == (3, 2, task.space.limit if name == "process" else 1)
         assert scores.valid.all()
         assert scores.errors == ()
     assert "default" in cls.presets

@@ -128,7 +128,7 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     batch = table.filled(algorithm.needs)
     seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
     key = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
-    key += [getattr(batch, name) for name in seen]
+    key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
     _check_size(table, classes, samples)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ascent.engines.local import LocalLearner, LocalSampler, chosen, log_probs
 from ascent.policies.base import Policy
-from ascent.types import Batch, Outputs, Refused, Rollouts, Scores, Space, to_batch
+from ascent.types import Batch, Outputs, Refused, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
 from ascent.update import Adam
 
 MOST_RESPONSES = 50_000
@@ -120,8 +120,8 @@ class Table:
     """Every response to one prompt under the policies that a step knows, in float64 whatever theirs is.
 
     `policy` is trained; `old` gave logp_old (by default the same); `sampler` drew the responses (by
-    default `old`); `reference` is what a KL is measured to. Gradients are by the trainable parameters
-    of `policy`, flattened in their order.
+    default `old`); `reference` is what a KL is measured to; `value` is what a critic says of every state
+    (by default the exact V). Gradients are by the trainable parameters of `policy`, flattened in their order.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Table:
         old: Policy | None = None,
         sampler: Policy | None = None,
         reference: Policy | None = None,
+        value: Float[Tensor, "response state"] | None = None,
     ):
         self.policy, self.task = _double(policy), task
         self.old = self.policy if old is None else _double(old)
@@ -153,7 +154,7 @@ class Table:
             correct=scores.correct,
             logp_old=logp_old,
         )
-        self._fields: dict[str, Tensor] = {}
+        self._fields: dict[str, Tensor] = {} if value is None else {"value": value.unsqueeze(0)}
         self._jacobians: dict[str, Tensor] = {}
 
     @property
@@ -173,6 +174,21 @@ class Table:
 
     def _expected(self) -> Float[Tensor, ""]:
         return (probability(self.policy, self.batch) * self.batch.reward.sum(-1)).sum()
+
+    @cached_property
+    def exact_value(self) -> Float[Tensor, "response state"]:
+        """V(s_t) = E[Σ_{u ≥ t} r_u | the first t tokens] under the policy that drew the responses; 0 after the end."""
+        mask, p = self.batch.mask[0], self.probability
+        reward = self.batch.reward if self.batch.reward.shape[-1] > 1 else at_last(self.batch, self.batch.reward)
+        to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
+        tokens = torch.where(mask, self.batch.response[0], NEVER)
+        values = []
+        for t in range(mask.shape[-1] + 1):
+            _, which = tokens[:, :t].unique(dim=0, return_inverse=True) if t else (None, torch.zeros(len(p)).long())
+            share = torch.zeros_like(p).index_add_(0, which, p)
+            total = torch.zeros_like(p).index_add_(0, which, p * to_go[:, t])
+            values.append((total / share.clamp(min=torch.finfo(p.dtype).tiny))[which])
+        return torch.stack(values, -1)
 
     def differentiate(self, value: Float[Tensor, ""]) -> Float[Tensor, "parameter"]:
         """∂value/∂θ, flattened."""
@@ -219,6 +235,8 @@ class Table:
         missing = needs.difference(self._fields)
         if "reward_greedy" in missing:
             self._fields["reward_greedy"] = self._reward_greedy()
+        if "value" in missing:
+            self._fields["value"] = self.exact_value.unsqueeze(0)
         self._fields |= self._learner(self.old).score(self.batch, missing)
         unknown = sorted(needs.difference(self._fields))
         if unknown:

@@ -24,6 +24,8 @@ from ascent.policies import POLICIES
 from ascent.settings import field_docs
 from ascent.tasks import TASKS, sorting
 from ascent.types import Refused
+from ascent.update import Adam
+from ascent.values import Valued
 
 __all__ = ["explain", "formula", "menu_text", "objective_in_words"]
 
@@ -103,7 +105,7 @@ def _traps(kl: Any) -> list[str]:
 def _row(name: str) -> str:
     algorithm, note = ALGORITHMS[name], ROWS[name]
     choices = {axis: getattr(algorithm, axis) for axis in MENU}
-    on = {axis: choice for axis, choice in choices.items() if not isinstance(choice, OFF) and axis != "update"}
+    on = {axis: choice for axis, choice in choices.items() if not isinstance(choice, (*OFF, Adam))}
     off = [axis for axis, choice in choices.items() if isinstance(choice, OFF)]
     lines = [textwrap.fill(f"{name}: a row of the menu. {note.bias}", WIDTH)]
     lines += _section("CHOICES", *(_item(axis, _full(c)) for axis, c in on.items()), _item("off", ", ".join(off)))
@@ -120,7 +122,8 @@ def _row(name: str) -> str:
 
 def _command(axis: str, cls: type) -> str:
     """A command that runs this choice, with what it cannot be without."""
-    also = {"kl": " --reference frozen", "correction": " --old-logp learner"}
+    also = {"kl": " --reference frozen", "correction": " --old-logp learner", "critic": " --advantage gae"}
+    also["advantage"] = " --critic own-critic" if issubclass(cls, Valued) else ""
     if axis == "task":
         return f"ascent train {name_of(cls)}"
     return f"ascent train sort --{axis} {name_of(cls)}" + (also.get(axis, "") if cls not in OFF else "")

@@ -26,6 +26,15 @@ def flags(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, str]]:
                 f"of the answers are exactly right.{why}",
             )
         )
+    if metrics.get("trust_region/accepted") == 0 and metrics.get("grad_norm"):
+        beyond, flat = metrics["trust_region/too_far"], metrics["trust_region/no_gain"]
+        found.append(
+            (
+                "trust-region-refused",
+                f"the line search took no step: {beyond:.0f} trials had a KL beyond Δ, and {flat:.0f} within it gained "
+                "nothing. The parameters stay as they were; --update.backtracks is how often a step is shortened",
+            )
+        )
     return found
 
 

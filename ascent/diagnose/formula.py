@@ -27,7 +27,10 @@ from ascent.exploration import Annealed, Constant, NoBonus
 from ascent.groups import All, NoShaping, Overlong, WithSignal
 from ascent.kl import InReward, NoKL
 from ascent.losses import Cispo, Clipped, LogProb, Ratio, SequenceRatio
+from ascent.policies.critics import NoCritic
 from ascent.reference import Every, Frozen, MovingAverage
+from ascent.trust_region import TrustRegion
+from ascent.values import GAE, TD, KStep, MonteCarlo, Valued
 from ascent.weights import FixedLength, SequenceMean, SequenceSum, TokenMean
 
 Says = Callable[[Any], tuple[str, ...]]
@@ -56,6 +59,30 @@ CREDIT: dict[type, Says] = {
         f"the reward-to-go normalized over all tokens of the batch (std + {c.eps:g})",
     ),
 }
+_WORDS: dict[type, str] = {
+    TD: "the one-step TD error of a critic",
+    KStep: "the {c.k}-step advantage of a critic",
+    GAE: "the generalized advantage (λ {c.lam:g}) of a critic",
+    MonteCarlo: "the return minus a critic's value",
+}
+
+
+def _advantage(c: Any) -> str:
+    """The line that says what A_t is."""
+    total = f"Σ_(j<{c.k}) {c.gamma:g}^j·d_(t+j)" if isinstance(c, KStep) else f"Σ_(j≥0) {c.gamma * c.lam:g}^j·d_(t+j)"
+    known = isinstance(c, TD | KStep | GAE | MonteCarlo)
+    error = f"d_t = r_t + {'' if c.gamma == 1 else f'{c.gamma:g}·'}V_(t+1) − V_t"
+    return f"{error};   A_t = {('d_t' if isinstance(c, TD) else total) if known else f'{type(c).__name__}(d)'}"
+
+
+def _valued(c: Any) -> tuple[str, str]:
+    words = _WORDS[type(c)].format(c=c) + ("" if c.gamma == 1 else f", discounted by {c.gamma:g} a token")
+    if c.whitened:
+        return "(A_t − mean) / (std + 1e-08), ddof 1", f"{words}, whitened over the batch's tokens"
+    return "A_t", words
+
+
+CREDIT |= dict.fromkeys((TD, KStep, GAE, MonteCarlo), _valued)
 
 
 def _clip(c: Any) -> str:
@@ -118,6 +145,10 @@ ANCHOR: dict[type, Says] = {
     MovingAverage: lambda c: (f"a moving average of the policy (rate {c.rate:g})",),
 }
 _GROUP = "over the G scored responses to the same prompt"
+_STATES = (
+    "V_t is the critic's value of the state before token t, 0 after the end; an outcome reward is on the last token; "
+    "mean and std, where there are any, are over all unmasked tokens of the batch"
+)
 STATISTICS: dict[type, str] = {
     Centered: f"mean is {_GROUP}",
     LeaveOneOut: f"mean_others is {_GROUP}, without response i",
@@ -127,6 +158,7 @@ STATISTICS: dict[type, str] = {
     Greedy: "R_greedy is the reward of one greedy response to the same prompt",
     OptimalBaseline: f"sums are {_GROUP}",
     BatchNormalized: "mean and std are over all unmasked tokens of the batch, R_t the reward from token t on",
+    **dict.fromkeys((TD, KStep, GAE, MonteCarlo), _STATES),
 }
 UNBIASED = (Raw, LeaveOneOut, RunningMean, Greedy, OptimalBaseline)
 
@@ -150,7 +182,8 @@ def _credit(algorithm: Algorithm) -> tuple[str, ...]:
     rhs, words = said(CREDIT, algorithm.advantage, "{name}(R)", "the credit of {name} ({line})")
     if isinstance(algorithm.kl, InReward) and algorithm.kl.per == "token":
         rhs = rhs.replace("R_i", "R_t")
-    return f"{'δ_t' if 'R_t' in rhs else 'δ_i'} = {rhs}", words
+    per_token = "R_t" in rhs or isinstance(algorithm.advantage, Valued)
+    return f"{'δ_t' if per_token else 'δ_i'} = {rhs}", words
 
 
 def _coef(kl: Any) -> str:
@@ -167,6 +200,8 @@ def formula(algorithm: Algorithm) -> str:
             lines[0] = f"R_i ← R_i{shaped} on the last token;  " + lines[0]
     elif isinstance(kl, InReward) or shaped:
         lines.append(f"R_i ← R_i{shaped}" + (f" − {_coef(kl)}·Σ_t {kl.estimator}" if isinstance(kl, InReward) else ""))
+    if isinstance(algorithm.advantage, Valued):
+        lines.append(_advantage(algorithm.advantage))
     factor = "" if isinstance(algorithm.correction, NoCorrection) else said(FACTOR, algorithm.correction, "{name}·")[0]
     main = factor + said(SURROGATE, loss, "{name}(logp, logp_old, δ)", "")[0]
     ratio = "ρ_t = exp(logp_t − logp_old_t)" if "ρ" in main else ""
@@ -203,6 +238,11 @@ def objective_in_words(algorithm: Algorithm) -> str:
     if not isinstance(algorithm.exploration, NoBonus):
         first += f", plus {said(BONUS, algorithm.exploration, '', 'the entropy bonus of {name} ({line})')[1]}"
     told, reward = [first], []
+    if isinstance(algorithm.update, TrustRegion):
+        told.append(f"A step keeps the KL to the policy that sampled within {algorithm.update.delta:g} nats a token")
+    if not isinstance(algorithm.critic, NoCritic):
+        where = "on the policy's backbone" if algorithm.critic.shared else "on a backbone of its own"
+        told.append(f"The critic, {where}, is fitted to the returns by least squares")
     if kl.where == "reward":
         reward.append(
             f"has {_kl_words(algorithm)} taken off, {getattr(kl, 'per', 'token')} by {getattr(kl, 'per', 'token')}"
@@ -237,6 +277,12 @@ def verdict(algorithm: Algorithm) -> str:
     fine &= isinstance(algorithm.exploration, NoBonus) and isinstance(algorithm.groups, All)
     if fine and isinstance(algorithm.advantage, UNBIASED) and isinstance(algorithm.weights, SequenceSum):
         return f"Unbiased: on the policy's own samples the expected gradient is {goal} itself."
+    credit = algorithm.advantage
+    if fine and isinstance(credit, Valued) and isinstance(algorithm.weights, SequenceSum) and credit.gamma == 1:
+        if isinstance(credit, MonteCarlo) and not (credit.whitened or credit.bootstrap):
+            return f"Unbiased: on the policy's own samples the expected gradient is {goal} itself, whatever V is."
+        if not (credit.whitened or credit.bootstrap):
+            return f"As biased as V is wrong: with the exact V the expected gradient is {goal} itself. Axis by axis:"
     straight = isinstance(algorithm.weights, SequenceSum | FixedLength)
     if fine and straight and isinstance(algorithm.advantage, (*UNBIASED, Centered)):
         return f"Right direction: on the policy's own samples the expected gradient is {goal} times a constant."

@@ -6,19 +6,10 @@ gradient is enumerated. "Unbiased" means: with sequence-sum weights, on the poli
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ascent import advantages, correction, exploration, groups, kl, losses, reference, update, weights
-
-
-class Note(NamedTuple):
-    bias: str
-    """Where the gradient departs from that of E[R], and why. For a row: what it is, in a line."""
-    trl: str = ""
-    verl: str = ""
-    paper: str = ""
-    others: str = ""
-
+from ascent import advantages, correction, exploration, groups, kl, losses, reference, weights
+from ascent.diagnose import notes_critic
+from ascent.diagnose.notes_critic import Note
+from ascent.policies import critics
 
 _BATCH = "counted over the mini-batch of one optimizer step, whatever its split into micro-batches"
 DENOMINATOR: dict[type, str] = {
@@ -28,7 +19,8 @@ DENOMINATOR: dict[type, str] = {
     weights.FixedLength: f"N responses times L_max, the generation limit (never the padded width); N is {_BATCH}.",
 }
 
-OFF = (kl.NoKL, reference.NoReference, exploration.NoBonus, correction.NoCorrection, groups.All, groups.NoShaping)
+_OFF = (kl.NoKL, reference.NoReference, exploration.NoBonus, correction.NoCorrection, groups.All, groups.NoShaping)
+OFF = (*_OFF, critics.NoCritic)
 """Choices that do nothing: a row that has one does not speak of that axis."""
 
 NOTES: dict[type, Note] = {
@@ -193,12 +185,7 @@ NOTES: dict[type, Note] = {
         trl="a reward function, get_soft_overlong_punishment.",
         verl="the DAPO reward manager's overlong_buffer, times a penalty_factor.",
     ),
-    update.Adam: Note(
-        "The step is not along the gradient: each coordinate is scaled by its own history, and max_norm, where set, "
-        "shortens large gradients.",
-        trl="learning rate 1e-6.",
-        verl="learning rate 1e-6, weight decay 0.01, gradient norm at most 1.",
-    ),
+    **notes_critic.NOTES,
 }
 
 ESTIMATORS: dict[str, tuple[str, str]] = {
@@ -293,4 +280,5 @@ ROWS: dict[str, Note] = {
         trl='loss_type="cispo": min(ρ, epsilon_high), so epsilon_high=5 is high=4 here; unset it is 0.2.',
         verl='loss_mode "cispo": clip(ρ, 0.8, 1.2) unless set, so with a lower bound.',
     ),
+    **notes_critic.ROWS,
 }

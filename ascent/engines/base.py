@@ -8,6 +8,7 @@ from typing import Protocol
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ascent.policies.critics import ValueLoss
 from ascent.types import Batch, Metrics, Rollouts
 from ascent.update import Objective, Update
 
@@ -17,11 +18,13 @@ class Stepped:
     """What an optimizer step reports, as tensors that are read once the whole step is over."""
 
     metrics: dict[str, Tensor]
-    """loss and grad_norm, and sums over the tokens."""
+    """loss, grad_norm and what else the update reports."""
+    sums: dict[str, Tensor]
+    """Sums over the tokens, to be divided by their number."""
     logp: Float[Tensor, "prompt sample token"]
     """The trainer's log-probs of the mini-batch, before the step."""
     report: Metrics = field(default_factory=dict)
-    """The same as plain numbers, filled in by the loop."""
+    """Both as plain numbers, filled in by the loop."""
 
 
 class Sampler(Protocol):
@@ -47,6 +50,8 @@ class Learner(Protocol):
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...
 
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped: ...
+
+    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor: ...
 
     def mix_reference(self, rate: float) -> None: ...
 

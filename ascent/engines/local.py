@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ascent.engines.base import Stepped
-from ascent.policies.base import Policy
+from ascent.policies.base import Policy, ValueFunction
+from ascent.policies.critics import ValueLoss
 from ascent.types import Batch, Outputs, Rollouts, Terms
 from ascent.update import Objective, Update
 
@@ -76,13 +77,26 @@ class LocalLearner:
 
     fills = frozenset({"logp_old", "logp_ref", "kl_full", "score_norm"})
 
-    def __init__(self, policy: Policy, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int = 0):
+    def __init__(
+        self,
+        policy: Policy,
+        update: Update,
+        reference: bool,
+        outputs: frozenset[str],
+        micro_batch: int = 0,
+        critic: ValueFunction | None = None,
+        critic_update: Update | None = None,
+    ):
         self.policy, self.outputs, self.micro_batch = policy, outputs, micro_batch
         self.reference = copy.deepcopy(policy).requires_grad_(False) if reference else None
         self._params: dict[str, Tensor] = dict(policy.named_parameters())
         self._trainable: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)  # objectives are maximised
         self.optimizer = update.optimizer(self._trainable)
+        self.critic, self.critic_optimizer = critic, None
+        if critic is not None and critic_update is not None:
+            self.critic_optimizer = critic_update.optimizer(critic.trained())
+            self.fills = self.fills | {"value"}
 
     def params(self) -> dict[str, Tensor]:
         return self._params
@@ -95,9 +109,18 @@ class LocalLearner:
         width = batch.prompt.shape[1] + batch.mask.shape[2]
         return batch.microbatches(max(1, self.micro_batch // width) if self.micro_batch else 0)
 
+    def log_probs(self, batch: Batch) -> Float[Tensor, "prompt #sample token vocab"]:
+        """log π over the whole vocabulary at every state."""
+        return log_probs(self.policy, batch)
+
+    def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
+        """V at every state, the critic's forward."""
+        assert self.critic is not None
+        return self.critic.values(batch.prompt, batch.response)
+
     def evaluate(self, batch: Batch) -> Outputs:
         """The training forward."""
-        logp_all = log_probs(self.policy, batch)
+        logp_all = self.log_probs(batch)
         if "entropy" in self.outputs:
             entropy = -(logp_all.exp() * logp_all).sum(-1)
         else:  # only measured; this form has no finite gradient at a probability of 0
@@ -114,7 +137,7 @@ class LocalLearner:
         needs = needs & self.fills
         found: dict[str, list[Tensor]] = {name: [] for name in needs}
         for micro in self.split(batch) if needs else ():
-            logp_all = log_probs(self.policy, micro) if needs & {"logp_old", "kl_full"} else None
+            logp_all = self.log_probs(micro) if needs & {"logp_old", "kl_full"} else None
             ref_all = log_probs(self.reference, micro) if self.reference is not None else None
             if "logp_old" in needs and logp_all is not None:
                 found["logp_old"].append(chosen(logp_all, micro))
@@ -124,6 +147,8 @@ class LocalLearner:
                 found["kl_full"].append(full_kl(logp_all, ref_all).expand(micro.mask.shape))
             if "score_norm" in needs:
                 found["score_norm"].append(self.score_norm(micro))
+            if "value" in needs:
+                found["value"].append(self.values(micro))
         shape = batch.mask.shape[:2]
         return {name: torch.cat([p.flatten(0, 1) for p in parts]).unflatten(0, shape) for name, parts in found.items()}
 
@@ -157,11 +182,81 @@ class LocalLearner:
 
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
-        terms, norm = update(self, mini, objective)
+        terms, report = update(self, mini, objective)
         logp = self._logp[0]
         if len(self._logp) > 1:
             logp = torch.cat([part.flatten(0, 1) for part in self._logp]).unflatten(0, mini.mask.shape[:2])
-        return Stepped({"loss": -terms.objective, "grad_norm": norm, **terms.sums}, logp)
+        return Stepped({"loss": -terms.objective, **report}, terms.sums, logp)
+
+    @torch.no_grad()
+    def total(self, mini: Batch, objective: Objective) -> Tensor:
+        """The objective at the present parameters."""
+        parts = [objective(micro, self.evaluate(micro)).objective for micro in self.split(mini)]
+        return torch.stack(parts).sum()
+
+    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
+        """v ↦ F·v = Jᵀ (π ∘ J·v) / tokens, with J = ∂ log π / ∂θ at every state and for every token of the vocabulary.
+
+        A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
+        """
+        micros = list(self.split(mini))
+        kept = [self._linearized(micros[0])] if len(micros) == 1 else None
+
+        def product(vector: list[Tensor]) -> list[Tensor]:
+            total = [torch.zeros_like(p) for p in self.trainable()]
+            for logp_all, probe, slope, weight in kept or map(self._linearized, micros):
+                along = torch.stack([(s * v).sum() for s, v in zip(slope, vector, strict=True) if s.requires_grad])
+                (Jv,) = torch.autograd.grad(along.sum(), probe, retain_graph=True)
+                part = torch.autograd.grad(
+                    logp_all, self.trainable(), weight * Jv, retain_graph=kept is not None, materialize_grads=True
+                )
+                torch._foreach_add_(total, part)
+            return list(torch._foreach_div(total, max(mini.tokens, 1)))
+
+        return product
+
+    def _linearized(self, micro: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+        """log π; a probe u and Jᵀu, which is linear in u (its derivative along v is J·v); π where tokens count."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
+            logp_all = self.log_probs(micro)
+        probe = torch.zeros_like(logp_all, requires_grad=True)
+        slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
+        counted = micro.counted.unsqueeze(-1)
+        count = counted.sum(1, keepdim=True) if logp_all.shape[1] == 1 else counted
+        return logp_all, probe, slope, logp_all.detach().exp() * count
+
+    @torch.no_grad()
+    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
+        """The mean KL(π_old ‖ π): a forward of each, so that no distribution is kept."""
+        now, parts = [p.clone() for p in self.trainable()], []
+        for micro in self.split(mini):
+            self.assign(params)
+            old = self.log_probs(micro)
+            self.assign(now)
+            parts.append(self._counted(full_kl(old, self.log_probs(micro)), micro))
+        return torch.stack(parts).sum() / max(mini.tokens, 1)
+
+    @staticmethod
+    def _counted(kl: Float[Tensor, "prompt #sample token"], batch: Batch) -> Float[Tensor, ""]:
+        return torch.where(batch.counted, kl, 0.0).sum()
+
+    @torch.no_grad()
+    def assign(self, params: list[Tensor]) -> None:
+        torch._foreach_copy_(self.trainable(), params)
+
+    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+        """One step of the critic's optimizer on the loss's token mean; the loss's sum before it."""
+        assert self.critic_optimizer is not None
+        self.critic_optimizer.zero_grad()
+        parts = []
+        for micro in self.split(mini):
+            part = loss(micro, self.values(micro))
+            (part / max(mini.tokens, 1)).backward()
+            parts.append(part.detach())
+        self.critic_optimizer.step()
+        return torch.stack(parts).sum()
 
     @torch.no_grad()
     def mix_reference(self, rate: float) -> None:
@@ -171,7 +266,10 @@ class LocalLearner:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"params": {k: v.detach() for k, v in self.policy.state_dict().items()}}
-        groups["optimizer"] = self._optimizer_state()
+        groups["optimizer"] = remembered(self.optimizer)
+        if self.critic is not None:
+            groups["critic"] = {k: v.detach() for k, v in self.critic.state_dict().items()}
+            groups["critic_optimizer"] = remembered(self.critic_optimizer)
         if self.reference is not None:
             groups["reference"] = dict(self.reference.state_dict())
         return groups
@@ -180,16 +278,23 @@ class LocalLearner:
         self.policy.load_state_dict(state["params"])
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
-        self._restore_optimizer(state["optimizer"])
+        remind(self.optimizer, state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+            remind(self.critic_optimizer, state["critic_optimizer"])
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        states = (self.optimizer.state.get(p, {}) for p in self.trainable())
-        return {f"{i}.{key}": value for i, state in enumerate(states) for key, value in state.items()}
 
-    def _restore_optimizer(self, state: dict[str, Tensor]) -> None:
-        parameters = self.trainable()
-        for name, value in state.items():
-            index, key = name.split(".", 1)
-            parameter = parameters[int(index)]
-            device = parameter.device if key != "step" or parameter.is_cuda else value.device
-            self.optimizer.state[parameter][key] = value.to(device, copy=True)
+def remembered(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """What an optimizer keeps of each parameter, by the parameter's place in its list."""
+    parameters = [] if optimizer is None else optimizer.param_groups[0]["params"]
+    state = {} if optimizer is None else optimizer.state
+    return {f"{i}.{key}": v for i, p in enumerate(parameters) for key, v in state.get(p, {}).items()}
+
+
+def remind(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
+    """Give an optimizer back what it kept."""
+    for name, value in kept.items():
+        assert optimizer is not None
+        index, key = name.split(".", 1)
+        parameter = optimizer.param_groups[0]["params"][int(index)]
+        optimizer.state[parameter][key] = value.to(parameter.device, copy=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -38,6 +38,31 @@ class Policy(nn.Module):
         generator: torch.Generator | None,
     ) -> Sampled:
         """`samples` responses a prompt, drawn with this generator; with none, the greedy ones."""
+        raise NotImplementedError
+
+
+class ValueFunction(nn.Module):
+    """V(prompt, tokens so far), as a head on a backbone: its own, or the policy's."""
+
+    def __init__(self, backbone: Policy, shared: bool):
+        super().__init__()
+        self._backbone = (backbone,)  # in a tuple it is no submodule: a shared one is saved with the policy alone
+        if not shared:
+            self.own = backbone
+
+    @property
+    def backbone(self) -> Any:
+        return self._backbone[0]
+
+    def trained(self) -> list[Tensor]:
+        """What its optimizer moves: the head and the backbone."""
+        every = {id(p): p for p in [*self.parameters(), *self.backbone.parameters()] if p.requires_grad}
+        return list(every.values())
+
+    def values(
+        self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]
+    ) -> Float[Tensor, "prompt sample state"]:
+        """The value of the state before each token, and of the one after the last."""
         raise NotImplementedError
 
 

@@ -32,6 +32,8 @@ class CausalLM:
     """LoRA's scale: the adapters count alpha/rank."""
     lora_targets: str = "all-linear"
     """Modules that get adapters: all-linear, or names with commas between them."""
+    last_layers: int = 0
+    """Train only the last so many layers and the norm behind them; 0: every parameter (or LoRA's)."""
     checkpointing: bool = False
     """Gradient checkpointing: less memory, one more forward pass. Memory only, never numbers."""
     share_prompts: bool = True
@@ -40,8 +42,10 @@ class CausalLM:
     """Responses that are decoded at once; 0: chosen for the device. Memory only, never the distribution."""
 
     def __post_init__(self) -> None:
-        if self.lora < 0 or self.rows < 0:
-            raise Refused("--policy.lora and --policy.rows are 0 or more")
+        if min(self.lora, self.rows, self.last_layers) < 0:
+            raise Refused("--policy.lora, --policy.rows and --policy.last-layers are 0 or more")
+        if self.lora and self.last_layers:
+            raise Refused("--policy.lora with --policy.last-layers: each says what is trained; set one of them")
         if self.lora and not self.lora_alpha > 0:
             raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so set it above 0")
 
@@ -57,7 +61,9 @@ class CausalLM:
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Refused(f"--model {self.model}: it cannot be loaded: {first}") from None
-        model = model.to(device).eval().requires_grad_(not self.lora)
+        model = model.to(device).eval().requires_grad_(not (self.lora or self.last_layers))
+        if self.last_layers:
+            self._free_last(model)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted = self._adapt(model, seed) if self.lora else None
@@ -67,6 +73,17 @@ class CausalLM:
         if self.dtype == "auto":
             return torch.float32 if device.type == "cpu" else torch.bfloat16
         return getattr(torch, self.dtype)
+
+    def _free_last(self, model: PreTrainedModel) -> None:
+        layers = getattr(model.get_decoder(), "layers", None)
+        if layers is None or self.last_layers > len(layers):
+            there = "none that can be told apart" if layers is None else str(len(layers))
+            raise Refused(f"--policy.last-layers {self.last_layers}: the model has {there}")
+        for layer in layers[-self.last_layers :]:
+            layer.requires_grad_(True)
+        norm = getattr(model.get_decoder(), "norm", None)
+        if norm is not None:
+            norm.requires_grad_(True)
 
     def _adapt(self, model: PreTrainedModel, seed: int) -> Any:
         """LoRA adapters laid into the model's own layers; the first policy is the model itself."""
@@ -136,9 +153,9 @@ class LanguageModel(nn.Module):
         """The transformer below the head: ids in, last hidden states out."""
         return self.model.get_decoder()
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Any, backbone: nn.Module | None = None) -> Tensor:
         """Last hidden states `[row position width]`, with an attention layout of the engines'."""
-        out = self.backbone(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
+        out = (backbone or self.backbone)(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
         return out.last_hidden_state
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ascent.policies.base import Policy, Sampled
+from ascent.policies.base import Policy, Sampled, ValueFunction
 from ascent.types import Refused, Space
 
 
@@ -34,6 +34,10 @@ class PerPosition:
             )
         return PerPositionPolicy(space, self.dim, generator)
 
+    def critic(self, policy: PerPositionPolicy, shared: bool, generator: torch.Generator) -> PerPositionValue:
+        """A value function on this policy's matrices, or on others of their shape."""
+        return PerPositionValue(policy if shared else self(policy.space, generator), shared)
+
 
 class PerPositionPolicy(Policy):
     def __init__(self, space: Space, dim: int, generator: torch.Generator):
@@ -48,8 +52,11 @@ class PerPositionPolicy(Policy):
         self.encode = nn.Parameter(normal(space.prompt_length, dim, dim) / math.sqrt(dim))
         self.decode = nn.Parameter(normal(space.limit, dim, dim) / math.sqrt(dim))
 
+    def encoded(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt dim"]:
+        return self.embedding[prompt].flatten(1) @ self.encode.flatten(0, 1)
+
     def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt token vocab"]:
-        encoded = self.embedding[prompt].flatten(1) @ self.encode.flatten(0, 1)
+        encoded = self.encoded(prompt)
         decoded = torch.bmm(encoded.expand(len(self.decode), -1, -1), self.decode)  # [token prompt dim]
         return (decoded @ self.embedding.T).transpose(0, 1)
 
@@ -69,3 +76,23 @@ class PerPositionPolicy(Policy):
         logp = torch.log_softmax(logits, -1).unsqueeze(1).expand(-1, samples, -1, -1)
         chosen = logp.gather(-1, response.unsqueeze(-1)).squeeze(-1)
         return Sampled(response, chosen, torch.full((prompts, samples), tokens))
+
+
+class PerPositionValue(ValueFunction):
+    """V(s_t) = b_t + w_t · encoded + Σ_{u<t} a_u · logit_u(y_u), with the backbone's encoding and logits.
+
+    What the tokens so far have earned, as the backbone scores each against the prompt, and what is to come.
+    """
+
+    def __init__(self, backbone: PerPositionPolicy, shared: bool):
+        super().__init__(backbone, shared)
+        states, dim = backbone.space.limit + 1, backbone.embedding.shape[1]
+        self.bias = nn.Parameter(torch.zeros(states))
+        self.weight = nn.Parameter(torch.zeros(states, dim))
+        self.scale = nn.Parameter(torch.zeros(states - 1))
+
+    def values(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt sample state"]:
+        expected = self.backbone.encoded(prompt) @ self.weight.T + self.bias
+        logits = self.backbone.all_logits(prompt).unsqueeze(1).expand(-1, response.shape[1], -1, -1)
+        earned = self.scale * logits.gather(-1, response.unsqueeze(-1)).squeeze(-1)
+        return expected.unsqueeze(1) + nn.functional.pad(earned.cumsum(-1), (1, 0))

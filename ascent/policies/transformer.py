@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ascent.policies.base import Policy, Sampled, draw
+from ascent.policies.base import Policy, Sampled, ValueFunction, draw
 from ascent.types import Refused, Space
 
 Cache = tuple[Tensor, Tensor]
@@ -46,6 +46,10 @@ class Transformer:
 
     def __call__(self, space: Space, generator: torch.Generator) -> TransformerPolicy:
         return TransformerPolicy(space, self, generator)
+
+    def critic(self, policy: TransformerPolicy, shared: bool, generator: torch.Generator) -> TransformerValue:
+        """A value function on this policy's blocks, or on others of their shape."""
+        return TransformerValue(policy if shared else self(policy.space, generator), shared)
 
 
 class Block(nn.Module):
@@ -106,26 +110,29 @@ class TransformerPolicy(Policy):
             grown.append(cache)
         return self.norm(x), grown
 
-    def _encode(self, prompt: Int[Tensor, "prompt position"]) -> tuple[Float[Tensor, "prompt vocab"], list[Cache]]:
-        """Logits of the first response token, and the prompt's cache."""
+    def _encode(self, prompt: Int[Tensor, "prompt position"]) -> tuple[Float[Tensor, "prompt width"], list[Cache]]:
+        """The state before the first response token, and the prompt's cache."""
         separator = prompt.new_full((prompt.shape[0], 1), self.space.vocab)
         hidden, caches = self._forward(torch.cat([prompt, separator], 1), 0, None)
-        return self.head(hidden[:, -1]), caches
+        return hidden[:, -1], caches
 
-    def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt sample token vocab"]:
+    def states(self, prompt: Tensor, response: Tensor, head: nn.Module) -> Float[Tensor, "prompt sample state out"]:
+        """What a head makes of the state before each token, and of the one after the last."""
         prompts, samples, tokens = response.shape
         first, caches = self._encode(prompt)
-        logits = first[:, None, None].expand(-1, samples, -1, -1)
-        if tokens == 1:
-            return logits
-        rows = response[:, :, :-1].reshape(prompts * samples, tokens - 1)
-        hidden, _ = self._forward(rows, prompt.shape[1] + 1, _repeat(caches, samples))
-        return torch.cat([logits, self.head(hidden).view(prompts, samples, tokens - 1, -1)], 2)
+        out = head(first)[:, None, None].expand(-1, samples, -1, -1)
+        if tokens == 0:
+            return out
+        hidden, _ = self._forward(response.reshape(-1, tokens), prompt.shape[1] + 1, _repeat(caches, samples))
+        return torch.cat([out, head(hidden).view(prompts, samples, tokens, -1)], 2)
+
+    def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt sample token vocab"]:
+        return self.states(prompt, response[:, :, :-1], self.head)
 
     @torch.no_grad()
     def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
-        logits, caches = self._encode(prompt)
-        logits, caches = logits.repeat_interleave(samples, 0), _repeat(caches, samples)
+        first, caches = self._encode(prompt)
+        logits, caches = self.head(first).repeat_interleave(samples, 0), _repeat(caches, samples)
         tokens: list[Tensor] = []
         logps: list[Tensor] = []
         length = torch.zeros(len(logits), dtype=torch.long)
@@ -144,6 +151,21 @@ class TransformerPolicy(Policy):
                     break
         shape = (prompt.shape[0], samples, len(tokens))
         return Sampled(torch.stack(tokens, 1).view(shape), torch.stack(logps, 1).view(shape), length.view(shape[:2]))
+
+
+class TransformerValue(ValueFunction):
+    """A linear head on the last layer's state, 0 at first."""
+
+    def __init__(self, backbone: TransformerPolicy, shared: bool):
+        super().__init__(backbone, shared)
+        self.head = nn.Linear(backbone.norm.weight.numel(), 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        if not shared:
+            backbone.head = nn.Identity()  # type: ignore[assignment]
+
+    def values(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt sample state"]:
+        return self.backbone.states(prompt, response, self.head).squeeze(-1)
 
 
 def _repeat(caches: list[Cache], samples: int) -> list[Cache]:

@@ -85,37 +85,82 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | Non
     return _save(fig, path)
 
 
-def plot_bands(curves: Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarray]]]], path: Path, title: str) -> Path:
-    """For each setting the mean over seeds of each metric, with its 95 % interval as a band."""
-    from ascent.diagnose.statistics import interval
+Curves = Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarray]]]]
+"""For each setting and metric the steps and values of each run."""
 
+
+def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
+    """For each setting the mean over seeds of each metric, with its 95 % interval as a band.
+
+    Below, the map: held-out accuracy against what it cost in samples, updates and seconds, and where each ended.
+    """
     names = list(next(iter(curves.values())))
-    fig, axes = figure(1, len(names), (4.4 * len(names), 3.6))
-    for axis, name in zip(axes.flat, names, strict=True):
-        for i, (setting, metrics) in enumerate(curves.items()):
-            runs = metrics[name]
-            length = min(len(steps) for steps, _ in runs)
-            if not length:
-                continue
-            values = np.stack([v[:length] for _, v in runs])
-            mean = values.mean(0)
-            half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
-            steps = runs[0][0][:length]
-            axis.plot(
-                steps, mean, DASHES[(i // len(COLORS)) % 4], color=COLORS[i % len(COLORS)], label=setting, linewidth=1.6
-            )
-            low, high = mean - half, mean + half
-            if name in SHARES:
-                low, high = low.clip(0, 1), high.clip(0, 1)
-            axis.fill_between(steps, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
-        if name in SHARES:
-            axis.set_ylim(-0.03, 1.03)
+    fig, axes = figure(2, len(names), (4.4 * len(names), 7.0))
+    for axis, name in zip(axes[0], names, strict=True):
+        for i, metrics in enumerate(curves.values()):
+            _band(axis, metrics[name], i, name in SHARES, lambda _, steps: steps)
         axis.set_title(TITLES.get(name, name))
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    axes.flat[0].legend(frameon=False, fontsize=7.5)
+    for axis, cost in zip(axes[1], ("samples", "updates", "seconds"), strict=False):
+        for i, (setting, metrics) in enumerate(curves.items()):
+            runs = spent[setting]
+            _band(axis, metrics["eval/accuracy"], i, True, lambda r, s, runs=runs, c=cost: np.array(runs[r][c])[s - 1])
+        axis.set_title(f"Exactly right, by {cost}")
+        axis.set_xlabel(cost)
+    _ends(axes[1][3], curves, spent)
+    handles = [_line(i, label=setting) for i, setting in enumerate(curves)]
+    axes[0][0].legend(handles=handles, frameon=False, fontsize=7.5)
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     return _save(fig, path)
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[(i // len(COLORS)) % 4], "linewidth": 1.6}
+
+
+def _line(i: int, label: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **_style(i))
+
+
+def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: bool, place: Any) -> None:
+    """The mean of some runs, and its interval; `place` says where on the x axis the steps of a run lie."""
+    from ascent.diagnose.statistics import interval
+
+    length = min(len(steps) for steps, _ in runs)
+    if not length:
+        return
+    values = np.stack([v[:length] for _, v in runs])
+    mean = values.mean(0)
+    half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
+    x = np.stack([place(r, steps[:length]) for r, (steps, _) in enumerate(runs)]).mean(0)
+    low, high = (mean - half, mean + half) if not share else ((mean - half).clip(0, 1), (mean + half).clip(0, 1))
+    axis.plot(x, mean, **_style(i))
+    axis.fill_between(x, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
+    if share:
+        axis.set_ylim(-0.03, 1.03)
+
+
+def _ends(axis: Any, curves: Curves, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Where each setting ended: the last accuracy against the whole time, both with their intervals."""
+    from ascent.diagnose.statistics import interval
+
+    for i, (setting, metrics) in enumerate(curves.items()):
+        last = [values[-1] for _, values in metrics["eval/accuracy"] if len(values)]
+        if not last:
+            continue
+        x, dx = interval([run["seconds"][-1] for run in spent[setting]])
+        y, dy = interval(last)
+        color = COLORS[i % len(COLORS)]
+        axis.errorbar(x, y, np.nan_to_num(dy), np.nan_to_num(dx), fmt="o", color=color, capsize=2, markersize=5)
+        axis.annotate(setting, (x, y), (5, -10), textcoords="offset points", color=color, fontsize=7.5)
+    axis.set_title("Where each ended")
+    axis.set_xlabel("seconds a run")
+    axis.set_ylim(-0.03, 1.03)
+    axis.set_xlim(left=0)
+    axis.margins(x=0.2)
 
 
 def _save(fig: Any, path: Path) -> Path:

@@ -41,6 +41,7 @@ def write(
     }
     columns = {name: tensor for name, tensor in columns.items() if tensor is not None}
     columns |= {} if batch.logp_ref is None else {"logp_ref": batch.logp_ref}
+    columns |= {} if batch.value is None else {"value": batch.value}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
     rows = []
@@ -55,7 +56,7 @@ def write(
             row["reward"] = sum(lists["reward"][p][s])
             row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
             row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}
-            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage"))}
+            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage", "value"))}
             row["logp_update"] = [i for i, _ in by_update[p]]
             row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
             rows.append(row)

@@ -40,7 +40,7 @@ class Lecture:
     """Sort [1 0 2], [3 2 4] and [1 2 3]: the course's world, small enough to enumerate."""
 
     reward: str = "inclusion-ordering"
-    """exact | positions | inclusion-ordering | python:FILE:NAME"""
+    """exact | positions | process | inclusion-ordering | python:FILE:NAME"""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "course": {**_COURSE, "weights": "token-mean"},

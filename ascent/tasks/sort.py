@@ -26,7 +26,7 @@ class Sort:
     """Sort `length` numbers out of 0 … numbers−1; one prompt in five is held out."""
 
     reward: str = "positions"
-    """exact | positions | inclusion-ordering | python:FILE:NAME"""
+    """exact | positions | process | inclusion-ordering | python:FILE:NAME"""
     length: int = 5
     """How many numbers a prompt has."""
     numbers: int = 10
@@ -82,7 +82,7 @@ class Sort:
 
     @property
     def loophole(self) -> str | None:
-        if self.end and self.reward in ("positions", "inclusion-ordering"):
+        if self.end and self.reward in ("positions", "process", "inclusion-ordering"):
             return "the reward does not ask for the end: sorted numbers that go on beyond their number earn all of it"
         if self.reward != "inclusion-ordering" or self.distinct:
             return None

@@ -2,6 +2,7 @@
 
     exact               1 if the response is the sorted prompt, else 0
     positions           the number of positions that are right
+    process             the same, each point on the token that decided its position: a reward per token
     inclusion-ordering  one point for each prompt position whose number appears in the response, and
                         one for each adjacent pair x, y of the response with x ≤ y
 
@@ -25,7 +26,7 @@ from ascent.menu import nearest
 from ascent.own import load_python
 from ascent.types import Refused, Rollouts, Scores, Space
 
-REWARDS: tuple[str, ...] = ("exact", "positions", "inclusion-ordering")
+REWARDS: tuple[str, ...] = ("exact", "positions", "process", "inclusion-ordering")
 Numbers = Int[Tensor, "prompt sample position"]
 Prompt = Int[Tensor, "prompt position"]
 
@@ -43,8 +44,13 @@ def numbers(rollouts: Rollouts, space: Space) -> Numbers:
     return torch.nn.functional.pad(found, (0, space.prompt_length - found.shape[-1]), value=NOTHING)
 
 
+def points(prompt: Prompt, response: Numbers) -> Float[Tensor, "prompt sample position"]:
+    """1 where a position is right."""
+    return (response == prompt.sort(-1).values.unsqueeze(1)).float()
+
+
 def positions_right(prompt: Prompt, response: Numbers) -> Float[Tensor, "prompt sample"]:
-    return (response == prompt.sort(-1).values.unsqueeze(1)).sum(-1).float()
+    return points(prompt, response).sum(-1)
 
 
 def inclusion_ordering(prompt: Prompt, response: Numbers) -> Float[Tensor, "prompt sample"]:
@@ -84,6 +90,10 @@ def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     if reward.startswith("python:"):
         value, errors = own_reward(load_python("--reward", reward), rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
+    if reward == "process":
+        each, tokens = points(rollouts.prompt, response), rollouts.mask.shape[-1]
+        each = torch.nn.functional.pad(each, (0, max(0, tokens - each.shape[-1])))[..., :tokens]
+        return Scores(each, torch.ones_like(correct), correct)
     if reward == "exact":
         value = correct.float()
     elif reward == "positions":
@@ -119,7 +129,12 @@ def own_reward(
 
 
 def reward_maximum(reward: str, length: int) -> float | None:
-    return {"exact": 1.0, "positions": float(length), "inclusion-ordering": 2.0 * length - 1}.get(reward)
+    return {
+        "exact": 1.0,
+        "positions": float(length),
+        "process": float(length),
+        "inclusion-ordering": 2.0 * length - 1,
+    }.get(reward)
 
 
 def text(ids: list[int], end: int | None = None) -> str:

@@ -1,9 +1,19 @@
 """Engines for language models in one process, on a CPU or one GPU."""
 
+from ascent.engines.language.critic import LanguageCritic
 from ascent.engines.language.demonstrator import Demonstrator, held_out_logp
 from ascent.engines.language.draw import Support
 from ascent.engines.language.learner import LanguageLearner, load_params
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampler import LanguageSampler
 
-__all__ = ["Demonstrator", "LanguageLearner", "LanguageSampler", "Support", "held_out_logp", "load_params", "prove"]
+__all__ = [
+    "Demonstrator",
+    "LanguageCritic",
+    "LanguageLearner",
+    "LanguageSampler",
+    "Support",
+    "held_out_logp",
+    "load_params",
+    "prove",
+]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ascent.engines.base import Stepped
-from ascent.engines.language.attention import Group, Packed, ours
+from ascent.engines.language.attention import ours
+from ascent.engines.language.critic import LanguageCritic
 from ascent.engines.language.head import Head, token_stats
-from ascent.engines.local import LocalLearner
+from ascent.engines.language.states import packed_states, padded_states, parts_of, spread
+from ascent.engines.local import LocalLearner, remembered, remind
 from ascent.policies.causal_lm import LanguageModel
+from ascent.policies.critics import ValueLoss
 from ascent.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.update import Objective, Update
 
@@ -33,6 +37,8 @@ class LanguageLearner(LocalLearner):
         outputs: frozenset[str],
         micro_batch: int = 0,
         checkpointing: bool = False,
+        critic: LanguageCritic | None = None,
+        critic_update: Update | None = None,
     ):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
         self._params = lm.trained()
@@ -44,36 +50,21 @@ class LanguageLearner(LocalLearner):
         self.moved = False
         exact = self._working[0].dtype == torch.float64
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32)
+        self.critic, self.critic_optimizer = critic, None  # type: ignore[assignment]
+        if critic is not None and critic_update is not None:
+            self.critic_optimizer = critic_update.optimizer(critic.trained())
+            self.fills = self.fills | {"value"}
+        if update.whole and narrow:
+            raise Refused(
+                "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
+                "--policy.dtype float32"
+            )
         _no_dropout(lm)
 
     # ---- forward passes -------------------------------------------------------------------------
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """Parts of about `micro_batch` tokens, prompts counted once: whole groups where they fit, else parts of one."""
-        budget = self.micro_batch or 2**62
-        lengths, prompts = _lengths(batch.mask), (batch.prompt >= 0).sum(-1).tolist()
-        start, used = 0, 0
-        for i, (prompt, responses) in enumerate(zip(prompts, lengths, strict=True)):
-            cost = prompt + sum(responses)
-            if i > start and used + cost > budget:
-                yield batch.select(slice(start, i))
-                start, used = i, 0
-            if cost > budget and len(responses) > 1:
-                yield from self._split_group(batch, i, prompt, responses, budget)
-                start, used = i + 1, 0
-            else:
-                used += cost
-        if start < len(prompts):
-            yield batch if start == 0 else batch.select(slice(start, len(prompts)))
-
-    def _split_group(self, batch: Batch, i: int, prompt: int, responses: list[int], budget: int) -> Iterator[Batch]:
-        start, used = 0, prompt
-        for s, length in enumerate(responses):
-            if s > start and used + length > budget:
-                yield batch.select(slice(i, i + 1), slice(start, s))
-                start, used = s, prompt
-            used += length
-        yield batch.select(slice(i, i + 1), slice(start, len(responses)))
+        return parts_of(batch, self.micro_batch or 2**62)
 
     def states(self, batch: Rollouts) -> Float[Tensor, "state width"]:
         """The hidden state before every unmasked token, in the order of the mask."""
@@ -90,7 +81,9 @@ class LanguageLearner(LocalLearner):
         logp, entropy, kl = token_stats(
             head, hidden, target, batch.temperature, hidden_ref, head_ref, "entropy" in self.outputs
         )
-        return Outputs(_spread(logp, batch), _spread(entropy, batch), None if kl is None else _spread(kl, batch))
+        return Outputs(
+            spread(logp, batch.mask), spread(entropy, batch.mask), None if kl is None else spread(kl, batch.mask)
+        )
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -111,17 +104,24 @@ class LanguageLearner(LocalLearner):
                 head_ref = _frozen(Head.of(self.lm.model))
                 hidden_ref = self.states(micro)
                 if "logp_ref" in needs:
-                    found["logp_ref"] = _spread(token_stats(head_ref, hidden_ref, target, temperature)[0], micro)
+                    found["logp_ref"] = spread(token_stats(head_ref, hidden_ref, target, temperature)[0], micro.mask)
         if needs & {"logp_old", "kl_full"}:
             head = Head.of(self.lm.model)
             far = (hidden_ref, head_ref) if "kl_full" in needs else (None, None)
             logp, _, kl = token_stats(head, self.states(micro), target, temperature, *far)
-            found["logp_old"] = _spread(logp, micro)
+            found["logp_old"] = spread(logp, micro.mask)
             if kl is not None:
-                found["kl_full"] = _spread(kl, micro)
+                found["kl_full"] = spread(kl, micro.mask)
         if "score_norm" in needs:  # too dear to compute here: the response's length stands for it (OPO)
             found["score_norm"] = micro.length.unsqueeze(-1).float()
+        if "value" in needs:
+            found["value"] = self.values(micro)
         return {name: value for name, value in found.items() if name in needs}
+
+    def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
+        assert self.critic is not None
+        with self.critic.attention():  # type: ignore[attr-defined]
+            return self.critic.values(batch)  # type: ignore[call-arg,arg-type]
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -148,6 +148,58 @@ class LanguageLearner(LocalLearner):
         if self._trainable is not self._working:
             for p, wide in zip(self._working, self._trainable, strict=True):
                 p.copy_(wide)
+
+    def total(self, mini: Batch, objective: Objective) -> Tensor:
+        with self._attention():
+            return super().total(mini, objective)
+
+    def assign(self, params: list[Tensor]) -> None:
+        super().assign(params)
+        self._narrow()
+
+    @torch.no_grad()
+    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
+        """The mean KL(π_old ‖ π) over the whole vocabulary, a chunk of tokens at a time."""
+        now, parts = [p.clone() for p in self.trainable()], []
+        with self._attention():
+            for micro in self.split(mini):
+                hidden, head = self.states(micro), _kept(Head.of(self.lm.model))
+                self.assign(params)
+                old, target = self.states(micro), micro.response[micro.mask].to(self.lm.device)
+                _, _, kl = token_stats(Head.of(self.lm.model), old, target, micro.temperature, hidden, head)
+                self.assign(now)
+                assert kl is not None
+                parts.append(self._counted(spread(kl, micro.mask), micro))
+        return torch.stack(parts).sum() / max(mini.tokens, 1)
+
+    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
+        with self._attention():
+            product = super().fisher(mini)
+
+        def under_ours(vector: list[Tensor]) -> list[Tensor]:
+            with self._attention():
+                return product(vector)
+
+        return under_ours
+
+    def _linearized(self, micro: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+        """As the base has it, on the states of unmasked tokens: whole distributions, so over few tokens only."""
+        with sdpa_kernel(SDPBackend.MATH):
+            logits = Head.of(self.lm.model).logits(self.states(micro))
+        logp_all = torch.log_softmax(logits / micro.temperature, -1)
+        probe = torch.zeros_like(logp_all, requires_grad=True)
+        slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
+        counted = micro.counted[micro.mask].to(logp_all.device).unsqueeze(-1)
+        return logp_all, probe, slope, logp_all.detach().exp() * counted
+
+    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+        assert self.critic is not None
+        backbone = self.critic.backbone  # type: ignore[attr-defined]
+        backbone.train(self.checkpointing)
+        with self.critic.attention():  # type: ignore[attr-defined]
+            summed = super().fit(mini, loss)
+        backbone.eval()
+        return summed
 
     def _attention(self) -> AbstractContextManager[None]:
         return ours(self.lm.model) if self.lm.shares else nullcontext()
@@ -176,10 +228,11 @@ class LanguageLearner(LocalLearner):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         names = list(self._params)
-        groups = {
-            "params": {name: p.detach() for name, p in self._params.items()},
-            "optimizer": self._optimizer_state(),
-        }
+        groups = {"params": {name: p.detach() for name, p in self._params.items()}}
+        groups["optimizer"] = remembered(self.optimizer)
+        if self.critic is not None:
+            groups["critic"] = self.critic.state_dict()
+            groups["critic_optimizer"] = remembered(self.critic_optimizer)
         if self._trainable is not self._working:
             groups["wide"] = dict(zip(names, self._trainable, strict=True))
         if self.kept is not None and self.moved:
@@ -196,18 +249,27 @@ class LanguageLearner(LocalLearner):
             self.moved = True
             for name, kept in zip(self._params, self.kept, strict=True):
                 kept.copy_(state["reference"][name])
-        self._restore_optimizer(state["optimizer"])
+        remind(self.optimizer, state["optimizer"])
+        if self.critic is not None:
+            load_params(dict(self.critic.named_parameters()), state["critic"], partly=True)
+            remind(self.critic_optimizer, state["critic_optimizer"])
 
 
 @torch.no_grad()
-def load_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
     """Trained parameters from a checkpoint; refused where they are another model's."""
-    if own.keys() != given.keys() or any(own[k].shape != given[k].shape for k in own):
+    same = own.keys() >= given.keys() if partly else own.keys() == given.keys()
+    if not same or any(own[k].shape != given[k].shape for k in given):
         raise Refused(
             "these parameters are not this model's: set the --model and --policy.lora that they were made with"
         )
-    for name, p in own.items():
-        p.copy_(given[name])
+    for name, value in given.items():
+        own[name].copy_(value)
+
+
+def _kept(head: Head) -> Head:
+    """A head with copies of its parameters, for these are about to be written over."""
+    return Head(head.weight.clone(), None if head.bias is None else head.bias.clone(), head.scale, head.cap)
 
 
 def _frozen(head: Head) -> Head:
@@ -222,72 +284,3 @@ def _no_dropout(lm: LanguageModel) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def _lengths(mask: Tensor) -> list[list[int]]:
-    """Tokens of each response up to its last unmasked one; masked ones between are context."""
-    width = mask.shape[-1]
-    last = width - mask.flip(-1).int().argmax(-1)
-    return torch.where(mask.any(-1), last, 0).tolist()
-
-
-def _spread(values: Tensor, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
-    """Numbers of the unmasked tokens, back in their places; 0 elsewhere."""
-    values = values.to(batch.mask.device)
-    return values.new_zeros(batch.mask.shape).masked_scatter(batch.mask, values)
-
-
-def packed_states(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "state width"]:
-    """Hidden states from one packed row, [prompt, response 1, …, response G] a group, with no padding.
-
-    The state before token 0 is the prompt's last; the last token of a response is nobody's context.
-    """
-    ids: list[Tensor] = []
-    positions: list[Tensor] = []
-    places: list[Tensor] = []
-    groups: list[Group] = []
-    start = 0
-    for row, responses, masks, lengths in zip(
-        batch.prompt, batch.response, batch.mask, _lengths(batch.mask), strict=True
-    ):
-        prompt = row[row >= 0]
-        size = len(prompt)
-        ids.append(prompt)
-        positions.append(torch.arange(size))
-        end = start + size
-        for response, mask, length in zip(responses, masks, lengths, strict=True):
-            inner = max(length - 1, 0)
-            ids.append(response[:inner])
-            positions.append(torch.arange(size, size + inner))
-            place = torch.arange(end - 1, end - 1 + length)
-            place[:1] = start + size - 1
-            places.append(place[mask[:length]])
-            end += inner
-        groups.append(Group(start, size, tuple(n - 1 for n in lengths if n > 1)))
-        start = end
-    device = lm.device
-    row_ids, row_positions = torch.cat(ids)[None].to(device), torch.cat(positions)[None].to(device)
-    hidden = lm.hidden(row_ids, row_positions, Packed(groups))[0]
-    return hidden[torch.cat(places).to(device)]
-
-
-def padded_states(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "state width"]:
-    """The plain form, for any architecture: one row a response, its prompt repeated, padded on the right."""
-    prompts = [row[row >= 0] for row in batch.prompt]
-    rows: list[Tensor] = []
-    places: list[tuple[int, Tensor]] = []
-    for prompt, responses, masks, lengths in zip(
-        prompts, batch.response, batch.mask, _lengths(batch.mask), strict=True
-    ):
-        for response, mask, length in zip(responses, masks, lengths, strict=True):
-            places.append((len(prompt), mask[:length].nonzero().flatten()))
-            rows.append(torch.cat([prompt, response[: max(length - 1, 0)]]))
-    width = max(map(len, rows))
-    device = lm.device
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    inside = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)], inside[i, : len(row)] = row, 1
-    out = lm.backbone(input_ids=ids.to(device), attention_mask=inside.to(device), use_cache=False).last_hidden_state
-    index = torch.cat([i * width + prompt - 1 + tokens for i, (prompt, tokens) in enumerate(places)])
-    return out.flatten(0, 1)[index.to(device)]

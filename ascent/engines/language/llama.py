@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ascent.engines.language.board import Board, Pair, Turn
+from ascent.engines.language.board import LAST, Board, Pair, Turn
 from ascent.engines.language.head import Head
 
 STEADY = ("default", "linear", "llama3", "yarn")
@@ -59,8 +59,7 @@ class Llama:
     @classmethod
     def of(cls, model: Any) -> Llama:
         """Describe a transformers model. Raises Unlike; else its matrices have been laid side by side."""
-        backbone, config = model.get_decoder(), model.config
-        head = Head.of(model)
+        backbone, head = model.get_decoder(), Head.of(model)
         if head.scale != 1.0 or head.cap is not None:
             raise Unlike("its logits are scaled or capped")
         try:
@@ -99,8 +98,6 @@ class Llama:
 
     def hidden(self, ops: ModuleType, board: Board, tables: Pair, rows: int) -> Tensor:
         """The last hidden states after the next token of the first `rows` rows. Host and device never wait."""
-        from ascent.engines.language.board import LAST
-
         x = F.embedding(board.state[LAST][board.lanes[:rows]], self.embedding)
         x, h = ops.add_norm(x, None, *self.layers[0].norm_attention)
         norms = [layer.norm_attention for layer in self.layers[1:]] + [self.norm]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ascent.engines.language.attention import ours
 from ascent.engines.language.head import Head
-from ascent.engines.language.learner import packed_states, padded_states
+from ascent.engines.language.states import packed_states, padded_states
 from ascent.policies.causal_lm import LanguageModel
 from ascent.types import Refused, Rollouts
 

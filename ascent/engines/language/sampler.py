@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ascent.engines.language.attention import ours
 from ascent.engines.language.cache import Cached
-from ascent.engines.language.draw import Support, draw_tokens, uniform
+from ascent.engines.language.draw import Support
 from ascent.engines.language.head import Head
+from ascent.engines.language.pick import Picker
 from ascent.policies.causal_lm import LanguageModel
 from ascent.types import Rollouts
 
@@ -41,6 +42,13 @@ class LanguageSampler:
         self.rows = rows or ROWS.get(lm.device.type, 64)
         self.version = -1
         self.decoder: Callable[..., Any] = GroupDecoder if lm.shares else PlainDecoder
+        self.note: str | None = None
+        """Why a GPU decodes without graphs, where it does."""
+        if lm.shares and lm.device.type == "cuda":
+            from ascent.engines.language.cuda import graph_decoder
+
+            graphs, self.note = graph_decoder(lm)
+            self.decoder = graphs or GroupDecoder
         self._own = lm.trained()
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
@@ -61,18 +69,8 @@ class LanguageSampler:
         ids = [row[row >= 0].tolist() for row in prompt]
         drawn = Drawn(prompts * samples, self.limit, self.lm.ends, None if self.support.whole else self.limit)
         temperature, support = self.temperature, Support() if greedy else self.support
-
-        def pick(hidden: Tensor, row: list[int]) -> Tensor:
-            """The next token of these responses, from their last hidden states."""
-            u = None
-            if seeds is not None:
-                t = drawn.length[row]
-                u = uniform(seeds[row], t).to(hidden.device)
-            token, logp, mass = draw_tokens(self._head.logits(hidden), temperature, support, u)
-            drawn.add(row, token, logp, mass)
-            return token
-
         with self._prepared():
+            pick = Picker(self._head, seeds, temperature, support, drawn)
             self.decoder(self.lm, ids, samples, self.rows, self.limit)(pick, drawn)
         return self._rollouts(prompt, samples, drawn)
 

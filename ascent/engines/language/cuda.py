@@ -1,0 +1,229 @@
+"""Decoding as captured CUDA graphs: one replay is one token of every running response, drawn and written down.
+
+All state lives on the card (board.py). The host enqueues a few replays, lets waiting responses into lanes that are
+free, and only then reads which responses had finished before: the card is never kept waiting for that answer, and a
+finished lane idles for at most two such rounds. On a CPU the same steps run without graphs, for the tests.
+
+A prompt's last token is fed as the first of each of its responses. So a response's first token comes out of the same
+step as every other, and a prompt is encoded without its last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascent.engines.language import board as formulas
+from ascent.engines.language.attention import ours
+from ascent.engines.language.board import ENDS, LAST, LENGTH, Board, Pair
+from ascent.engines.language.draw import Support
+from ascent.engines.language.lanes import Run
+from ascent.engines.language.llama import Llama, Unlike
+from ascent.engines.language.pick import Picker
+from ascent.policies.causal_lm import LanguageModel
+
+if TYPE_CHECKING:
+    from ascent.engines.language.sampler import Drawn
+
+BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows that graphs are captured for, besides all rows."""
+SHARE = 0.4
+"""Of the free memory, what the responses' own caches may take."""
+ENCODED = 16_384
+"""Prompt tokens in one forward pass, about."""
+GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+"""How far hidden states may be apart by rounding alone, relative to their size."""
+
+
+def graph_decoder(lm: LanguageModel) -> tuple[GraphDecoder | None, str | None]:
+    """The decoder of this model, which all its samplers share; or None and why there is none."""
+    found: Any = getattr(lm, "graph_decoder", None)
+    if found is not None:
+        return found, None
+    try:
+        decoder = GraphDecoder(lm)
+        gap, bound = decoder.gap(), GAP.get(lm.model.dtype, 1e-3)
+    except Unlike as error:
+        return None, str(error)
+    if not gap < bound:
+        return None, f"its hidden states would be {gap:.2g} off"
+    lm.graph_decoder = decoder  # type: ignore[assignment]
+    return decoder, None
+
+
+class GraphDecoder:
+    """Decodes all samples of all prompts, at most `rows` of them at once, for models like Llama.
+
+    Called as GroupDecoder is; buffers and graphs outlive the call, and are made anew when a call needs more room or
+    the parameters have moved.
+    """
+
+    def __init__(self, lm: LanguageModel):
+        self.lm = lm
+        self.on_card = lm.device.type == "cuda"
+        self.net = Llama.of(lm.model)
+        self.ops = self._ops()
+        self.board: Board | None = None
+        self.graphs: dict[Any, Callable[[], None]] = {}
+        self.lanes_now: list[int] = []
+
+    def __call__(
+        self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, limit: int
+    ) -> Callable[[Picker, Drawn], None]:
+        return partial(self._decode, prompts, samples, rows, limit)
+
+    def _decode(
+        self, prompts: list[list[int]], samples: int, rows: int, limit: int, pick: Picker, drawn: Drawn
+    ) -> None:
+        rows = self._room(min(rows, len(prompts) * samples), limit)
+        slots = min(len(prompts), 2 * -(-rows // samples) + 1)
+        self.prepare(rows, slots, max(map(len, prompts)) - 1, limit)
+        assert self.board is not None
+        self.board.limit.fill_(limit)
+        self.board.temperature.fill_(pick.temperature)
+        ends = sorted(self.lm.ends)
+        if len(ends) > ENDS:
+            raise NotImplementedError(f"{len(ends)} end tokens: there is room for {ENDS}")
+        self.board.ends.copy_(torch.tensor(ends + [-1] * (ENDS - len(ends))))
+        with ours(self.lm.model):
+            Run(self, prompts, samples, rows, slots, limit, pick)(drawn)
+
+    def _ops(self) -> ModuleType:
+        """The kernels where they can run; else the formulas that they stand for."""
+        if not self.on_card or self.lm.model.dtype == torch.float64 or self.net.channel & (self.net.channel - 1):
+            return formulas
+        try:
+            from ascent.engines.language import kernels
+        except ImportError:
+            return formulas
+        return kernels
+
+    def _room(self, rows: int, limit: int) -> int:
+        """Fewer rows where their caches would not fit."""
+        if not self.on_card or (self.board is not None and self.board.holds(rows, 0, 0, limit)):
+            return rows
+        self.board, self.graphs = None, {}
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        lane = 2 * len(self.net.layers) * self.net.heads * limit * self.net.channel * self.net.embedding.element_size()
+        return max(1, min(rows, int(SHARE * free) // lane))
+
+    def prepare(self, rows: int, slots: int, width: int, limit: int) -> None:
+        """Buffers with this much room, and parameters where the graphs expect them."""
+        net = Llama.of(self.lm.model)
+        if net.addresses() != self.net.addresses():
+            self.graphs = {}
+        self.net = net
+        if self.board is not None and self.board.holds(rows, slots, width, limit):
+            return
+        had = self.board
+        if had is not None:
+            rows, slots = max(rows, had.rows), max(slots, len(had.prompt_length))
+            width, limit = max(width, had.prompts[0][0].shape[2]), max(limit, had.token.shape[1])
+        self.board, self.graphs, had = None, {}, None
+        width = -(-max(width, 1) // 16) * 16
+        like = net.embedding.detach()
+        self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, slots, width, limit, like)
+        self.tables: Pair = net.tables(self.board.longest)
+        self.pool = torch.cuda.graph_pool_handle() if self.on_card else None
+        self.lanes_now = []
+
+    def step(self, rows: int, support: Support, greedy: bool) -> None:
+        """The next token of the first `rows` rows."""
+        assert self.board is not None
+        hidden = self.net.hidden(self.ops, self.board, self.tables, rows)
+        head = self.net.head
+        self.ops.draw(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
+
+    def graph(self, rows: int, support: Support, greedy: bool) -> Callable[[], None]:
+        """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
+        run = partial(self.step, rows, support, greedy)
+        if not self.on_card:
+            return run
+        key = (rows, None if greedy else support)
+        if key not in self.graphs:
+            assert self.board is not None
+            self.board.lanes.fill_(self.board.rows)
+            self.lanes_now = []
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                run(), run()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                run()
+            self.graphs[key] = graph.replay
+        return self.graphs[key]
+
+    def choose(self, lanes: list[int]) -> int:
+        """Let the next steps work on these lanes; how many rows such a step has."""
+        assert self.board is not None
+        rows = min([n for n in (*BUCKETS, self.board.rows) if n >= len(lanes)])
+        rows = min(rows, self.board.rows)
+        lanes = lanes + [self.board.rows] * (rows - len(lanes))
+        if lanes != self.lanes_now:
+            self.board.lanes[:rows].copy_(self.sent(lanes), non_blocking=True)
+            self.lanes_now = lanes
+        return rows
+
+    def sent(self, numbers: list[Any]) -> Tensor:
+        """Numbers on their way to the card; nobody waits for them."""
+        tensor = torch.tensor(numbers, dtype=torch.long)
+        return tensor.pin_memory().to(self.lm.device, non_blocking=True) if self.on_card else tensor
+
+    def encode(self, prompts: list[list[int]], slots: list[int]) -> None:
+        """Keys and values of these prompts, without their last tokens, into these slots."""
+        assert self.board is not None
+        self.board.prompt_length[self.sent(slots)] = self.sent([len(p) - 1 for p in prompts])
+        order = sorted((len(p) - 1, i) for i, p in enumerate(prompts) if len(p) > 1)
+        while order:
+            width = order[-1][0]
+            count = max(1, ENCODED // width)
+            part, order = [i for _, i in order[-count:]], order[:-count]
+            ids = self.sent([prompts[i][:-1] + [0] * (width + 1 - len(prompts[i])) for i in part])
+            positions = torch.arange(width, device=self.lm.device).expand(len(part), -1)
+            self.lm.hidden(ids, positions, Encoding(self.board.prompts, self.sent([slots[i] for i in part])))
+
+    @torch.no_grad()
+    def gap(self) -> float:
+        """How far our hidden states are from the model's own on a few random tokens, relative to their size."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
+        self.prepare(2, 1, 5, 8)
+        board, device = self.board, self.lm.device
+        assert board is not None
+        with ours(self.lm.model):
+            positions = torch.arange(12, device=device).expand(2, -1)
+            want = self.lm.hidden(ids.to(device), positions, Encoding([], positions))[:, 5:]
+            apart = []
+            for i in range(2):
+                self.encode([ids[i, :6].tolist()], [0])
+                self.choose([0, 1])
+                for t in range(7):
+                    board.state[LENGTH, :2], board.state[LAST, :2] = t, ids[i, 5 + t]
+                    got = self.net.hidden(self.ops, board, self.tables, 2)
+                    apart.append((got[1] - want[i, t]).double().norm() / want[i, t].double().norm())
+        self.board = None
+        return float(torch.stack(apart).max())
+
+
+@dataclass
+class Encoding:
+    """The layout of a forward pass over whole prompts, padded on the right, that fills these slots."""
+
+    into: list[Pair]
+    slots: Tensor
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if self.into:
+            for cache, new in zip(self.into[layer], (k, v), strict=True):
+                cache[:, :, : new.shape[2]].index_copy_(0, self.slots, new)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)

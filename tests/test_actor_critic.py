@@ -1,0 +1,99 @@
+"""Actor-critic, PPO and TRPO learn, on both policies; what a run says of its critic; records hold its values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ascent
+from ascent.api import assemble
+from ascent.cli import main
+from ascent.settings import configure
+
+TINY_SORT = {"length": 3, "numbers": 4, "policy.width": 32, "policy.layers": 1, "policy.heads": 2, "prompts": 32}
+TINY_SORT |= {"samples": 8, "eval_every": 30, "eval_prompts": 100, "record_every": 1000, "threads": 1}
+
+
+def rise(run: Any) -> tuple[float, float]:
+    """The sampled reward at first and in the end, as shares of the largest there is."""
+    rewards, most = [line["reward"] for line in run.metrics], run.config.task.max_reward
+    return sum(rewards[:3]) / 3 / most, sum(rewards[-3:]) / 3 / most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "more"),
+    [
+        ("actor-critic", {}),
+        ("ppo", {"minibatches": 2}),
+        ("ppo", {"critic": "shared-critic", "minibatches": 2}),
+        ("ppo", {"reward": "process", "advantage.lam": 0.5, "minibatches": 2}),
+        ("ppo", {"end": True, "advantage.bootstrap": True, "minibatches": 2, "critic.clip": 0.5}),
+        ("trpo", {"update.delta": 0.05}),
+        ("trpo", {"update.delta": 0.05, "advantage": "gae", "critic": "own-critic", "critic.steps": 5}),
+    ],
+    ids=str,
+)
+def test_the_transformer_learns(row: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Three numbers out of four, in a few seconds: the reward rises by far more than chance would have it."""
+    size = {"steps": 40} if row == "trpo" else {"steps": 60, "lr": 5e-3}
+    run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm=row, **TINY_SORT, **size, **more)
+    before, after = rise(run)
+    assert after > before + 0.3, (before, after)
+    if ("critic" in more or row != "trpo") and "advantage.bootstrap" not in more:
+        assert run.metrics[-1]["value/loss"] < run.metrics[0]["value/loss"]
+    if row == "trpo":
+        assert max(line["trust_region/kl"] for line in run.metrics) <= 0.05
+        assert all(line["trust_region/accepted"] == 1 for line in run.metrics if line["frac_reward_zero_std"] < 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "more"), [("ppo", {}), ("trpo", {"epochs": 1, "update.delta": 0.1})])
+def test_the_per_position_policy_learns(row: str, more: dict[str, Any], tmp_path: Path) -> None:
+    more = {"exploration": "annealed", **more}
+    run = ascent.train("lecture", out=tmp_path / "r", show=False, algorithm=row, steps=60, **more)
+    before, after = rise(run)
+    assert after > before + 0.15, (before, after)
+    if row == "ppo":
+        assert max(line["value/explained_variance"] for line in run.metrics) > 0.3
+
+
+def test_what_a_run_with_a_critic_writes_down(tmp_path: Path) -> None:
+    settings = {**TINY_SORT, "steps": 2, "minibatches": 2, "record_every": 1, "end": True}
+    run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm="ppo", **settings)
+    for line in run.metrics:
+        assert line["value/loss"] > 0 and line["value/explained_variance"] <= 1
+        assert line["sampling/sampling_logp_difference/mean"] < 1e-5
+    assert run.metrics[0]["value/explained_variance"] == 0, "a new critic says 0 everywhere"
+    row = run.rollouts(1)[0]
+    assert len(row["value"]) == len(row["response"]) == len(row["advantage"])
+    held = {path.stem for path in (run.checkpoints[-1]).glob("*.safetensors")}
+    assert held == {"params", "optimizer", "critic", "critic_optimizer", "rng"}
+    assert main(["show", str(run.folder)]) == 0
+
+
+def test_a_critic_draws_from_a_stream_of_its_own() -> None:
+    """The policy's first parameters and its first samples are those of a run without a critic."""
+    policies, drawn = [], []
+    for row in ("reinforce", "ppo"):
+        config = configure("sort", {"algorithm": row, "length": 3, "numbers": 4})
+        parts = assemble(config)
+        parts.sampler.load(parts.learner.params(), 0)
+        policies.append([p.detach().clone() for p in parts.policy.parameters()])
+        drawn.append(parts.sampler.generate(config.task.held_out(4), 3).response)
+    assert all(torch.equal(p, q) for p, q in zip(*policies, strict=True))
+    assert torch.equal(*drawn)
+    critic = parts.learner.critic
+    assert critic is not None
+    assert not torch.equal(critic.backbone.token.weight, parts.policy.token.weight)
+
+
+def test_a_shared_critic_saves_no_backbone_twice() -> None:
+    config = configure("sort", {"algorithm": "ppo", "critic": "shared-critic", "length": 3, "numbers": 4})
+    learner = assemble(config).learner
+    assert set(learner.state()["critic"]) == {"head.weight", "head.bias"}
+    assert learner.critic is not None and learner.critic.backbone is learner.policy
+    assert len(learner.critic.trained()) == len(list(learner.policy.parameters())) + 2

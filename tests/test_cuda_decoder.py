@@ -1,0 +1,339 @@
+"""Decoding on graphs: the same responses as the other decoders, from static buffers and fused matrices.
+
+On a CPU the whole decoder runs without graphs and with the formulas that the kernels stand for. The kernels
+themselves are compared with the formulas on a GPU, or by Triton's interpreter: TRITON_INTERPRET=1 (numpy below 2.4).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascent.algorithms import ALGORITHMS
+from ascent.engines.language import LanguageLearner, Support, board, lanes
+from ascent.engines.language.board import DONE, LENGTH, Board, Turn
+from ascent.engines.language.cuda import GraphDecoder, graph_decoder
+from ascent.engines.language.draw import draw_tokens, uniform
+from ascent.engines.language.llama import Llama, Unlike
+from ascent.engines.language.sampler import GroupDecoder, PlainDecoder
+from ascent.policies import LanguageModel
+from ascent.types import Rollouts
+from tests.language import batch_of, model_of, prompts_of, sampler_of
+
+LIKE = ("Llama", "Qwen2", "Qwen3", "Mistral")
+
+
+def decoder_of(lm: LanguageModel) -> GraphDecoder:
+    decoder, why = graph_decoder(lm)
+    assert decoder is not None, why
+    return decoder
+
+
+def drawn_by(decoder: Any, lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
+    sampler = sampler_of(lm, **more)
+    sampler.decoder = decoder
+    return sampler.generate(prompts_of(), samples, greedy)
+
+
+def same(got: Rollouts, want: Rollouts, bound: float = 5e-6) -> None:
+    assert torch.equal(got.mask, want.mask)
+    assert torch.equal(got.response, want.response)
+    assert torch.equal(got.truncated, want.truncated)
+    assert (got.logp_sampler - want.logp_sampler).abs().max() < bound
+    assert (got.mass is None) == (want.mass is None)
+    if got.mass is not None and want.mass is not None:
+        assert (got.mass - want.mass)[got.mask].abs().max() < bound
+
+
+# ---- the whole decoder ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LIKE)
+@pytest.mark.parametrize("other", [GroupDecoder, PlainDecoder])
+def test_it_draws_what_the_others_draw(kind: str, other: Any) -> None:
+    lm = model_of(kind)
+    same(drawn_by(decoder_of(lm), lm, rows=5), drawn_by(other, lm, rows=5))
+
+
+def test_biases_and_a_head_of_its_own() -> None:
+    lm = model_of("Llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    with torch.no_grad():
+        for name, p in lm.model.named_parameters():
+            if name.endswith("bias"):
+                p.copy_(torch.linspace(-0.3, 0.3, len(p)))
+    same(drawn_by(decoder_of(lm), lm), drawn_by(GroupDecoder, lm))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 64])
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are given away and left idle at other times; every response is the one that it would be alone."""
+    lm = model_of()
+    want = drawn_by(GroupDecoder, lm, rows=64)
+    assert len(want.mask.sum(-1).unique()) > 3, "lengths have to differ for lanes to be given away"
+    monkeypatch.setattr(lanes, "ROUND", steps)
+    same(drawn_by(decoder_of(lm), lm, rows=rows), want)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.6}, {"greedy": True}])
+def test_every_way_to_draw(cut: dict[str, Any]) -> None:
+    lm = model_of()
+    same(drawn_by(decoder_of(lm), lm, **cut), drawn_by(GroupDecoder, lm, **cut))
+
+
+def test_one_decoder_serves_calls_of_any_size() -> None:
+    """Longer, shorter, with other ends and temperatures: buffers grow, and nothing of the call before is left."""
+    lm = model_of()
+    decoder = decoder_of(lm)
+    ends = lm.ends
+    for more in ({"limit": 3}, {"limit": 20, "rows": 3}, {"limit": 9, "temperature": 0.5}, {"limit": 4, "top_k": 2}):
+        same(drawn_by(decoder, lm, **more), drawn_by(GroupDecoder, lm, **more))
+        lm.ends = frozenset({7, 8}) if lm.ends == ends else ends
+    assert graph_decoder(lm)[0] is decoder
+
+
+def test_prompts_of_one_token() -> None:
+    lm = model_of()
+    found = []
+    for decoder in (decoder_of(lm), GroupDecoder):
+        sampler = sampler_of(lm)
+        sampler.decoder = decoder
+        found.append(sampler.generate(torch.tensor([[4, -1, -1], [1, 2, 3], [9, -1, -1]]), 3))
+    same(*found)
+
+
+def test_log_probs_agree_with_a_training_forward() -> None:
+    lm = model_of("Qwen3")
+    decoder = decoder_of(lm)
+    algorithm = ALGORITHMS["reinforce"]
+    batch = batch_of(lm).add(logp_sampler=torch.zeros(()))
+    rollouts = drawn_by(decoder, lm)
+    batch = batch_of(lm)
+    learner = LanguageLearner(lm, algorithm.update, False, algorithm.outputs)
+    scored = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
+    assert torch.equal(batch.response, rollouts.response)
+    assert (scored - rollouts.logp_sampler).abs().max() < 5e-6
+
+
+# ---- which architectures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "why"),
+    [
+        ("Phi3", {}, "q_proj"),
+        ("Olmo", {}, "OlmoLayerNorm"),
+        ("Olmo2", {}, "post_feedforward_layernorm"),
+        ("Cohere", {}, "scaled or capped"),
+        ("Gemma", {}, "GELU"),
+        ("Granite", {"residual_multiplier": 0.3}, "off"),
+        ("SmolLM3", {"num_hidden_layers": 4}, "off"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_what_is_not_like_llama_is_told_apart(kind: str, more: dict[str, Any], why: str) -> None:
+    decoder, found = graph_decoder(model_of(kind, **more))
+    assert decoder is None
+    assert why in str(found)
+
+
+def test_adapters_are_told_apart() -> None:
+    lm = model_of()
+    layer = lm.model.get_decoder().layers[1].mlp
+    layer.up_proj = type("Adapted", (torch.nn.Linear,), {})(32, 48, bias=False).double()
+    assert "Adapted" in str(graph_decoder(lm)[1])
+
+
+# ---- fused matrices are the model's own -----------------------------------------------------------
+
+
+def test_a_step_of_the_learner_reaches_the_fused_matrices() -> None:
+    """The parameters are the same objects in other memory; nothing is copied when they change."""
+    lm = model_of("Qwen2")
+    before = {name: p.detach().clone() for name, p in lm.model.named_parameters()}
+    objects = {name: id(p) for name, p in lm.model.named_parameters()}
+    optimizer = torch.optim.SGD(lm.model.parameters(), lr=0.1)
+    net = Llama.of(lm.model)
+    assert {name: id(p) for name, p in lm.model.named_parameters()} == objects
+    for name, p in lm.model.state_dict().items():
+        assert torch.equal(p, before.get(name, p))
+    attention = lm.model.get_decoder().layers[0].self_attn
+    assert net.layers[0].qkv[0].data_ptr() == attention.q_proj.weight.data_ptr()
+    lm.model(torch.tensor([[1, 2, 3]])).logits.sin().sum().backward()
+    optimizer.step()
+    assert not torch.equal(attention.v_proj.weight, before["model.layers.0.self_attn.v_proj.weight"])
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert torch.equal(net.layers[0].qkv[0], torch.cat([m.weight for m in parts]))
+    assert torch.equal(net.layers[0].qkv[1], torch.cat([m.bias for m in parts]))  # type: ignore[arg-type]
+    again = Llama.of(lm.model)
+    assert again.addresses() == net.addresses()
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
+    assert Llama.of(lm.model).addresses() != net.addresses()
+
+
+def test_a_model_with_fused_matrices_is_saved_and_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    lm = model_of("Qwen2")
+    want = {name: p.detach().clone() for name, p in lm.model.named_parameters()}
+    Llama.of(lm.model)
+    lm.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(torch.equal(p, want[name]) for name, p in loaded.named_parameters())
+    save_file({name: p.detach().contiguous() for name, p in lm.trained().items()}, tmp_path / "params.safetensors")
+    assert all(torch.equal(p, want[name]) for name, p in load_file(tmp_path / "params.safetensors").items())
+
+
+def test_a_half_with_biases_is_not_joined() -> None:
+    lm = model_of()
+    attention = lm.model.get_decoder().layers[0].self_attn
+    attention.q_proj.bias = torch.nn.Parameter(torch.zeros(32, dtype=torch.float64))
+    with pytest.raises(Unlike, match="bias"):
+        Llama.of(lm.model)
+
+
+# ---- the formulas ---------------------------------------------------------------------------------
+
+
+def busy(dtype: torch.dtype = torch.float64, device: str = "cpu", channel: int = 16) -> Board:
+    """Six lanes at all sorts of lengths, on three prompts of 0, 70 and 33 keys; the last has finished."""
+    made = Board.empty(1, 2, channel, 6, 3, 80, 100, torch.zeros((), dtype=dtype, device=device))
+    generator = torch.Generator().manual_seed(1)
+    for cache in (*made.prompts[0], *made.own[0]):
+        cache.copy_(torch.randn(cache.shape, generator=generator, dtype=torch.float64))
+    made.prompt_length.copy_(torch.tensor([0, 70, 33]))
+    made.state[:, :6] = torch.tensor(
+        [[0, 1, 2, 0, 1, 2], [0, 0, 5, 64, 99, 70], [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71]]
+    )
+    made.lanes.copy_(torch.tensor([3, 1, 2, 0, 4, 5]))
+    return made
+
+
+def random_turn(dtype: torch.dtype, device: str, normed: bool, channel: int = 16) -> Turn:
+    angle = torch.rand(200, channel // 2, dtype=torch.float64).repeat(1, 2) * 6
+    weights = [(torch.rand(channel, dtype=torch.float64) + 0.5).to(device, dtype) for _ in range(2)]
+    norms = (weights[0], weights[1], 1e-6) if normed else None
+    return Turn(angle.cos().to(device, dtype), angle.sin().to(device, dtype), norms, 0.3)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None:
+    torch.manual_seed(0)
+    made, turn, qkv = busy(), random_turn(torch.float64, "cpu", normed), torch.randn(6, 8 * 16, dtype=torch.float64)
+    out = board.attend(qkv, turn, made, 0)
+    for row, lane in enumerate(made.lanes.tolist()):
+        slot, length = made.state[:2, lane].tolist()
+        known = int(made.prompt_length[slot])
+        for head in range(4):
+            q, k, v = (qkv[row].view(8, 16)[i] for i in (head, 4 + head // 2, 6 + head // 2))
+            if turn.norms is not None:
+                q, k = (w * x / (x.pow(2).mean() + 1e-6).sqrt() for x, w in zip((q, k), turn.norms[:2], strict=True))
+            angle_cos, angle_sin = turn.cos[known + length, :8], turn.sin[known + length, :8]
+            q, k = (
+                torch.cat([x[:8] * angle_cos - x[8:] * angle_sin, x[8:] * angle_cos + x[:8] * angle_sin])
+                for x in (q, k)
+            )
+            keys, values = (
+                torch.cat([p[slot, head // 2, :known], o[lane, head // 2, :length], new[None]])
+                for p, o, new in zip(made.prompts[0], made.own[0], (k, v), strict=True)
+            )
+            want = torch.softmax(0.3 * keys @ q, 0) @ values
+            assert (out[row].view(4, 16)[head] - want).abs().max() < 1e-12
+            assert torch.allclose(made.own[0][0][lane, head // 2, length], k)
+
+
+def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
+    made = busy()
+    torch.manual_seed(0)
+    logits = torch.randn(6, 700, dtype=torch.float64) * 3
+    made.temperature.fill_(0.7)
+    before = made.state.clone()
+    u = uniform(before[3, made.lanes], before[1, made.lanes])
+    token, logp, _ = draw_tokens(logits / 0.7, 1.0, Support(), u)
+    made.ends[0] = token[1]  # the response in lane 1 ends here, that in lane 4 is at the limit, that in 5 was over
+    board.draw(logits, made, Support(), False)
+    for row, lane in enumerate([3, 1, 2, 0, 4]):
+        t = int(before[LENGTH, lane])
+        assert made.token[lane, t] == token[row]
+        assert abs(float(made.logp[lane, t] - logp[row])) < 1e-6
+    assert made.state[LENGTH].tolist() == [1, 0, 6, 65, 99, 70, 0]
+    assert made.state[DONE].tolist() == [0, 1, 0, 0, 100, 71, 1]
+    assert torch.equal(made.token[5], torch.zeros_like(made.token[5]))
+    assert torch.equal(made.state[:, 5], before[:, 5])
+
+
+# ---- the kernels ----------------------------------------------------------------------------------
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="needs Triton and a GPU, or TRITON_INTERPRET=1",
+)
+TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    bound = 1e-2 if got.dtype == torch.bfloat16 else 1e-5
+    assert float((got.double() - want.double()).norm() / want.double().norm()) < bound
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> None:
+    from ascent.engines.language import kernels
+
+    torch.manual_seed(0)
+    x, y, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((5, 48), (5, 48), (48,)))
+    for other in (y, None):
+        for got, want in zip(kernels.add_norm(x, other, w, 1e-5), board.add_norm(x, other, w, 1e-5), strict=True):
+            near(got, want)
+    both = torch.randn(5, 3000).to(DEVICE, dtype)
+    near(kernels.gated(both), board.gated(both))
+    for normed, repeat in ((False, 3), (True, 1), (True, 6)):
+        mine, plain = busy(dtype, DEVICE, 32), busy(dtype, DEVICE, 32)
+        turn = random_turn(dtype, DEVICE, normed, 32)
+        qkv = torch.randn(6, (2 * repeat + 4) * 32).to(DEVICE, dtype)
+        near(kernels.attend(qkv, turn, mine, 0), board.attend(qkv, turn, plain, 0))
+        near(mine.own[0][0], plain.own[0][0])
+        assert torch.equal(mine.own[0][1], plain.own[0][1])
+
+
+@needs_triton
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("vocab", [37, 9000] if DEVICE == "cpu" else [37, 300, 9000, 151_936])
+def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> None:
+    from ascent.engines.language import kernels
+
+    torch.manual_seed(0)
+    mine, plain = busy(torch.float32, DEVICE), busy(torch.float32, DEVICE)
+    for made in (mine, plain):
+        made.temperature.fill_(0.7)
+        made.ends[0] = 5
+    for _ in range(3 if DEVICE == "cpu" else 20):
+        logits = (torch.randn(6, vocab) * 3).to(DEVICE)
+        kernels.draw(logits, mine, Support(), greedy)
+        board.draw(logits, plain, Support(), greedy)
+    assert torch.equal(mine.state, plain.state)
+    assert torch.equal(mine.token, plain.token)
+    assert (mine.logp - plain.logp).abs().max() < 1e-5
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("kind", LIKE)
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.7}, {"greedy": True}])
+def test_graphs_draw_what_the_others_draw(kind: str, cut: dict[str, Any]) -> None:
+    """In float32 on the card; a handful of rows, so lanes are given away inside the graph."""
+    lm = model_of(kind, dtype=torch.float32, head_dim=16)
+    lm.model.to("cuda")
+    decoder = decoder_of(lm)
+    assert decoder.ops is not board
+    for rows in (5, 64):
+        same(drawn_by(decoder, lm, rows=rows, **cut), drawn_by(GroupDecoder, lm, rows=rows, **cut), 1e-4)
