@@ -30,7 +30,7 @@ import torch
 from ascent.algorithms import ALGORITHMS
 from ascent.engines.language import LanguageLearner, prove
 from ascent.engines.language.head import Head
-from ascent.engines.language.learner import _spread
+from ascent.engines.language.states import spread
 from ascent.policies import CausalLM, LanguageModel
 from ascent.types import Batch, Outputs
 from benchmarks.common import ROOT, close, show
@@ -52,7 +52,7 @@ class Materialised(LanguageLearner):
         with torch.no_grad():
             entropy = torch.cat([-(part.exp() * part).sum(-1) for part in logp_all.split(512)])
         logp = logp_all.gather(-1, target[:, None])[:, 0]
-        return Outputs(_spread(logp, batch), _spread(entropy, batch))
+        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask))
 
 
 SIDES = {"chunked": LanguageLearner, "materialised": Materialised}
@@ -84,9 +84,9 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
     learner = SIDES[side](lm, ALGORITHM.update, False, ALGORITHM.outputs, checkpointing=True)
     learner.step(batch_of(lm, 1, 2), ALGORITHM.objective, ALGORITHM.update)
     batch, before = batch_of(lm, PROMPTS, tokens), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    metrics = learner.step(batch, ALGORITHM.objective, ALGORITHM.update).metrics
+    stepped = learner.step(batch, ALGORITHM.objective, ALGORITHM.update)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    norm, entropy = float(metrics["grad_norm"]), float(metrics["entropy"]) / batch.tokens
+    norm, entropy = float(stepped.metrics["grad_norm"]), float(stepped.sums["entropy"]) / batch.tokens
     return {"before": before * 1024, "peak": peak * 1024, "grad_norm": norm, "entropy": entropy}
 
 

@@ -108,10 +108,7 @@ def floor_ms(lm: LanguageModel, prompt: torch.Tensor, samples: int, tokens: int)
 def agreement(lm: LanguageModel, rollouts: Rollouts) -> tuple[float, float]:
     """Mean |difference| and mean difference of the sampler's log-probs from a training forward."""
     part = Rollouts(
-        **{
-            name: getattr(rollouts, name)[:4]
-            for name in ("prompt", "response", "mask", "logp_sampler", "truncated")
-        },
+        **{name: getattr(rollouts, name)[:4] for name in ("prompt", "response", "mask", "logp_sampler", "truncated")},
         limit=rollouts.limit,
     )
     with ours(lm.model):
@@ -139,7 +136,12 @@ def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
     events = sorted(found.key_averages(), key=lambda e: -e.device_time_total)
     whole = sum(e.device_time_total for e in events)
     rows_ = [
-        [e.key[:70], f"{e.count / steps:.0f}", f"{e.device_time_total / e.count:.1f}", f"{e.device_time_total / steps:.0f}"]
+        [
+            e.key[:70],
+            f"{e.count / steps:.0f}",
+            f"{e.device_time_total / e.count:.1f}",
+            f"{e.device_time_total / steps:.0f}",
+        ]
         for e in events[:14]
     ]
     show(["kernel", "a step", "µs each", "µs a step"], [*rows_, ["all", "", "", f"{whole / steps:.0f}"]])
