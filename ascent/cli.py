@@ -85,9 +85,9 @@ def train(args: list[str], prog: str = "ascent train") -> int:
 def sft(args: list[str]) -> int:
     if _asks_for_help(args) or not args or args[0].startswith("-"):
         print(
-            "usage: ascent sft FILE --model NAME_OR_FOLDER …\n\nLearn from a JSONL file of prompts and responses, on the "
-            "learner of `ascent train`, whose options\nit takes (`ascent train demonstrations --help`). Then: ascent train "
-            "TASK --model … --init RUN"
+            "usage: ascent sft FILE --model NAME_OR_FOLDER …\n\nLearn from a JSONL file of prompts and responses, on "
+            "the learner of `ascent train`, whose options\nit takes (`ascent train demonstrations --help`). Then: "
+            "ascent train TASK --model … --init RUN"
         )
         return 0 if _asks_for_help(args) else 2
     return train([f"demonstrations:{args[0]}", *args[1:]], "ascent sft")

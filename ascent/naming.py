@@ -38,8 +38,8 @@ def _version(package: str) -> str | None:
 
 def about(config: Config) -> dict[str, Any]:
     """What run.json says of where and with what the run was made."""
-    packages = ("ascent-rl", "torch", "numpy", "safetensors", "pyarrow")
-    packages += ("transformers", "peft") if isinstance(config.policy, CausalLM) else ()
+    packages = ["ascent-rl", "torch", "numpy", "safetensors", "pyarrow"]
+    packages += ["transformers", "peft"] if isinstance(config.policy, CausalLM) else []
     return {
         "task": task_name(config),
         "label": label_of(config),

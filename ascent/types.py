@@ -163,7 +163,8 @@ class Batch(Rollouts):
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor | np.ndarray):
-                value = value[prompts]
+                words = isinstance(value, np.ndarray) and not isinstance(prompts, slice)
+                value = value[np.asarray(prompts) if words else prompts]
                 if value.ndim > 1 and f.name not in ("prompt", "reward_greedy"):
                     value = value[:, samples]
                 picked[f.name] = value

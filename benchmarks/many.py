@@ -96,7 +96,7 @@ class Lectures(Lecture):
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.tensor(PROMPTS).repeat(self.runs, 1)
 
-    def check(self, prompts: int) -> None:
+    def check_prompts(self, prompts: int) -> None:
         assert prompts == 3 * self.runs
 
     def held_out(self, count: int) -> Tensor:

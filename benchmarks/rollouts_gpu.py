@@ -121,7 +121,8 @@ def agreement(lm: LanguageModel, rollouts: Rollouts) -> tuple[float, float]:
 
 def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
     """The kernels of a few steps by the time that they take, with caches half full."""
-    from torch.profiler import ProfilerActivity, profile as profiled
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
 
     from ascent.engines.language.board import LENGTH
 
@@ -195,14 +196,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU: does it run?")
     options = parser.parse_args(argv)
     found = {name: measure(name, options) for name in options.shape}
-    show(
-        ["shape", "tokens/s", "ms a step", "floor", "mismatch", "first call"],
-        [
-            [name, f"{f['tokens_per_second']:.0f}", f"{f['step_ms']:.2f}", f"{f['floor_ms']:.2f}"]
-            + [f"{f['mismatch']:.4f}", f"{f['first_call_s']:.1f} s"]
-            for name, f in found.items()
-        ],
-    )
+    rows = []
+    for name, f in found.items():
+        times = [f"{f['step_ms']:.2f}", f"{f['floor_ms']:.2f}", f"{f['mismatch']:.4f}", f"{f['first_call_s']:.1f} s"]
+        rows.append([name, f"{f['tokens_per_second']:.0f}", *times])
+    show(["shape", "tokens/s", "ms a step", "floor", "mismatch", "first call"], rows)
     first = found[options.shape[0]]
     more = {"shapes": found, "torch": torch.__version__}
     if options.smoke:

@@ -290,8 +290,9 @@ def test_sampled_numbers_follow_from_the_parquet_alone(run: Run, ascent: Any) ->
 
 
 def test_the_seed_decides_the_samples_and_how_many_are_decoded_at_once_does_not(run: Run) -> None:
-    def drawn(**more: Any) -> list[str]:
-        return [r["response"] for r in library.evaluate(run.folder, samples=3, show=False, **more).rows]
+    def drawn(**more: Any) -> list[Any]:
+        found = library.evaluate(run.folder, samples=3, show=False, **more)
+        return [(r["problem"], r["sample"], r["ids"]) for r in found.rows]
 
     first = drawn(seed=1)
     assert drawn(seed=1) == first

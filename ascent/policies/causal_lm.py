@@ -92,7 +92,8 @@ class CausalLM:
         except ImportError:
             raise Refused("--policy.lora needs peft: pip install 'ascent-rl[lm]'") from None
         targets = self.lora_targets if self.lora_targets == "all-linear" else self.lora_targets.split(",")
-        config = LoraConfig(r=self.lora, lora_alpha=self.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+        alpha: Any = self.lora_alpha
+        config = LoraConfig(r=self.lora, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
@@ -146,7 +147,7 @@ class LanguageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return next(self.model.parameters()).device
 
     @property
     def backbone(self) -> nn.Module:

@@ -55,7 +55,8 @@ class Board(Display):
         )
         self.room = self.console.width - (20 + 2 * len(str(total)) + 1 + 5 + 4)
         self.task = self.progress.add_task("", total=total, completed=done, numbers="")
-        self.total, self.shown, self.metrics = total, 0.0, {}
+        self.total, self.shown = total, 0.0
+        self.metrics: Mapping[str, Any] = {}
         self.live = Live(console=self.console, get_renderable=self._drawn, refresh_per_second=4)
         self.live.start()
 

@@ -48,7 +48,12 @@ def write(
     for p in range(groups):
         for s in range(batch.mask.shape[1]):
             cut = slice(lists["length"][p][s])
-            row = {"step": step, "group": p, "sample": s, "prompt": [i for i in lists["prompt"][p] if i >= 0]}
+            row: dict[str, Any] = {
+                "step": step,
+                "group": p,
+                "sample": s,
+                "prompt": [i for i in lists["prompt"][p] if i >= 0],
+            }
             row["prompt_text"] = task.text(row["prompt"])
             row["response"] = lists["response"][p][s][cut]
             row["response_text"] = task.text(row["response"])

@@ -85,13 +85,14 @@ class Packed:
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)  # [position head channel]
         parts: list[Tensor] = []
         for group in self.groups:
-            parts += self._one(group, *(x[group.start : group.start + group.length] for x in (q, k, v)), scale)
+            own = slice(group.start, group.start + group.length)
+            parts += self._one(group, q[own], k[own], v[own], scale)
         return torch.cat(parts).unsqueeze(0)
 
     def _one(self, group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
         prompt = group.prompt
-        rows = [x[:prompt].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        own = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)[0].transpose(0, 1)
+        pq, pk, pv = (x[:prompt].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        own = F.scaled_dot_product_attention(pq, pk, pv, is_causal=True, scale=scale)[0].transpose(0, 1)
         if not group.responses:
             return [own]
         count, width = len(group.responses), max(group.responses)
@@ -101,8 +102,8 @@ class Packed:
         else:  # [response head token channel]
             grid, inside = self._grid(group, q.device)
             rq, rk, rv = (x[prompt:][grid].transpose(1, 2) for x in (q, k, v))
-        k_all = torch.cat([rows[1].expand(count, -1, -1, -1), rk], 2)
-        v_all = torch.cat([rows[2].expand(count, -1, -1, -1), rv], 2)
+        k_all = torch.cat([pk.expand(count, -1, -1, -1), rk], 2)
+        v_all = torch.cat([pv.expand(count, -1, -1, -1), rv], 2)
         seen = torch.ones(width, prompt + width, dtype=torch.bool, device=q.device).tril(prompt)
         out = F.scaled_dot_product_attention(rq, k_all, v_all, attn_mask=seen, scale=scale).transpose(1, 2)
         return [own, out.flatten(0, 1) if even else out[inside]]

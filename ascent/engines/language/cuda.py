@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that graphs are captured for, besides all rows."""
-SHARE = 0.4
-"""Of the free memory, what the responses' own caches may take."""
+SHARE = 0.25
+"""Of the free memory, what the responses' own caches may take: they stay there while the learner works."""
 ENCODED = 16_384
 """Prompt tokens in one forward pass, about."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -73,6 +73,7 @@ class GraphDecoder:
         self.board: Board | None = None
         self.graphs: dict[Any, Callable[[], None]] = {}
         self.lanes_now: list[int] = []
+        self.rooms: dict[tuple[int, int], int] = {}
 
     def __call__(
         self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, limit: int
@@ -83,7 +84,7 @@ class GraphDecoder:
         self, prompts: list[list[int]], samples: int, rows: int, limit: int, pick: Picker, drawn: Drawn
     ) -> None:
         rows = self._room(min(rows, len(prompts) * samples), limit)
-        slots = min(len(prompts), 2 * -(-rows // samples) + 1)
+        slots = min(len(prompts), 4 * -(-rows // samples) + 1)  # a group keeps its slot until its longest response ends
         self.prepare(rows, slots, max(map(len, prompts)) - 1, limit)
         assert self.board is not None
         self.board.limit.fill_(limit)
@@ -106,13 +107,16 @@ class GraphDecoder:
         return kernels
 
     def _room(self, rows: int, limit: int) -> int:
-        """Fewer rows where their caches would not fit."""
+        """Fewer rows where their caches would not fit; the same number for the same question."""
         if not self.on_card or (self.board is not None and self.board.holds(rows, 0, 0, limit)):
             return rows
-        self.board, self.graphs = None, {}
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        lane = 2 * len(self.net.layers) * self.net.heads * limit * self.net.channel * self.net.embedding.element_size()
-        return max(1, min(rows, int(SHARE * free) // lane))
+        if (rows, limit) not in self.rooms:
+            self.board, self.graphs = None, {}
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            net = self.net
+            lane = 2 * len(net.layers) * net.heads * limit * net.channel * net.embedding.element_size()
+            self.rooms[rows, limit] = max(1, min(rows, int(SHARE * free) // lane))
+        return self.rooms[rows, limit]
 
     def prepare(self, rows: int, slots: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""

@@ -71,26 +71,24 @@ def draw_tokens(
     Without `u` the likeliest token is taken.
     """
     z = logits if temperature == 1.0 else logits / temperature
-    top = z.max(-1, keepdim=True)
+    p = torch.softmax(z, -1)
+    mass = None
     if u is None:
-        token, mass = top.indices, None
-        log_z = torch.logsumexp(z, -1, keepdim=True)
+        token = z.argmax(-1, keepdim=True)
     else:
-        p = torch.exp(z - top.values)
-        total = p.sum(-1, keepdim=True)
-        log_z, mass = top.values + torch.log(total), None
+        allowed = p
         if not support.whole:
-            p = torch.where(support.allowed(p / total), p, 0.0)
-            mass = p.sum(-1) / total[:, 0]
-        token = _invert(p, u)
-    return token.squeeze(-1), (z.gather(-1, token) - log_z).squeeze(-1), mass
+            allowed = torch.where(support.allowed(p), p, 0.0)
+            mass = allowed.sum(-1)
+        token = _invert(allowed, u)
+    return token.squeeze(-1), torch.log(p.gather(-1, token)).squeeze(-1), mass
 
 
 def _invert(p: Tensor, u: Tensor) -> Tensor:
     """The first token at which the running sum of p exceeds u times its total: first the block, then the token."""
     rows, vocab = p.shape
     block = 256
-    cells = torch.nn.functional.pad(p, (0, -vocab % block)).view(rows, -1, block)
+    cells = (torch.nn.functional.pad(p, (0, -vocab % block)) if vocab % block else p).view(rows, -1, block)
     sums = cells.sum(-1).double().cumsum(-1)
     point = u[:, None] * sums[:, -1:] * (1 - 1e-12)  # below the total, whatever the rounding
     which = (sums <= point).sum(-1, keepdim=True)

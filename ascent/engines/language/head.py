@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 96 * 2**20
-"""What one chunk of logits may take, about."""
+CHUNK_BYTES = 28 * 2**20
+"""What one chunk of logits may take, about: up to 32 MiB the C library takes it from memory that it has used before."""
 KEEP_BYTES = 384 * 2**20
 """Probabilities that the backward pass may find kept rather than compute again. Memory against time."""
 
@@ -68,7 +68,7 @@ def token_stats(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`."""
     options = (head, temperature, hidden_ref, head_ref, entropy_gradient)
-    logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)  # type: ignore[no-untyped-call]
+    logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)
     return logp, entropy, (kl if hidden_ref is not None else None)
 
 
@@ -86,12 +86,12 @@ class _TokenStats(torch.autograd.Function):
         room = KEEP_BYTES if needed and not head.cap else 0
         for part in _parts(count, chunk):
             z = head.logits(hidden[part]) / temperature if temperature != 1.0 else head.logits(hidden[part])
-            log_z = torch.logsumexp(z, -1, keepdim=True)
+            p = torch.softmax(z, -1)
+            log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
             logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
-            p = torch.exp(z - log_z)
             if hidden_ref is not None:
                 kl[part] = (p * (z - log_z - _ref_log_probs(head_ref, hidden_ref[part], temperature))).sum(-1)
-            entropy[part] = log_z.squeeze(-1) - (p * z).sum(-1)
+            entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             room -= p.numel() * p.element_size()
             if room >= 0:
                 ctx.kept.append(p)
@@ -112,7 +112,8 @@ class _TokenStats(torch.autograd.Function):
             z = head.logits(hidden[part]) if whole else None
             log_p = torch.log_softmax(z / temperature, -1) if z is not None else None
             p = kept if kept is not None else torch.exp(log_p)  # type: ignore[arg-type]
-            g = p * -g_logp[part, None]
+            only_logp = kept is not None and not (entropy_gradient or hidden_ref is not None)
+            g = p.mul_(-g_logp[part, None]) if only_logp else p * -g_logp[part, None]
             g.scatter_add_(-1, target[part, None], g_logp[part, None].to(g.dtype))
             if entropy_gradient and log_p is not None:
                 mean = (p * log_p).sum(-1, keepdim=True)

@@ -75,6 +75,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int) -> Tensor:
     heads = qkv.shape[1] // channel - 2 * shared
     q_weight, k_weight, eps = turn.norms or (qkv, qkv, 0.0)
     out = qkv.new_empty(rows, heads * channel)
+    many = rows * shared >= 400  # small programs fill the card; a few have to be large
     _attend[(rows, shared)](
         *(qkv, out, turn.cos, turn.sin, q_weight, k_weight, prompt_k, prompt_v, own_k, own_v),
         *(board.state, board.lanes, board.prompt_length, eps, turn.scale * 1.4426950408889634),
@@ -83,11 +84,11 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int) -> Tensor:
         REPEAT=heads // shared,
         ROWS=max(16, triton.next_power_of_2(heads // shared)),
         D=channel,
-        KEYS=64,
+        KEYS=32 if many else 64,
         NORMED=turn.norms is not None,
         S=SLOT,
         L=LENGTH,
-        num_warps=4,
+        num_warps=1 if many else 4,
         num_stages=3,
     )
     return out
@@ -122,8 +123,19 @@ def _attend(
     total = tl.full((ROWS,), 1.0, tl.float32)
     mixed = tl.zeros((ROWS, D), tl.float32) + v.to(tl.float32)
     past = (slot * SHARED + head) * prompt_room * D
-    top, total, mixed = _along(q, prompt_k + past, prompt_v + past, known, top, total, mixed, scale, D, KEYS)
-    top, total, mixed = _along(q, own_k + own, own_v + own, length, top, total, mixed, scale, D, KEYS)
+    for start in range(0, position, KEYS):  # a softmax in powers of 2: its largest score, its sum, the mixed values
+        n = start + tl.arange(0, KEYS)
+        inside, of_prompt = n < position, (n < known)[:, None]
+        before, after = past + n[:, None] * D + c[None, :], own + (n - known)[:, None] * D + c[None, :]
+        keys = tl.load(tl.where(of_prompt, prompt_k + before, own_k + after), inside[:, None], other=0.0)
+        values = tl.load(tl.where(of_prompt, prompt_v + before, own_v + after), inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        now = tl.maximum(top, tl.max(scores, 1))
+        p, faded = tl.exp2(scores - now[:, None]), tl.exp2(top - now)
+        mixed = mixed * faded[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        total = total * faded + tl.sum(p, 1)
+        top = now
     to = out + row * SHARED * REPEAT * D + ((head * REPEAT + r) * D)[:, None] + c[None, :]
     tl.store(to, (mixed / total[:, None]).to(q.dtype), (r < REPEAT)[:, None])
 
@@ -143,26 +155,6 @@ def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, NORMED: tl.cons
         y = (y * by).to(dtype).to(tl.float32) * tl.load(weight + other)[None, :].to(tl.float32)
         y = y.to(dtype).to(tl.float32)
     return (x * cos[None, :] + tl.where(c[None, :] < D // 2, -y, y) * sin[None, :]).to(dtype)
-
-
-@triton.jit
-def _along(q, keys, values, count, top, total, mixed, scale, D: tl.constexpr, KEYS: tl.constexpr):
-    """Go on with a softmax (in powers of 2) over `count` more keys: its largest score, its sum, the mixed values."""
-    c = tl.arange(0, D)
-    for start in range(0, count, KEYS):
-        n = start + tl.arange(0, KEYS)
-        inside = n < count
-        k = tl.load(keys + n[:, None] * D + c[None, :], inside[:, None], other=0.0)
-        v = tl.load(values + n[:, None] * D + c[None, :], inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # of float32; others know one way only
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        now = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - now[:, None])
-        faded = tl.exp2(top - now)
-        mixed = mixed * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        total = total * faded + tl.sum(p, 1)
-        top = now
-    return top, total, mixed
 
 
 # ---- drawing --------------------------------------------------------------------------------------

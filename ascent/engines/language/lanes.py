@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ascent.engines.language.cuda import GraphDecoder
     from ascent.engines.language.sampler import Drawn
 
-ROUND = 8
+ROUND = 4
 """Steps between two looks at which responses have finished."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -119,9 +120,9 @@ class LanguageLearner(LocalLearner):
         return {name: value for name, value in found.items() if name in needs}
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
-        assert self.critic is not None
-        with self.critic.attention():  # type: ignore[attr-defined]
-            return self.critic.values(batch)  # type: ignore[call-arg,arg-type]
+        critic: Any = self.critic
+        with critic.attention():
+            return critic.values(batch)
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -193,12 +194,11 @@ class LanguageLearner(LocalLearner):
         return logp_all, probe, slope, logp_all.detach().exp() * counted
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        assert self.critic is not None
-        backbone = self.critic.backbone  # type: ignore[attr-defined]
-        backbone.train(self.checkpointing)
-        with self.critic.attention():  # type: ignore[attr-defined]
+        critic: Any = self.critic
+        critic.backbone.train(self.checkpointing)
+        with critic.attention():
             summed = super().fit(mini, loss)
-        backbone.eval()
+        critic.backbone.eval()
         return summed
 
     def _attention(self) -> AbstractContextManager[None]:

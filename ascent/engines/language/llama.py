@@ -9,6 +9,7 @@ other parts is told apart here, and what has the same parts but other arithmetic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -176,7 +177,7 @@ def side_by_side(modules: list[nn.Linear]) -> Matrix:
     return weight, None if modules[0].bias is None else _joined([m.bias for m in modules])
 
 
-def _joined(parts: list[nn.Parameter]) -> Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
     first, count = parts[0].data, sum(p.shape[0] for p in parts)
     if len(parts) == 1:
         return first

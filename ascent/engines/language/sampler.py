@@ -19,7 +19,7 @@ from ascent.engines.language.pick import Picker
 from ascent.policies.causal_lm import LanguageModel
 from ascent.types import Rollouts
 
-ROWS = {"cpu": 64, "cuda": 512}
+ROWS = {"cpu": 64, "cuda": 1024}
 """Responses decoded at once where nobody says otherwise."""
 
 

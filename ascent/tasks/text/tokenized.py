@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -44,9 +44,11 @@ class Tokenized:
     The problem of a prompt is found again by its tokens. What is drawn depends on the generator alone.
     """
 
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Those of the task count: they were laid under the settings before it was bound."""
+
     def __init__(self, task: Text, encoder: Encoder):
         self.task, self.encoder = task, encoder
-        self.presets = task.presets
         self.drawn: dict[bytes, Problem] = {}
         self.tested: dict[bytes, Problem] = {}
         self.encoded: dict[int, list[int] | None] = {}
