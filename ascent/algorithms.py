@@ -97,8 +97,8 @@ class Algorithm:
         critic = f"with --critic {name_of(self.critic)}"
         if valued != self.critic.on:
             raise Refused(
-                f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and no other reads "
-                "one. Set --advantage gae and --critic own-critic, or neither"
+                f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and no other "
+                "reads one. Set --advantage gae and --critic own-critic, or neither"
             )
         if self.update.whole and self.critic.shared:
             why = "the critic's own steps would move the policy out of the region. Set --critic own-critic"
