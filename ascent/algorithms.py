@@ -94,16 +94,15 @@ class Algorithm:
                 f"--loss {name_of(self.loss)} needs one credit a response, but {why} makes it differ from token to "
                 "token. Set --kl.per response and a group credit, or --loss clipped"
             )
+        critic = f"with --critic {name_of(self.critic)}"
         if valued != self.critic.on:
             raise Refused(
-                f"--advantage {name_of(self.advantage)} with --critic {name_of(self.critic)}: credit from values needs "
-                "a critic, and no other reads one. Set --advantage gae and --critic own-critic, or neither"
+                f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and no other "
+                "reads one. Set --advantage gae and --critic own-critic, or neither"
             )
         if self.update.whole and self.critic.shared:
-            raise Refused(
-                f"--update {name_of(self.update)} with --critic {name_of(self.critic)}: the critic's own steps would "
-                "move the policy out of the region. Set --critic own-critic"
-            )
+            why = "the critic's own steps would move the policy out of the region. Set --critic own-critic"
+            raise Refused(f"--update {name_of(self.update)} {critic}: {why}")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -44,9 +44,8 @@ def conjugate_gradients(product: Callable[[Vector], Vector], g: Vector, iteratio
 class TrustRegion(Update):
     """The longest natural-gradient step whose KL stays within a bound (TRPO).
 
-    maximise the objective subject to mean KL(π_old ‖ π) ≤ Δ, over the batch's unmasked tokens
-    s ≈ (F + damping·I)⁻¹ g by conjugate gradients, step √(2Δ / sᵀFs) · s, shortened until the KL
-    itself is within Δ and the objective itself has risen
+    s ≈ (F + damping·I)⁻¹ g by conjugate gradients, step √(2Δ / sᵀFs) · s, shortened until mean
+    KL(π_old ‖ π) ≤ Δ over the batch's unmasked tokens, and the objective itself has risen
     Schulman et al. 2015, on the ratio surrogate. F, the Hessian of that KL, is singular: hence the
     damping. Degenerate cases: a gradient of 0 takes no step; if no trial passes, the parameters stay.
     """
@@ -88,8 +87,8 @@ class TrustRegion(Update):
 
     def search(self, learner: Learns, mini: Batch, objective: Objective, before: Tensor, step: Vector) -> dict:
         """Shorten the step until both are right; count the trials beyond Δ, and those within it that gained nothing."""
-        old, why = [p.detach().clone() for p in learner.trainable()], {"too_far": 0.0, "no_gain": 0.0}
-        scale = 1.0
+        old, scale = [p.detach().clone() for p in learner.trainable()], 1.0
+        why = {"too_far": 0.0, "no_gain": 0.0}
         for _ in range(self.backtracks + 1):
             learner.assign(plus(old, scale, step))
             kl = float(learner.kl_from(mini, old))
@@ -97,9 +96,8 @@ class TrustRegion(Update):
             if gain > 0:
                 return {"accepted": 1.0, "scale": scale, "kl": kl, "gain": gain, **why}
             why["no_gain" if kl <= self.delta else "too_far"] += 1
-            # The KL grows as the square of the scale: one that is known says how much too far the step went.
-            known = self.delta < kl < math.inf
-            scale *= max(0.1, 0.95 * math.sqrt(self.delta / kl)) if known else self.shrink
+            # The KL grows as the square of the scale, so one above Δ says how much too far the step went.
+            scale *= max(0.1, 0.95 * math.sqrt(self.delta / kl)) if self.delta < kl < math.inf else self.shrink
         learner.assign(old)
         return why
 

@@ -29,10 +29,9 @@ class Learns(Protocol):
     def total(self, mini: Batch, objective: Objective) -> Tensor: ...
 
     def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
-        """v ↦ F·v, F the Hessian at π = π_old of the mean KL(π_old ‖ π) over counted tokens."""
+        """v ↦ F·v, F the Hessian at π = π_old of the mean KL(π_old ‖ π); `kl_from` is that KL, π_old being `params`."""
 
-    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
-        """That KL itself, π_old having these parameters."""
+    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor: ...
 
     def assign(self, params: list[Tensor]) -> None: ...
 

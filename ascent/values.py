@@ -74,7 +74,6 @@ class Valued(Advantage):
             raise Refused(f"--advantage {self}: γ and λ lie between 0 and 1, and k is 1 or more")
 
     def spread(self, d: PerToken) -> PerToken:
-        """A_t from the TD errors, unmasked tokens in front."""
         return discounted_sum(d, self.gamma * self.lam)
 
     def advantage(self, batch: Batch) -> PerToken:
@@ -97,7 +96,7 @@ class TD(Valued):
     """The TD error itself: the reward of a token, and how much better the next state looks.
 
     A_t = d_t
-    Sutton and Barto 2018, chapter 13. Least variance, all of the critic's bias; GAE at λ = 0.
+    Sutton and Barto 2018, chapter 13; GAE at λ = 0. Least variance, all of the critic's bias.
     Degenerate case: with an outcome reward and V = 0 the last token alone gets credit.
     """
 
@@ -139,8 +138,8 @@ class MonteCarlo(Valued):
     """The whole return minus the value: a learned baseline.
 
     A_t = Σ_j γ^j d_{t+j} = Σ_j γ^j r_{t+j} − V(s_t)
-    Williams 1992 with a baseline for each state; GAE at λ = 1. At γ = 1 unbiased whatever V is, for V
-    knows nothing of the token to come. Degenerate case: `bootstrap` lets V's error in all the same.
+    Williams 1992 with a baseline for each state; GAE at λ = 1. At γ = 1 unbiased whatever V is.
+    Degenerate case: `bootstrap` lets V's error in all the same.
     """
 
     lam = 1.0

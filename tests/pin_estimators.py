@@ -24,8 +24,10 @@ from ascent.diagnose.exact import Table
 from ascent.losses import LOSSES, LogProb, SequenceRatio
 from ascent.menu import spell
 from ascent.policies import PerPosition, Policy, Transformer
+from ascent.policies.critics import OwnCritic
 from ascent.tasks import sorting
 from ascent.types import Rollouts, Scores, Space
+from ascent.values import GAE, TD, KStep, MonteCarlo, Valued
 from ascent.weights import WEIGHTS
 
 PINS = Path(__file__).parent / "data" / "estimators.json"
@@ -114,7 +116,8 @@ def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions,
 
 
 def credits() -> list:
-    return [choice() for choice in ADVANTAGES] + [OptimalBaseline("length")]
+    """Every credit; those from a critic with the exact V, two steps of k being fewer than the longest response has."""
+    return [choice() for choice in ADVANTAGES] + [OptimalBaseline("length"), TD(), KStep(k=2), GAE(), MonteCarlo()]
 
 
 def losses() -> list:
@@ -134,9 +137,13 @@ def measure(world: str) -> dict[str, list[float]]:
     found = WORLDS[world]()
     rows = {}
     for credit, weights in itertools.product(credits(), WEIGHTS):
-        groups = enumerate_groups(found, Algorithm(credit, weights=weights()), SAMPLES, STATE)
+        valued = isinstance(credit, Valued)
+        critic = {"critic": OwnCritic()} if valued else {}
+        groups = enumerate_groups(found, Algorithm(credit, weights=weights(), **critic), SAMPLES, STATE)
         for loss in losses() if "stale" in world else [LogProb()]:
-            e = estimate(found, Algorithm(credit, loss, weights()), SAMPLES, STATE, groups=groups)
+            if valued and loss.sequence:
+                continue
+            e = estimate(found, Algorithm(credit, loss, weights(), **critic), SAMPLES, STATE, groups=groups)
             name = f"{spell(credit)} / {spell(loss)} / {spell(weights())}"
             rows[name] = [e.scale(found.gradient), e.cosine(found.gradient), e.variance]
     return rows

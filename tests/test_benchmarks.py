@@ -20,8 +20,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu")
+LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
 SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
+SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo")
 NAMES = SMALL + LANGUAGE
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
@@ -84,6 +85,28 @@ def test_the_loophole_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_core_is_small(capsys: pytest.CaptureFixture[str]) -> None:
     closing, before = run("size", capsys)
     assert closing["ok"], before[-1]
+
+
+@pytest.mark.slow
+def test_credit_is_unbiased_where_it_has_to_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
+    closing, before = run("credit_variance", capsys)
+    assert closing["ok"] and closing["variance_td"] < closing["variance_gae"] < closing["variance_monte_carlo"]
+    assert closing["bias_td_crude"] > closing["bias_gae_crude"] > 1e-3 > closing["bias_monte_carlo_crude"]
+    assert (tmp_path / "credit_variance.png").exists() and len(before) == 17
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flags"), [("sort_samples", ["--steps", "2"]), ("trpo", ["--updates", "3"])])
+def test_the_long_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A few steps of one seed: nothing is reached, and the KL of three updates is within the region."""
+    closing, _ = run(name, capsys, "--seeds", "1", "--jobs", "1", *flags)
+    if name == "trpo":
+        assert closing["ok"] and closing["value"] <= 1 and closing["accepted"] == 1
+    else:
+        assert not closing["ok"] and len(closing["samples_ppo"]) == 1
 
 
 @pytest.mark.slow

@@ -110,11 +110,8 @@ def test_prompts_of_one_token() -> None:
 
 def test_log_probs_agree_with_a_training_forward() -> None:
     lm = model_of("Qwen3")
-    decoder = decoder_of(lm)
-    algorithm = ALGORITHMS["reinforce"]
-    batch = batch_of(lm).add(logp_sampler=torch.zeros(()))
-    rollouts = drawn_by(decoder, lm)
-    batch = batch_of(lm)
+    rollouts = drawn_by(decoder_of(lm), lm)
+    algorithm, batch = ALGORITHMS["reinforce"], batch_of(lm)
     learner = LanguageLearner(lm, algorithm.update, False, algorithm.outputs)
     scored = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
     assert torch.equal(batch.response, rollouts.response)

@@ -54,7 +54,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "lecture",
         {**LECTURE, "algorithm": "ppo", "critic.clip": 0.2, "critic.steps": 2, "reward": "process"},
     ),
-    "a shared critic": ("sort", {**SORT, **SMALL, "algorithm": "actor-critic", "critic": "shared-critic"}),
+    "actor-critic on one backbone": ("sort", {**SORT, **SMALL, "algorithm": "actor-critic", "critic": "shared-critic"}),
     "a trust region with a critic": (
         "lecture",
         {**LECTURE, "epochs": 1, "minibatches": 1, "algorithm": "trpo", "advantage": "gae", "critic": "own-critic"},
