@@ -125,6 +125,9 @@ class Memory:
     def stopping(self) -> bool:
         return False
 
+    def best(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class Outcome:

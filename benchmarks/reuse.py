@@ -89,6 +89,9 @@ class Stopped(Memory):
     def stopping(self) -> bool:
         return len(self.silent) >= self.batches
 
+    def best(self) -> bool:
+        return False
+
 
 def compare(old: Policy, now: Policy, clip: float) -> dict[str, float]:
     """Bias and cosine of every loss's expected update for one pair; effective sample size; KL(old ‖ now)."""

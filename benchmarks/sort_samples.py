@@ -57,6 +57,9 @@ class Stopwatch:
     def stopping(self) -> bool:
         return self.accuracy >= ACCURACY
 
+    def best(self) -> bool:
+        return False
+
 
 def run(row: str, seed: int, more: dict[str, Any]) -> tuple[str, int, Stopwatch]:
     """One run, until it is accurate or its steps are over."""

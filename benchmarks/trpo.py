@@ -47,6 +47,9 @@ class Watched:
     def stopping(self) -> bool:
         return False
 
+    def best(self) -> bool:
+        return False
+
 
 @torch.no_grad()
 def realised(old: Any, new: Any, batch: Any) -> float:

@@ -128,6 +128,9 @@ class NoRecords:
     def stopping(self) -> bool:
         return False
 
+    def best(self) -> bool:
+        return False
+
 
 def run(config: Config, seed: int = 0, sampler_class: type = LocalSampler) -> tuple[NoRecords, Any]:
     """A run in this process, with nothing written down."""

@@ -372,6 +372,7 @@ def test_sample_prints_responses_below_their_prompts(run: Run, ascent: Any) -> N
     rows = library.sample(run.folder, ["Say one.", "Say two."], count=2)
     assert [r["prompt"] for r in rows] == ["Say one."] * 2 + ["Say two."] * 2
     assert all(printable(r["response"]) in said.out for r in rows)
+    assert len({tuple(r["ids"]) for r in rows}) == 4, "each prompt and sample has its own"
     assert json.loads(ascent("sample", run.folder, "Say one.", "Say two.", "--count", 2, "--json").out) == rows
     assert library.sample(run.folder, "Say one.", count=2, seed=5) != rows[:2]
 
@@ -513,7 +514,8 @@ def test_nothing_is_overwritten_and_nothing_half_done(
 ) -> None:
     Path("full").mkdir()
     Path("full/mine").write_text("mine")
-    assert ascent("export", run.folder, "full").status == 2
+    said = ascent("export", run.folder, "full")
+    assert said.status == 2 and "already there" in said.err
     assert [p.name for p in Path("full").iterdir()] == ["mine"]
     Path("empty").mkdir()
     assert ascent("export", run.folder, "empty").status == 0 and Path("empty/config.json").exists()

@@ -525,6 +525,9 @@ class Memory:
     def stopping(self) -> bool:
         return False
 
+    def best(self) -> bool:
+        return False
+
 
 def steps(begin: int, saved: tuple[Any, Any, Any] | None, forget: str) -> tuple[Memory, list[Tensor]]:
     """The run from this step on, in a fresh process's objects; `forget` names what the resume leaves behind."""

@@ -19,7 +19,7 @@ from ascent.engines.language.draw import Support, draw_tokens, uniform
 
 SLOT, LENGTH, LAST, SEED, DONE = range(5)
 """The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens."""
-ENDS = 8
+ENDS = 16
 """End tokens that a board has room for."""
 
 Pair = tuple[Tensor, Tensor]

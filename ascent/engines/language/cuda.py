@@ -47,6 +47,8 @@ def graph_decoder(lm: LanguageModel) -> tuple[GraphDecoder | None, str | None]:
     found: Any = getattr(lm, "graph_decoder", None)
     if found is not None:
         return found, None
+    if len(lm.ends) > ENDS:
+        return None, f"it has {len(lm.ends)} end tokens, and there is room for {ENDS}"
     try:
         decoder = GraphDecoder(lm)
         gap, bound = decoder.gap(), GAP.get(lm.model.dtype, 1e-3)
@@ -90,8 +92,6 @@ class GraphDecoder:
         self.board.limit.fill_(limit)
         self.board.temperature.fill_(pick.temperature)
         ends = sorted(self.lm.ends)
-        if len(ends) > ENDS:
-            raise NotImplementedError(f"{len(ends)} end tokens: there is room for {ENDS}")
         self.board.ends.copy_(torch.tensor(ends + [-1] * (ENDS - len(ends))))
         with ours(self.lm.model):
             Run(self, prompts, samples, rows, slots, limit, pick)(drawn)
