@@ -114,6 +114,7 @@ def _language(config: Config) -> Parts:
     if isinstance(config.task, Demonstrations):
         return _demonstrated(config, lm, learner, streams, notes)
     sampler = LanguageSampler(lm, limit, config.temperature, streams.sampling, support, config.policy.rows)
+    notes += (sampler.note,) if sampler.note else ()
     return Parts(config, Tokenized(config.task, lm), lm, sampler, learner, streams, notes)
 
 

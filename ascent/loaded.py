@@ -37,10 +37,6 @@ class Loaded:
     step: int | None = None
     """The checkpoint's, where it is a run's."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.run}, step {self.step}" if self.run is not None else self.config.policy.model
-
     def about(self) -> dict[str, Any]:
         """Where it came from and how it is sampled, for records."""
         model = self.config.policy.model if isinstance(self.config.policy, CausalLM) else None
