@@ -7,6 +7,7 @@ tyro alone would make subcommands of a choice between dataclasses. Here a choice
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -79,7 +80,8 @@ def _value(args: list[str], flag: str) -> str | None:
 
 def _about(task: str) -> str:
     others = ", ".join(map(spelled, TASKS))
-    return f"Train on {task} (tasks: {others}).\n`ascent explain NAME` says what a row or a choice computes."
+    about = textwrap.fill(f"Train on {task}. There are {others}.", 78)
+    return f"{about}\n`ascent explain NAME` says what a row or a choice computes."
 
 
 def spelled(task: type) -> str:

@@ -483,7 +483,7 @@ def strict(line: str) -> dict[str, Any]:
 
 def test_numbers_that_are_not_finite_become_null_with_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"eval/accuracy": math.nan, "eval/reward": -math.inf, "exact/reward": 1.0}
-    monkeypatch.setattr(api, "evaluator", lambda *_: lambda: dict(measured))
+    monkeypatch.setattr("ascent.assemble.evaluator", lambda *_: lambda: dict(measured))
     run = api.start(config_of("running mean", steps=1), tmp_path / "run", Display())
     line = strict((run.folder / "metrics.jsonl").read_text())
     assert line["eval/accuracy"] is None and line["eval/reward"] is None and line["exact/reward"] == 1.0
