@@ -94,6 +94,8 @@ def test_the_table_is_what_a_hand_computes(said: Any, monkeypatch: pytest.Monkey
         assert result["grpo"][metric]["difference_half"] == pytest.approx(half, rel=3e-4)
         assert "difference" not in result["reinforce"][metric]
     assert result["grpo"]["responses"] == 3 * 12 and result["grpo"]["updates"] == 6
+    spent = [sum(line["time/step"] for line in Run(f"c/grpo-s{seed}").metrics) for seed in seeds]
+    assert (result["grpo"]["seconds"], result["grpo"]["seconds_half"]) == pytest.approx(by_hand(spent), rel=3e-4)
     row = next(line for line in out.splitlines() if line.startswith("grpo"))
     wanted = result["grpo"]["exact/reward"]
     assert f"{wanted['mean']:.3f} ± {wanted['half']:.3f}" in row
@@ -148,7 +150,8 @@ def test_a_stopped_comparison_goes_on_where_it_was(said: Any) -> None:
     assert said(*command)[0] == 0
     after = json.loads(Path("c/compare.json").read_text())
     for name in whole:
-        whole[name].pop("seconds"), after[name].pop("seconds")
+        for clock in ("seconds", "seconds_half"):
+            whole[name].pop(clock), after[name].pop(clock)
     assert after == whole
     assert Path("c/reinforce-s0/run.json").stat().st_mtime_ns == kept, "what was finished is left alone"
     status, _, err = said(*command, "--lr", 0.5)
