@@ -7,7 +7,6 @@ tyro alone would make subcommands of a choice between dataclasses. Here a choice
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -79,9 +78,7 @@ def _value(args: list[str], flag: str) -> str | None:
 
 
 def _about(task: str) -> str:
-    others = ", ".join(map(spelled, TASKS))
-    about = textwrap.fill(f"Train on {task}. There are {others}.", 78)
-    return f"{about}\n`ascent explain NAME` says what a row or a choice computes."
+    return f"Train on {task}; `ascent list` has the other tasks.\n`ascent explain NAME` says what a choice computes."
 
 
 def spelled(task: type) -> str:

@@ -64,13 +64,12 @@ class Stopwatch:
 def run(row: str, seed: int, more: dict[str, Any]) -> tuple[str, int, Stopwatch]:
     """One run, until it is accurate or its steps are over."""
     from ascent.api import assemble
-    from ascent.evaluate import evaluator
     from ascent.settings import configure
     from ascent.train import train
 
     config = configure("sort", {"algorithm": row, "seed": seed, **COMMON, **SETTINGS[row], **more})
     parts, records = assemble(config), Stopwatch()
-    evaluate = evaluator(config, parts.policy, parts.sampler)
+    evaluate = parts.evaluator()
     train(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate)
     return row, seed, records
 

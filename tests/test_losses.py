@@ -243,7 +243,7 @@ def test_nothing_is_clipped_at_ratio_one(cls: type) -> None:
 
 # ---- masked tokens --------------------------------------------------------------------------------
 
-FIELDS = ("logp_old", "logp_ref", "logp_sampler", "mass", "logp", "entropy", "kl_full")
+FIELDS = ("logp_old", "logp_ref", "logp_sampler", "mass", "logp", "entropy", "kl_full", "value")
 
 
 def objective_with(algorithm: Algorithm, garbage: dict[str, float]) -> tuple[float, Tensor, dict[str, float]]:
@@ -261,6 +261,7 @@ def objective_with(algorithm: Algorithm, garbage: dict[str, float]) -> tuple[flo
         logp_sampler=spoiled("logp_sampler", old - 0.05),
         mass=spoiled("mass", torch.full_like(old, 0.9)),
         valid=torch.tensor([[True, True, True], [True, False, True]]),
+        value=torch.nn.functional.pad(spoiled("value", old**2), (0, 1)) if algorithm.critic.on else None,
     )
     batch, state = algorithm.credit(batch, algorithm.start())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))

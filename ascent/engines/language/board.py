@@ -158,7 +158,7 @@ def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
     for into, new in ((board.token, token), (board.logp, logp.float()), (board.mass, mass)):
         if new is not None:
             into[lanes, t] = torch.where(on, new.to(into.dtype), into[lanes, t])
-    over = torch.isin(token, board.ends) | (t + 1 >= board.limit)
+    over = (token[:, None] == board.ends).any(-1) | (t + 1 >= board.limit)  # isin may sort, which no graph can hold
     board.state[LENGTH, lanes] = torch.where(on & ~over, t + 1, t)
     board.state[LAST, lanes] = torch.where(on, token, before)
     board.state[DONE, lanes] = torch.where(on & over, t + 1, done)
