@@ -81,9 +81,13 @@ def test_two_steps_an_export_and_a_reload(folder: str, tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = tmp_path / "mine.py"  # one that differs within a group, so that there is something to learn
+    noise = "return zlib.crc32(response.encode()) % 97 / 97"
+    rewards.write_text(f"import zlib\n\n\ndef noise(prompt, response, answer, **columns):\n    {noise}\n")
     run, out = tmp_path / "run", tmp_path / "model"
     flags = ["--steps", "2", "--prompts", "2", "--samples", "2", "--max-tokens", "8", "--eval-prompts", "2"]
-    arguments = ["train", f"jsonl:{problems}", "--model", folder, "--check", "number", *flags]
+    own = ["--reward", f"python:{rewards}:noise", "--lr", "1e-4"]
+    arguments = ["train", f"jsonl:{problems}", "--model", folder, "--check", "number", *flags, *own]
     assert cli.main([*arguments, "--temperature", "1.3", "--no-preflight", "--out", str(run)]) == 0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
@@ -95,4 +99,5 @@ def test_two_steps_an_export_and_a_reload(folder: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.isfinite(model(ids).logits).all()
     moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)]
-    assert any(moved) or all(line["grad_norm"] == 0 for line in lines)
+    assert lines[0]["grad_norm"] > 0
+    assert all(moved)
