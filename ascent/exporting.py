@@ -41,9 +41,9 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None, best
         lm.save(aside)
         (aside / "README.md").write_text(readme(existing, checkpoint.step_of(path)))
         for file in [*aside.iterdir(), aside]:
-            _flush(file)
+            checkpoint.flush(file)
         os.replace(aside, folder)
-        _flush(folder.parent)
+        checkpoint.flush(folder.parent)
     except OSError as error:
         raise Refused(f"{folder}: cannot write there ({error.strerror or error})") from None
     finally:
@@ -89,11 +89,3 @@ def readme(run: Run, step: int) -> str:
         f"- algorithm: {label_of(config)}\n{found}"
         f"\n{objective_in_words(config.algorithm)}\n\n{indented}\n"
     )
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -38,11 +38,11 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
     sums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
     (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": sums}))
     for path in [*aside.iterdir(), aside]:
-        _flush(path)
+        flush(path)
     if final.exists():
         _drop(final)
     os.replace(aside, final)
-    _flush(folder)
+    flush(folder)
     for old in complete(folder)[:-keep]:
         if step_of(old) != best:
             _drop(old)
@@ -102,7 +102,8 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or a folder on the disk before going on."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
