@@ -32,7 +32,7 @@ class Config:
     minibatches: int = 1
     """Optimizer updates in one pass."""
     micro_batch: int = 0
-    """Tokens in one forward pass, prompts counted, 0 for all. Memory only: it never changes a gradient."""
+    """Tokens in one forward pass, prompts counted; 0: what fits. Memory only: it never changes a gradient."""
     temperature: float = 1.0
     """Sampling temperature; log-probs are taken at it on both sides."""
     top_k: int = 0

@@ -13,7 +13,8 @@ import torch
 from ascent.assemble import Parts
 from ascent.config import Config
 from ascent.engines.language import LanguageSampler, Support
-from ascent.engines.language.head import CHUNK_BYTES, KEEP_BYTES
+from ascent.engines.language.head import KEEP_BYTES, chunk_bytes
+from ascent.engines.language.parameters import bytes_per_token, room
 from ascent.groups import without_signal
 from ascent.policies import LanguageModel
 from ascent.tasks.text import Demonstrations
@@ -88,25 +89,23 @@ def memory(config: Config, lm: LanguageModel) -> dict[str, int]:
     count = sum(p.numel() for p in trained)
     layers = getattr(model, "num_hidden_layers", 1)
     width = getattr(model, "hidden_size", 1)
-    inner = getattr(model, "intermediate_size", None) or 4 * width
     heads = getattr(model, "num_attention_heads", 1)
     channel = getattr(model, "head_dim", None) or width // heads
     shared = getattr(model, "num_key_value_heads", None) or heads
     rows = min(config.policy.rows or (64 if lm.device.type == "cpu" else 512), config.prompts * config.samples)
     tokens = config.task.max_tokens + config.task.max_prompt // max(config.samples, 1)
     longest = config.task.max_prompt + config.samples * config.task.max_tokens
-    micro = min(config.micro_batch or 2**62, config.prompts * longest)
-    layer = size * (10 * width + 4 * inner)
-    kept = micro * (layers * size * width + layer) if config.policy.checkpointing else micro * layers * layer
+    budget = config.micro_batch or room(lm, config.policy.checkpointing)
+    micro = min(budget, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
     return {
         "parameters": weights,
-        "gradients": count * size,
+        "gradients": count * max(size, 4),
         "Adam": 8 * count + (4 * count if size < 4 else 0),
         "reference": count * size if config.algorithm.reference.kept else 0,
         "decoding": 2 * layers * shared * channel * size * rows * tokens + (weights if lm.device.type == "cpu" else 0),
-        "activations": kept,
-        "head": 3 * CHUNK_BYTES + min(KEEP_BYTES, micro * lm.vocab * 4),
+        "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
+        "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
     }
 
 

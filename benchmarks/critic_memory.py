@@ -7,7 +7,8 @@ tokens after prompts of 32. Each side runs in a process of its own, and takes a 
 optimizer state is there.
 
 `value` is the peak resident memory with the shared backbone as a share of that with its own (so the peer is 1); it has
-to be below 1. The line has bytes and seconds of both. `--smoke` tries it in seconds on a tiny random model, without measuring.
+to be below 1. The line has bytes and seconds of both. `--smoke` tries it in seconds on a tiny random model, without
+measuring.
 """
 
 from __future__ import annotations

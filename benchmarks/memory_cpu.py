@@ -30,7 +30,7 @@ import torch
 from ascent.algorithms import ALGORITHMS
 from ascent.engines.language import LanguageLearner, prove
 from ascent.engines.language.head import Head
-from ascent.engines.language.states import spread
+from ascent.engines.language.states import spread, targets
 from ascent.policies import CausalLM, LanguageModel
 from ascent.types import Batch, Outputs
 from benchmarks.common import ROOT, close, show
@@ -47,7 +47,7 @@ class Materialised(LanguageLearner):
     """The same learner with the logits of every loss token at once; as frugal as autograd allows."""
 
     def evaluate(self, batch: Batch) -> Outputs:
-        head, target = Head.of(self.lm.model), batch.response[batch.mask]
+        head, target = Head.of(self.lm.model), targets(batch, self.lm.device)
         logp_all = torch.log_softmax(head.logits(self.states(batch)) / batch.temperature, -1)
         with torch.no_grad():
             entropy = torch.cat([-(part.exp() * part).sum(-1) for part in logp_all.split(512)])
@@ -81,7 +81,7 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     lm = CausalLM(model, dtype="float32", device="cpu", checkpointing=True).load()
     prove(lm, PROMPT_TOKENS + tokens)
-    learner = SIDES[side](lm, ALGORITHM.update, False, ALGORITHM.outputs, checkpointing=True)
+    learner = SIDES[side](lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=2**40, checkpointing=True)
     learner.step(batch_of(lm, 1, 2), ALGORITHM.objective, ALGORITHM.update)
     batch, before = batch_of(lm, PROMPTS, tokens), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stepped = learner.step(batch, ALGORITHM.objective, ALGORITHM.update)

@@ -33,34 +33,13 @@ from ascent.engines.language.states import packed_states
 from ascent.policies import LanguageModel
 from ascent.types import Rollouts
 from benchmarks.common import close, show
+from benchmarks.peers.models import GPU_SHAPES
 
 BANDWIDTH = 4.3e12
 PROMPTS, TOKENS = 32, 256
 SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {
-        "kind": "Llama",
-        "samples": 16,
-        "peer": 24_800.0,
-        "target": 120_000.0,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49_152,
-    },
-    "1.5b": {
-        "kind": "Qwen2",
-        "samples": 8,
-        "peer": 23_600.0,
-        "target": 60_000.0,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-    },
+    "135m": GPU_SHAPES["135m"] | {"samples": 16, "peer": 24_800.0, "target": 120_000.0},
+    "1.5b": GPU_SHAPES["1.5b"] | {"samples": 8, "peer": 23_600.0, "target": 60_000.0},
 }
 SMOKE = {"hidden_size": 72, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
 
@@ -77,7 +56,7 @@ def model_of(shape: dict[str, Any], device: str) -> LanguageModel:
     import transformers
 
     own = {k: v for k, v in shape.items() if k not in ("kind", "samples", "peer", "target")}
-    more = {"tie_word_embeddings": True, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 2}
+    more = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 2}
     config = getattr(transformers, f"{shape['kind']}Config")(**own, **more)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -26,7 +26,7 @@ ACCURACY = 0.99
 COMMON: dict[str, Any] = {"eval_every": 5, "eval_prompts": 5_000, "threads": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"steps": 250, "minibatches": 2},
-    "trpo": {"steps": 400, "update.delta": 0.03},
+    "trpo": {"steps": 800, "update.delta": 0.05},
     "grpo": {"steps": 250, "minibatches": 2},
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -167,8 +168,9 @@ class LanguageModel(nn.Module):
         ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         return list(ids)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int] | np.ndarray) -> str:
+        # An array: of a list, transformers looks at every number first, for longer than it takes to decode them.
+        return self.tokenizer.decode(np.asarray(ids, dtype=np.int64), skip_special_tokens=True)
 
     def piece(self, token: int) -> str:
         """One token as a person reads it, special ones too."""

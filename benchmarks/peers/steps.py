@@ -29,6 +29,10 @@ class Work:
     prompts: list[str]
     samples: int
     tokens: int
+    device: str = "cpu"
+    """On a GPU the parameters are bfloat16, on a CPU float32."""
+    rows: int = 0
+    """Responses in the peer's micro-batches; 0: all of them. Ours are cut by our learner."""
 
     @property
     def loss_tokens(self) -> int:
@@ -41,15 +45,15 @@ class Ours:
     def __init__(self, work: Work):
         settings = {
             "model": work.model,
-            "policy.device": "cpu",
-            "policy.dtype": "float32",
+            "policy.device": work.device,
+            "policy.dtype": "float32" if work.device == "cpu" else "bfloat16",
             "algorithm": "dr-grpo",
             "prompts": len(work.prompts),
             "samples": work.samples,
             "max_tokens": work.tokens,
             "lr": LR,
             "update.max_norm": MAX_NORM,
-            "threads": THREADS,
+            "threads": THREADS if work.device == "cpu" else 0,
         }
         self.parts = assemble(configure(Given(words=tuple(work.prompts)), settings))
         self.parts.policy.ends = NEVER  # type: ignore[union-attr]

@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer, one optimizer step a turn: generation, reward, loss, backward pass and optimizer.
 
 It is set to its fastest for this work: one batch a step, no reference, no checkpointing, nothing logged or saved; and
-since generation and update are aligned, it needs no pass for old log-probs. The clock runs from the trainer's
+since generation and update are aligned, it needs no pass for old log-probs. On a GPU its parameters are bfloat16, which
+its optimizer steps as they are, and the loss is cut into micro-batches that fit. The clock runs from the trainer's
 on_step_begin to its on_step_end, so that loading the data is not counted.
 """
 
@@ -22,7 +23,9 @@ from turns import WORK, answer, wait
 
 PARTS = {"_generate": "generate", "_calculate_rewards": "reward", "compute_loss": "forward"}
 spent: dict[str, float] = defaultdict(float)
-seen: dict[str, Any] = {}
+masks: list[Any] = []
+prompts: list[Any] = []
+CPU = WORK["device"] == "cpu"
 
 
 def rewards(completions: list[Any], **_: Any) -> list[float]:
@@ -43,9 +46,8 @@ def clocked(trainer: GRPOTrainer) -> None:
             finally:
                 spent[part] += time.perf_counter() - begin
                 if name == "compute_loss":
-                    seen["tokens"] = int(args[1]["completion_mask"].sum())
-                    ids, mask = args[1]["prompt_ids"], args[1]["prompt_mask"].bool()
-                    seen["prompts"] = sorted({tuple(row[on].tolist()) for row, on in zip(ids, mask, strict=True)})
+                    masks.append(args[1]["completion_mask"].sum())
+                    prompts.append((args[1]["prompt_ids"], args[1]["prompt_mask"].bool()))
 
         setattr(trainer, name, timed)
 
@@ -56,26 +58,34 @@ def clocked(trainer: GRPOTrainer) -> None:
 class Turns(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         wait()
-        spent.clear()
+        for kept in (spent, masks, prompts):
+            kept.clear()
         self.begin = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        if not CPU:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - self.begin
         rest = seconds - sum(spent.values())
-        answer(seconds=seconds, **spent, **{"backward, optimizer": rest}, **seen)
+        seen = {tuple(row[on].tolist()) for ids, mask in prompts for row, on in zip(ids, mask, strict=True)}
+        more = {"tokens": int(sum(masks)), "prompts": sorted(seen)}
+        answer(seconds=seconds, **spent, **{"backward, optimizer": rest}, **more)
 
 
 def main() -> None:
-    torch.set_num_threads(WORK["threads"])
-    samples, prompts = WORK["samples"], WORK["prompts"]
+    if CPU:
+        torch.set_num_threads(WORK["threads"])
+    samples, words = WORK["samples"], WORK["prompts"]
+    count = len(words) * samples
+    part = WORK["rows"] or count
     tokenizer = AutoTokenizer.from_pretrained(WORK["model"])
     chat = tokenizer.chat_template is not None
-    rows = [[{"role": "user", "content": words}] if chat else words for words in prompts]
+    rows = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in words]
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=len(prompts) * samples,
+        per_device_train_batch_size=part,
         num_generations=samples,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=count // part,
         max_completion_length=WORK["tokens"],
         max_steps=100_000,
         shuffle_dataset=False,
@@ -92,8 +102,8 @@ def main() -> None:
         optim="adamw_torch_fused",
         weight_decay=0.0,
         max_grad_norm=WORK["max_norm"],
-        use_cpu=True,
-        bf16=False,
+        use_cpu=CPU,
+        bf16=not CPU,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
         logging_strategy="no",
@@ -102,7 +112,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(WORK["model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(WORK["model"], dtype=torch.float32 if CPU else torch.bfloat16),
         reward_funcs=rewards,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": rows * 256}),

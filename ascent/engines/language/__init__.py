@@ -3,7 +3,8 @@
 from ascent.engines.language.critic import LanguageCritic
 from ascent.engines.language.demonstrator import Demonstrator, held_out_logp
 from ascent.engines.language.draw import Support
-from ascent.engines.language.learner import LanguageLearner, load_params
+from ascent.engines.language.learner import LanguageLearner
+from ascent.engines.language.parameters import load_params
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampler import LanguageSampler
 

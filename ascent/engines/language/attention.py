@@ -22,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ascent.engines.language import flash
+from ascent.engines.language.elementwise import rotating
+
 NAME = "ascent_groups"
 
 
@@ -43,14 +46,15 @@ def attention(
 
 @contextmanager
 def ours(model: Any) -> Iterator[None]:
-    """Inside, the model's layers call our attention function."""
+    """Inside, the model's layers call our attention function, and on a GPU turn queries and keys in one kernel."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     try:
-        yield
+        with rotating(model):
+            yield
     finally:
         model.config._attn_implementation = before
 
@@ -74,11 +78,18 @@ class Packed:
 
     groups: list[Group]
     keep: Callable[[int, Tensor, Tensor], None] | None = None
+    fused: Any = None
+    """How segments are attended to at once; None: flash attention where it fits, else a group at a time."""
     _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _spans: flash.Spans | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self.keep is not None:
             self.keep(layer, k, v)
+        if self.fused is not None or flash.fits(q):
+            self._spans = self._spans or flash.Spans.of(self.groups, q.device)
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            return flash.attend(q, k, v, self._spans, scale, self.fused).unsqueeze(0)
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)

@@ -12,17 +12,23 @@ All of it in float32 or better, whatever the hidden states are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 28 * 2**20
-"""What one chunk of logits may take, about: up to 32 MiB the C library takes it from memory that it has used before."""
+from ascent.engines.language.fused_head import FusedStats, fits
+
+CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**30}
+"""What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
 KEEP_BYTES = 384 * 2**20
 """Probabilities that the backward pass may find kept rather than compute again. Memory against time."""
+
+
+def chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,15 @@ class Head:
 
     def chunk(self) -> int:
         """Tokens in a chunk."""
-        return max(16, CHUNK_BYTES // (4 * self.weight.shape[0]))
+        return max(16, chunk_bytes(self.weight.device) // (4 * self.weight.shape[0]))
+
+    def frozen(self) -> Head:
+        """The head with the parameters that it has now, whatever is put in their place later."""
+        return replace(self, weight=self.weight.data, bias=None if self.bias is None else self.bias.data)
+
+    def copied(self) -> Head:
+        """The head with copies of its parameters, for these are about to be written over."""
+        return replace(self, weight=self.weight.clone(), bias=None if self.bias is None else self.bias.clone())
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -67,6 +81,9 @@ def token_stats(
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`."""
+    if hidden_ref is None and head.cap is None and fits(hidden):
+        how = (head.chunk(), head.scale / temperature, entropy_gradient)
+        return *FusedStats.apply(hidden, head.weight, head.bias, target, *how), None
     options = (head, temperature, hidden_ref, head_ref, entropy_gradient)
     logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)
     return logp, entropy, (kl if hidden_ref is not None else None)

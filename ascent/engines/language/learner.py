@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ascent.engines.base import Stepped
 from ascent.engines.language.attention import ours
 from ascent.engines.language.critic import LanguageCritic
+from ascent.engines.language.elementwise import fuse
 from ascent.engines.language.head import Head, token_stats
-from ascent.engines.language.states import packed_states, padded_states, parts_of, spread
+from ascent.engines.language.parameters import gradients_into, load_params, room, without_dropout
+from ascent.engines.language.states import packed_states, padded_states, parts_of, place, spread, targets
 from ascent.engines.local import LocalLearner, remembered, remind
 from ascent.policies.causal_lm import LanguageModel
 from ascent.policies.critics import ValueLoss
@@ -26,8 +28,10 @@ from ascent.update import Objective, Update
 class LanguageLearner(LocalLearner):
     """Trains a language model in this process.
 
-    Parameters in bfloat16 are stepped through float32 copies of their own: a step of 1e-6 would be lost in them.
-    The reference is a copy of the trained parameters alone, put in their place for as long as it is asked.
+    Parameters in bfloat16 are stepped through float32 copies of their own: a step of 1e-6 would be lost in them. Their
+    gradients are summed over micro-batches in float32 too. On a GPU a batch is computed with there, and the host waits
+    for it once, at the end of an update. The reference is a copy of the trained parameters alone, put in their place
+    for as long as it is asked.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class LanguageLearner(LocalLearner):
         self.kept = [p.detach().clone() for p in self._working] if reference else None
         self.moved = False
         exact = self._working[0].dtype == torch.float64
-        self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32)
+        self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         self.critic, self.critic_optimizer = critic, None  # type: ignore[assignment]
         if critic is not None and critic_update is not None:
             self.critic_optimizer = critic_update.optimizer(critic.trained())
@@ -60,12 +64,15 @@ class LanguageLearner(LocalLearner):
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
-        _no_dropout(lm)
+        without_dropout(lm)
+        if lm.device.type == "cuda":
+            fuse(lm.model)
 
     # ---- forward passes -------------------------------------------------------------------------
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        return parts_of(batch, self.micro_batch or 2**62)
+        budget = self.micro_batch or room(self.lm, self.checkpointing)
+        return (place(part, self.lm.device) for part in parts_of(batch, budget))
 
     def states(self, batch: Rollouts) -> Float[Tensor, "state width"]:
         """The hidden state before every unmasked token, in the order of the mask."""
@@ -73,11 +80,11 @@ class LanguageLearner(LocalLearner):
 
     def evaluate(self, batch: Batch) -> Outputs:
         """The training forward."""
-        head, target = Head.of(self.lm.model), batch.response[batch.mask].to(self.lm.device)
+        head, target = Head.of(self.lm.model), targets(batch, self.lm.device)
         hidden_ref, head_ref = None, None
         if "kl_full" in self.outputs:
             with torch.no_grad(), self._as_reference():
-                hidden_ref, head_ref = self.states(batch), _frozen(Head.of(self.lm.model))
+                hidden_ref, head_ref = self.states(batch), Head.of(self.lm.model).frozen()
         hidden = self.states(batch)
         logp, entropy, kl = token_stats(
             head, hidden, target, batch.temperature, hidden_ref, head_ref, "entropy" in self.outputs
@@ -94,15 +101,15 @@ class LanguageLearner(LocalLearner):
             for micro in self.split(batch) if needs else ():
                 for name, value in self._scored(micro, needs).items():
                     found[name].append(value.flatten(0, 1))
-        return {name: torch.cat(parts).unflatten(0, batch.mask.shape[:2]) for name, parts in found.items()}
+        return {name: _on_host(torch.cat(parts), batch) for name, parts in found.items()}
 
     def _scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        target, temperature = micro.response[micro.mask].to(self.lm.device), micro.temperature
+        target, temperature = targets(micro, self.lm.device), micro.temperature
         hidden_ref, head_ref = None, None
         if needs & {"logp_ref", "kl_full"}:
             with self._as_reference():
-                head_ref = _frozen(Head.of(self.lm.model))
+                head_ref = Head.of(self.lm.model).frozen()
                 hidden_ref = self.states(micro)
                 if "logp_ref" in needs:
                     found["logp_ref"] = spread(token_stats(head_ref, hidden_ref, target, temperature)[0], micro.mask)
@@ -128,27 +135,30 @@ class LanguageLearner(LocalLearner):
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         self.lm.model.train(self.checkpointing)
-        for p in self._working:
-            p.grad = None
-        with self._attention():
+        with self._attention(), gradients_into(self._trainable, self._working):
             terms = super().gradient(mini, objective)
         self.lm.model.eval()
-        if self._trainable is not self._working:
-            for wide, p in zip(self._trainable, self._working, strict=True):
-                wide.grad, p.grad = None if p.grad is None else p.grad.float(), None
         return terms
 
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         stepped = super().step(mini, objective, update)
         self._narrow()
-        return stepped
+        if self.lm.device.type == "cpu":
+            return stepped
+        named = [*stepped.metrics.items(), *stepped.sums.items()]
+        numbers = torch.stack([value.to(self.lm.device) for _, value in named]).cpu()  # here the host waits
+        found = dict(zip((name for name, _ in named), numbers, strict=True))
+        return Stepped(
+            {name: found[name] for name in stepped.metrics},
+            {name: found[name] for name in stepped.sums},
+            stepped.logp.cpu(),
+        )
 
     @torch.no_grad()
     def _narrow(self) -> None:
         """The working parameters follow their float32 copies."""
         if self._trainable is not self._working:
-            for p, wide in zip(self._working, self._trainable, strict=True):
-                p.copy_(wide)
+            torch._foreach_copy_(self._working, self._trainable)
 
     def total(self, mini: Batch, objective: Objective) -> Tensor:
         with self._attention():
@@ -164,9 +174,9 @@ class LanguageLearner(LocalLearner):
         now, parts = [p.clone() for p in self.trainable()], []
         with self._attention():
             for micro in self.split(mini):
-                hidden, head = self.states(micro), _kept(Head.of(self.lm.model))
+                hidden, head = self.states(micro), Head.of(self.lm.model).copied()
                 self.assign(params)
-                old, target = self.states(micro), micro.response[micro.mask].to(self.lm.device)
+                old, target = self.states(micro), targets(micro, self.lm.device)
                 _, _, kl = token_stats(Head.of(self.lm.model), old, target, micro.temperature, hidden, head)
                 self.assign(now)
                 assert kl is not None
@@ -190,7 +200,7 @@ class LanguageLearner(LocalLearner):
         logp_all = torch.log_softmax(logits / micro.temperature, -1)
         probe = torch.zeros_like(logp_all, requires_grad=True)
         slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
-        counted = micro.counted[micro.mask].to(logp_all.device).unsqueeze(-1)
+        counted = micro.counted[micro.mask].unsqueeze(-1)
         return logp_all, probe, slope, logp_all.detach().exp() * counted
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
@@ -199,7 +209,7 @@ class LanguageLearner(LocalLearner):
         with critic.attention():
             summed = super().fit(mini, loss)
         critic.backbone.eval()
-        return summed
+        return summed.cpu()
 
     def _attention(self) -> AbstractContextManager[None]:
         return ours(self.lm.model) if self.lm.shares else nullcontext()
@@ -255,32 +265,6 @@ class LanguageLearner(LocalLearner):
             remind(self.critic_optimizer, state["critic_optimizer"])
 
 
-@torch.no_grad()
-def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
-    """Trained parameters from a checkpoint; refused where they are another model's."""
-    same = own.keys() >= given.keys() if partly else own.keys() == given.keys()
-    if not same or any(own[k].shape != given[k].shape for k in given):
-        raise Refused(
-            "these parameters are not this model's: set the --model and --policy.lora that they were made with"
-        )
-    for name, value in given.items():
-        own[name].copy_(value)
-
-
-def _kept(head: Head) -> Head:
-    """A head with copies of its parameters, for these are about to be written over."""
-    return Head(head.weight.clone(), None if head.bias is None else head.bias.clone(), head.scale, head.cap)
-
-
-def _frozen(head: Head) -> Head:
-    """The head with the parameters that it has now, whatever is put in their place later."""
-    return Head(head.weight.data, None if head.bias is None else head.bias.data, head.scale, head.cap)
-
-
-def _no_dropout(lm: LanguageModel) -> None:
-    """Log-probs are the policy's own only without dropout; then training mode is nothing but checkpointing."""
-    for module in lm.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+def _on_host(values: Tensor, like: Batch) -> Tensor:
+    """Numbers of all responses, part after part, on the host as `[prompt sample …]`."""
+    return values.cpu().unflatten(0, like.mask.shape[:2])

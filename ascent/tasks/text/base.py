@@ -29,7 +29,7 @@ DEFAULT: dict[str, Any] = {
     "prompts": 8,
     "samples": 8,
     "epochs": 1,
-    "micro_batch": 8192,
+    "micro_batch": 0,
     "seed": 0,
     "eval_every": 25,
     "eval_prompts": 100,

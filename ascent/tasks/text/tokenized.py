@@ -34,7 +34,7 @@ class Encoder(Protocol):
     def encode(self, messages: list[Message]) -> list[int]:
         """A chat as a prompt, up to where the response begins."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int] | np.ndarray) -> str:
         """Tokens as words, special ones left out."""
 
 
@@ -160,18 +160,18 @@ class Tokenized:
         """Every response in words, with its problem."""
         asked = []
         for prompt, group, masks in zip(
-            rollouts.prompt.tolist(), rollouts.response.tolist(), rollouts.mask.tolist(), strict=True
+            rollouts.prompt.tolist(), rollouts.response.numpy(), rollouts.mask.numpy(), strict=True
         ):
             problem = self.problem(prompt)
             if problem is None:
                 raise Trouble(f"a prompt that this task did not draw cannot be graded: {self.text(prompt)!r:.200}")
             for tokens, mask in zip(group, masks, strict=True):
-                asked.append((problem, self.words([i for i, on in zip(tokens, mask, strict=True) if on])))
+                asked.append((problem, self.words(tokens[mask])))
         return asked
 
-    def words(self, ids: list[int]) -> str:
+    def words(self, ids: list[int] | np.ndarray) -> str:
         """A response in words, without the token that ended it."""
-        return self.encoder.decode(ids[:-1] if ids and ids[-1] in self.encoder.ends else ids)
+        return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.encoder.ends else ids)
 
     def text(self, ids: list[int]) -> str:
         return self.encoder.decode([i for i in ids if i != PADDING])

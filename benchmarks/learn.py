@@ -1,0 +1,197 @@
+"""A real model learns on one GPU: SmolLM2-135M-Instruct on sums and differences, Ascent against TRL in the same time.
+
+    python -m benchmarks.learn [--seconds 180] [--out learn.json]     # needs a GPU, and TRL 1.16.0 beside Ascent
+    python -m benchmarks.learn --draw learn.json                      # the picture and the page of such a run
+
+The task is reasoning-gym's chain_sum with two numbers of one or two digits; the reward is its own, 1 for a
+response that ends with the answer, 0.5 for the answer elsewhere. GRPO without KL, 32 prompts × 16 samples, 24 new
+tokens, Adam at 1e-5, gradients clipped at 1, temperature 1. TRL's parameters are float32 under bfloat16 autocast (in
+bfloat16 such steps are lost), ours bfloat16 with float32 masters. Both draw from the same problems, each in an order of
+its own.
+
+Each side has so many seconds of training; loading and the evaluations, the same on both sides, are not counted. Every
+ten steps greedy answers to 500 held-out problems are scored: strictly (the response ends with the answer) and
+leniently (its last number is the answer). `value` is our strict accuracy at the end, with Wilson's interval in the
+line, `peer` TRL's. ok: from at least 5 % to at least twice that and up by at least 15 points, within 8 minutes.
+`--smoke` takes two steps of a tiny random model on the CPU, without TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.assemble import assemble
+from ascent.diagnose.statistics import wilson
+from ascent.settings import configure
+from ascent.train import train
+from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
+from benchmarks.peers import HERE_TOO, Peer
+from benchmarks.peers.models import SMOKE, random_model, smollm2
+
+LIMIT, LEAST, GAIN, TOKENS = 480.0, 0.05, 0.15, 24
+SETTINGS: dict[str, Any] = {
+    "options": json.dumps({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "algorithm": "grpo",
+    "kl": "no-kl",
+    "reference": "no-reference",
+    "prompts": 32,
+    "samples": 16,
+    "max_tokens": TOKENS,
+    "lr": 1e-5,
+    "update.max_norm": 1.0,
+    "eval_every": 10,
+    "eval_prompts": 500,
+    "steps": 100_000,
+}
+
+
+class Curve:
+    """Records that keep a learning curve, and end the run when its time is over."""
+
+    def __init__(self, seconds: float, steps: int | None):
+        self.limit, self.steps = seconds, steps
+        self.points: list[dict[str, float]] = []
+        self.spent, self.samples, self.done = 0.0, 0, 0
+        self.phases: dict[str, float] = {}
+
+    def note(self, found: dict[str, float]) -> None:
+        point = {"seconds": self.spent, "samples": self.samples, "steps": self.done}
+        self.points.append(point | {"strict": found["eval/accuracy"], "lenient": found["eval/lenient"]})
+        last = self.points[-1]
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
+        print(f"{last['seconds']:6.1f} s {self.samples:7d} samples: strict {last['strict']:.3f}  {phases}", flush=True)
+
+    def step(self, step: int, metrics: dict[str, Any], *_: Any) -> None:
+        self.spent += metrics["time/step"] - metrics.get("time/eval", 0.0)
+        self.samples += metrics["num_responses"]
+        self.done += 1
+        for name in ("generate", "reward", "update"):
+            self.phases[name] = self.phases.get(name, 0.0) + metrics[f"time/{name}"]
+        if "eval/accuracy" in metrics:
+            self.note(metrics)
+
+    def checkpoint(self, *_: Any) -> None: ...
+
+    def dump(self, *_: Any) -> str:
+        return "nothing"
+
+    def stopping(self) -> bool:
+        return self.spent >= self.limit or self.done == self.steps
+
+    def best(self) -> bool:
+        return False
+
+
+def ours(model: str, seconds: float, steps: int | None, more: dict[str, Any]) -> list[dict[str, float]]:
+    parts = assemble(configure("reasoning-gym:chain_sum", {"model": model, **SETTINGS, **more}))
+    try:
+        for note in parts.notes:
+            print(f"note: {note}", flush=True)
+        evaluate, curve = parts.evaluator(), Curve(seconds, steps)
+        curve.note(evaluate())  # type: ignore[arg-type]
+        train(parts.config, parts.task, parts.sampler, parts.learner, curve, parts.streams, evaluate)
+        return curve.points
+    finally:
+        parts.close()
+
+
+def theirs(model: str, seconds: float, found: dict[str, Any], out: Path) -> None:
+    """TRL's curve, written down point by point."""
+    peer = Peer(HERE_TOO, "trl_learn", {"model": model, "seconds": seconds, "settings": SETTINGS})
+    found["trl"], points = peer.about, found["curves"].setdefault("trl", [])
+    try:
+        said = peer()
+        while "point" in said:
+            points.append(said["point"])
+            print("TRL", said["point"], flush=True)
+            out.write_text(json.dumps(found))
+            said = peer.answer()
+    finally:
+        peer.close()
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Strict and lenient accuracy of both over samples and over seconds."""
+    fig, axes = figure(1, 2, figsize=(10.5, 4.2), sharey=True)
+    for color, (side, name) in zip(COLORS, (("ascent", "Ascent"), ("trl", "TRL 1.16")), strict=False):
+        points = found["curves"][side]
+        for axis, x, scale in zip(axes, ("samples", "seconds"), (1e-3, 1.0), strict=True):
+            xs = [scale * p[x] for p in points]
+            axis.plot(xs, [100 * p["strict"] for p in points], color=color, label=f"{name}, strict")
+            axis.plot(xs, [100 * p["lenient"] for p in points], color=color, ls=":", label=f"{name}, lenient")
+    axes[0].set(xlabel="samples, thousands", ylabel="held-out accuracy, %", ylim=(0, 100))
+    axes[0].set_xlim(0, 1e-3 * found["curves"]["trl"][-1]["samples"] * 1.05)
+    axes[1].set(xlabel="seconds of training")
+    axes[1].legend(loc="lower right", frameon=False)
+    fig.tight_layout()
+    save_picture(fig, "learn")
+
+
+def summary(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for side, points in found["curves"].items():
+        for when, point in (("start", points[0]), ("end", points[-1])):
+            strict = wilson(round(point["strict"] * 500), 500)
+            rows.append([side, when, f"{point['seconds']:.0f} s", f"{point['samples']:,}", f"{strict.value:.1%}"])
+            rows[-1] += [f"{strict.low:.1%} to {strict.high:.1%}", f"{point['lenient']:.1%}"]
+    return ["side", "", "training", "samples", "strict", "95 % interval", "lenient"], rows
+
+
+def page(found: dict[str, Any], raw: str) -> None:
+    head, rows = summary(found)
+    about = {k: v for k, v in found.items() if k != "curves"}
+    write_page(
+        "learn",
+        f"# A real model learns\n\n{__doc__}\n\n![Accuracy over samples and over seconds](learn.png)\n\n"
+        f"{markdown(head, rows)}\n\n```json\n{json.dumps(about)}\n```\n\nThe curves are in `learn.json`.",
+    )
+    (RESULTS / "learn.json").write_text(raw)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of training, each side")
+    parser.add_argument("--out", type=Path, default=Path("learn.json"), help="where the curves go")
+    parser.add_argument("--draw", type=Path, help="draw the curves of an earlier run, and do nothing else")
+    parser.add_argument("--alone", action="store_true", help="without TRL")
+    parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU")
+    options = parser.parse_args(argv)
+    if options.draw:
+        found = json.loads(options.draw.read_text())
+        draw(found)
+        page(found, options.draw.read_text())
+        return 0
+    if options.smoke:
+        small = {"prompts": 2, "samples": 2, "eval_every": 1, "eval_prompts": 4, "max_tokens": 4}
+        with tempfile.TemporaryDirectory() as folder:
+            points = ours(random_model(Path(folder), SMOKE), 1e9, 2, small | {"policy.device": "cpu"})
+        return close("learn", None, None, GAIN, len(points) == 3, smoke=True, points=points)[1]
+    model = smollm2()
+    curves = {"ascent": ours(model, options.seconds, None, {})}
+    gc.collect()
+    torch.cuda.empty_cache()
+    about = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
+    found = {"curves": curves, "seconds": options.seconds, **about}
+    options.out.write_text(json.dumps(found))
+    if not options.alone:
+        theirs(model, options.seconds, found, options.out)
+    show(*summary(found))
+    first, last = curves["ascent"][0]["strict"], curves["ascent"][-1]["strict"]
+    ok = first >= LEAST and last >= max(2 * first, first + GAIN) and options.seconds <= LIMIT
+    interval = wilson(round(last * 500), 500)
+    more = {"start": first, "low": interval.low, "high": interval.high, "lenient": curves["ascent"][-1]["lenient"]}
+    peer = curves["trl"][-1]["strict"] if "trl" in curves else None
+    return close("learn", last, peer, max(2 * first, first + GAIN), ok, **more, **about)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

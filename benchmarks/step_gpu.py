@@ -1,0 +1,109 @@
+"""A whole GRPO step on one GPU: Ascent against TRL with transformers' generation.
+
+    python -m benchmarks.step_gpu [--shape 135m|1.5b] [--repeats 3] [--alone] [--profile] [--smoke]
+
+135m: SmolLM2-135M's shape, 32 prompts of 60 tokens × 16 samples of 256 new ones. 1.5b: Qwen2.5-1.5B's shape, 32 × 8 ×
+256. Random parameters in bfloat16; no response may end early. A step is generation, reward (in processes of ours, in
+TRL's own process), loss, backward pass and optimizer: Ascent's is that of its loop on its own parts, with float32
+master parameters and micro-batches of its own choice; TRL's is that of benchmarks/peers/trl_step.py, pure bfloat16, no
+checkpointing, in the micro-batches named in `TRL_ROWS`. Dr. GRPO's loss without KL, clipped gradients, nothing
+recorded.
+
+One after the other, for they do not fit the card together, each after a step that does not count. `value` is the median
+of TRL's seconds over the median of Ascent's. TRL 1.16.0 has to be installed beside Ascent. `--alone` leaves it out;
+`--profile` prints where the card's time goes in one of our updates; `--smoke` runs a tiny model on the CPU without TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import close, show
+from benchmarks.peers import HERE_TOO, Answer, Peer, in_turns, middle, raw
+from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts
+from benchmarks.peers.steps import LR, MAX_NORM, Ours, Work
+
+PROMPTS, PROMPT_TOKENS, TOKENS = 32, 60, 256
+SAMPLES = {"135m": 16, "1.5b": 8}
+SPEEDUP = {"135m": 6.0, "1.5b": 4.0}
+TRL_ROWS = {"135m": 128, "1.5b": 32}
+"""Responses in TRL's micro-batches: what fits the card with room to spare."""
+
+
+def ours(work: Work, repeats: int, profiled: bool) -> list[Answer]:
+    side = Ours(work)
+    try:
+        answers = in_turns({"ascent": side}, repeats)["ascent"]
+        if profiled:
+            profile(side)
+        return answers
+    finally:
+        side.close()
+
+
+def profile(side: Ours) -> None:
+    """The kernels of one step by the time that they take on the card."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiling
+
+    with profiling(activities=[ProfilerActivity.CUDA]) as found:
+        side()
+    events = sorted(found.key_averages(), key=lambda e: -e.device_time_total)
+    whole = sum(e.device_time_total for e in events)
+    rows = [[e.key[:90], str(e.count), f"{e.device_time_total / 1e3:.1f}"] for e in events[:40]]
+    show(["kernel", "times", "ms"], [*rows, ["all", "", f"{whole / 1e3:.0f}"]])
+
+
+def theirs(work: Work, repeats: int) -> tuple[list[Answer], dict[str, Any]]:
+    peer = Peer(HERE_TOO, "trl_step", {**vars(work), "lr": LR, "max_norm": MAX_NORM})
+    try:
+        return in_turns({"trl": peer}, repeats)["trl"], peer.about
+    finally:
+        peer.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SAMPLES), default="135m")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="without TRL")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, without TRL: does it run?")
+    options = parser.parse_args(argv)
+    device, name = "cpu" if options.smoke else "cuda", options.shape
+    shape, tokens = (SMOKE, 8) if options.smoke else (GPU_SHAPES[name] | {"kind": "Llama"}, TOKENS)
+    prompts = random_prompts(4 if options.smoke else PROMPTS, PROMPT_TOKENS, shape["vocab_size"])
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder), shape, device)
+        work = Work(model, prompts, SAMPLES[name], tokens, device, TRL_ROWS[name])
+        answers = {"ascent": ours(work, options.repeats, options.profile)}
+        about: dict[str, Any] = {"torch": torch.__version__}
+        if device == "cuda":
+            about |= {"device": torch.cuda.get_device_name(), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+            gc.collect()
+            torch.cuda.empty_cache()
+        if not (options.alone or options.smoke):
+            answers["trl"], about["trl"] = theirs(work, options.repeats)
+    for found in (answer for side in answers.values() for answer in side):
+        assert found["tokens"] == work.loss_tokens, f"{found['tokens']} loss tokens, not {work.loss_tokens}"
+    more = {"shape": name, "seconds": raw(answers), "loss_tokens": work.loss_tokens, **about}
+    own = middle(answers["ascent"])
+    print(f"Ascent {own:.3f} s a step, {work.loss_tokens / own:,.0f} tokens/s")
+    if "trl" not in answers:
+        return close("step_gpu", None, None, SPEEDUP[name], options.smoke, smoke=options.smoke, **more)[1]
+    given, asked = ([list(ids) for ids in answers[side][0]["prompts"]] for side in ("trl", "ascent"))
+    assert given == asked, "the two sides were given different prompts"
+    speedup = middle(answers["trl"]) / own
+    print(f"TRL {middle(answers['trl']):.2f} s: Ascent is {speedup:.2f} times as fast")
+    return close("step_gpu", speedup, 1.0, SPEEDUP[name], speedup >= SPEEDUP[name], **more)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The update on a GPU: fused attention, fused head, gradients in float32, a batch that lives on the card.
+
+On a CPU the same code runs on the formulas that the kernels stand for; the kernels themselves need a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascent.algorithms import ALGORITHMS
+from ascent.engines.language import LanguageCritic, LanguageLearner, elementwise, flash, fused_head, states
+from ascent.engines.language.attention import Group, Packed, ours
+from ascent.engines.language.elementwise import fuse
+from ascent.engines.language.fused_head import FusedStats
+from ascent.engines.language.parameters import CPU_TOKENS, bytes_per_token, room
+from ascent.engines.language.states import Placed, host_of, packed_states, place
+from ascent.types import Batch
+from tests.language import batch_of, model_of
+from tests.test_language_engines import awkward, credited, dense, learner_of
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; docs/results has its last run on one")
+
+
+# ---- attention in segments ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Phi3"])
+def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states, and their gradient in every parameter, are those of a group at a time."""
+    lm = model_of(kind)
+    batch, found = awkward(lm), []
+    for fused in (None, flash.Formulas):
+        monkeypatch.setattr(states, "Packed", lambda groups, fused=fused: Packed(groups, fused=fused))
+        lm.model.zero_grad()
+        with ours(lm.model):
+            hidden = packed_states(lm, batch)
+        torch.sin(3 * hidden).sum().backward()
+        found.append((hidden.detach(), [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-10
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert (a - b).abs().max() < 1e-10 * max(1.0, float(a.abs().max()))
+
+
+def test_the_segments_of_a_row() -> None:
+    """A prompt of 3 with responses of 2 and 1, then a prompt of 2 alone: derived by hand."""
+    spans = flash.Spans.of([Group(0, 3, (2, 1)), Group(6, 2, ())], torch.device("cpu"))
+    assert spans.queries.tolist() == [0, 3, 5, 6, 8]
+    assert spans.keys.tolist() == [0, 3, 8, 12, 14]
+    assert spans.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert spans.own.tolist() == [0, 1, 2, 6, 7, 11, 12, 13]
+    assert spans.again.tolist() == [3, 4, 5, 8, 9, 10]
+    assert (spans.longest_query, spans.longest_key) == (3, 5)
+
+
+@on_gpu
+@pytest.mark.parametrize(("heads", "shared", "channel"), [(9, 3, 64), (12, 2, 128)])
+def test_the_kernel_is_the_formula(heads: int, shared: int, channel: int) -> None:
+    torch.manual_seed(0)
+    groups = [Group(0, 37, (130, 1, 64)), Group(232, 5, (300,)), Group(537, 3, ())]
+    spans = flash.Spans.of(groups, torch.device("cuda"))
+    rows = [torch.randn(540, n, channel, device="cuda", dtype=torch.bfloat16) for n in (heads, shared, shared)]
+    grad = torch.randn(540, heads, channel, device="cuda", dtype=torch.bfloat16)
+    exact = [x.double().cpu().requires_grad_() for x in rows]
+    on_host = flash.Spans.of(groups, torch.device("cpu"))
+    want = flash.attend(*exact, on_host, 0.1, flash.Formulas)
+    wants = [want, *torch.autograd.grad(want, exact, grad.double().cpu())]
+    rows = [x.requires_grad_() for x in rows]
+    got = flash.attend(*rows, spans, 0.1)
+    gots = [got, *torch.autograd.grad(got, rows, grad)]
+    for a, b in zip(gots, wants, strict=True):
+        assert (a.double().cpu() - b).norm() / b.norm() < 1e-2
+
+
+# ---- the head in few passes -----------------------------------------------------------------------
+
+
+def numbers(entropy_gradient: bool, *values: Tensor, mix: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    used = values if entropy_gradient else values[:1]
+    total = sum((m * v).sum() for m, v in zip(mix, used, strict=False))
+    return [*(v.detach() for v in values), *torch.autograd.grad(total, inputs)]
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 1.5)])
+def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, scale: float) -> None:
+    torch.manual_seed(0)
+    h, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((11, 6), (19, 6), (19,)))
+    target, mix = torch.randint(19, (11,)), torch.randn(2, 11, dtype=torch.float64)
+    got = FusedStats.apply(h, w, b, target, 4, scale / temperature, entropy_gradient, fused_head.Formulas)
+    want = dense(fused_head_of(w, b, scale), h, target, temperature, None)[:2]
+    found = [numbers(entropy_gradient, *values, mix=mix, inputs=(h, w, b)) for values in (got, want)]
+    for a, c in zip(*found, strict=True):
+        assert (a - c).abs().max() < 1e-12
+    assert got[1].requires_grad == entropy_gradient
+
+
+def fused_head_of(weight: Tensor, bias: Tensor, scale: float) -> Any:
+    from ascent.engines.language.head import Head
+
+    return Head(weight, bias, scale)
+
+
+@on_gpu
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("vocab", [1000, 49_152])
+def test_the_head_kernels_are_the_formulas(entropy_gradient: bool, vocab: int) -> None:
+    torch.manual_seed(0)
+    shapes = ((70, 64), (vocab, 64), (vocab,))
+    h, w, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes)
+    target, mix = torch.randint(vocab, (70,), device="cuda"), torch.randn(2, 70, device="cuda")
+    got = FusedStats.apply(h, w, b, target, 32, 0.8, entropy_gradient)
+    exact = [x.detach().double().requires_grad_() for x in (h, w, b)]
+    want = FusedStats.apply(*exact, target, 32, 0.8, entropy_gradient, fused_head.Formulas)
+    assert (got[0] - want[0]).abs().max() < 1e-3, "float32 log-probs, whatever the parameters are"
+    assert (got[1] - want[1]).abs().max() < 1e-3
+    gots = numbers(entropy_gradient, *got, mix=mix, inputs=(h, w, b))[2:]
+    wants = numbers(entropy_gradient, *want, mix=mix.double(), inputs=tuple(exact))[2:]
+    for a, c in zip(gots, wants, strict=True):
+        assert (a.double() - c).norm() / c.norm() < 1e-2
+
+
+# ---- a batch on the card --------------------------------------------------------------------------
+
+
+def placed(batch: Batch) -> Placed:
+    """As on a card: the tensors of the device say nothing of lengths, and must not be asked."""
+    from dataclasses import fields
+
+    return Placed(**{f.name: getattr(batch, f.name) for f in fields(Batch)}, host=batch)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_placed_batch_is_the_batch(shares: bool) -> None:
+    lm = model_of()
+    lm.shares = shares
+    algorithm = ALGORITHMS["grpo"]
+    learner = learner_of(lm, algorithm)
+    batch = credited(awkward(lm), algorithm, learner)
+    with learner._attention():
+        want, got = learner.evaluate(batch), learner.evaluate(placed(batch))
+    assert torch.equal(want.logp, got.logp)
+    assert host_of(placed(batch)) is batch
+    assert place(batch, torch.device("cpu")) is batch
+
+
+def test_a_placed_batch_has_the_same_values() -> None:
+    lm = model_of()
+    critic = LanguageCritic(lm, shared=False)
+    torch.nn.init.normal_(critic.head.weight)
+    batch = awkward(lm)
+    with critic.attention():
+        assert torch.equal(critic.values(batch), critic.values(placed(batch)))
+
+
+# ---- gradients of bfloat16 parameters -------------------------------------------------------------
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
+    """Each part's gradient is bfloat16's, and their sum is float32's: small parts are not lost in it."""
+    lm = model_of(dtype=torch.bfloat16)
+    algorithm = ALGORITHMS["dr-grpo"]
+    learner = LanguageLearner(lm, algorithm.update, False, algorithm.outputs, micro_batch=8)
+    batch = credited(batch_of(lm), algorithm, learner)
+    want = [torch.zeros_like(p) for p in learner.trainable()]
+    for micro in learner.split(batch):
+        single = LanguageLearner(lm, algorithm.update, False, algorithm.outputs)
+        single.gradient(micro, algorithm.objective)
+        for total, p in zip(want, single.trainable(), strict=True):
+            total += p.grad
+    learner.gradient(batch, algorithm.objective)
+    assert all(p.grad is None for p in lm.model.parameters()), "no second gradient is kept"
+    for total, p in zip(want, learner.trainable(), strict=True):
+        assert p.grad.dtype == torch.float32
+        assert torch.equal(total, p.grad)
+    assert any(not torch.equal(p.grad, p.grad.bfloat16().float()) for p in learner.trainable())
+
+
+# ---- what lies between the products ---------------------------------------------------------------
+
+
+def test_fused_parts_compute_the_same() -> None:
+    """Against float64 the fused norm is at least as near as the one that rounds twice."""
+    lm = model_of(dtype=torch.bfloat16)
+    norm, x = lm.model.model.norm, torch.randn(64, 32).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
+    before = (norm(x) - exact).abs().mean()
+    assert fuse(lm.model, elementwise.Formulas) == 7 + 3, "two norms and an MLP a layer, and the last norm"
+    assert (norm(x) - exact).abs().mean() <= before
+    assert "partial" in str(norm.forward)
+
+
+def test_parts_of_another_kind_are_left_alone() -> None:
+    gemma = model_of("Gemma2", dtype=torch.bfloat16).model
+    assert fuse(gemma, elementwise.Formulas) == 0, "its norms add 1 to the weight, its gate is a GELU"
+    assert fuse(model_of(dtype=torch.float32).model, elementwise.Formulas) == 0
+
+
+def test_a_gate_has_the_gradient_of_its_formula() -> None:
+    g, u = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    want = torch.nn.functional.silu(g) * u
+    got = elementwise._Gate.apply(g, u, elementwise.Formulas)
+    assert torch.allclose(got, want)
+    grad = torch.randn_like(want)
+    for a, b in zip(*(torch.autograd.grad(y, (g, u), grad) for y in (got, want)), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_a_rotation_is_transformers_own_and_so_is_its_gradient() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    x, angle = torch.randn(1, 3, 5, 8, dtype=torch.float64, requires_grad=True), torch.randn(1, 5, 4).double()
+    cos, sin = angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)
+    want = apply_rotary_pos_emb(x, x, cos, sin)[0]
+    got = elementwise._Rotate.apply(x, cos, sin, elementwise.Formulas)
+    grad = torch.randn_like(want)
+    assert (got - want).abs().max() < 1e-12
+    assert (torch.autograd.grad(got, x, grad)[0] - torch.autograd.grad(want, x, grad)[0]).abs().max() < 1e-12
+
+
+def test_rotations_are_put_back() -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.apply_rotary_pos_emb
+    with elementwise.rotating(model_of(dtype=torch.bfloat16).model, elementwise.Formulas):
+        assert modeling_llama.apply_rotary_pos_emb is not before
+    assert modeling_llama.apply_rotary_pos_emb is before
+    with elementwise.rotating(model_of(dtype=torch.float32).model, elementwise.Formulas):
+        assert modeling_llama.apply_rotary_pos_emb is before
+
+
+@on_gpu
+def test_the_elementwise_kernels_are_the_formulas() -> None:
+    kernels, torch_ = elementwise._kernels(), elementwise.Formulas
+    g, u, d = (torch.randn(300, 77, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    pairs = [(kernels.gate(g, u), torch_.gate(g.double(), u.double()))]
+    pairs += zip(kernels.gate_slope(d, g, u), torch_.gate_slope(d.double(), g.double(), u.double()), strict=True)
+    for heads, channel in ((9, 64), (12, 128), (20, 96)):
+        x = torch.randn(1, 41, heads, channel, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        cos, sin = torch.randn(2, 1, 41, channel, device="cuda").bfloat16()
+        for back in (False, True):
+            pairs.append(
+                (kernels.rotate(x, cos, sin, back), torch_.rotate(x.double(), cos.double(), sin.double(), back))
+            )
+    for got, want in pairs:
+        assert got.shape == want.shape
+        assert (got.double() - want).norm() / want.norm() < 5e-3
+
+
+# ---- room -----------------------------------------------------------------------------------------
+
+
+def test_a_cpu_takes_a_fixed_number_of_tokens() -> None:
+    assert room(model_of(), False) == CPU_TOKENS
+
+
+def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of(dtype=torch.float32)
+    state = 18 * sum(p.numel() for p in lm.model.parameters())
+    whole, kept = bytes_per_token(lm, False), bytes_per_token(lm, True)
+    assert whole == 3 * 4 * (11 * 32 + 4 * 48)
+    assert kept == whole // 3 + 3 * 4 * 32
+    monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
+    card = type("Card", (), {"total_memory": state + 100 * whole})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert room(lm, False) == 60
+    assert room(lm, True) == int(60 * whole / kept)
+
+
+# ---- a whole update, on a GPU ---------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("row", ["grpo", "dr-grpo"])
+def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str) -> None:
+    """bfloat16 on the card, fused, in micro-batches, against float64 on the host in one piece."""
+    algorithm, cosine = replace(ALGORITHMS[row]), []
+    host, card = model_of(), model_of(dtype=torch.float32)
+    for a, b in zip(host.model.parameters(), card.model.parameters(), strict=True):
+        a.data.copy_(b.data.bfloat16())
+    card.model.to("cuda", torch.bfloat16)
+    batch = batch_of(host)
+    grads = []
+    for lm, micro_batch in ((host, 0), (card, 30)):
+        learner = LanguageLearner(lm, algorithm.update, algorithm.reference.kept, algorithm.outputs, micro_batch)
+        ready = credited(batch, algorithm, learner)
+        learner.gradient(ready, algorithm.objective)
+        grads.append([p.grad.double().cpu() for p in learner.trainable()])
+        stepped = learner.step(ready, algorithm.objective, algorithm.update)
+        assert stepped.logp.device.type == "cpu"
+    for a, b in zip(*grads, strict=True):
+        cosine.append(float((a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-30)))
+    assert min(cosine) > 0.98
