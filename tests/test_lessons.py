@@ -1,0 +1,188 @@
+"""The lessons run: every Python block, every command, every printed table, and every number that their text quotes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascent.cli import main
+from ascent.lab.figures import FIGURES
+from ascent.lab.lessons_page import read_lesson, render
+
+LESSONS = Path(__file__).parents[1] / "lessons"
+PAGES = sorted(path for path in LESSONS.glob("*.md") if path.stem != "README")
+SLOW = ("make", "pip", "git")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: what it is, what it says, and the output that the page shows right below it."""
+
+    kind: str
+    text: str
+    line: int
+    shown: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    found = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [Block(m[1], m[2], page[: m.start()].count("\n") + 1, _shown(page[m.end() :])) for m in found.finditer(page)]
+
+
+def _shown(below: str) -> str | None:
+    """The text block or the table that follows with nothing between."""
+    text = re.match(r"\n\n```text\n(.*?)^```$", below, re.MULTILINE | re.DOTALL)
+    table = re.match(r"\n\n((?:\|.*\n)+)", below)
+    return text[1] if text else table[1] if table else None
+
+
+def run(block: Block, names: dict[str, Any], file: str) -> str:
+    """What a block prints. Commands have to end well."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        if block.kind == "python":
+            exec(compile("\n" * block.line + block.text, file, "exec"), names)
+        for line in block.text.splitlines() if block.kind == "console" else ():
+            command, *args = shlex.split(line)
+            assert command == "ascent", line
+            assert main(args) == 0, line
+    return out.getvalue()
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom in one namespace and one folder, as a reader would; what is printed is what is shown."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "lesson"}
+    for block in blocks(path.read_text()):
+        printed = run(block, names, str(path))
+        if block.kind == "python":
+            assert printed == (block.shown or "") if printed else True, f"{path.name}, line {block.line}"
+        elif block.kind == "console" and block.shown is not None:
+            for line in block.shown.splitlines():
+                assert words(line) in words(printed), f"{path.name}, line {block.line}: {line}"
+
+
+# ---- every number in the text --------------------------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![\w.])[-−+]?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w]|\.\d)")
+YEAR = re.compile(r"(19|20)\d\d")
+
+
+def plain(number: str) -> str:
+    return number.replace("−", "-").lstrip("+-")
+
+
+def quoted(page: str) -> Iterator[str]:
+    """Numbers that the prose states: all decimals, and whole numbers from 10 on."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL)
+    for block in re.finditer(r"^```(?:python|console).*?^```$(\n\n\|[^\n]*(?:\n\|[^\n]*)*)?", text, re.MULTILINE | re.DOTALL):
+        text = text.replace(block[0], "")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for number in map(plain, NUMBER.findall(text)):
+        if ("." in number or "e" in number or len(number) > 1) and not YEAR.fullmatch(number):
+            yield number
+
+
+def checked(page: str) -> set[str]:
+    """Numbers in the code that runs (its literals, strings among them), in its commands and in what it is seen to print."""
+    found = set()
+    for block in blocks(page):
+        found |= set(map(plain, NUMBER.findall(block.shown or "")))
+        if block.kind == "console":
+            found |= set(map(plain, NUMBER.findall(block.text)))
+        elif block.kind == "python":
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found |= set(map(plain, NUMBER.findall(node.value)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+                    found |= {repr(node.value), f"{node.value:g}"}
+    return found
+
+
+def unchecked(page: str) -> list[str]:
+    known = checked(page)
+    return [number for number in quoted(page) if number not in known and f"{float(number):g}" not in known]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_number_in_the_text_is_in_code_that_runs(path: Path) -> None:
+    assert unchecked(path.read_text()) == []
+
+
+def test_a_number_from_nowhere_is_found() -> None:
+    page = "It is 0.119, not 0.2, of 125.\n\n```python\nassert f'{x:.3f}' == '0.119'\n```\n"
+    assert unchecked(page) == ["0.2", "125"]
+
+
+# ---- beside the figures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_lab_can_show_it(path: Path) -> None:
+    """Every bound number is one that the figure says, every link one that it can follow, and a prediction is there."""
+    lesson = read_lesson(path)
+    said = FIGURES[lesson.figure].look(lesson.state)["said"] if lesson.figure else {}
+    shown = render(lesson, said, [read_lesson(page).slug for page in PAGES])
+    assert 'class="predict"' in shown and "{{" not in shown
+    if lesson.figure:
+        assert "data-set=" in shown[shown.index('class="predict"') :], "its prediction is answered by the figure"
+    else:
+        assert re.search(r"```(python|console)\n", lesson.text[lesson.text.index("**Predict.**") :]), "or by a command"
+
+
+def test_every_figure_has_a_lesson() -> None:
+    assert {read_lesson(path).figure for path in PAGES} - {None} == set(FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("figure", "state", "said"),
+    [
+        ("baselines", "b1=0&b2=0", {"std": "5.323", "expected1": "0.50", "expected2": "−0.50"}),
+        ("baselines", "b1=10&b2=1", {"std": "1.155", "expected1": "0.50", "expected2": "−0.50"}),
+        ("baselines", "b1=20&b2=-9", {"expected1": "0.50", "expected2": "−0.50"}),
+        ("clip", "A=0.5&ratio=1.35", {"unclipped": "0.675", "objective": "0.600", "gradient": "0.000"}),
+        ("clip", "A=-0.5&ratio=0.65", {"unclipped": "−0.325", "objective": "−0.400", "gradient": "0.000"}),
+        ("clip", "A=0.5&ratio=0.65", {"gradient": "0.325"}),
+        ("trajectory", "step=4&credit=gae&lam=0", {"value0": "3.65", "credits": "0.11, 0.13, −0.98, −0.90"}),
+        ("variance", "samples=2&rewarded=1&baseline=raw", {"bias": "0.000", "variance": "15.38"}),
+        ("variance", "samples=2&rewarded=1&baseline=leave-one-out", {"bias": "0.000", "variance": "28.16"}),
+    ],
+)
+def test_the_figure_says_what_the_lesson_promises(figure: str, state: str, said: dict[str, str]) -> None:
+    found = FIGURES[figure].look(state)["said"]
+    assert {key: found[key] for key in said} == said
+
+
+# ---- the index ------------------------------------------------------------------------------------------
+
+
+def test_the_index_has_every_page_in_order_with_its_title() -> None:
+    index = (LESSONS / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| \[(.+?)\]\((.+?)\) \| (\w*) ?\| (\d+) \|$", index, re.MULTILINE)
+    expected = []
+    for i, path in enumerate(PAGES):
+        lesson = read_lesson(path)
+        expected.append((str(i + 1), lesson.title, path.name, lesson.figure or ""))
+    assert [row[:4] for row in rows] == expected
+
+
+@pytest.mark.parametrize("path", [*PAGES, LESSONS / "README.md"], ids=lambda path: path.stem)
+def test_pages_are_short(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    prose = [line for line in lines if not line.startswith(("|", "ascent "))]
+    assert len(lines) <= 150 and max(map(len, prose)) <= 130
