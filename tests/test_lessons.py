@@ -20,7 +20,6 @@ from ascent.lab.lessons_page import read_lesson, render
 
 LESSONS = Path(__file__).parents[1] / "lessons"
 PAGES = sorted(path for path in LESSONS.glob("*.md") if path.stem != "README")
-SLOW = ("make", "pip", "git")
 
 
 @dataclass(frozen=True)
@@ -185,4 +184,4 @@ def test_the_index_has_every_page_in_order_with_its_title() -> None:
 def test_pages_are_short(path: Path) -> None:
     lines = path.read_text().splitlines()
     prose = [line for line in lines if not line.startswith(("|", "ascent "))]
-    assert len(lines) <= 150 and max(map(len, prose)) <= 130
+    assert len(lines) <= 160 and max(map(len, prose)) <= 130
