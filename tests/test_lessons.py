@@ -3,76 +3,48 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
+import importlib.util
 import re
-import shlex
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ascent.cli import main
 from ascent.lab.figures import FIGURES
 from ascent.lab.lessons_page import read_lesson, render
 
 LESSONS = Path(__file__).parents[1] / "lessons"
-PAGES = sorted(path for path in LESSONS.glob("*.md") if path.stem != "README")
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: what it is, what it says, and the output that the page shows right below it."""
-
-    kind: str
-    text: str
-    line: int
-    shown: str | None
-
-
-def blocks(page: str) -> list[Block]:
-    found = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [Block(m[1], m[2], page[: m.start()].count("\n") + 1, _shown(page[m.end() :])) for m in found.finditer(page)]
-
-
-def _shown(below: str) -> str | None:
-    """The text block or the table that follows with nothing between."""
-    text = re.match(r"\n\n```text\n(.*?)^```$", below, re.MULTILINE | re.DOTALL)
-    table = re.match(r"\n\n((?:\|.*\n)+)", below)
-    return text[1] if text else table[1] if table else None
-
-
-def run(block: Block, names: dict[str, Any], file: str) -> str:
-    """What a block prints. Commands have to end well."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        if block.kind == "python":
-            exec(compile("\n" * block.line + block.text, file, "exec"), names)
-        for line in block.text.splitlines() if block.kind == "console" else ():
-            command, *args = shlex.split(line)
-            assert command == "ascent", line
-            assert main(args) == 0, line
-    return out.getvalue()
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
+spec = importlib.util.spec_from_file_location("lessons_run", LESSONS / "run.py")
+assert spec is not None and spec.loader is not None
+lessons_run = sys.modules["lessons_run"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lessons_run)
+PAGES, blocks, run_page = lessons_run.PAGES, lessons_run.blocks, lessons_run.run_page
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_runs(path: Path, tmp_path: Path) -> None:
     """From top to bottom in one namespace and one folder, as a reader would; what is printed is what is shown."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "lesson"}
-    for block in blocks(path.read_text()):
-        printed = run(block, names, str(path))
-        if block.kind == "python":
-            assert printed == (block.shown or "") if printed else True, f"{path.name}, line {block.line}"
-        elif block.kind == "console" and block.shown is not None:
-            for line in block.shown.splitlines():
-                assert words(line) in words(printed), f"{path.name}, line {block.line}: {line}"
+    run_page(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("```python\nassert 0.119 == 0.12\n```\n", ""),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", "the code prints"),
+        ("```python\nprint('| 1 |')\n```\n\n| 2 |\n", "the code prints"),
+        ("```python\nprint(1)\n```\n\nWords.\n", "the code prints"),
+        ("```console\nascent explain nothing\n```\n", "did not end well"),
+        ("```console\nls\n```\n", "did not end well"),
+        ("```console\nascent explain raw\n```\n\n```text\nδ = 2 R\n```\n", "does not print"),
+    ],
+)
+def test_a_wrong_page_is_found(tmp_path: Path, page: str, why: str) -> None:
+    path = tmp_path / "00-wrong.md"
+    path.write_text(page)
+    with pytest.raises(AssertionError, match=why):
+        run_page(path, tmp_path)
 
 
 # ---- every number in the text --------------------------------------------------------------------------
@@ -88,7 +60,9 @@ def plain(number: str) -> str:
 def quoted(page: str) -> Iterator[str]:
     """Numbers that the prose states: all decimals, and whole numbers from 10 on."""
     text = re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL)
-    for block in re.finditer(r"^```(?:python|console).*?^```$(\n\n\|[^\n]*(?:\n\|[^\n]*)*)?", text, re.MULTILINE | re.DOTALL):
+    for block in re.finditer(
+        r"^```(?:python|console).*?^```$(\n\n\|[^\n]*(?:\n\|[^\n]*)*)?", text, re.MULTILINE | re.DOTALL
+    ):
         text = text.replace(block[0], "")
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)
@@ -98,10 +72,10 @@ def quoted(page: str) -> Iterator[str]:
 
 
 def checked(page: str) -> set[str]:
-    """Numbers in the code that runs (its literals, strings among them), in its commands and in what it is seen to print."""
+    """Numbers in the code that runs (its literals, strings among them), in its commands and in what it prints."""
     found = set()
     for block in blocks(page):
-        found |= set(map(plain, NUMBER.findall(block.shown or "")))
+        found |= set(map(plain, NUMBER.findall(block.shown)))
         if block.kind == "console":
             found |= set(map(plain, NUMBER.findall(block.text)))
         elif block.kind == "python":
