@@ -168,3 +168,5 @@ def test_pages_are_short(path: Path) -> None:
     lines = path.read_text().splitlines()
     prose = [line for line in lines if not line.startswith(("|", "ascent "))]
     assert len(lines) <= 170 and max(map(len, prose)) <= 130
+    equations = re.findall(r"^    .*$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.MULTILINE)
+    assert all(len(line) <= 68 for line in equations), "wider than the column beside a figure"
