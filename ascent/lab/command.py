@@ -87,12 +87,15 @@ def is_local(host: str) -> bool:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket, or why there is none."""
+    listening = None
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
     except OSError as error:
+        if listening is not None:
+            listening.close()
         raise Refused(
             f"--host {host} --port {port}: cannot listen there ({error.strerror}). Another lab may have it: choose "
             "another --port, or 0 for a free one"

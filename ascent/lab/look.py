@@ -18,6 +18,7 @@ from ascent.menu import nearest
 from ascent.types import Refused
 
 State = dict[str, Any]
+Real = int | float
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,19 @@ class Slider:
 
     name: str
     label: str
-    default: float
-    low: float
-    high: float
-    step: float
+    default: Real
+    low: Real
+    high: Real
+    step: Real
     help: str = ""
-    values: tuple[float, ...] = ()
+    values: tuple[Real, ...] = ()
     """Where only some numbers make sense: exactly these."""
     kind: str = "slider"
 
-    def read(self, text: str) -> float | int:
+    def read(self, text: str) -> Real:
         whole = float(self.step).is_integer() and float(self.low).is_integer()
         try:
-            value: float = int(text) if whole else float(text)
+            value: Real = int(text) if whole else float(text)
         except ValueError:
             raise Refused(f"{self.name}={text}: a {'whole ' if whole else ''}number is needed") from None
         if self.values and value not in self.values:
@@ -146,12 +147,12 @@ class Figure:
         }
 
 
-def signed(value: float, digits: int = 3) -> str:
+def signed(value: Real, digits: int = 3) -> str:
     """A number with a true minus sign, and no −0."""
     text = f"{value:.{digits}f}"
     return "0" + text[2:] if float(text) == 0 and text.startswith("-") else text.replace("-", "−")
 
 
-def short(value: float) -> str:
+def short(value: Real) -> str:
     """As many digits as it needs, at most four that count."""
     return f"{value:.4g}".replace("-", "−")

@@ -98,7 +98,12 @@ def settings_of(state: State, side: str) -> tuple[str, dict[str, Any]]:
 def config_of(state: State, side: str) -> Config:
     """Checked by the library's own validator: what cannot be is refused with its reason."""
     task, settings = settings_of(state, side)
-    return configure(task, settings)
+    config = configure(task, settings)
+    if config.algorithm.loss.sequence and config.task.reward == "process":
+        raise Refused(
+            "--loss sequence-ratio needs one credit a response, but --reward process gives one a token: take another"
+        )
+    return config
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -39,7 +39,8 @@ function showKeys(store) {
 
 function onKey(event, store, figure) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.target.closest("input, select, textarea, dialog")) return;
+  if (event.target.closest("select, textarea, dialog")) return;
+  if (event.target.closest("input") && event.key.startsWith("Arrow")) return; // those move the slider itself
   if (event.key === "?") return showKeys(store);
   if (!figure) return;
   const act = {

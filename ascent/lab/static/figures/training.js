@@ -6,7 +6,7 @@ import { Control, Number, Shell } from "../ui.js";
 
 const SIDES = ["a", "b"];
 const SPOKEN = { reward: "earned", accuracy: "right", entropy: "spread", silent: "silent", clip: "clipped", loss: "lost" };
-const runs = { a: null, b: null };
+export const runs = { a: null, b: null };
 let lossReach = 0.5;
 let seen = {};
 
