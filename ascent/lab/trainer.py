@@ -36,15 +36,18 @@ class Gated(Display):
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.inner.step(step, metrics)
-        began = time.monotonic()
+        began, waiting = time.monotonic(), self.gate.with_name("waiting")
         while step + 1 < self.total:
             allowed = read_gate(self.gate)
             if allowed < 0 or time.monotonic() - began > PATIENCE:
                 os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: the step is saved, and the run can be resumed
-                return
+                break
             if step + 1 < allowed:
-                return
+                break
+            if not waiting.exists():
+                waiting.touch()  # so that "paused" is said when it is so
             time.sleep(POLL)
+        waiting.unlink(missing_ok=True)
 
     def say(self, text: str) -> None:
         self.inner.say(text)

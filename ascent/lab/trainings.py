@@ -1,7 +1,9 @@
 """Trainings that the page has asked for: each a process of its own, which outlives the server.
 
-runs/.lab/<run>/gate   how many steps it may do          runs/.lab/<run>/log   what it said
-runs/.lab/<run>/exit   its exit code, written by the shell that waits for it, whoever killed it
+runs/.lab/<run>/gate     how many steps it may do
+runs/.lab/<run>/waiting  is there while it stands before the gate
+runs/.lab/<run>/log      what it said
+runs/.lab/<run>/exit     its exit code, written by the shell that waits for it, whoever killed it
 """
 
 from __future__ import annotations
@@ -89,11 +91,9 @@ class Trainings:
         except Refused:  # not begun, or refused before it began
             status = "starting" if kept.exists() and code is None else "failed"
         about: dict[str, Any] = {"run": run, "status": status, "exit": code, "step": _steps(folder)}
-        about["steps"] = (
-            Run(folder).info["steps"] if status not in ("starting",) and (folder / "run.json").exists() else 0
-        )
-        allowed = read_gate(kept / "gate") if (kept / "gate").exists() else sys.maxsize
-        about["paused"] = status == "running" and about["step"] >= allowed
+        about["steps"] = Run(folder).info["steps"] if (folder / "run.json").exists() else 0
+        about["paused"] = status == "running" and (kept / "waiting").exists()
+        about["pausing"] = status == "running" and about["step"] >= read_gate(kept / "gate") and not about["paused"]
         about["words"] = _words(about)
         if status in ("failed", "died"):
             about["last_lines"] = _tail(kept / "log")
@@ -105,7 +105,8 @@ def _words(about: dict[str, Any]) -> str:
     if status == "starting":
         return "starting: a process is loading the library"
     if status == "running":
-        return f"{'paused after' if about['paused'] else 'training,'} step {step} of {steps}"
+        now = "paused after" if about["paused"] else "pausing after" if about["pausing"] else "training,"
+        return f"{now} step {step} of {steps}"
     if status == "finished":
         return f"finished, {steps} steps"
     if status == "interrupted":

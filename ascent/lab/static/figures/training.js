@@ -11,7 +11,7 @@ let lossReach = 0.5;
 let seen = {};
 
 const live = () => SIDES.filter((side) => runs[side] && !runs[side].ended);
-const moving = () => live().filter((side) => !runs[side].status.paused);
+const moving = () => live().filter((side) => !runs[side].status.paused && !runs[side].status.pausing);
 
 function settings(store, side) {
   return JSON.stringify([store.state.world, ...Object.entries(store.state).filter(([k]) => k.startsWith(`${side}.`) && k !== `${side}.run`)]);
