@@ -93,6 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
+        listening.listen()  # who opens the address at once waits a moment, and is not turned away
     except OSError as error:
         if listening is not None:
             listening.close()

@@ -77,14 +77,12 @@ def render(lesson: Lesson, said: dict[str, str], slugs: list[str]) -> str:
     for i, token in enumerate(tokens):
         if token.type == "blockquote_open" and _inline(tokens[i:]).startswith("**Predict."):
             token.attrSet("class", "predict")
-        if token.type in ("table_open", "fence", "code_block"):
-            token.attrSet("tabindex", "0")
         for child in token.children or ():
             if child.type == "link_open":
                 _link(lesson, child, slugs)
     made = parser.renderer.render(tokens, parser.options, {})
     made = made.replace("<table", '<div class="scroll" role="region" aria-label="table" tabindex="0"><table')
-    made = made.replace('<table tabindex="0">', "<table>").replace("</table>", "</table></div>")
+    made = made.replace("</table>", "</table></div>")
     made = made.replace("<pre>", '<pre tabindex="0">')
     made = CODE.sub(_folded, made)
 

@@ -105,8 +105,8 @@ def frame(rewarded: int) -> tuple[Tensor, Tensor, float]:
     flat = each - (each @ along)[:, None] * along
     _, vectors = torch.linalg.eigh(torch.einsum("y,yd,ye->de", table.probability, flat, flat))
     across = vectors[:, -1] * vectors[:, -1].sum().sign()
-    spread = math.sqrt(float(table.probability @ (each**2).sum(-1)) / float(table.gradient @ table.gradient))
-    return along, across, float(2 ** math.ceil(math.log2(max(2.0, 1.2 * spread))))
+    farthest = float((table.batch.reward[0] * score).norm(dim=-1).max() / table.gradient.norm())
+    return along, across, float(2 ** math.ceil(math.log2(max(2.0, 0.6 * farthest))))  # half of it from two samples
 
 
 def compute(state: State, runs: Path | None) -> Look:
@@ -145,13 +145,15 @@ def compute(state: State, runs: Path | None) -> Look:
     if isinstance(found, Estimate):
         drawn["expected"] = [float(found.mean @ along) / unit, float(found.mean @ across) / unit]
     snippet = SNIPPET + (EXACT if known else "")
-    return Look(said, drawn, [_every(rewarded, samples)], snippet.format(**state))
+    return Look(said, drawn, [_every(rewarded, samples, baseline)], snippet.format(**state))
 
 
-def _every(rewarded: int, samples: int) -> Table:
-    """Every baseline at this group size and sparsity, by enumeration."""
+def _every(rewarded: int, samples: int, chosen: str) -> Table:
+    """Every baseline at this group size and sparsity, by enumeration; the costly one only where it is asked for."""
     size, rows = float(oracle(rewarded).gradient @ oracle(rewarded).gradient), []
     for name in CREDITS:
+        if name == "optimal-baseline" != chosen:
+            continue
         found = exact(rewarded, name, samples)
         if isinstance(found, Estimate):
             gradient = oracle(rewarded).gradient

@@ -77,6 +77,7 @@ function onLink(event, store) {
 }
 
 async function main() {
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   const place = byId("figure");
   byId("help").addEventListener("click", () => showKeys(window.lab));
   if (!place) {
