@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -46,6 +46,14 @@ def browser() -> Iterator[Any]:
         )
         yield found
         found.close()
+
+
+@pytest.fixture(scope="module")
+def known(lab: Lab) -> str:
+    """The name of a short run in the lab's folder, made without the page."""
+    import ascent
+
+    return ascent.train("lecture", steps=6, epochs=2, record_every=1, show=False, out=lab.runs / "known").folder.name
 
 
 def opened(browser: Any, lab: Lab, **options: Any) -> Screen:
@@ -259,11 +267,11 @@ def test_training_to_the_end_as_on_the_command_line_though_the_server_is_killed(
     screen.open("/figure/training?a.samples=4&a.epochs=4")
     command = screen.page.locator("#command code").text_content().splitlines()[0]
     screen.page.click("#step")
-    until(lambda: run_of(screen, "a") and run_of(screen, "a")["steps"] == [1] and run_of(screen, "b")["steps"] == [1])
-    assert screen.text("#play") == "Go on" and "paused after step 1 of 100" in screen.text(".status.a")
+    until(lambda: all("paused after step 1 of 100" in screen.text(f".status.{side}") for side in training.SIDES))
+    assert run_of(screen, "a")["steps"] == run_of(screen, "b")["steps"] == [1] and screen.text("#play") == "Go on"
     assert screen.page.locator(".sides").get_attribute("disabled") is not None
     screen.press("ArrowRight")
-    until(lambda: run_of(screen, "a")["steps"] == [1, 2])
+    until(lambda: all("paused after step 2 of 100" in screen.text(f".status.{side}") for side in training.SIDES))
     screen.page.click("#play")
     until(lambda: len(run_of(screen, "a")["steps"]) >= 8)
     lab.kill()
@@ -340,13 +348,12 @@ def test_every_setting_of_a_training_changes_its_command_and_its_address(screen:
     screen.errors.clear()
 
 
-def test_responses_are_text_and_never_html(screen: Screen, lab: Lab) -> None:
+def test_responses_are_text_and_never_html(screen: Screen, lab: Lab, known: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    source = next(path.parent for path in sorted(lab.runs.glob("*/run.json")) if (path.parent / "rollouts").exists())
     evil, text = lab.runs / "evil", "<img src=x onerror=document.title=1><script>document.title=1</script>"
-    shutil.copytree(source, evil)
+    shutil.copytree(lab.runs / known, evil)
     for path in evil.glob("rollouts/*.parquet"):
         rows = [row | {"response_text": text, "prompt_text": f"<b>{text}"} for row in pq.read_table(path).to_pylist()]
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -419,7 +426,9 @@ def test_nothing_serious_for_axe_in_both_themes(browser: Any, lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_labels_of_charts_stand_out_and_nothing_is_wider_than_a_phone(browser: Any, lab: Lab, theme: str) -> None:
+def test_the_labels_of_charts_stand_out_and_nothing_is_wider_than_a_phone(
+    browser: Any, lab: Lab, known: str, theme: str
+) -> None:
     screen = opened(browser, lab, color_scheme=theme, device_scale_factor=2, viewport={"width": 1280, "height": 1500})
     for name in ("clip", "baselines", "variance"):
         picture = screen.open(f"/figure/{name}").picture()
@@ -427,9 +436,7 @@ def test_the_labels_of_charts_stand_out_and_nothing_is_wider_than_a_phone(browse
         assert len(labels) >= 10
         for text, box in labels:
             assert ink(picture.crop(box)) >= 4.5, (name, text)
-    finished = [quote(path.parent.name) for path in sorted(lab.runs.glob("*/run.json"))]
-    assert finished, "the tests of trainings come first"
-    screen.open(f"/figure/training?a.run={finished[0]}&b.run={finished[0]}")
+    screen.open(f"/figure/training?a.run={known}&b.run={known}")
     until(lambda: run_of(screen, "a") and run_of(screen, "b") and len(run_of(screen, "b")["steps"]) > 2)
     screen.page.wait_for_timeout(300)
     picture = screen.picture()
