@@ -21,10 +21,14 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from ascent.advantages import Normalized
+from ascent.exploration import NoBonus
+from ascent.kl import InLoss, NoKL
 from ascent.lab import lessons_page, runs, server
 from ascent.lab.figures import FIGURES, training
 from ascent.lab.guard import Guard, kept_secret, names
 from ascent.lab.trainer import Gated, read_gate, write_gate
+from ascent.losses import Clipped
 from ascent.records.display import Display
 from ascent.types import Refused
 
@@ -345,6 +349,18 @@ def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:
     code = re.sub(r"^print.*$", "", code, flags=re.MULTILINE)
     exec(code, {"train": lambda task, **settings: calls.append(configure(task, settings))})
     assert calls == [training.config_of(parsed, side) for side in training.SIDES]
+
+
+def test_every_control_of_a_training_is_the_setting_that_it_says() -> None:
+    state = "a.credit=normalized&a.eps=0.3&a.kl=0.1&a.entropy=0.7&a.samples=16&a.epochs=3&a.lr=0.03&a.seed=8"
+    config = training.config_of(training.FIGURE.read(state + "&a.reward=exact"), "a")
+    algorithm = config.algorithm
+    assert algorithm.advantage == Normalized(1e-5) and algorithm.loss == Clipped(0.3, 0.3)
+    assert algorithm.kl == InLoss("k3", 0.1) and algorithm.exploration.start == 0.7  # type: ignore[attr-defined]
+    assert (config.samples, config.epochs, config.seed, algorithm.update.lr) == (16, 3, 8, 0.03)
+    assert config.task.reward == "exact"
+    bare = training.config_of(training.FIGURE.read(""), "a").algorithm
+    assert bare.kl == NoKL() and bare.exploration == NoBonus()
 
 
 @pytest.mark.parametrize("world", list(training.WORLDS))
