@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -26,7 +27,7 @@ from ascent.exploration import NoBonus
 from ascent.kl import InLoss, NoKL
 from ascent.lab import lessons_page, runs, server
 from ascent.lab.figures import FIGURES, training
-from ascent.lab.guard import Guard, kept_secret, names
+from ascent.lab.guard import Guard, called, kept_secret, names
 from ascent.lab.trainer import Gated, read_gate, write_gate
 from ascent.losses import Clipped
 from ascent.records.display import Display
@@ -564,7 +565,6 @@ def lab(*args: str) -> tuple[int, str]:
 
 def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import importlib.util
-    import socket
 
     status, said = lab("--port", "99999", "--no-open")
     assert status == 2 and "from 0 to 65535" in said
@@ -581,6 +581,8 @@ def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.
     assert status == 2 and "pip install 'ascent-rl[lab]'" in said
 
 
-def test_a_wide_host_is_known_by_loopback_names_too() -> None:
-    assert names("0.0.0.0", 1) == {"127.0.0.1:1", "localhost:1", "[::1]:1"}
-    assert "10.0.0.5:1" in names("10.0.0.5", 1)
+def test_the_printed_address_is_a_name_that_is_answered_to() -> None:
+    for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "10.0.0.5", "localhost"):
+        assert f"{called(host)}:1" in names(host, 1) and len(names(host, 1)) <= 4
+    assert called("::1") == "[::1]" and called("10.0.0.5") == "10.0.0.5"
+    assert called("0.0.0.0") == socket.gethostname().lower()

@@ -49,7 +49,7 @@ def serve(options: LabOptions) -> int:
     import torch
     import uvicorn
 
-    from ascent.lab.guard import Guard, kept_secret, names, new_token
+    from ascent.lab.guard import Guard, called, kept_secret, names, new_token
     from ascent.lab.server import application, warm
 
     torch.set_num_threads(1)  # figures are small, and trainings want the other cores
@@ -63,8 +63,7 @@ def serve(options: LabOptions) -> int:
     listening = bind(options.host, options.port)
     port, token = listening.getsockname()[1], new_token()
     app = Guard(application(runs), names(options.host, port), token, secret)
-    shown = options.host if is_local(options.host) else socket.gethostname()
-    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"
+    address = f"http://{called(options.host)}:{port}/?token={token}"
     print(f"The lab is at {address}\nCtrl-C closes it. Trainings go on.", flush=True)
     if not is_local(options.host):
         print(

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -114,8 +115,12 @@ def _refused(status: int, text: str) -> Response:
 
 def names(host: str, port: int) -> frozenset[str]:
     """What a browser may call this server: the loopback names, and the one it was told to listen on."""
-    own = (f"[{host}]" if ":" in host else host,) if host not in ("0.0.0.0", "::") else ()
-    return frozenset(f"{name}:{port}" for name in (*LOCAL, *own))
+    return frozenset(f"{name}:{port}" for name in (*LOCAL, called(host)))
+
+
+def called(host: str) -> str:
+    """The name under which others reach an address: this machine's own where it listens on all of them."""
+    return socket.gethostname().lower() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
 
 
 def new_token() -> str:
