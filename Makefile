@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo smollm2 test check clean
+.PHONY: setup demo lab smollm2 browser test check clean
 
 setup: $(STAMP)
 
@@ -15,6 +15,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	@$(BIN)/ascent demo
+
+lab: setup
+	@$(BIN)/ascent lab
+
+# The browser of the lab's tests: Debian's package where this is root's to install, else the line to type.
+browser:
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then echo "There is a Chromium."; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
+	else echo "The lab's browser tests need Chromium. Type: sudo apt-get update && sudo apt-get install -y chromium"; fi
 
 # The model of the tests as a Hugging Face folder, with no download hub: --model "$$(make -s smollm2)"
 smollm2: setup

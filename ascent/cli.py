@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ascent.types import Refused, Trouble
+
+if TYPE_CHECKING:
+    from ascent.records.display import Display
 
 USAGE = """\
 usage: ascent COMMAND …
@@ -25,6 +29,7 @@ usage: ascent COMMAND …
   ascent export RUN DIR  the run's language model as an ordinary Hugging Face folder
   ascent list            the tasks, the algorithms and the menu
   ascent demo            the lecture's policy, stuck and solved, and a reward being hacked
+  ascent lab             lessons and five live figures in the browser
 
 `ascent COMMAND --help` says more. Try `ascent train lecture` first: it takes a few seconds.
 """
@@ -36,12 +41,21 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if args else 2
-    try:
-        if args[0] not in COMMANDS:
-            from ascent.menu import nearest
+    return guarded(lambda: _command(args[0])(args[1:]))
 
-            raise Refused(f"{args[0]}: no such command.{nearest(args[0], COMMANDS)} `ascent --help` lists them")
-        status = COMMANDS[args[0]](args[1:])
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name not in COMMANDS:
+        from ascent.menu import nearest
+
+        raise Refused(f"{name}: no such command.{nearest(name, COMMANDS)} `ascent --help` lists them")
+    return COMMANDS[name]
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit status of a command, whatever becomes of it, with its reason in words."""
+    try:
+        status = work()
         sys.stdout.flush()
         return status
     except SystemExit as ended:  # tyro's, after it has printed its help or its message
@@ -63,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def train(args: list[str], prog: str = "ascent train") -> int:
+def train(args: list[str], prog: str = "ascent train", display: Display | None = None) -> int:
     from ascent.api import start
     from ascent.flags import parse_train
     from ascent.records.display import for_stream
@@ -79,7 +93,7 @@ def train(args: list[str], prog: str = "ascent train") -> int:
         assemble(config).close()
         print(plan(config, folder))
         return 0
-    return _ended(lambda: start(config, options.out, for_stream(), options.preflight))
+    return _ended(lambda: start(config, options.out, display or for_stream(), options.preflight))
 
 
 def sft(args: list[str]) -> int:
@@ -238,6 +252,12 @@ def demo(args: list[str]) -> int:
     return main()
 
 
+def lab(args: list[str]) -> int:
+    from ascent.lab.command import main
+
+    return main(args)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "sft": sft,
@@ -251,6 +271,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "list": list_menu,
     "demo": demo,
+    "lab": lab,
 }
 
 if __name__ == "__main__":

@@ -143,6 +143,20 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     return policy_of(TINY, FIXED if request.param == "transformer" else ENDED)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Any:
+    """The last line says what was left out for want of a browser."""
+    from tests.browser import MISSING
+
+    done = yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(session.config, "workerinput"):
+        skipped = [r for r in reporter.stats.get("skipped", ()) if MISSING in str(r.longrepr)]
+        if skipped:
+            reporter.write_line(f"Left out: {len(skipped)} tests of the lab in a browser, for {MISSING}.", yellow=True)
+    return done
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny language model with a real tokenizer, for `--model`."""

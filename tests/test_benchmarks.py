@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
 SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
-SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo")
+SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo", "lab_latency")
 NAMES = SMALL + LANGUAGE
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
@@ -113,6 +113,14 @@ def test_the_long_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFi
 def test_import_cost_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("import_cost", capsys, "--repeats", "1")
     assert closing["value"] > 0 and closing["peer"] > 0
+
+
+@pytest.mark.slow
+def test_the_latency_of_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("lab_latency", capsys, "--states", "3")
+    assert closing["value"] == max(
+        closing[name] for name in ("clip", "baselines", "variance", "trajectory", "training")
+    )
 
 
 def test_stacked_runs_are_the_runs_alone(tmp_path: Path) -> None:

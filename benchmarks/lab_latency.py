@@ -1,0 +1,81 @@
+"""How long a figure of the lab takes to answer, from the request to the last byte.
+
+    python -m benchmarks.lab_latency [--states 60]
+
+A real lab on a free port, one connection, states as a dragged control asks for them: each figure's first
+slider over its range, twice, so that half of them are new to it. `value` is the 95th percentile of the
+slowest figure in milliseconds (target: 100, what still feels immediate); there is no peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median, quantiles
+
+from ascent.lab.figures import FIGURES
+from ascent.lab.look import Slider
+from benchmarks.common import ROOT, close, show
+
+MILLISECONDS = 100.0
+
+
+def states(name: str, count: int) -> list[str]:
+    """Queries along the first slider of a figure, from end to end and back."""
+    slider = next(c for c in FIGURES[name].controls if isinstance(c, Slider))
+    steps = round((slider.high - slider.low) / slider.step)
+    there = slider.values or [slider.low + i * slider.step for i in range(steps + 1)]
+    values = [*there, *reversed(there)]
+    return [f"{slider.name}={round(values[i % len(values)], 6):g}" for i in range(count)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--states", type=int, default=60)
+    count = parser.parse_args(argv).states
+    with tempfile.TemporaryDirectory() as runs:
+        call = [sys.executable, "-m", "ascent.cli", "lab", "--no-open", "--port", "0", "--runs", runs]
+        lab = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            assert lab.stdout is not None
+            found = re.search(r":(\d+)/\?token=(\S+)", lab.stdout.readline())
+            assert found is not None
+            times = measure(int(found[1]), found[2], count)
+        finally:
+            lab.kill()
+            lab.wait()
+    worst = {name: quantiles(spent, n=20)[-1] for name, spent in times.items()}
+    rows = [[name, f"{median(spent):.1f}", f"{worst[name]:.1f}"] for name, spent in times.items()]
+    show(["figure", "median ms", "95 % ms"], rows)
+    value = max(worst.values())
+    return close("lab_latency", value, None, MILLISECONDS, value <= MILLISECONDS, **worst)[1]
+
+
+def measure(port: int, token: str, count: int) -> dict[str, list[float]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def ask(path: str, cookie: str = "") -> http.client.HTTPResponse:
+        connection.request("GET", path, headers={"cookie": cookie} if cookie else {})
+        answer = connection.getresponse()
+        answer.read()
+        return answer
+
+    cookie = str(ask(f"/?token={token}").getheader("set-cookie")).split(";")[0]
+    for name in FIGURES:  # what is computed once is computed when the lab starts
+        ask(f"/api/figure/{name}", cookie)
+    times: dict[str, list[float]] = {}
+    for name in FIGURES:
+        for query in states(name, count):
+            begin = time.perf_counter()
+            assert ask(f"/api/figure/{name}?{query}", cookie).status == 200, query
+            times.setdefault(name, []).append(1000 * (time.perf_counter() - begin))
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())

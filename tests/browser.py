@@ -1,0 +1,160 @@
+"""A real browser and a real lab for the tests: one of each, shared."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MISSING = "no Chromium is installed: `make browser` installs it, or says how"
+
+
+def chromium() -> str:
+    """The installed Chromium. Without one the test is left out, or, where CI=true, fails."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
+    return found
+
+
+def until(what: Callable[[], Any], seconds: float = 60) -> None:
+    """Wait for something. (The page's own rules forbid the browser's waiting, which evaluates strings.)"""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+class Lab:
+    """`ascent lab` as a process, which can be killed and started again on the same port."""
+
+    def __init__(self, runs: Path):
+        self.runs, self.port = runs, 0
+        self.start()
+
+    def start(self) -> None:
+        call = [sys.executable, "-m", "ascent.cli", "lab", "--no-open", "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [*call, "--runs", str(self.runs)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S+", said)
+        assert found is not None, said + self.process.stdout.read()
+        self.address, self.port = found[0], int(found[1])
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def stop_trainings(self) -> None:
+        """End what trainings are left, each by its own pid."""
+        for lock in self.runs.glob("*/.lock"):
+            with_pid = lock.read_text().strip()
+            command = Path(f"/proc/{with_pid}/cmdline")
+            if with_pid and command.exists() and b"ascent.lab.trainer" in command.read_bytes():
+                os.kill(int(with_pid), signal.SIGKILL)
+
+
+class Screen:
+    """A page of the lab, with what the tests do to it again and again."""
+
+    def __init__(self, page: Any, lab: Lab):
+        self.page, self.lab = page, lab
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+
+    def open(self, path: str) -> Screen:
+        self.page.goto(self.lab.base + path)
+        if "/figure/" in path:
+            self.page.wait_for_selector("body[data-ready]")
+        return self
+
+    def settled(self) -> Screen:
+        """Wait until the page shows the answer to the last state that it asked for."""
+        until(lambda: self.page.evaluate("lab.asked === lab.answered && !lab.busy"))
+        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        return self
+
+    def set(self, name: str, value: Any) -> Screen:
+        """Move a control as its user would: a choice by its name, a slider by its place."""
+        place = self.page.locator(f'[id="control-{name}"]')
+        if place.evaluate("e => e.tagName") == "SELECT":
+            place.select_option(str(value))
+        else:
+            control = self.page.evaluate("(n) => lab.about.controls.find((c) => c.name === n)", name)
+            place.fill(str(control["values"].index(value) if control["values"] else value))
+        return self.settled()
+
+    def drag(self, handle: str, dx: float, dy: float) -> Screen:
+        box = self.page.locator(f'[data-handle="{handle}"]').bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        self.page.mouse.move(x, y)
+        self.page.mouse.down()
+        for part in (0.3, 0.7, 1.0):
+            self.page.mouse.move(x + dx * part, y + dy * part)
+        self.page.mouse.up()
+        return self.settled()
+
+    def press(self, key: str) -> Screen:
+        self.page.keyboard.press(key)
+        return self.settled()
+
+    def state(self, name: str) -> Any:
+        return self.page.evaluate("(n) => lab.state[n]", name)
+
+    def numbers(self) -> dict[str, str]:
+        """The large numbers, by their labels."""
+        found = self.page.locator(".number").evaluate_all(
+            "all => all.map(e => [e.querySelector('.label').textContent, e.querySelector('.value').textContent])"
+        )
+        return dict(found)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).first.inner_text()
+
+    def picture(self) -> Any:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
+
+    def query(self) -> str:
+        """What the address says, once it has been written."""
+        time.sleep(0.2)
+        return self.page.evaluate("location.search")
+
+
+def contrast(first: tuple[int, ...], second: tuple[int, ...]) -> float:
+    """WCAG's ratio of two colours."""
+
+    def luminance(colour: tuple[int, ...]) -> float:
+        parts = [c / 255 for c in colour[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)

@@ -1,0 +1,588 @@
+"""The lab without a browser: the guard, what may be asked, the figures and their snippets, streams, what is shipped."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import zipfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.routing import Mount, Route
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from ascent.advantages import Normalized
+from ascent.exploration import NoBonus
+from ascent.kl import InLoss, NoKL
+from ascent.lab import lessons_page, runs, server
+from ascent.lab.figures import FIGURES, training
+from ascent.lab.guard import Guard, called, kept_secret, names
+from ascent.lab.trainer import Gated, read_gate, write_gate
+from ascent.losses import Clipped
+from ascent.records.display import Display
+from ascent.types import Refused
+
+PORT, TOKEN = 8321, "the-token"
+BASE = f"http://127.0.0.1:{PORT}"
+ROOT = Path(__file__).parents[1]
+STATIC = ROOT / "ascent" / "lab" / "static"
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Guard:
+    folder = tmp_path_factory.mktemp("runs")
+    return Guard(server.application(folder), names("127.0.0.1", PORT), TOKEN, kept_secret(folder / ".lab"))
+
+
+@pytest.fixture
+def stranger(guard: Guard) -> TestClient:
+    """Knows where the server is, and nothing else."""
+    return TestClient(guard, base_url=BASE, follow_redirects=False)
+
+
+@pytest.fixture
+def client(guard: Guard) -> TestClient:
+    """Has been let in."""
+    found = TestClient(guard, base_url=BASE, follow_redirects=False, headers={"origin": BASE})
+    assert found.get(f"/?token={TOKEN}").status_code == 303
+    return found
+
+
+# ---- the guard ------------------------------------------------------------------------------------------
+
+
+def every_route() -> list[tuple[str, str]]:
+    """Each route with each method there is, and some that there are not."""
+    paths = []
+    for route in server.routes(Path("runs")):
+        assert isinstance(route, Route | Mount)
+        path = f"{route.path}/app.js" if isinstance(route, Mount) else route.path
+        paths.append(re.sub(r"\{\w+\}", "clip", path))
+    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+    return [(method, path) for path in [*paths, "/nowhere", "/api/nowhere"] for method in methods]
+
+
+@pytest.mark.parametrize(("method", "path"), every_route())
+def test_nothing_answers_without_the_cookie(stranger: TestClient, method: str, path: str) -> None:
+    answer = stranger.request(method, path, headers={"origin": BASE, "sec-fetch-site": "same-origin"})
+    assert answer.status_code == (403 if method in ("GET", "HEAD", "POST") else 405)
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(("method", "path"), every_route())
+def test_no_route_answers_to_another_name_or_another_site(client: TestClient, method: str, path: str) -> None:
+    for headers in (
+        {"host": f"attacker.example:{PORT}"},
+        {"host": "127.0.0.1"},
+        {"host": f"127.0.0.1:{PORT + 1}"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://attacker.example"},
+        {"origin": f"http://127.0.0.1:{PORT + 1}"},
+        {"origin": "null"},
+    ):
+        assert client.request(method, path, headers=headers).status_code in (403, 405), headers
+
+
+def test_a_command_needs_an_origin(guard: Guard, client: TestClient) -> None:
+    bare = TestClient(guard, base_url=BASE, cookies=dict(client.cookies))
+    assert bare.get("/").status_code == 200
+    assert bare.post("/api/trainings", json={}).status_code == 403
+    assert client.post("/api/trainings", json={}).status_code == 400
+
+
+def test_the_token_is_exchanged_for_a_cookie_that_scripts_cannot_read(stranger: TestClient) -> None:
+    answer = stranger.get(f"/?token={TOKEN}&b=1")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/?b=1")
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and f"ascent-lab-{PORT}=" in cookie
+    assert TOKEN not in cookie
+    assert stranger.get("/").status_code == 200
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "the-toke", "the-token2", "é"])
+def test_another_token_is_refused(stranger: TestClient, token: str) -> None:
+    assert stranger.get("/", params={"token": token}).status_code == 403
+    assert stranger.get("/").status_code == 403
+
+
+def test_a_token_opens_nothing_but_the_first_page(stranger: TestClient) -> None:
+    assert stranger.get(f"/api/figure/clip?token={TOKEN}").status_code == 403
+    assert stranger.post(f"/?token={TOKEN}", headers={"origin": BASE}).status_code == 403
+
+
+def test_only_self_is_added_to_a_policy_of_nothing(client: TestClient) -> None:
+    policy = client.get("/").headers["content-security-policy"].split("; ")
+    assert policy[0] == "default-src 'none'"
+    assert {part.split(" ", 1)[1] for part in policy} == {"'none'", "'self'"}
+    page = client.get("/figure/clip").text
+    assert "<style" not in page and " style=" not in page and "<script>" not in page and " onclick" not in page
+
+
+def test_a_web_socket_is_closed(client: TestClient) -> None:
+    with pytest.raises(WebSocketDisconnect) as closed, client.websocket_connect("/"):
+        pass
+    assert closed.value.code == 1008
+
+
+def test_the_secret_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+    first = kept_secret(tmp_path)
+    assert kept_secret(tmp_path) == first and len(first) == 32
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "secret").chmod(0o644)  # others may have read it
+    assert kept_secret(tmp_path) != first
+
+
+# ---- what may be asked ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/..%2fguard.py",
+        "/static/%2e%2e/guard.py",
+        "/static/vendor/..%2f..%2f..%2fcli.py",
+        "/api/runs/..%2f..%2fetc/events",
+        "/api/runs/%2e%2e/events",
+        "/api/runs/.lab/events",
+        "/api/runs/%2e%2e/responses",
+        "/api/runs/link/events",
+        "/lesson/..%2f..%2fREADME",
+        "/figure/..%2fclip",
+    ],
+)
+def test_no_path_leads_out(client: TestClient, guard: Guard, tmp_path: Path, path: str) -> None:
+    folder = guard.app.routes and Path(_runs_of(guard))  # type: ignore[attr-defined]
+    (tmp_path / "run.json").write_text("{}")
+    link = folder / "link"
+    if not link.is_symlink():
+        link.symlink_to(tmp_path)
+    answer = client.get(path)
+    assert answer.status_code in (400, 404)
+    assert "secret" not in answer.text and "import" not in answer.text
+
+
+def _runs_of(guard: Guard) -> str:
+    route = next(r for r in guard.app.routes if getattr(r, "path", "").endswith("/responses"))  # type: ignore[attr-defined]
+    return str(next(cell.cell_contents for cell in route.endpoint.__closure__))
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ("a.reward=python:evil.py:f", "there are inclusion-ordering"),
+        ("a.credit=python:evil.py:F", "there are raw"),
+        ("a.loss=nothing", "there are log-prob"),
+        ("a.lr=1e9", "one of"),
+        ("a.samples=100000", "one of"),
+        ("a.seed=-1", "between"),
+        ("steps=100000", "no such control"),
+        ("out=/tmp/x", "no such control"),
+        ("a.run=../../x", "a name has letters"),
+        ("a.loss=sequence-ratio&a.reward=process", "one credit a response"),
+        ("a.loss=sequence-ratio&a.credit=gae", "one credit a response"),
+    ],
+)
+def test_a_training_that_cannot_be_is_refused_before_it_starts(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, state: str, why: str
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    asked = {"state": state, "sides": ["a", "b"], "steps": 1}
+    answer = client.post("/api/trainings", json=asked)
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [[], {}, {"sides": "a", "steps": 1}, {"sides": ["c"], "steps": 1}, {"sides": ["a"], "steps": 0}, "x" * 30_000],
+)
+def test_a_command_that_is_none_is_refused(client: TestClient, asked: Any) -> None:
+    assert client.post("/api/trainings", json=asked).status_code == 400
+
+
+def test_a_run_that_is_not_there_or_not_ours_is_refused(client: TestClient) -> None:
+    assert client.post("/api/trainings/nowhere/play").status_code == 400
+    assert client.post("/api/trainings/nowhere/delete").status_code == 400
+    assert client.get("/api/runs/nowhere/events").status_code == 400
+    assert client.get("/api/runs/nowhere/responses").status_code == 400
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_an_unknown_control_or_value_is_refused_with_what_there_is(client: TestClient, name: str) -> None:
+    control = FIGURES[name].controls[0]
+    for query in ("nothing=1", f"{control.name}=x", f"{control.name}=1e99", f"{control.name}=nan"):
+        answer = client.get(f"/api/figure/{name}?{query}")
+        assert answer.status_code == 400, query
+        assert query.split("=")[0] in answer.json()["error"]
+    page = client.get(f"/figure/{name}?nothing=1")  # the page itself says so, and shows its first state
+    assert page.status_code == 200
+    assert "no such control" in page.text
+
+
+# ---- the figures ----------------------------------------------------------------------------------------
+
+STATES = {
+    "trajectory": ["", "step=4", "step=4&credit=gae&lam=0.5&seed=3", "step=2&prompt=2&temperature=2"],
+    "variance": ["", "baseline=raw&samples=2&rewarded=1", "baseline=optimal-baseline&samples=8", "baseline=greedy"],
+    "baselines": ["", "b1=10&b2=1", "b1=20&b2=-9&p=0.8"],
+    "clip": ["", "A=-0.5&ratio=0.65", "A=0", "A=-0.5&ratio=1.5", "A=1&low=0.9&high=0.02"],
+}
+
+
+@pytest.mark.parametrize(("name", "state"), [(name, state) for name, all_ in STATES.items() for state in all_])
+def test_the_snippet_runs_and_says_the_same(name: str, state: str) -> None:
+    look = FIGURES[name].look(state)
+    said, out = look["said"], io.StringIO()
+    with redirect_stdout(out):
+        exec(look["snippet"], {})
+    lines = dict(line.rsplit(" ", 1) for line in out.getvalue().splitlines() if "[" not in line)
+    number = {key: float(said[key].replace("−", "-")) for key in said if re.fullmatch(r"−?\d+(\.\d+)?", said[key])}
+    if name == "clip":
+        assert float(lines["objective"]) == number["objective"]
+        assert float(lines["gradient by log π"]) == number["gradient"]
+    elif name == "baselines":
+        assert float(lines["standard deviation of the weights"]) == number["std"]
+        pushes = re.findall(r"expected push (\S+) variance (\S+)", out.getvalue())
+        assert [round(float(push), 2) for push, _ in pushes] == [number["expected1"], number["expected2"]]
+        assert sum(float(v) for _, v in pushes) == pytest.approx(number["variance"], abs=0.011)
+    elif name == "variance":
+        assert float(lines["measured variance"]) == number["variance_measured"]
+        assert float(lines["measured bias"]) == number["bias_measured"]
+        assert ("exact variance" in lines) == ("variance" in number)
+        if "variance" in number:
+            assert (float(lines["exact variance"]), float(lines["exact bias"])) == (number["variance"], number["bias"])
+    else:
+        drawn = look["drawn"]
+        assert f"response {drawn['tokens']}" in out.getvalue()
+        assert f"log-probs {[round(x, 3) for x in drawn['logp']]}" in out.getvalue()
+        if drawn["credit"] is not None:
+            assert f"credit {[round(x, 3) for x in drawn['credit']]}" in out.getvalue()
+
+
+def test_the_spec_numbers() -> None:
+    clip, baselines = FIGURES["clip"], FIGURES["baselines"]
+    up, down = clip.look("A=0.5&ratio=1.35")["said"], clip.look("A=-0.5&ratio=0.65")["said"]
+    assert (up["objective"], up["unclipped"], up["gradient"]) == ("0.600", "0.675", "0.000")
+    assert (down["objective"], down["unclipped"], down["gradient"]) == ("−0.400", "−0.325", "0.000")
+    assert baselines.look("")["said"]["std"] == "5.323"
+    assert baselines.look("b1=10&b2=1")["said"]["std"] == "1.155"
+
+
+def test_the_dead_zone_is_where_autograd_says_so() -> None:
+    for state in ("A=0.5", "A=-0.5", "A=1&high=0.5", "A=-1&low=0.7"):
+        drawn = FIGURES["clip"].look(state)["drawn"]
+        low, high = drawn["zone"]
+        inside = [g for r, g in zip(drawn["ratio"], drawn["gradient"], strict=True) if low + 1e-6 < r < high - 1e-6]
+        outside = [g for r, g in zip(drawn["ratio"], drawn["gradient"], strict=True) if not low <= r <= high]
+        assert len(inside) > 5 and len(outside) > 5
+        assert all(g == 0 for g in inside) and all(g != 0 for g in outside)
+
+
+def test_the_words_of_the_clip_are_those_of_its_gradient() -> None:
+    said = {state: FIGURES["clip"].look(state)["said"]["zone"] for state in ("", "A=-0.5", "A=0.5&ratio=0.5", "A=0")}
+    assert said[""].startswith("Dead zone: above 1.2")
+    assert said["A=-0.5"].startswith("Outside the bounds, yet alive")
+    assert said["A=0.5&ratio=0.5"].startswith("Outside the bounds, yet alive")
+    assert said["A=0"].startswith("Without advantage")
+
+
+def test_no_baseline_moves_the_expected_push_and_the_far_one_raises_the_variance() -> None:
+    looks = [FIGURES["baselines"].look(f"b1={b1}&b2={b2}&p=0.3") for b1, b2 in ((0, 0), (10, 1), (20, -9), (-10, 20))]
+    assert len({(look["said"]["expected1"], look["said"]["expected2"]) for look in looks}) == 1
+    for state in looks[0]["drawn"]["states"]:
+        assert state["expected"] == pytest.approx(state["exact"], abs=1e-12)
+    variances = [float(look["said"]["variance"]) for look in looks]
+    assert variances[1] < variances[0] < variances[2]
+    assert float(looks[0]["said"]["variance_optimal"]) == 0  # two actions: the best baseline leaves nothing
+    assert float(looks[0]["said"]["variance_value"]) > 0
+
+
+def test_the_dots_of_variance_scatter_as_the_oracle_says() -> None:
+    from ascent.algorithms import Algorithm
+    from ascent.lab.figures import variance
+
+    table = variance.oracle(3)
+    for name in ("raw", "leave-one-out", "normalized"):
+        algorithm = Algorithm(variance.CREDITS[name]())
+        dots = variance.sampled(table, algorithm, 4, {}, seed=1, count=20_000)
+        exact = variance.exact(3, name, 4)
+        assert not isinstance(exact, str)
+        assert float(dots.var(0).sum()) == pytest.approx(exact.variance, rel=0.05)
+        assert float((dots.mean(0) - exact.mean).norm()) < 4 * (exact.variance / 20_000) ** 0.5
+
+
+def test_a_reward_comes_at_the_end_and_not_before() -> None:
+    for step in range(4):
+        look = FIGURES["trajectory"].look(f"step={step}")
+        assert look["drawn"]["reward"] is None and look["drawn"]["credit"] is None
+        assert look["said"]["reward"].startswith("not yet")
+    look = FIGURES["trajectory"].look("step=4&credit=gae&lam=1")
+    td = FIGURES["trajectory"].look("step=4&credit=gae&lam=0")
+    values = look["drawn"]["values"]
+    assert look["drawn"]["credit"][0] == pytest.approx(look["drawn"]["reward"] - values[0])
+    assert td["drawn"]["credit"][0] == pytest.approx(values[1] - values[0])
+
+
+def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:
+    from ascent.flags import parse_train
+    from ascent.settings import configure
+
+    state = "world=sort&a.credit=gae&a.kl=0.1&a.entropy=0.3&b.loss=sequence-ratio&b.reward=exact"
+    look, parsed = FIGURES["training"].look(state), training.FIGURE.read(state)
+    for line, side in zip(look["command"].splitlines(), training.SIDES, strict=True):
+        config, _ = parse_train(line.split()[2:], "ascent train")
+        assert config == training.config_of(parsed, side)
+    calls: list[Any] = []
+    code = look["snippet"].replace("import ascent\n", "").replace("ascent.train(", "train(")
+    code = re.sub(r"^print.*$", "", code, flags=re.MULTILINE)
+    exec(code, {"train": lambda task, **settings: calls.append(configure(task, settings))})
+    assert calls == [training.config_of(parsed, side) for side in training.SIDES]
+
+
+def test_every_control_of_a_training_is_the_setting_that_it_says() -> None:
+    state = "a.credit=normalized&a.eps=0.3&a.kl=0.1&a.entropy=0.7&a.samples=16&a.epochs=3&a.lr=0.03&a.seed=8"
+    config = training.config_of(training.FIGURE.read(state + "&a.reward=exact"), "a")
+    algorithm = config.algorithm
+    assert algorithm.advantage == Normalized(1e-5) and algorithm.loss == Clipped(0.3, 0.3)
+    assert algorithm.kl == InLoss("k3", 0.1) and algorithm.exploration.start == 0.7  # type: ignore[attr-defined]
+    assert (config.samples, config.epochs, config.seed, algorithm.update.lr) == (16, 3, 8, 0.03)
+    assert config.task.reward == "exact"
+    bare = training.config_of(training.FIGURE.read(""), "a").algorithm
+    assert bare.kl == NoKL() and bare.exploration == NoBonus()
+
+
+@pytest.mark.parametrize("world", list(training.WORLDS))
+@pytest.mark.parametrize("credit", training.CREDITS)
+def test_every_choice_of_the_training_figure_can_be_a_run(world: str, credit: str) -> None:
+    for loss in training.LOSSES:
+        state = training.FIGURE.read({"world": world, "a.credit": credit, "a.loss": loss, "a.kl": "0.1"})
+        if credit == "gae" and loss == "sequence-ratio":
+            with pytest.raises(Refused, match="one credit a response"):
+                training.config_of(state, "a")
+        else:
+            assert training.config_of(state, "a").threads == 1
+
+
+# ---- runs as streams ------------------------------------------------------------------------------------
+
+
+def test_offsets_neither_lose_nor_repeat_a_line(tmp_path: Path) -> None:
+    path, lines = tmp_path / "metrics.jsonl", [{"step": i, "reward": 1.5 * i} for i in range(7)]
+    assert runs.read_from(path, 0) == []
+    whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    seen, offset = [], 0
+    for cut in range(len(whole) + 1):  # the file as a reader may find it: torn anywhere
+        path.write_bytes(whole[:cut])
+        assert runs.starts_a_line(path, offset)
+        fresh = runs.read_from(path, offset)
+        seen += [line for _, line in fresh]
+        offset = fresh[-1][0] if fresh else offset
+    assert seen == lines and offset == len(whole)
+    assert not runs.starts_a_line(path, len(whole) - 1) and not runs.starts_a_line(path, len(whole) + 1)
+
+
+def test_a_stream_goes_on_from_an_id_and_starts_over_where_a_file_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known:
+        def __init__(self, _: Path):
+            self.config = type("C", (), {"task": type("T", (), {"max_reward": 5.0})})
+
+    monkeypatch.setattr(runs, "Run", Known)
+    text = "".join(json.dumps({"step": i, "reward": 2.0, "entropy": 1.0}) + "\n" for i in range(4))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    ends = [m.end() for m in re.finditer("\n", text)]
+
+    async def told(after: int) -> list[str]:
+        return [part async for part in runs.stream(tmp_path, after, lambda: {"status": "finished"})]
+
+    def ids(parts: list[str], kind: str = "metrics") -> list[int]:
+        return [int(m[1]) for part in parts if (m := re.match(rf"id: (\d+)\nevent: {kind}\n", part))]
+
+    monkeypatch.setattr(runs, "PAUSE", 0.001)
+    assert ids(asyncio.run(told(0))) == ends
+    assert ids(asyncio.run(told(ends[1]))) == ends[2:]
+    assert ids(asyncio.run(told(ends[3]))) == []
+    for wrong in (ends[3] + 100, ends[0] - 3):
+        parts = asyncio.run(told(wrong))
+        assert ids(parts, "reset") == [0] and ids(parts) == ends
+    assert asyncio.run(told(0))[-1].startswith("event: end")
+
+
+class Heard(Display):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def step(self, step: int, metrics: Any) -> None:
+        self.steps.append(step)
+
+
+def test_a_gate_lets_so_many_steps_through_and_a_stop_interrupts(tmp_path: Path) -> None:
+    gate, heard, caught = tmp_path / "gate", Heard(), []
+    assert read_gate(gate) == sys.maxsize
+    display = Gated(heard, gate)
+    display.start(0, 3, "")
+    write_gate(gate, 3)
+    display.step(0, {})
+    display.step(1, {})
+    write_gate(gate, -1)
+    before = signal.signal(signal.SIGINT, lambda *_: caught.append(1))
+    try:
+        display.step(1, {})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    display.step(2, {})  # the last step never waits
+    assert heard.steps == [0, 1, 1, 2] and caught == [1]
+
+
+def test_a_shut_gate_holds_the_run_until_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascent.lab import trainer
+
+    gate, waits = tmp_path / "gate", []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            write_gate(gate, 2)
+
+    monkeypatch.setattr(trainer.time, "sleep", sleep)
+    display = Gated(Heard(), gate)
+    display.start(0, 9, "")
+    write_gate(gate, 1)
+    display.step(0, {})
+    assert len(waits) == 3
+
+
+# ---- lessons as pages -----------------------------------------------------------------------------------
+
+
+def lesson(text: str, figure: str | None = "clip") -> lessons_page.Lesson:
+    return lessons_page.Lesson("one", "One", figure, "", text)
+
+
+def test_numbers_are_bound_and_links_set_the_figure() -> None:
+    text = "It is {{objective}}. [x](figure:A=-0.5&ratio=0.65) [y](figure:!A=1) [z](lesson:two) [w](https://a.b)"
+    made = lessons_page.render(lesson(text), {"objective": "<0.6>"}, ["two"])
+    assert '<output class="bound" data-bind="objective">&lt;0.6&gt;</output>' in made
+    assert 'data-set="A=-0.5&amp;ratio=0.65" data-fresh="false"' in made
+    assert 'data-set="A=1" data-fresh="true"' in made
+    assert 'href="/lesson/two"' in made
+    assert 'rel="noreferrer noopener"' in made
+
+
+def test_raw_html_in_a_lesson_stays_text() -> None:
+    made = lessons_page.render(lesson("<script>alert(1)</script> <b onclick=x>", None), {}, [])
+    assert "<script" not in made and "<b " not in made and "&lt;script&gt;" in made
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{{nothing}}", "nothing that the figure says"),
+        ("[x](figure:B=1)", "no such control"),
+        ("[x](figure:A=9)", "between"),
+        ("[x](lesson:nowhere)", "no lesson nowhere"),
+    ],
+)
+def test_a_lesson_that_speaks_of_what_is_not_there_is_refused(text: str, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        lessons_page.render(lesson(text), {"objective": "1"}, ["two"])
+
+
+def test_every_page_is_there_with_its_figure(client: TestClient) -> None:
+    found = lessons_page.read_lessons()
+    assert {lesson.figure for lesson in found} >= set(FIGURES)
+    for path in ["/", *(f"/figure/{name}" for name in FIGURES), *(f"/lesson/{lesson.slug}" for lesson in found)]:
+        page = client.get(path)
+        assert page.status_code == 200, path
+        assert "{{" not in re.sub(r'data-given="[^"]*"', "", page.text), path
+    predicts = [client.get(f"/lesson/{x.slug}").text.count('class="predict"') for x in found if x.figure]
+    assert all(predicts), "every lesson with a figure ends in a prediction"
+
+
+# ---- what is shipped ------------------------------------------------------------------------------------
+
+
+def test_vendored_files_are_those_of_their_packages() -> None:
+    vendor = STATIC / "vendor"
+    listed = json.loads((vendor / "vendored.json").read_text())
+    licences = {entry["text"] for entry in listed.values()}
+    assert {path.name for path in vendor.iterdir()} == {*listed, *licences, "vendored.json"}
+    for name, entry in listed.items():
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == entry["sha256"], name
+        assert entry["version"] and entry["licence"] and (vendor / entry["text"]).stat().st_size > 500
+
+
+def test_nothing_in_the_page_names_another_host_and_no_script_is_long() -> None:
+    for path in [*STATIC.glob("*"), *(STATIC / "figures").glob("*")]:
+        if path.suffix in (".js", ".css", ".svg"):
+            text = path.read_text()
+            assert len(text.splitlines()) <= 300, path
+            assert not re.search(r"https?://(?!www\.w3\.org)", text), path
+
+
+def test_the_wheel_holds_the_lab(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("ascent", "lessons"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    held = set(zipfile.ZipFile(source / done.stdout.split()[-1]).namelist())
+    static = {f"ascent/lab/{path.relative_to(STATIC.parent)}" for path in STATIC.rglob("*") if path.is_file()}
+    pages = {f"ascent/lab/lessons/{path.name}" for path in (ROOT / "lessons").glob("*.md")}
+    assert held >= static | pages | {"ascent/lab/data/sorter.safetensors", "ascent/lab/figures/clip.py"}
+    assert not [name for name in held if name.startswith(("lessons/", "tests/"))]
+
+
+# ---- the command ----------------------------------------------------------------------------------------
+
+
+def lab(*args: str) -> tuple[int, str]:
+    from ascent.cli import main
+
+    out = io.StringIO()
+    with redirect_stderr(out), redirect_stdout(out):
+        status = main(["lab", *args])
+    return status, out.getvalue()
+
+
+def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import importlib.util
+
+    status, said = lab("--port", "99999", "--no-open")
+    assert status == 2 and "from 0 to 65535" in said
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, said = lab("--port", str(taken.getsockname()[1]), "--no-open", "--runs", str(tmp_path))
+    assert status == 2 and "another --port" in said
+    status, said = lab("--no-open", "--runs", "/proc/nowhere")
+    assert status == 2 and "Choose a folder" in said
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "starlette" else real(n, *a))
+    status, said = lab("--no-open")
+    assert status == 2 and "pip install 'ascent-rl[lab]'" in said
+
+
+def test_the_printed_address_is_a_name_that_is_answered_to() -> None:
+    for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "10.0.0.5", "localhost"):
+        assert f"{called(host)}:1" in names(host, 1) and len(names(host, 1)) <= 4
+    assert called("::1") == "[::1]" and called("10.0.0.5") == "10.0.0.5"
+    assert called("0.0.0.0") == socket.gethostname().lower()
