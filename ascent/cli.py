@@ -15,6 +15,7 @@ usage: ascent COMMAND …
 
   ascent train TASK      train a policy; any axis of the menu is an option
   ascent sft FILE        learn from demonstrations: a warm start for a language model
+  ascent label FILE OUT  pairs of responses, labelled by a language model behind an OpenAI-compatible address
   ascent preflight TASK  what `train` would do, its memory, its reward and a first sample, without training
   ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
@@ -206,6 +207,12 @@ def compare(args: list[str]) -> int:
     return main(args)
 
 
+def label(args: list[str]) -> int:
+    from ascent.labelling import command
+
+    return command(args)
+
+
 def evaluate(args: list[str]) -> int:
     from ascent.commands import evaluate
 
@@ -241,6 +248,7 @@ def demo(args: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "sft": sft,
+    "label": label,
     "preflight": preflight,
     "compare": compare,
     "explain": explain,

@@ -28,6 +28,8 @@ LONGEST_WAIT = 30.0
 FATAL = (401, 403, 404)
 PASSING = (408, 409, 425, 429)
 """Refusals that may pass, beside every 5xx."""
+GIVEN_UP = 8
+"""Questions without any answer, one after the other, after which no more are asked in the same call."""
 LARGEST = 1 << 22
 """Bytes of a reply that are read at most."""
 
@@ -99,7 +101,10 @@ class Asker:
 
     def __call__(self, questions: Sequence[Question], heard: Callable[[int], None] | None = None) -> list[Any]:
         """For each question its verdict or its JudgeError, in their order; `heard` after each."""
-        return _finish(self._all(questions, heard or (lambda _: None)))
+        try:
+            return _finish(self._all(questions, heard or (lambda _: None)))
+        except Stopped:
+            raise KeyboardInterrupt from None
 
     async def _all(self, questions: Sequence[Question], heard: Callable[[int], None]) -> list[Any]:
         self._room = asyncio.Semaphore(self.judge.concurrency)
@@ -107,6 +112,7 @@ class Asker:
         self.stop.loop, self.stop.event = asyncio.get_running_loop(), asyncio.Event()
         if self.stop.asked:
             self.stop.event.set()
+        self._silent = 0
         found: list[Any] = [None] * len(questions)
 
         async def one(i: int) -> None:
@@ -123,7 +129,7 @@ class Asker:
                 await asyncio.gather(*tasks)
             except Stopped:  # those under way have been paid for: let them come
                 await asyncio.gather(*tasks, return_exceptions=True)
-                raise KeyboardInterrupt from None
+                raise
             finally:
                 for task in tasks:
                     task.cancel()
@@ -155,7 +161,10 @@ class Asker:
         future = self._same[key] = asyncio.get_running_loop().create_future()
         try:
             async with self._room:
+                if self._silent >= GIVEN_UP:
+                    raise Unanswered(f"not asked, for the last {self._silent} questions had no answer at all")
                 answer = await self._asked(body)
+                self._silent = 0
             self.answers.put(key, answer)
         except BaseException as error:
             if not future.cancelled():
@@ -186,6 +195,7 @@ class Asker:
                 break
             self.counts.retried += 1
             await self._sleep(delay)
+        self._silent += 1
         tries = "1 try" if attempt == 0 else f"{attempt + 1} tries"
         late = " (the deadline does not allow another)" if attempt < judge.retries else ""
         raise Unanswered(f"the judge gave no answer after {tries}{late}. The last: {why}")

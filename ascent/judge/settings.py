@@ -159,7 +159,7 @@ def read_judge(file: str | Path) -> Judge:
             raise Refused(
                 f"judge {file}: {name} is {value!r}, and has to be {getattr(kinds[name], '__name__', 'words')}"
             )
-    judge = Judge(**given)
+    judge = Judge(**{name: float(value) if kinds[name] is float else value for name, value in given.items()})
     kept = path.parent / judge.cache if judge.cache else path.with_name(f"{path.stem}.answers.jsonl")
     return replace(judge, cache=str(kept))
 
