@@ -159,7 +159,8 @@ def read_judge(file: str | Path) -> Judge:
             raise Refused(
                 f"judge {file}: {name} is {value!r}, and has to be {getattr(kinds[name], '__name__', 'words')}"
             )
-    judge = Judge(**{name: float(value) if kinds[name] is float else value for name, value in given.items()})
+    whole: dict[str, Any] = {name: float(v) if kinds[name] is float else v for name, v in given.items()}
+    judge = Judge(**whole)
     kept = path.parent / judge.cache if judge.cache else path.with_name(f"{path.stem}.answers.jsonl")
     return replace(judge, cache=str(kept))
 
