@@ -29,9 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "menu": {"types"},
     "own": {"types", "menu"},
     **{axis: {"types", *(other for other in AXES if other != axis)} for axis in AXES},
-    "algorithms": {"types", "menu", *AXES, "policies.critics"},
+    "preferences": {"types", "menu", *AXES},
+    "algorithms": {"types", "menu", *AXES, "policies.critics", "preferences"},
     "config": {"types", "menu", *AXES, "algorithms", "tasks", "policies"},
-    "settings": {"types", "menu", "own", *AXES, "algorithms", "config", "tasks", "policies"},
+    "settings": {"types", "menu", "own", *AXES, "preferences", "algorithms", "config", "tasks", "policies"},
     "train": {"types", "menu", *AXES, "algorithms", "config", "engines.base", "tasks.base"},
     "tasks": {"types", "menu", "own", "tasks", "judge"},
     "judge": {"types", "menu", "judge"},
@@ -198,4 +199,5 @@ def test_every_row_of_the_spec_is_there() -> None:
         *("reinforce", "reinforce-baseline", "best-only", "rloo", "reinforce++"),
         *("grpo", "dr-grpo", "dapo", "gspo", "cispo"),
         *("actor-critic", "ppo", "trpo"),
+        *("sft", "dpo", "reward-model"),
     }

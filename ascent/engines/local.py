@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ascent.engines.base import Stepped
+from ascent.engines.kept import remembered, remind
 from ascent.policies.base import Policy, ValueFunction
 from ascent.policies.critics import ValueLoss
 from ascent.types import Batch, Outputs, Rollouts, Terms
@@ -105,9 +106,9 @@ class LocalLearner:
         return self._trainable
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """What goes through the policy at once: at most `micro_batch` tokens, whole responses. Never numbers."""
-        width = batch.prompt.shape[1] + batch.mask.shape[2]
-        return batch.microbatches(max(1, self.micro_batch // width) if self.micro_batch else 0)
+        """What goes through at once: at most `micro_batch` tokens, whole responses and whole pairs. Never numbers."""
+        least, width = 1 if batch.sampled else batch.mask.shape[1], batch.prompt.shape[1] + batch.mask.shape[2]
+        return batch.microbatches(max(least, self.micro_batch // width) if self.micro_batch else 0)
 
     def log_probs(self, batch: Batch) -> Float[Tensor, "prompt #sample token vocab"]:
         """log π over the whole vocabulary at every state."""
@@ -166,19 +167,15 @@ class LocalLearner:
         """−∇objective into `.grad`: a plain sum over micro-batches, whatever their number."""
         for parameter in self.trainable():
             parameter.grad = None
-        total: Tensor | None = None
-        sums: dict[str, Tensor] = {}
+        found: list[Terms] = []
         self._logp: list[Tensor] = []
         for micro in self.split(mini):
             out = self.evaluate(micro)
             terms = objective(micro, out)
             terms.objective.backward(self._uphill)
             self._logp.append(out.logp.detach())
-            value = terms.objective.detach()
-            total = value if total is None else total + value
-            sums = {name: sums[name] + s if name in sums else s for name, s in terms.sums.items()}
-        assert total is not None
-        return Terms(total, sums)
+            found.append(Terms(terms.objective.detach(), terms.sums, terms.means))
+        return added(found)
 
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
@@ -186,7 +183,7 @@ class LocalLearner:
         logp = self._logp[0]
         if len(self._logp) > 1:
             logp = torch.cat([part.flatten(0, 1) for part in self._logp]).unflatten(0, mini.mask.shape[:2])
-        return Stepped({"loss": -terms.objective, **report}, terms.sums, logp)
+        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp)
 
     @torch.no_grad()
     def total(self, mini: Batch, objective: Objective) -> Tensor:
@@ -284,17 +281,9 @@ class LocalLearner:
             remind(self.critic_optimizer, state["critic_optimizer"])
 
 
-def remembered(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What an optimizer keeps of each parameter, by the parameter's place in its list."""
-    parameters = [] if optimizer is None else optimizer.param_groups[0]["params"]
-    state = {} if optimizer is None else optimizer.state
-    return {f"{i}.{key}": v for i, p in enumerate(parameters) for key, v in state.get(p, {}).items()}
-
-
-def remind(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
-    """Give an optimizer back what it kept."""
-    for name, value in kept.items():
-        assert optimizer is not None
-        index, key = name.split(".", 1)
-        parameter = optimizer.param_groups[0]["params"][int(index)]
-        optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+def added(parts: list[Terms]) -> Terms:
+    """The terms of all micro-batches together: plain sums."""
+    first, *rest = parts
+    sums = {name: sum((part.sums[name] for part in rest), value) for name, value in first.sums.items()}
+    means = {name: sum((part.means[name] for part in rest), value) for name, value in first.means.items()}
+    return Terms(sum((part.objective for part in rest), first.objective), sums, means)

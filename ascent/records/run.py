@@ -107,6 +107,10 @@ class Run:
     @property
     def policy(self) -> Any:
         """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
+        if getattr(self.config.algorithm.loss, "trains", "") == "rewards":
+            raise Refused(
+                f"{self.folder} trained a reward model and no policy: ascent.learned.load_reward_model loads it"
+            )
         return policy_of(self.config, self.checkpoint())
 
 

@@ -25,6 +25,7 @@ _AT = {
     "Jsonl": "text",
     "Dataset": "text",
     "Demonstrations": "text",
+    "Preferences": "text",
 }
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ascent.menu import nearest
 from ascent.own import load_python
+from ascent.tasks.text.rewards import check_model
 from ascent.types import Refused, Rollouts, Scores, Space
 
 REWARDS: tuple[str, ...] = ("exact", "positions", "process", "inclusion-ordering")
@@ -75,10 +76,14 @@ def check_reward(reward: str) -> str:
             raise Refused(f"--reward {reward}: a reward is a function f(prompt, response) -> number")
         _, file, name = reward.split(":")
         return f"python:{Path(file).expanduser().resolve()}:{name}"
+    if reward.startswith("model:"):
+        source = f"model:{Path(reward.removeprefix('model:')).expanduser().resolve()}"
+        check_model("--reward", source)
+        return source
     if reward not in REWARDS:
         raise Refused(
-            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, and python:FILE:NAME for your own."
-            + nearest(reward, REWARDS)
+            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, python:FILE:NAME for your own, and "
+            "model:RUN for a reward model." + nearest(reward, REWARDS)
         )
     return reward
 
@@ -90,6 +95,8 @@ def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     if reward.startswith("python:"):
         value, errors = own_reward(load_python("--reward", reward), rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
+    if reward.startswith("model:"):
+        raise Refused(f"--reward {reward}: a reward model rates what a run samples; nothing else can ask it here")
     if reward == "process":
         each, tokens = points(rollouts.prompt, response), rollouts.mask.shape[-1]
         each = torch.nn.functional.pad(each, (0, max(0, tokens - each.shape[-1])))[..., :tokens]

@@ -21,7 +21,10 @@ def lengths_of(mask: Tensor) -> list[list[int]]:
 
 
 def parts_of(batch: Batch, budget: int) -> Iterator[Batch]:
-    """Parts of about so many tokens, prompts counted once: whole groups where they fit, else parts of one."""
+    """Parts of about so many tokens, prompts counted once: whole groups where they fit, else parts of one.
+
+    What was not sampled, a pair, is never cut.
+    """
     prompts = (batch.prompt >= 0).sum(-1).tolist()
     start, used = 0, 0
     for i, (prompt, responses) in enumerate(zip(prompts, lengths_of(batch.mask), strict=True)):
@@ -29,7 +32,7 @@ def parts_of(batch: Batch, budget: int) -> Iterator[Batch]:
         if i > start and used + cost > budget:
             yield batch.select(slice(start, i))
             start, used = i, 0
-        if cost > budget and len(responses) > 1:
+        if cost > budget and len(responses) > 1 and batch.sampled:
             yield from _parts_of_group(batch, i, prompt, responses, budget)
             start, used = i + 1, 0
         else:

@@ -1,12 +1,13 @@
-"""A task's rewards on many responses at once: in its grading processes, and by its judges."""
+"""A task's rewards on many responses at once: in its grading processes, by its judges and by its reward models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ascent.tasks.text.base import Problem, Text, settings_of
+from ascent.tasks.text.base import Message, Problem, Text, settings_of
 from ascent.tasks.text.worker import Grader, Job
 from ascent.tasks.text.workers import Outcome, Pool
 
@@ -28,13 +29,19 @@ CHECK = -1
 """Stands for the task's own check, where rewards are counted from 0."""
 Outcomes = dict[tuple[int, int], Outcome]
 """By the number of the response and that of the reward."""
+Rater = Callable[[Sequence[tuple[list[Message], str]]], list[float]]
+"""A reward model: from chats and responses to them, a number each."""
 
 
 class Grading:
-    """The rewards of a task, ready to be computed. `close` ends its processes."""
+    """The rewards of a task, ready to be computed. `close` ends its processes.
 
-    def __init__(self, task: Text):
-        self.task = task
+    Its reward models are handed in by their source. A self-test has none, for they know of no right response: there
+    only the other rewards count.
+    """
+
+    def __init__(self, task: Text, raters: Mapping[str, Rater] | None = None):
+        self.task, self.raters = task, raters
         cls = type(task)
         source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
         functions = {i: reward for i, reward in enumerate(task.rewards) if reward.kind == "python"}
@@ -43,6 +50,7 @@ class Grading:
         self.pool = Pool(graders, task.reward_workers, task.reward_seconds)
         self._judges = {i: reward for i, reward in enumerate(task.rewards) if reward.kind == "judge"}
         self._askers: dict[int, Any] = {}
+        self._models = {i: reward for i, reward in enumerate(task.rewards) if reward.kind == "model"}
 
     def __call__(self, asked: Sequence[tuple[Problem, str]]) -> list[Mark]:
         """A mark for each problem and response, in their order."""
@@ -55,6 +63,8 @@ class Grading:
         outcomes: Outcomes = dict(zip(places, self.pool.run(jobs), strict=True))
         for reward in self._judges:
             outcomes |= {(i, reward): outcome for i, outcome in enumerate(self._judged(reward, asked))}
+        for reward in self._models if self.raters is not None else ():
+            outcomes |= {(i, reward): outcome for i, outcome in enumerate(self._rated(reward, asked))}
         return [self._mark(problem, response, i, outcomes) for i, (problem, response) in enumerate(asked)]
 
     def _checks(self, problem: Problem) -> bool:
@@ -72,12 +82,24 @@ class Grading:
         said = score(self._askers[reward], [(p.prompt, response, p.answer) for p, response in asked])
         return [Outcome(s.value, reason=s.reason) if isinstance(s, Scored) else Outcome(error=str(s)) for s in said]
 
+    def _rated(self, reward: int, asked: Sequence[tuple[Problem, str]]) -> list[Outcome]:
+        """What a reward model says of each, shown the chat that the policy was shown."""
+        assert self.raters is not None
+        values = self.raters[self._models[reward].source]([(self.task.messages(p), response) for p, response in asked])
+        fine = [math.isfinite(value) for value in values]
+        return [
+            Outcome(v, reason=f"{v:.3f}") if ok else Outcome(error=f"it returned {v}")
+            for v, ok in zip(values, fine, strict=True)
+        ]
+
     def _mark(self, problem: Problem, response: str, i: int, outcomes: Outcomes) -> Mark:
         own = outcomes.get((i, CHECK))
         parts, reasons = {}, [own.reason] if own else []
         failed = f"the task's check: {own.error}" if own is not None and own.error else None
         value = 0.0
         for number, reward in enumerate(self.task.rewards):
+            if reward.kind == "model" and self.raters is None:
+                continue
             outcome = outcomes[i, CHECK if reward.own else number]
             parts[reward.name] = outcome.value
             value += reward.weight * outcome.value

@@ -1,7 +1,8 @@
-"""Rewards by name, each with a weight: `own`, the task's check, python:FILE:FUNCTION, and judge:FILE."""
+"""Rewards by name, each with a weight: `own`, the task's check, python:FILE:FUNCTION, judge:FILE and model:RUN."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OWN = "own"
-FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+")
+FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+", r"model:.+")
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Reward:
     """One part of the reward: weight × what it returns."""
 
     name: str
-    """As metrics call it: own, the function's name, judge; numbered where two have one name."""
+    """As metrics call it: own, the function's name, judge, model; numbered where two have one name."""
     source: str
-    """own, python:FILE:FUNCTION or judge:FILE, with the whole path."""
+    """own, python:FILE:FUNCTION, judge:FILE or model:RUN, with the whole path."""
     weight: float = 1.0
 
     @property
@@ -29,13 +30,15 @@ class Reward:
 
     @property
     def kind(self) -> str:
-        """own, python or judge."""
+        """own, python, judge or model."""
         return self.source.partition(":")[0]
 
     def load(self) -> Any:
-        """The function, or the judge; refused if it is not there or is none."""
+        """The function, or the judge; refused if it is not there or is none. A reward model is only looked at."""
         if self.own:
             return None
+        if self.kind == "model":
+            return check_model("--reward", self.source)
         if self.kind == "judge":
             from ascent.judge import read_judge
 
@@ -49,6 +52,21 @@ class Reward:
         return found
 
 
+def check_model(flag: str, source: str) -> None:
+    """Refuse what is no run of a reward model with a checkpoint. Nothing is loaded yet."""
+    from ascent.types import Refused
+
+    run = Path(source.removeprefix("model:"))
+    try:
+        loss = json.loads((run / "config.json").read_text())["loss"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise Refused(f"{flag} {source}: {run} is no run; `ascent reward-model` makes one") from None
+    if loss != "bradley-terry":
+        raise Refused(f"{flag} {source}: {run} trained a policy ({loss}); `ascent reward-model` trains a reward model")
+    if not any((run / "checkpoints").glob("step_*")):
+        raise Refused(f"{flag} {source}: {run} has no checkpoint yet, so there is no reward model to load")
+
+
 def _split(entry: str) -> tuple[float, str]:
     """0.5*python:f.py:g -> 0.5, python:f.py:g."""
     weighed = re.fullmatch(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)", entry)
@@ -57,8 +75,8 @@ def _split(entry: str) -> tuple[float, str]:
         from ascent.types import Refused
 
         raise Refused(
-            f"--reward {entry}: a reward is `own`, the task's check, python:FILE:FUNCTION, or judge:FILE, a language "
-            "model; each with a weight before it if wanted: 0.5*python:FILE:FUNCTION"
+            f"--reward {entry}: a reward is `own`, the task's check, python:FILE:FUNCTION, judge:FILE, a model that is "
+            "asked, or model:RUN, a reward model; each with a weight if wanted: 0.5*python:FILE:FUNCTION"
         )
     return weight, source
 
