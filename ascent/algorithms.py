@@ -17,7 +17,7 @@ from ascent.kl import KL, KLS, InLoss, InReward, NoKL
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Loss, Ratio, SequenceRatio
 from ascent.menu import name_of
 from ascent.policies.critics import CRITICS, Critic, NoCritic, OwnCritic
-from ascent.preferences import PREFERENCES, BradleyTerry, Dpo, Likelihood
+from ascent.preferences import PREFERENCES, BradleyTerry, Dpo, Likelihood, StepValue
 from ascent.reference import REFERENCES, Frozen, NoReference, Reference
 from ascent.trust_region import UPDATES, TrustRegion
 from ascent.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
@@ -208,5 +208,6 @@ ALGORITHMS = {
     "sft": Algorithm(credit_.Raw(), Likelihood(), TokenMean()),
     "dpo": Algorithm(credit_.Raw(), Dpo(0.1), SequenceMean(), reference=Frozen()),
     "reward-model": Algorithm(credit_.Raw(), BradleyTerry(), SequenceMean()),
+    "process-reward": Algorithm(credit_.Raw(), StepValue(), TokenMean()),
 }
 """The named rows, as in their papers. `ascent explain NAME` says how others compute the same name."""

@@ -12,6 +12,7 @@ import torch
 from ascent.config import Config
 from ascent.engines import Learner, LocalLearner, LocalSampler, Sampler
 from ascent.engines.given import Given, LocalRater
+from ascent.engines.stepwise import LocalStepper
 from ascent.evaluate import evaluator, pair_evaluator
 from ascent.learned import bound, reward_model
 from ascent.losses import LogProb
@@ -19,10 +20,12 @@ from ascent.menu import name_of
 from ascent.policies import CausalLM, LanguageModel, Policy
 from ascent.policies.base import ValueFunction
 from ascent.preferences import PairLoss
+from ascent.process import steps_evaluator
 from ascent.records import Run, checkpoint
 from ascent.tasks import Task
 from ascent.tasks.examples import Exhibited
-from ascent.tasks.text import Demonstrations, Preferences, Text
+from ascent.tasks.steps import Stepwise
+from ascent.tasks.text import Demonstrations, Preferences, Steps, Text
 from ascent.train import Streams
 from ascent.types import Metrics, Refused
 
@@ -50,6 +53,9 @@ class Parts:
         if isinstance(loss, PairLoss):
             pairs = self.sampler.generate(self.task.held_out(self.config.eval_prompts), 2)
             found.append(pair_evaluator(self.learner, loss, pairs))
+        elif loss.data == "steps":
+            steps = self.sampler.generate(self.task.held_out(self.config.eval_prompts), 1)
+            found.append(steps_evaluator(self.learner, steps, self.task.score(steps).reward))
         elif isinstance(self.config.task, Demonstrations):
             from ascent.engines.language import held_out_logp
 
@@ -149,7 +155,8 @@ def _language(config: Config) -> Parts:
 
 
 def trains_rewards(config: Config) -> bool:
-    return getattr(config.algorithm.loss, "trains", "") == "rewards"
+    """Is a reward model trained, or a process reward, and no policy?"""
+    return getattr(config.algorithm.loss, "trains", "policy") != "policy"
 
 
 def refuse_unshown(config: Config) -> None:
@@ -165,13 +172,23 @@ def refuse_unshown(config: Config) -> None:
             f"--loss {name_of(config.algorithm.loss)} with the task {name_of(task)}: it learns from {data}. Pairs are "
             "for --algorithm dpo or reward-model, as in `ascent dpo FILE`, and these for pairs"
         )
+    if isinstance(task, Steps) != (data == "steps"):
+        raise Refused(
+            f"--loss {name_of(config.algorithm.loss)} with the task {name_of(task)}: it learns from {data}. Labelled "
+            "steps are for --algorithm process-reward, as in `ascent process-reward FILE`"
+        )
 
 
 def shown_to(config: Config, lm: LanguageModel) -> tuple[Task, Sampler]:
     """A task in words as what it shows, and the sampler that reads it out."""
     from ascent.engines.language import Demonstrator
+    from ascent.engines.language.stepwise import StepDemonstrator
     from ascent.tasks.text.shown import Shown
+    from ascent.tasks.text.stepped import Stepped
 
+    if config.algorithm.loss.data == "steps":
+        stepped = Stepped(config.task, lm)
+        return stepped, StepDemonstrator(lm, config.task.max_tokens, stepped.show)
     task = Shown(config.task, lm, config.algorithm.loss.data == "pairs")
     return task, Demonstrator(lm, config.task.max_tokens, task.responses)
 
@@ -180,19 +197,27 @@ def small_rater(config: Config, streams: Streams, fresh: bool) -> Parts:
     model = reward_model(config, streams.sampling)
     if config.init is not None and fresh:
         start_rater(model, checkpoint.params(source_of(Path(config.init))), config.init)
-    shown = Exhibited(config.task, "pairs", streams.sampling)
-    learner = LocalRater(model, config.algorithm.update, config.micro_batch)
+    steps = config.algorithm.loss.data == "steps"
+    shown: Any = (
+        Stepwise(config.task, config.task.labels) if steps else Exhibited(config.task, "pairs", streams.sampling)
+    )
+    learner = (LocalStepper if steps else LocalRater)(model, config.algorithm.update, config.micro_batch)
     return Parts(config, shown, model, Given(shown.space, shown.show), learner, streams)
 
 
 def language_rater(config: Config, lm: LanguageModel, streams: Streams, notes: tuple[str, ...]) -> Parts:
     """The head comes after the start from a policy, and before that from a reward model."""
-    from ascent.engines.language import LanguageRater, add_head
+    from ascent.engines.language.rater import LanguageRater, add_head
+    from ascent.engines.language.stepwise import LanguageStepper, add_step_head
 
+    steps = config.algorithm.loss.data == "steps"
     of_rewards = config.init is not None and "rating.weight" in checkpoint.params(source_of(Path(config.init)))
-    for step in (lambda: _start_from(lm, config), lambda: add_head(lm))[:: -1 if of_rewards else 1]:
+    for step in (lambda: _start_from(lm, config), lambda: (add_step_head if steps else add_head)(lm))[
+        :: -1 if of_rewards else 1
+    ]:
         step()
-    learner = LanguageRater(lm, config.algorithm.update, config.micro_batch, config.policy.checkpointing)
+    kind = LanguageStepper if steps else LanguageRater
+    learner = kind(lm, config.algorithm.update, config.micro_batch, config.policy.checkpointing)
     task, shower = shown_to(config, lm)
     return Parts(config, task, lm, shower, learner, streams, notes)
 

@@ -87,13 +87,13 @@ def drawn(loaded: Loaded, prompts: int, samples: int, seed: int) -> list[Row]:
             assert problem is not None
             words = [task.words(tokens[mask].tolist()) for tokens, mask in zip(group, masks, strict=True)]
             answer = {} if problem.answer is None else {"answer": problem.answer}
-            rows.append({"prompt": _shown(task.task, problem), "responses": words, **answer})
+            rows.append({"prompt": shown_prompt(task.task, problem), "responses": words, **answer})
         return rows
     finally:
         getattr(task, "close", lambda: None)()
 
 
-def _shown(task: Any, problem: Any) -> Prompt:
+def shown_prompt(task: Any, problem: Any) -> Prompt:
     """The prompt as the policy was shown it: words alone where no more was said."""
     messages = task.messages(problem)
     return messages if len(messages) > 1 else messages[0]["content"]

@@ -138,16 +138,16 @@ class Rated:
 
 
 def bound(task: Any, lm: LanguageModel | None) -> Task:
-    """The task as the loop calls it: one in words bound to the model's tokenizer, and either to its reward models."""
-    if isinstance(task, Text):
-        from ascent.tasks.text.tokenized import Tokenized
+    """The task as the loop calls it: one in words bound to the model's tokenizer, and either to its learned rewards."""
+    from ascent.process import stepped_numbers, stepped_words
 
+    if isinstance(task, Text):
         assert lm is not None
-        return Tokenized(task, lm, raters_of(task))
+        return stepped_words(task, lm, raters_of(task))
     reward = getattr(task, "reward", "")
     if isinstance(reward, str) and reward.startswith("model:"):
         return Rated(task, load_reward_model(reward.removeprefix("model:")))  # type: ignore[return-value]
-    return task
+    return stepped_numbers(task)
 
 
 def raters_of(task: Text) -> dict[str, Rater]:

@@ -82,7 +82,7 @@ def of_run(run: str | Path, step: int | None = None, best: bool = False, task: A
     existing = Run(run)
     path = existing.checkpoint(step, best)
     config = existing.config
-    if getattr(config.algorithm.loss, "trains", "") == "rewards":
+    if getattr(config.algorithm.loss, "trains", "policy") != "policy":
         raise Refused(
             f"{run} trained a reward model, which says nothing: it rates. Its figures: ascent show {run}; as a reward: "
             f"--reward model:{run}"

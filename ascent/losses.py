@@ -33,7 +33,7 @@ class Loss:
 
     sequence: ClassVar[bool] = False
     """Is it one number a response?"""
-    data: ClassVar[Literal["samples", "demonstrations", "pairs"]] = "samples"
+    data: ClassVar[Literal["samples", "demonstrations", "pairs", "steps"]] = "samples"
     """What it learns from: the policy's own samples, or what it is shown (preferences.py)."""
 
     def check(self, row: Any) -> None:

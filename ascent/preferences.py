@@ -1,4 +1,5 @@
-"""Beside RL, on the same learner: what is learned from demonstrations, and from pairs of which one was preferred.
+"""Beside RL, on the same learner: what is learned from demonstrations, from pairs of which one was preferred, and
+from labelled steps.
 
 A demonstration is one response to its prompt, with reward 1. A pair is two: sample 0 was chosen (reward 1),
 sample 1 rejected (reward 0). A term of a pair has sample length 1 and takes the sum of its tokens' weights, which
@@ -22,7 +23,9 @@ from ascent.groups import All, NoShaping
 from ascent.kl import NoKL
 from ascent.losses import Broadcast, LogProb, Loss, PerToken
 from ascent.menu import name_of
+from ascent.reference import NoReference
 from ascent.types import Batch, Outputs, Refused, Terms
+from ascent.update import Adam
 from ascent.weights import SequenceMean
 
 Rating = Float[Tensor, "prompt sample 1"]
@@ -186,6 +189,34 @@ class BradleyTerry(PairLoss):
         return value - self.center * rating.sum(1, keepdim=True) ** 2 if self.center else value
 
 
-PREFERENCES = (Likelihood, Dpo, BradleyTerry)
-SHOWN = {"demonstrations": 1, "pairs": 2}
+@dataclass(frozen=True)
+class StepValue(Loss):
+    """A process reward: a head on a backbone, read after every token of a response in steps.
+
+    −½ (v_t − y_t)²,  y_t the label of the step that token t is part of
+    Lightman et al. 2023; labels from roll-outs, Wang et al. 2024. It ends at the mean label given the
+    tokens so far: with the mean reward of continuations as label, at the value function of the policy
+    that made them. Degenerate case: within a step v foresees the label of its end, on average.
+    """
+
+    data = "steps"
+    trains: ClassVar[str] = "steps"
+
+    def check(self, row: Any) -> None:
+        _refuse_others(row, self, advantage=Raw, kl=NoKL, exploration=NoBonus, reference=NoReference, update=Adam)
+        _refuse_others(row, self, correction=NoCorrection, groups=All, shaping=NoShaping)
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
+        raise Refused(f"--loss {name_of(self)} rates steps, and has no term of log-probs")
+
+    def terms(self, mini: Batch, out: Outputs) -> Terms:
+        assert mini.weight is not None
+        if out.rating is None:
+            raise Refused("--loss step-value trains a process reward, and this learner has a policy")
+        error = torch.where(mini.counted, out.rating - mini.reward, 0.0) ** 2
+        return Terms(-0.5 * (mini.weight * error).sum(), {"steps/error": error.detach().sum()})
+
+
+PREFERENCES = (Likelihood, Dpo, BradleyTerry, StepValue)
+SHOWN = {"demonstrations": 1, "pairs": 2, "steps": 1}
 """Responses that are shown for a prompt."""

@@ -234,8 +234,8 @@ class Outputs:
     entropy: Float[Tensor, "prompt sample token"]
     kl_full: Float[Tensor, "prompt sample token"] | None = None
     """KL(π ‖ π_ref) over the whole vocabulary at each state, where the loss asks for it."""
-    rating: Float[Tensor, "prompt sample 1"] | None = None
-    """What a reward model gives each response; its log-probs are 0."""
+    rating: Float[Tensor, "prompt sample #token"] | None = None
+    """What a reward model gives each response, or a process reward each token; its log-probs are 0."""
 
 
 @dataclass(frozen=True)

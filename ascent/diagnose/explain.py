@@ -74,7 +74,7 @@ def _estimate(name: str) -> str:
 
 def _where(algorithm: Algorithm) -> list[str]:
     """The symbols of the formula that it does not define itself."""
-    if algorithm.loss.data == "pairs":
+    if algorithm.loss.data in ("pairs", "steps"):
         return [_item("", shown.WHERE[getattr(algorithm.loss, "trains", "policy")], 2)]
     kl, lines = algorithm.kl, ["N responses, L_i unmasked tokens in response i, logp = log π of a token"]
     lines += ["R_i = 1 for every demonstration"] if algorithm.loss.data == "demonstrations" else []

@@ -29,7 +29,7 @@ from ascent.groups import All, NoShaping, Overlong, WithSignal
 from ascent.kl import InReward, NoKL
 from ascent.losses import Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.policies.critics import NoCritic
-from ascent.preferences import BradleyTerry, Dpo, Likelihood
+from ascent.preferences import BradleyTerry, Dpo, Likelihood, StepValue
 from ascent.reference import Every, Frozen, MovingAverage
 from ascent.trust_region import TrustRegion
 from ascent.values import GAE, TD, KStep, MonteCarlo, Valued
@@ -108,7 +108,7 @@ SURROGATE: dict[type, Says] = {
     ),
     SequenceRatio: _sequence,
     Likelihood: lambda _: ("δ·logp", "log π of what was demonstrated"),
-    **dict.fromkeys((Dpo, BradleyTerry), lambda c: (shown.formula(c), "")),
+    **dict.fromkeys((Dpo, BradleyTerry, StepValue), lambda c: (shown.formula(c), "")),
     Cispo: lambda c: (
         f"sg[clip(ρ, {1 - c.low:g}, {1 + c.high:g})]·δ·logp",
         f"log π times the ratio as a constant (clipped, {1 - c.low:g} to {1 + c.high:g}) times",
@@ -197,7 +197,7 @@ def _coef(kl: Any) -> str:
 def formula(algorithm: Algorithm) -> str:
     """What is computed, on two or three lines: the reward if it is changed, δ (and ρ), and the objective."""
     kl, loss, lines = algorithm.kl, algorithm.loss, []
-    if loss.data == "pairs":
+    if loss.data in ("pairs", "steps"):
         return shown.formula(loss)
     shaped = "" if isinstance(algorithm.shaping, NoShaping) else f" + {type(algorithm.shaping).__name__.lower()}(L_i)"
     if isinstance(kl, InReward) and kl.per == "token":
@@ -236,7 +236,7 @@ def _kl_words(algorithm: Algorithm) -> str:
 def objective_in_words(algorithm: Algorithm) -> str:
     """Two or three sentences: what is maximised, what the reward is, which samples count."""
     kl, loss = algorithm.kl, algorithm.loss
-    if loss.data == "pairs":
+    if loss.data in ("pairs", "steps"):
         return shown.in_words(loss)
     weight = said(WEIGHT, algorithm.weights, "", "", *["sum, with the weights of {name} ({line}), of"] * 2)
     surrogate = said(SURROGATE, loss, "", "the surrogate of {name} ({line}) for")[1]

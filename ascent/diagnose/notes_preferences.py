@@ -10,7 +10,7 @@ from typing import Any
 
 from ascent import preferences
 from ascent.diagnose.notes_critic import Note
-from ascent.preferences import BradleyTerry, Dpo
+from ascent.preferences import BradleyTerry, Dpo, StepValue
 
 _NO_GRADIENT = "No policy gradient: nothing is sampled. "
 NOTES: dict[type, Note] = {
@@ -33,6 +33,13 @@ NOTES: dict[type, Note] = {
         "has one, which is not read here. Its head is drawn at random and read at the last token; ours is 0 at first.",
         verl="none: it takes a trained reward model.",
     ),
+    preferences.StepValue: Note(
+        _NO_GRADIENT + "The optimum is the mean label given the tokens so far. With labels from k roll-outs it is the "
+        "value function of the policy that made them, whatever k is, and of no later policy.",
+        trl="PRMTrainer: cross-entropy of two classes, at the separator behind each step alone; here a squared error, "
+        "which any number can be the label of, at every token of the step.",
+        verl="none: it takes a trained process reward.",
+    ),
 }
 
 ROWS: dict[str, Note] = {
@@ -54,11 +61,19 @@ ROWS: dict[str, Note] = {
         trl="RewardTrainer: the same loss on the same tensors to rounding.",
         verl="none.",
     ),
+    "process-reward": Note(
+        "A process reward from labelled steps. What it trains is no policy: it is a reward per token, process:RUN.",
+        paper="Lightman et al. 2023 with labels by people; Wang et al. 2024 with labels from roll-outs.",
+        trl="PRMTrainer, with two classes and labels at separators.",
+        verl="none.",
+    ),
 }
 
 
 def formula(loss: Any) -> str:
-    """A loss of pairs, on two lines."""
+    """A loss of pairs, on two lines, or of steps, on one."""
+    if isinstance(loss, StepValue):
+        return "objective = −Σ_i Σ_t weight · ½ (v_t − y_t)²"
     if isinstance(loss, Dpo):
         value = "log σ(m)"
         if loss.smoothing:
@@ -74,6 +89,7 @@ def formula(loss: Any) -> str:
 
 WHERE = {
     "policy": "w is the chosen and l the rejected response to a prompt; Δ is over all of its tokens, the end too",
+    "steps": "v_t is the head's value after token t, y_t the label of the step that the token is part of",
     "rewards": "r is the head's value after the last token; w is the chosen and l the rejected response to a prompt",
 }
 DENOMINATOR = " The one term of a pair takes the sum of its responses' weights, which is 1/pairs."
@@ -90,4 +106,6 @@ def in_words(loss: Any) -> str:
     if isinstance(loss, BradleyTerry):
         pull = f", minus {loss.center:g} × the square of their sum" if loss.center else ""
         return f"Maximise the mean over pairs of log σ(reward of the chosen − reward of the rejected response){pull}."
+    if isinstance(loss, StepValue):
+        return "Minimise half the squared distance between the score after each token and the label of its step."
     return f"Maximise the mean over pairs of the value of {type(loss).__name__}."

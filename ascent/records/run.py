@@ -107,7 +107,7 @@ class Run:
     @property
     def policy(self) -> Any:
         """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
-        if getattr(self.config.algorithm.loss, "trains", "") == "rewards":
+        if getattr(self.config.algorithm.loss, "trains", "policy") != "policy":
             raise Refused(
                 f"{self.folder} trained a reward model and no policy: ascent.learned.load_reward_model loads it"
             )

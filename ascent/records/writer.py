@@ -169,7 +169,7 @@ def quality(line: dict[str, Any]) -> tuple[float, float] | None:
     if line.get("eval/logp") is not None:
         return line["eval/logp"], 0.0
     if line.get("eval/accuracy") is None:
-        loss = line.get("eval/pairs/log_loss")
+        loss = line.get("eval/pairs/log_loss", line.get("eval/steps/error"))
         return None if loss is None else (-loss, 0.0)
     return line["eval/accuracy"], line.get("eval/reward") or 0.0
 

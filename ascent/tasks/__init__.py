@@ -26,6 +26,7 @@ _AT = {
     "Dataset": "text",
     "Demonstrations": "text",
     "Preferences": "text",
+    "Steps": "text",
 }
 
 

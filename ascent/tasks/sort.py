@@ -27,7 +27,7 @@ class Sort:
     """Sort `length` numbers out of 0 … numbers−1; one prompt in five is held out."""
 
     reward: str = "positions"
-    """exact | positions | process | inclusion-ordering | python:FILE:NAME | model:RUN (a reward model)"""
+    """exact | positions | process | inclusion-ordering | python:FILE:NAME | model:RUN | [positions+0.5*]process:RUN"""
     length: int = 5
     """How many numbers a prompt has."""
     numbers: int = 10
@@ -40,6 +40,8 @@ class Sort:
     """For sft: a JSONL file with prompt and response. Empty: the sorted numbers."""
     pairs: str = ""
     """For dpo and reward-model: a JSONL file with prompt, chosen and rejected. Empty: made from the reward."""
+    labels: str = ""
+    """For process-reward: a JSONL file with prompt, steps and labels, as `ascent label-steps RUN FILE` writes it."""
     wrong: float = 0.0
     """Share of demonstrations that are wrong, by habit, and of pairs whose label is swapped, by chance."""
 
@@ -63,7 +65,7 @@ class Sort:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", sorting.check_reward(self.reward))
-        for name in ("demonstrations", "pairs"):
+        for name in ("demonstrations", "pairs", "labels"):
             if getattr(self, name):
                 object.__setattr__(self, name, str(Path(getattr(self, name)).expanduser().resolve()))
         if not 0 <= self.wrong <= 1:

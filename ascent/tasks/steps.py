@@ -39,7 +39,7 @@ class Stepwise:
     def __init__(self, task: Any, file: str):
         if not file:
             raise Refused(
-                "--algorithm process-reward needs labelled steps: set --steps FILE. `ascent label-steps RUN FILE` "
+                "--algorithm process-reward needs labelled steps: set --labels FILE. `ascent label-steps RUN FILE` "
                 "makes them from roll-outs of a run's policy"
             )
         self.task = task

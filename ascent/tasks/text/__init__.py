@@ -8,6 +8,7 @@ from ascent.tasks.text.gsm8k import Gsm8k
 from ascent.tasks.text.jsonl import Jsonl
 from ascent.tasks.text.preferences import Preferences
 from ascent.tasks.text.reasoning_gym import ReasoningGym
+from ascent.tasks.text.steps import Steps
 
 __all__ = [
     "Countdown",
@@ -19,5 +20,6 @@ __all__ = [
     "Preferences",
     "Problem",
     "ReasoningGym",
+    "Steps",
     "Text",
 ]

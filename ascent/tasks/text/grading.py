@@ -98,8 +98,8 @@ class Grading:
         failed = f"the task's check: {own.error}" if own is not None and own.error else None
         value = 0.0
         for number, reward in enumerate(self.task.rewards):
-            if reward.kind == "model" and self.raters is None:
-                continue
+            if (reward.kind == "model" and self.raters is None) or reward.kind.startswith("process"):
+                continue  # a process reward comes token by token, when words are tokens again
             outcome = outcomes[i, CHECK if reward.own else number]
             parts[reward.name] = outcome.value
             value += reward.weight * outcome.value

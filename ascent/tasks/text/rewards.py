@@ -1,4 +1,4 @@
-"""Rewards by name, each with a weight: `own`, the task's check, python:FILE:FUNCTION, judge:FILE and model:RUN."""
+"""Rewards by name, each with a weight: `own`, python:FILE:FUNCTION, judge:FILE, model:RUN and process:RUN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 OWN = "own"
-FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+", r"model:.+")
+FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+LEARNED = {
+    "model": ("reward model", "bradley-terry", "reward-model"),
+    "process": ("process reward", "step-value", "process-reward"),
+    "process-score": ("process reward", "step-value", "process-reward"),
+}
+"""Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Reward:
     name: str
     """As metrics call it: own, the function's name, judge, model; numbered where two have one name."""
     source: str
-    """own, python:FILE:FUNCTION, judge:FILE or model:RUN, with the whole path."""
+    """own, python:FILE:FUNCTION, judge:FILE, model:RUN or process:RUN, with the whole path."""
     weight: float = 1.0
 
     @property
@@ -30,14 +36,14 @@ class Reward:
 
     @property
     def kind(self) -> str:
-        """own, python, judge or model."""
+        """own, python, judge, model, process or process-score."""
         return self.source.partition(":")[0]
 
     def load(self) -> Any:
         """The function, or the judge; refused if it is not there or is none. A reward model is only looked at."""
         if self.own:
             return None
-        if self.kind == "model":
+        if self.kind in LEARNED:
             return check_model("--reward", self.source)
         if self.kind == "judge":
             from ascent.judge import read_judge
@@ -53,18 +59,20 @@ class Reward:
 
 
 def check_model(flag: str, source: str) -> None:
-    """Refuse what is no run of a reward model with a checkpoint. Nothing is loaded yet."""
+    """Refuse what is no run of such a model with a checkpoint. Nothing is loaded yet."""
     from ascent.types import Refused
 
-    run = Path(source.removeprefix("model:"))
+    kind, _, where = source.partition(":")
+    what, wanted, command = LEARNED[kind]
+    run = Path(where)
     try:
         loss = json.loads((run / "config.json").read_text())["loss"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise Refused(f"{flag} {source}: {run} is no run; `ascent reward-model` makes one") from None
-    if loss != "bradley-terry":
-        raise Refused(f"{flag} {source}: {run} trained a policy ({loss}); `ascent reward-model` trains a reward model")
+        raise Refused(f"{flag} {source}: {run} is no run; `ascent {command}` makes one") from None
+    if loss != wanted:
+        raise Refused(f"{flag} {source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}")
     if not any((run / "checkpoints").glob("step_*")):
-        raise Refused(f"{flag} {source}: {run} has no checkpoint yet, so there is no reward model to load")
+        raise Refused(f"{flag} {source}: {run} has no checkpoint yet, so there is no {what} to load")
 
 
 def _split(entry: str) -> tuple[float, str]:
@@ -76,7 +84,7 @@ def _split(entry: str) -> tuple[float, str]:
 
         raise Refused(
             f"--reward {entry}: a reward is `own`, the task's check, python:FILE:FUNCTION, judge:FILE, a model that is "
-            "asked, or model:RUN, a reward model; each with a weight if wanted: 0.5*python:FILE:FUNCTION"
+            "asked, model:RUN, a reward model, or process:RUN, one of steps; with a weight if wanted: 0.5*model:RUN"
         )
     return weight, source
 

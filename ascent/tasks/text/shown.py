@@ -36,17 +36,21 @@ class Shown(Tokenized):
                 self.waiting[key_of(ids)].append(problem)
         return found
 
-    def responses(self, ids: list[int]) -> list[str]:
-        """What is shown for a prompt: its demonstration, or chosen and rejected."""
+    def next(self, ids: list[int]) -> Problem:
+        """The problem of a prompt: of several that share it, the one that was drawn first and not asked for yet."""
         waiting = self.waiting.get(key_of(ids))
         if waiting:
             problem = waiting.popleft()
             if not waiting:
                 del self.waiting[key_of(ids)]
-        else:
-            known = self.problem(ids)
-            assert known is not None, "a prompt that was neither drawn nor held out"
-            problem = known
+            return problem
+        known = self.problem(ids)
+        assert known is not None, "a prompt that was neither drawn nor held out"
+        return known
+
+    def responses(self, ids: list[int]) -> list[str]:
+        """What is shown for a prompt: its demonstration, or chosen and rejected."""
+        problem = self.next(ids)
         if self.pairs:
             return [problem.answer or "", problem.columns["rejected"]]
         gold = self.task.gold(problem)

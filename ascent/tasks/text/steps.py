@@ -100,8 +100,8 @@ def _problem(row: dict[str, Any], where: str, separator: str) -> Problem:
             refuse(f"{where}, column steps: a step is words, and one is {step!r:.80}")
         if separator in step:
             refuse(
-                f"{where}: the step {step!r:.60} holds the separator {separator!r}, so it would be two. Set --separator "
-                "to what stands between steps, or cut it there"
+                f"{where}: the step {step!r:.60} holds the separator {separator!r}, so it would be two. Cut it "
+                "there, or set --separator to what stands between steps"
             )
     columns = {"steps": steps, "labels": labels, "cut": bool(row.get("cut", False))}
     return Problem(prompt_of(row["prompt"], f"{where}, column prompt"), None, columns)
