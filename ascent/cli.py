@@ -14,7 +14,10 @@ USAGE = """\
 usage: ascent COMMAND …
 
   ascent train TASK      train a policy; any axis of the menu is an option
-  ascent sft FILE        learn from demonstrations: a warm start for a language model
+  ascent sft FILE        learn from demonstrations: a warm start
+  ascent dpo FILE        learn from pairs of responses, of which one was preferred
+  ascent reward-model FILE  a reward model from such pairs, with its accuracy and calibration
+  ascent pairs RUN FILE  such pairs, from a run's policy and the true reward
   ascent label FILE OUT  pairs of responses, labelled by a language model behind an OpenAI-compatible address
   ascent preflight TASK  what `train` would do, its memory, its reward and a first sample, without training
   ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
@@ -64,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def train(args: list[str], prog: str = "ascent train") -> int:
+def train(args: list[str], prog: str = "ascent train", after: Callable | None = None) -> int:
     from ascent.api import start
     from ascent.flags import parse_train
     from ascent.records.display import for_stream
@@ -80,18 +83,22 @@ def train(args: list[str], prog: str = "ascent train") -> int:
         assemble(config).close()
         print(plan(config, folder))
         return 0
-    return _ended(lambda: start(config, options.out, for_stream(), options.preflight))
+    return _ended(lambda: start(config, options.out, for_stream(), options.preflight), after)
 
 
-def sft(args: list[str]) -> int:
-    if _asks_for_help(args) or not args or args[0].startswith("-"):
-        print(
-            "usage: ascent sft FILE --model NAME_OR_FOLDER …\n\nLearn from a JSONL file of prompts and responses, on "
-            "the learner of `ascent train`, whose options\nit takes (`ascent train demonstrations --help`). Then: "
-            "ascent train TASK --model … --init RUN"
-        )
-        return 0 if _asks_for_help(args) else 2
-    return train([f"demonstrations:{args[0]}", *args[1:]], "ascent sft")
+def _learn(row: str) -> Callable[[list[str]], int]:
+    def command(args: list[str]) -> int:
+        from ascent.commands_learned import learn
+
+        return learn(args, row)
+
+    return command
+
+
+def pairs(args: list[str]) -> int:
+    from ascent.commands_learned import pairs
+
+    return pairs(args)
 
 
 def preflight(args: list[str]) -> int:
@@ -128,8 +135,8 @@ def resume(args: list[str]) -> int:
     return _ended(lambda: resume(options.run, from_step=options.from_step))
 
 
-def _ended(work: Callable) -> int:
-    """Carry out a run; say how it ended, in words and with what to type next."""
+def _ended(work: Callable, after: Callable | None = None) -> int:
+    """Carry out a run; say how it ended, in words and with what to type next, and what comes `after` it."""
     from ascent.records import Run
     from ascent.report import ending
 
@@ -137,6 +144,8 @@ def _ended(work: Callable) -> int:
     if run.status == "finished":
         plot(run)
     print(ending(run))
+    if after is not None and run.status == "finished":
+        after(run)
     return 0 if run.status == "finished" else 130
 
 
@@ -247,7 +256,10 @@ def demo(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
-    "sft": sft,
+    "sft": _learn("sft"),
+    "dpo": _learn("dpo"),
+    "reward-model": _learn("reward-model"),
+    "pairs": pairs,
     "label": label,
     "preflight": preflight,
     "compare": compare,

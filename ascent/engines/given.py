@@ -66,7 +66,7 @@ class LocalRater(LocalLearner):
     fills: frozenset[str] = frozenset()
 
     def __init__(self, model: ValueFunction, update: Update, micro_batch: int = 0):
-        super().__init__(model, update, False, frozenset(), micro_batch)  # type: ignore[arg-type]
+        super().__init__(model, update, False, frozenset(), micro_batch)
         self.model = model
 
     def evaluate(self, batch: Batch) -> Outputs:

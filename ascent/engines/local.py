@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -80,7 +81,7 @@ class LocalLearner:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | ValueFunction,
         update: Update,
         reference: bool,
         outputs: frozenset[str],
@@ -88,8 +89,9 @@ class LocalLearner:
         critic: ValueFunction | None = None,
         critic_update: Update | None = None,
     ):
-        self.policy, self.outputs, self.micro_batch = policy, outputs, micro_batch
-        self.reference = copy.deepcopy(policy).requires_grad_(False) if reference else None
+        self.policy: Any = policy
+        self.outputs, self.micro_batch = outputs, micro_batch
+        self.reference: Any = copy.deepcopy(policy).requires_grad_(False) if reference else None
         self._params: dict[str, Tensor] = dict(policy.named_parameters())
         self._trainable: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)  # objectives are maximised

@@ -16,6 +16,8 @@ SHOWN = (
     ("accuracy", "right"),
     ("eval/accuracy", "greedy"),
     ("eval/logp", "held-out log-prob"),
+    ("rewards/accuracies", "pairs right"),
+    ("eval/pairs/accuracy", "held-out pairs"),
     ("entropy", "entropy"),
     ("reward_errors", "reward errors"),
 )
@@ -85,6 +87,8 @@ BOARD: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("", (("lenient", "right in any form ", ".1%"), ("eval/accuracy", "held-out ", ".1%"))),
     ("groups", (("frac_reward_zero_std", "without signal ", ".0%"), ("frac_all_right", "all right ", ".0%"))),
     ("", (("frac_all_wrong", "all wrong ", ".0%"),)),
+    ("pairs", (("rewards/accuracies", "right ", ".1%"), ("rewards/margins", "margin ", ".3f"))),
+    ("", (("eval/pairs/accuracy", "held-out ", ".1%"), ("eval/pairs/log_loss", "log-loss ", ".3f"))),
     ("length", (("completions/mean_length", "", ".1f"), ("completions/clipped_ratio", "cut off ", ".0%"))),
     ("policy", (("entropy", "entropy ", ".3f"), ("kl", "KL ", ".4f"), ("clip_ratio/low_mean", "clipped low ", ".2%"))),
     ("", (("clip_ratio/high_mean", "high ", ".2%"), ("value/explained_variance", "V explains ", ".0%"))),

@@ -100,6 +100,7 @@ class Preferences(Text):
             "max_tokens": 1024,
         }
     }
+    presets["reward-model"] = presets["default"] | {"algorithm": "reward-model", "lr": 1e-5}
 
     def __post_init__(self) -> None:
         super().__post_init__()
