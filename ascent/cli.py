@@ -19,6 +19,8 @@ usage: ascent COMMAND …
   ascent reward-model FILE  a reward model from such pairs, with its accuracy and calibration
   ascent pairs RUN FILE  such pairs, from a run's policy and the true reward
   ascent label FILE OUT  pairs of responses, labelled by a language model behind an OpenAI-compatible address
+  ascent label-steps RUN FILE  what responses are worth after each step, from roll-outs of a run's policy
+  ascent process-reward FILE  a process reward from labelled steps: a reward per token
   ascent preflight TASK  what `train` would do, its memory, its reward and a first sample, without training
   ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
@@ -222,6 +224,18 @@ def label(args: list[str]) -> int:
     return command(args)
 
 
+def label_steps(args: list[str]) -> int:
+    from ascent.stepping import command
+
+    return command(args)
+
+
+def process_reward(args: list[str]) -> int:
+    from ascent.stepping import process_reward
+
+    return process_reward(args)
+
+
 def evaluate(args: list[str]) -> int:
     from ascent.commands import evaluate
 
@@ -261,6 +275,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "reward-model": _learn("reward-model"),
     "pairs": pairs,
     "label": label,
+    "label-steps": label_steps,
+    "process-reward": process_reward,
     "preflight": preflight,
     "compare": compare,
     "explain": explain,

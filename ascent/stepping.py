@@ -75,14 +75,13 @@ def label_steps(
             for chunk in range(done, -(-prompts // AT_ONCE)):
                 part = drawn[chunk * AT_ONCE : (chunk + 1) * AT_ONCE]
                 labeller = Labeller(loaded, task, part, rollouts, separator, seed + 7_000_003 * (chunk + 1))
-                file.write(json.dumps(labeller.rows(samples), ensure_ascii=False).encode() + b"\n")
+                file.write(json.dumps({"rows": labeller.rows(samples)}).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 advance(len(part))
     finally:
         getattr(task, "close", lambda: None)()
-    chunks: list[Any] = read_lines(kept)
-    rows = [row for chunk in chunks for row in chunk]
+    rows = [row for chunk in read_lines(kept) for row in chunk["rows"]]
     if not rows:
         raise Trouble(f"of {prompts * samples} responses none could be labelled: all were empty, or the reward failed")
     write_rows(out, rows)
@@ -257,3 +256,25 @@ def command(args: list[str]) -> int:
         f"Written: {out}\nThen: ascent process-reward {out} --model MODEL; or ascent process-reward sort --labels {out}"
     )
     return 0
+
+
+PROCESS_REWARD = """usage: ascent process-reward FILE --model NAME_OR_FOLDER …
+       ascent process-reward sort --labels FILE …
+
+Train a process reward, a head that scores every step of a response, on a JSONL file of labelled steps,
+{"prompt": …, "steps": […], "labels": […]}: people's, or `ascent label-steps`'s. It takes the options of
+`ascent train` (`ascent train steps --help`; `ascent explain process-reward`).
+Then it is a reward per token: ascent train TASK --reward own 0.5*process:RUN
+(for sort: --reward process:RUN, or positions+0.5*process:RUN)"""
+
+
+def process_reward(args: list[str]) -> int:
+    from ascent.cli import train
+    from ascent.commands_learned import is_task
+
+    asks = bool({"-h", "--help"} & set(args))
+    if asks or not args or args[0].startswith("-"):
+        print(PROCESS_REWARD)
+        return 0 if asks else 2
+    task = [args[0], "--algorithm", "process-reward"] if is_task(args[0]) else [f"steps:{args[0]}"]
+    return train([*task, *args[1:]], "ascent process-reward")

@@ -199,5 +199,5 @@ def test_every_row_of_the_spec_is_there() -> None:
         *("reinforce", "reinforce-baseline", "best-only", "rloo", "reinforce++"),
         *("grpo", "dr-grpo", "dapo", "gspo", "cispo"),
         *("actor-critic", "ppo", "trpo"),
-        *("sft", "dpo", "reward-model"),
+        *("sft", "dpo", "reward-model", "process-reward"),
     }

@@ -73,7 +73,7 @@ ROWS: dict[str, Note] = {
 def formula(loss: Any) -> str:
     """A loss of pairs, on two lines, or of steps, on one."""
     if isinstance(loss, StepValue):
-        return "objective = −Σ_i Σ_t weight · ½ (v_t − y_t)²"
+        return "objective = −Σ_i Σ_t w · ½ (v_t − y_t)²"
     if isinstance(loss, Dpo):
         value = "log σ(m)"
         if loss.smoothing:
@@ -89,7 +89,7 @@ def formula(loss: Any) -> str:
 
 WHERE = {
     "policy": "w is the chosen and l the rejected response to a prompt; Δ is over all of its tokens, the end too",
-    "steps": "v_t is the head's value after token t, y_t the label of the step that the token is part of",
+    "steps": "w is the weight of a token, v_t the head's value after it, y_t the label of the step that it is part of",
     "rewards": "r is the head's value after the last token; w is the chosen and l the rejected response to a prompt",
 }
 DENOMINATOR = " The one term of a pair takes the sum of its responses' weights, which is 1/pairs."
