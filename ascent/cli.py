@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from ascent.types import Refused, Trouble
@@ -21,6 +22,7 @@ usage: ascent COMMAND …
   ascent label FILE OUT  pairs of responses, labelled by a language model behind an OpenAI-compatible address
   ascent label-steps RUN FILE  what responses are worth after each step, from roll-outs of a run's policy
   ascent process-reward FILE  a process reward from labelled steps: a reward per token
+  ascent rounds TASK     iterative GRPO: rounds of pairs, a reward model and a policy, each an ordinary run
   ascent preflight TASK  what `train` would do, its memory, its reward and a first sample, without training
   ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
@@ -218,24 +220,6 @@ def compare(args: list[str]) -> int:
     return main(args)
 
 
-def label(args: list[str]) -> int:
-    from ascent.labelling import command
-
-    return command(args)
-
-
-def label_steps(args: list[str]) -> int:
-    from ascent.stepping import command
-
-    return command(args)
-
-
-def process_reward(args: list[str]) -> int:
-    from ascent.stepping import process_reward
-
-    return process_reward(args)
-
-
 def evaluate(args: list[str]) -> int:
     from ascent.commands import evaluate
 
@@ -268,15 +252,21 @@ def demo(args: list[str]) -> int:
     return main()
 
 
+def _of(module: str, name: str = "command") -> Callable[[list[str]], int]:
+    """A command that lives in a module of its own, which is imported on use."""
+    return lambda args: getattr(import_module(f"ascent.{module}"), name)(args)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "sft": _learn("sft"),
     "dpo": _learn("dpo"),
     "reward-model": _learn("reward-model"),
     "pairs": pairs,
-    "label": label,
-    "label-steps": label_steps,
-    "process-reward": process_reward,
+    "label": _of("labelling"),
+    "label-steps": _of("stepping"),
+    "process-reward": _of("stepping", "process_reward"),
+    "rounds": _of("rounds_command"),
     "preflight": preflight,
     "compare": compare,
     "explain": explain,
