@@ -163,10 +163,11 @@ def interruptible(asker: Asker, out: Path) -> Iterator[None]:
 
 # ---- the command ------------------------------------------------------------------------------------
 
-LABEL = """Pairs of responses, labelled by a language model, as a file that `ascent dpo` and `ascent reward-model` take.
+LABEL = """Pairs of responses, labelled by a language model (RLAIF).
 
   ascent label candidates.jsonl pairs.jsonl --judge judge.toml
-  ascent label RUN pairs.jsonl --prompts 200 --url http://localhost:8000/v1 --model NAME
+  ascent label RUN pairs.jsonl --prompts 200 --judge judge.toml
+  ascent dpo pairs.jsonl --model MODEL
 
   A line of candidates has a prompt and responses, of which every two are
   compared; pairs (chosen, rejected) are labelled anew. A RUN's policy draws

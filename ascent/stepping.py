@@ -261,9 +261,10 @@ def command(args: list[str]) -> int:
 PROCESS_REWARD = """usage: ascent process-reward FILE --model NAME_OR_FOLDER …
        ascent process-reward sort --labels FILE …
 
-Train a process reward, a head that scores every step of a response, on a JSONL file of labelled steps,
-{"prompt": …, "steps": […], "labels": […]}: people's, or `ascent label-steps`'s. It takes the options of
-`ascent train` (`ascent train steps --help`; `ascent explain process-reward`).
+Train a process reward, a head that scores every step of a response, on a
+JSONL file of labelled steps, {"prompt": …, "steps": […], "labels": […]}:
+people's, or those of `ascent label-steps`. It takes the options of
+`ascent train` (`ascent train steps --help`).
 Then it is a reward per token: ascent train TASK --reward own 0.5*process:RUN
 (for sort: --reward process:RUN, or positions+0.5*process:RUN)"""
 
