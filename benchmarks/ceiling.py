@@ -19,12 +19,10 @@ import argparse
 import os
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, write_page
+from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, workers, write_page
 
 WRONG, NEAR, BEYOND = 0.3, 0.03, 0.10
 NAMES = ("SFT", "GRPO from SFT", "GRPO from random")
@@ -87,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         found = {"SFT": train(str(root / "sft"), {"algorithm": "sft", "steps": options.sft, **every})}
         grpo = {"algorithm": "grpo", "steps": options.grpo, "eval_every": max(1, options.grpo // 10)}
         starts = {"GRPO from SFT": {"init": str(root / "sft")}, "GRPO from random": {}}
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        with workers(options.jobs) as pool:
             work = {name: pool.submit(train, str(root / name), grpo | start) for name, start in starts.items()}
             found |= {name: job.result() for name, job in work.items()}
     top = ceiling()

@@ -24,12 +24,10 @@ import resource
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, write_page
+from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, workers, write_page
 
 SECONDS, ACCURACY = 180.0, 0.65
 PPO, DPO = (0.0, 0.1, 0.3, 1.0), (0.1, 0.5)
@@ -165,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         rm = prepare(root, options)
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        with workers(options.jobs) as pool:
             work = [pool.submit(ppo, root, β, options.ppo) for β in PPO]
             work += [pool.submit(dpo, root, β, options.dpo) for β in DPO]
             names = ["SFT", *(f"PPO, β = {β:g}" for β in PPO), *(f"DPO, β = {β:g}" for β in DPO)]

@@ -1,4 +1,4 @@
-"""Losses of pairs: goldens by hand, gradients by finite differences, DPO's optimum, and splits that never cut a pair."""
+"""Losses of pairs: goldens by hand, finite differences, DPO's optimum, and splits that never cut a pair."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ascent.advantages import Centered
 from ascent.algorithms import ALGORITHMS, Algorithm
+from ascent.diagnose.formula import formula, objective_in_words
 from ascent.engines.given import LocalRater, rate
 from ascent.exploration import Constant
 from ascent.kl import InLoss, InReward
@@ -256,3 +257,32 @@ def test_sft_may_be_held_to_a_reference() -> None:
     row = Algorithm(loss=Likelihood(), kl=InLoss("k3", 0.1), reference=Frozen())
     assert row.needs == {"logp_ref"}
     assert margin_of(torch.tensor([[[1.0], [3.0]]])).item() == -2.0
+
+
+# ---- what is printed is what is computed ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [Dpo(0.1), Dpo(0.4, smoothing=0.25), BradleyTerry(), BradleyTerry(0.05)], ids=str)
+def test_the_printed_formula_is_what_the_code_computes(loss: Any) -> None:
+    row = replace(DPO if isinstance(loss, Dpo) else RATER, loss=loss)
+    generator = torch.Generator().manual_seed(5)
+    logp, logp_ref = (-torch.rand(3, 2, 4, generator=generator, dtype=F64) for _ in range(2))
+    rating = torch.randn(3, 2, 1, generator=generator, dtype=F64)
+    batch = paired([[4, 1], [2, 3], [1, 1]], logp_ref=logp_ref)
+    first, last = formula(row).splitlines()
+    names: dict[str, Any] = {"pairs": 3, "r_w": rating[:, 0, 0], "r_l": rating[:, 1, 0]}
+    if isinstance(loss, Dpo):
+        assert first.startswith("Δ_i = Σ_t (logp_t − logp_ref_t);   ")
+        Δ = torch.where(batch.mask, logp - logp_ref, 0.0).sum(-1)
+        names |= {"Δ_w": Δ[:, 0], "Δ_l": Δ[:, 1]}
+    names["m"] = eval(python(first.split("m = ")[1]), {}, names)
+    names["logσ"] = torch.nn.functional.logsigmoid
+    printed = eval(python(last.removeprefix("objective = Σ_pairs ")), {}, names).sum()
+    close(row.objective(batch, outputs(logp, rating)).objective, printed)
+    assert "pairs" in objective_in_words(row)
+
+
+def python(text: str) -> str:
+    for symbol, code in {"−": "-", "·": "*", "[": "(", "]": ")", "²": "**2", "log σ": "logσ"}.items():
+        text = text.replace(symbol, code)
+    return text
