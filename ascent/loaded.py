@@ -85,7 +85,7 @@ def of_run(run: str | Path, step: int | None = None, best: bool = False, task: A
     if getattr(config.algorithm.loss, "trains", "policy") != "policy":
         raise Refused(
             f"{run} trained a reward model, which says nothing: it rates. Its figures: ascent show {run}; as a reward: "
-            f"--reward model:{run}"
+            f"--reward {'process' if config.algorithm.loss.data == 'steps' else 'model'}:{run}"
         )
     if task is not None:
         if isinstance(config.policy, CausalLM) != isinstance(task, Text):

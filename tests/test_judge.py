@@ -188,7 +188,7 @@ BAD = {
     "Score: seven": "the answer has no score",
     "Score (1-10): 8": "the answer has no score",
     "Score: 3 or 4": "the answer has no score",
-    "<think>Score: 9</think> hm": "the answer has no score",
+    "<think>\nScore: 9\n</think>\nhm": "the answer has no score",
 }
 
 
@@ -261,6 +261,8 @@ def test_two_processes_share_a_cache(cache: Path) -> None:
     assert one.get("k") is None
     other.put("k", {"text": "x"})
     assert one.get("k") == {"text": "x"}
+    other.put("l", {"text": "y"})
+    assert one.get("l") == {"text": "y"}
 
     def write(answers: Answers, name: str) -> None:
         for i in range(50):

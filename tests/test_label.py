@@ -25,6 +25,7 @@ from ascent.types import Refused
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "plot", lambda _: None)
     return tmp_path
 
 

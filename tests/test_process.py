@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,16 @@ def test_continuations_draw_only_what_is_missing() -> None:
     assert drawn[1, :, :2].unique(dim=0).tolist() == [[0, 2]] and len(drawn[1, :, 2].unique()) == 3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_picture() -> Iterator[None]:
+    """It takes seconds."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cli, "plot", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(no_picture: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy, labels from its roll-outs and a process reward of them, all through the command line."""
     folder = tmp_path_factory.mktemp("process")
     world = [f for name, value in WORLD.items() for f in (f"--{name}", str(value))]
@@ -249,7 +258,7 @@ SMALL: dict[str, Any] = {"max_prompt": 64, "max_tokens": 24, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def scorer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scorer(no_picture: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A process reward of words, through the command line."""
     folder = tmp_path_factory.mktemp("words")
     args = ["process-reward", labelled(folder / "steps.jsonl"), "--model", tiny_folder, "--steps", 30, "--lr", 1e-2]

@@ -123,7 +123,12 @@ def _row(name: str) -> str:
     lines += _section("BIAS", _item("", verdict(algorithm), 0), *biases)
     lines += _section("WHAT THE KL'S GRADIENT IS", *_traps(algorithm.kl))
     lines += _elsewhere(note)
-    return "\n".join([*lines, *_section("TRY", f"  ascent train sort --algorithm {name}")])
+    return "\n".join([*lines, *_section("TRY", f"  ascent train sort --algorithm {name}{_given(algorithm)}")])
+
+
+def _given(algorithm: Algorithm) -> str:
+    """The file without which a row has nothing to learn from."""
+    return " --labels FILE" if algorithm.loss.data == "steps" else ""
 
 
 def _command(axis: str, cls: type) -> str:
@@ -133,7 +138,8 @@ def _command(axis: str, cls: type) -> str:
     if axis == "task":
         return f"ascent train {name_of(cls)}"
     if axis == "loss" and getattr(cls, "data", "samples") != "samples":
-        return f"ascent train sort --algorithm {next(row for row, a in ALGORITHMS.items() if type(a.loss) is cls)}"
+        row = next(row for row, a in ALGORITHMS.items() if type(a.loss) is cls)
+        return f"ascent train sort --algorithm {row}{_given(ALGORITHMS[row])}"
     return f"ascent train sort --{axis} {name_of(cls)}" + (also.get(axis, "") if cls not in OFF else "")
 
 

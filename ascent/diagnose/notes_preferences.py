@@ -36,9 +36,9 @@ NOTES: dict[type, Note] = {
     preferences.StepValue: Note(
         _NO_GRADIENT + "The optimum is the mean label given the tokens so far. With labels from k roll-outs it is the "
         "value function of the policy that made them, whatever k is, and of no later policy.",
-        trl="PRMTrainer: cross-entropy of two classes, at the separator behind each step alone; here a squared error, "
-        "which any number can be the label of, at every token of the step.",
-        verl="none: it takes a trained process reward.",
+        trl="none in 1.16. Papers mostly have a cross-entropy of two classes at the last token of each step; here a "
+        "squared error, for any number can be a label, at every token of the step.",
+        verl="none was found.",
     ),
 }
 
@@ -64,8 +64,8 @@ ROWS: dict[str, Note] = {
     "process-reward": Note(
         "A process reward from labelled steps. What it trains is no policy: it is a reward per token, process:RUN.",
         paper="Lightman et al. 2023 with labels by people; Wang et al. 2024 with labels from roll-outs.",
-        trl="PRMTrainer, with two classes and labels at separators.",
-        verl="none.",
+        trl="none in 1.16.",
+        verl="none was found.",
     ),
 }
 

@@ -18,6 +18,8 @@ SHOWN = (
     ("eval/logp", "held-out log-prob"),
     ("rewards/accuracies", "pairs right"),
     ("eval/pairs/accuracy", "held-out pairs"),
+    ("steps/error", "squared error"),
+    ("eval/steps/error", "held-out error"),
     ("entropy", "entropy"),
     ("reward_errors", "reward errors"),
 )
@@ -89,6 +91,7 @@ BOARD: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("", (("frac_all_wrong", "all wrong ", ".0%"),)),
     ("pairs", (("rewards/accuracies", "right ", ".1%"), ("rewards/margins", "margin ", ".3f"))),
     ("", (("eval/pairs/accuracy", "held-out ", ".1%"), ("eval/pairs/log_loss", "log-loss ", ".3f"))),
+    ("steps", (("steps/error", "error ", ".3f"), ("eval/steps/error", "held-out ", ".3f"))),
     ("length", (("completions/mean_length", "", ".1f"), ("completions/clipped_ratio", "cut off ", ".0%"))),
     ("policy", (("entropy", "entropy ", ".3f"), ("kl", "KL ", ".4f"), ("clip_ratio/low_mean", "clipped low ", ".2%"))),
     ("", (("clip_ratio/high_mean", "high ", ".2%"), ("value/explained_variance", "V explains ", ".0%"))),

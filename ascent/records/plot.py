@@ -31,6 +31,13 @@ OF_REWARDS = (
     ("Calibration error", "expected, held out", (("eval/pairs/ece", "held out"),)),
 )
 """The panels of a reward model's run."""
+OF_STEPS = (
+    ("Squared error", "of a label", (("steps/error", "batch"), ("eval/steps/error", "held out"))),
+    ("Explained", "share of the labels' variance", (("eval/steps/explained", "held out"),)),
+    ("Gradient norm", "before clipping", (("grad_norm", "gradient norm"),)),
+    ("Labels", "sum over a response", (("reward", "batch"),)),
+)
+"""The panels of a process reward's run."""
 COLORS = ("#1f5fa8", "#c8511b", "#3f8f4f", "#7a4fa3", "#8a6d1d", "#1a8c8c", "#b03a6a", "#555555", "#6b8e23", "#aa3333")
 DASHES = ("-", "--", ":", "-.")
 
@@ -75,7 +82,7 @@ def panels_of(metrics: Sequence[Mapping[str, Any]]) -> Any:
     if has("accuracy") or not (has("rewards/accuracies") or has("loss")):
         return PANELS
     if not has("entropy"):
-        return OF_REWARDS
+        return OF_STEPS if has("steps/error") else OF_REWARDS
     greedy = [(head, unit, names[1:]) for head, unit, names in PANELS[:2]]
     shown = ("Log-prob of what is shown", "nats a token", (("eval/logp", "held out"), ("loss", "loss, a batch's")))
     return (*greedy, PANELS[2], _PAIRS if has("rewards/accuracies") else shown)

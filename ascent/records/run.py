@@ -109,7 +109,8 @@ class Run:
         """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
         if getattr(self.config.algorithm.loss, "trains", "policy") != "policy":
             raise Refused(
-                f"{self.folder} trained a reward model and no policy: ascent.learned.load_reward_model loads it"
+                f"{self.folder} trained a reward and no policy: ascent.learned.load_reward_model loads a reward model, "
+                "and ascent.process.load_process a process reward"
             )
         return policy_of(self.config, self.checkpoint())
 

@@ -80,7 +80,7 @@ class Text:
     """Prompts and graded responses in words. Derive from it: `train`, `test`, `grade`, and `gold` if you can."""
 
     reward: tuple[str, ...] = ()
-    """own (the task's check), python:FILE:FUNCTION, judge:FILE (a model that is asked) and model:RUN (a reward model), each with a weight if wanted: own 0.2*python:f.py:brief. A function is called f(prompt, response, answer, **columns) and returns a number or (number, reason). Empty: own."""  # noqa: E501
+    """own (the task's check), python:FILE:FUNCTION, judge:FILE (a model that is asked), model:RUN (a reward model) and process:RUN (one of steps), each with a weight if wanted: own 0.2*python:f.py:brief. A function is called f(prompt, response, answer, **columns) and returns a number or (number, reason). Empty: own."""  # noqa: E501
     lenient: float = 0.5
     """What a right answer in the wrong form earns; in the right form it earns 1."""
     system: str | None = None
