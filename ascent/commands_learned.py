@@ -89,11 +89,14 @@ class PairsOptions:
     """Decides prompts and responses."""
 
 
-PAIRS = """Preference pairs from a run's policy: two responses to a training prompt, the one with the
-higher reward is chosen. Equal ones are left out.
+PAIRS = """Preference pairs from a run's policy, labelled by the true reward.
 
   ascent pairs RUN pairs.jsonl --count 2000
-  ascent reward-model pairs.jsonl --model FOLDER      (sort: ascent reward-model sort --pairs pairs.jsonl)"""
+  ascent reward-model pairs.jsonl --model FOLDER
+  ascent reward-model sort --pairs pairs.jsonl
+
+  Two responses to each training prompt: the one with the higher reward is
+  chosen, the other rejected. Pairs that earn the same are left out."""
 
 
 def pairs(args: list[str]) -> int:

@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         ("sft", 60),
         ("pairs", 2_000),
         ("rewards", 120),
-        ("ppo", 80),
+        ("ppo", 100),
         ("dpo", 100),
         ("prompts", 1_000),
     ):
