@@ -188,6 +188,7 @@ def test_entries_of_judges(here: Path) -> None:
         parse(["judge:none.toml"])[0].load()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_judge_and_pairs_from_its_policy(
     here: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,7 @@ def trained(no_picture: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
     """Over the responses to the prompts that it learned, by their probability: V at every prefix, R at the end."""
     policy, task = Run(trained / "policy").policy, Run(trained / "policy").config.task
@@ -209,6 +210,7 @@ def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
     torch.testing.assert_close(made["process"].measures["rewards/process"], score[..., -1])
 
 
+@pytest.mark.slow
 def test_training_on_a_process_reward_raises_the_true_one(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     args = [f for name, value in WORLD.items() for f in (f"--{name}", str(value))]
@@ -267,6 +269,7 @@ def scorer(no_picture: None, tiny_folder: Path, tmp_path_factory: pytest.TempPat
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_language_model_learns_labelled_steps(scorer: Path) -> None:
     metrics = Run(scorer).metrics
     assert metrics[-1]["steps/error"] < 0.2 * metrics[0]["steps/error"]
@@ -326,6 +329,7 @@ def test_a_process_reward_of_words_lies_on_the_last_tokens_of_steps(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_with_a_process_reward_of_words(algorithm: str, scorer: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """And then labels from its own roll-outs, which start as its responses do."""

@@ -148,6 +148,7 @@ def forked(folder: Path) -> int:
         os._exit(0)
 
 
+@pytest.mark.slow
 def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
     """Killed without warning in a reward model's run and in a policy's run."""
     folder = tmp_path / "killed"
@@ -208,6 +209,7 @@ def test_the_command_goes_on_after_an_interrupt(
     assert "rounds with other settings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rounds_of_words_labelled_by_a_judge(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
