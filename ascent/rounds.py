@@ -5,6 +5,7 @@
     FOLDER/round_1/learned.jsonl  those, and a share of the pairs of earlier rounds
     FOLDER/round_1/reward-model/  a run on them, from the reward model of the round before
     FOLDER/round_1/policy/        a run on that reward, from the policy of the round before, which is its reference
+    FOLDER/round_1/true.json      the true reward of that policy's greedy answers to held-out prompts
     FOLDER/round_2/…
 
 Each part is there whole or not at all, or is a run that can be resumed. What is finished is not done again.
@@ -23,7 +24,7 @@ import torch
 
 from ascent.api import resume, start
 from ascent.assemble import source_of
-from ascent.candidates import shown_prompt
+from ascent.candidates import drawn
 from ascent.config import Config
 from ascent.judge import read_judge
 from ascent.labelling import label as label_by_judge
@@ -110,6 +111,7 @@ class Rounds:
             self.once(here / "learned.jsonl", partial(self.mix, number))
             self.run(here / "reward-model", partial(self.rater_config, here / "learned.jsonl", number))
             self.run(here / "policy", partial(self.policy_config, number))
+            self.once(here / "true.json", partial(self.measure, number))
 
     def part(self, number: int, name: str = "") -> Path:
         return self.folder / f"round_{number}" / name
@@ -136,9 +138,8 @@ class Rounds:
         if self.plan.judge is None:
             self.write_pairs(path, loaded, number)
             return
-        task = loaded.task()
-        candidates = path.with_name("candidates.jsonl")
-        self.once(candidates, lambda out: write_rows(out, self.candidates(loaded, task, number)))
+        candidates, seed = path.with_name("candidates.jsonl"), self.config.seed + number
+        self.once(candidates, lambda out: write_rows(out, drawn(loaded, self.plan.pairs, 2, seed)))
         label_by_judge(candidates, path, read_judge(self.plan.judge), show=self.show)
         try:
             _insist_on_prompts([row for _, row in read_lines(path)], number)
@@ -156,21 +157,6 @@ class Rounds:
             getattr(task, "close", lambda: None)()
         _insist_on_prompts(rows, number)
         write_rows(path, rows)
-
-    def candidates(self, loaded: Loaded, task: Any, number: int) -> list[dict[str, Any]]:
-        """Two responses to each prompt, for a judge to compare."""
-        generator = torch.Generator().manual_seed(self.config.seed + 5_000_011 + number)
-        try:
-            prompt = task.draw(self.plan.pairs, generator)
-            drawn = loaded.sampler(prompt, self.config.seed + number).generate(prompt, 2)
-            rows = []
-            for ids, group, masks in zip(prompt.tolist(), drawn.response, drawn.mask, strict=True):
-                problem = task.problem(ids)
-                words = [task.words(tokens[mask].tolist()) for tokens, mask in zip(group, masks, strict=True)]
-                rows.append({"prompt": shown_prompt(task.task, problem), "responses": words, "answer": problem.answer})
-            return rows
-        finally:
-            task.close()
 
     def mix(self, number: int, path: Path) -> None:
         """The new pairs, and so many old ones, drawn at random, that they are the wanted share of all."""
@@ -214,6 +200,18 @@ class Rounds:
             type(self.config.task), own, base, {"algorithm": "reward-model", "pairs": str(file)}, self.rater
         )
 
+    def measure(self, number: int, path: Path) -> None:
+        """The true reward of the round's policy: of its greedy answers to held-out prompts."""
+        loaded = self.policy_before(number + 1)
+        task = loaded.task()
+        try:
+            prompt = task.held_out(self.config.eval_prompts)
+            scores = task.score(loaded.sampler(prompt, 0).generate(prompt, 1, greedy=True))
+        finally:
+            getattr(task, "close", lambda: None)()
+        total = scores.reward.sum(-1)[scores.valid]
+        write_json(path, {"reward": float(total.mean()) if len(total) else None, "prompts": len(total)})
+
     # ---- in one place
 
     def summary(self) -> list[dict[str, Any]]:
@@ -221,10 +219,9 @@ class Rounds:
         rows = []
         for number in range(1, self.plan.rounds + 1):
             path = self.part(number, "policy")
-            if not (path / "run.json").exists() or Run(path).status != "finished":
+            if not self.part(number, "true.json").exists():
                 break
             policy, model = _last(path), _last(self.part(number, "reward-model"))
-            true = policy.get("eval/positions", policy.get("eval/accuracy"))
             rows.append(
                 {
                     "round": number,
@@ -233,7 +230,7 @@ class Rounds:
                     - len(read_lines(self.part(number, "pairs.jsonl"))),
                     "reward model right": model.get("eval/pairs/accuracy"),
                     "learned reward": policy.get("eval/reward"),
-                    "true reward": true,
+                    "true reward": read_json(self.part(number, "true.json"))["reward"],
                     "exactly right": policy.get("eval/accuracy"),
                     "kl": policy.get("kl"),
                 }

@@ -85,6 +85,15 @@ def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
     assert first.config.seed != second.config.seed, "other prompts"
 
 
+def test_the_true_reward_is_measured_and_never_trained_on(whole: Path) -> None:
+    """Of the last policy's greedy answers, by hand: positions right, of two."""
+    found = rounds.reopen(whole, show=False).summary()
+    for number, row in enumerate(found, 1):
+        last = Run(whole / f"round_{number}/policy").metrics[-1]
+        assert row["true reward"] == pytest.approx(last["eval/positions"], abs=1e-6)
+        assert row["learned reward"] == pytest.approx(last["eval/reward"], abs=1e-6) != row["true reward"]
+
+
 def test_a_tenth_of_the_pairs_is_replayed(whole: Path) -> None:
     new = [rows(whole / f"round_{n}/pairs.jsonl") for n in (1, 2)]
     assert [len(pairs) for pairs in new] == [30, 30]
