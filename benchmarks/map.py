@@ -53,7 +53,12 @@ def picture(runs: dict[str, Any], found: dict[str, Any]) -> None:
     axes[0][1].set_title("What it took")
     axes[0][0].legend(frameon=False, fontsize=8)
     bars = axes[0][2]
-    bars.barh(range(len(found)), [row["eval/accuracy"]["mean"] for row in found.values()], color=COLORS[: len(found)])
+    bars.barh(
+        range(len(found)),
+        [row["eval/accuracy"]["mean"] for row in found.values()],
+        color=COLORS[: len(found)],
+        alpha=0.45,
+    )
     bars.set_yticks(range(len(found)), list(found))
     bars.invert_yaxis()
     for i, row in enumerate(found.values()):
@@ -100,9 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     show(head, rows)
     if not options.no_page:
         pictures = "![Accuracy by labels and by seconds](map.png)\n\n![The curves of the comparison](map_curves.png)"
-        note = (
-            f"{options.seeds} seed{'s' if options.seeds > 1 else ''}, {options.steps} steps; seconds are of one thread."
-        )
+        note = f"{options.seeds} seed{'s' if options.seeds > 1 else ''}, {options.steps} steps; seconds are of one thread, two runs at a time."
         write_page("map", f"# A map of six methods\n\n{__doc__}\n\n{markdown(head, rows)}\n\n{note}\n\n{pictures}")
     accuracy = {name: row["eval/accuracy"]["mean"] for name, row in found.items()}
     best = max((name for name in ROWS if name not in SHOWN), key=lambda name: accuracy[name])

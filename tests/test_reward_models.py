@@ -230,6 +230,12 @@ def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Pa
     assert task.self_test().lines()[0].startswith("no right responses are known"), "there is nothing to test it on"
 
 
+def test_a_reward_model_is_not_exported_as_a_policy(rated_words: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="trained a reward and no policy"):
+        ascent.export(rated_words, tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_reward_model_of_language_resumes_to_the_same_bits(rated_words: Path, tmp_path: Path) -> None:
     import shutil
 

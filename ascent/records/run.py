@@ -107,16 +107,16 @@ class Run:
     @property
     def policy(self) -> Any:
         """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
-        if getattr(self.config.algorithm.loss, "trains", "policy") != "policy":
-            raise Refused(
-                f"{self.folder} trained a reward and no policy: ascent.learned.load_reward_model loads a reward model, "
-                "and ascent.process.load_process a process reward"
-            )
         return policy_of(self.config, self.checkpoint())
 
 
 def policy_of(config: Config, path: Path) -> Any:
     """The policy of a checkpoint, without whatever only training needs."""
+    if getattr(config.algorithm.loss, "trains", "policy") != "policy":
+        raise Refused(
+            f"{path.parent.parent} trained a reward and no policy: ascent.learned.load_reward_model loads a "
+            "reward model, and ascent.process.load_process a process reward"
+        )
     given = checkpoint.params(path)
     if isinstance(config.policy, CausalLM):
         from ascent.engines.language import load_params
