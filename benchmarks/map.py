@@ -105,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     show(head, rows)
     if not options.no_page:
         pictures = "![Accuracy by labels and by seconds](map.png)\n\n![The curves of the comparison](map_curves.png)"
-        note = f"{options.seeds} seed{'s' if options.seeds > 1 else ''}, {options.steps} steps; seconds are of one thread, two runs at a time."
+        seeds = f"{options.seeds} seed{'s' if options.seeds > 1 else ''}"
+        note = f"{seeds}, {options.steps} steps; seconds are of one thread, {options.jobs} runs at a time."
         write_page("map", f"# A map of six methods\n\n{__doc__}\n\n{markdown(head, rows)}\n\n{note}\n\n{pictures}")
     accuracy = {name: row["eval/accuracy"]["mean"] for name, row in found.items()}
     best = max((name for name in ROWS if name not in SHOWN), key=lambda name: accuracy[name])
