@@ -7,18 +7,9 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
+from ascent import advantages as credit_
 from ascent import kl as kl_
-from ascent.advantages import (
-    ADVANTAGES,
-    Advantage,
-    BatchNormalized,
-    BestOnly,
-    Centered,
-    LeaveOneOut,
-    Normalized,
-    Raw,
-    RunningMean,
-)
+from ascent.advantages import ADVANTAGES, Advantage
 from ascent.correction import CORRECTIONS, Correction, NoCorrection
 from ascent.exploration import EXPLORATIONS, Exploration, NoBonus
 from ascent.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
@@ -26,6 +17,7 @@ from ascent.kl import KL, KLS, InLoss, InReward, NoKL
 from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Loss, Ratio, SequenceRatio
 from ascent.menu import name_of
 from ascent.policies.critics import CRITICS, Critic, NoCritic, OwnCritic
+from ascent.preferences import PREFERENCES, BradleyTerry, Dpo, Likelihood, StepValue
 from ascent.reference import REFERENCES, Frozen, NoReference, Reference
 from ascent.trust_region import UPDATES, TrustRegion
 from ascent.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
@@ -35,7 +27,7 @@ from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, Toke
 
 MENU = {
     "advantage": (*ADVANTAGES, *VALUES),
-    "loss": LOSSES,
+    "loss": (*LOSSES, *PREFERENCES),
     "weights": WEIGHTS,
     "kl": KLS,
     "reference": REFERENCES,
@@ -53,7 +45,7 @@ MENU = {
 class Algorithm:
     """One choice per axis. What a row does not name is off."""
 
-    advantage: Advantage = Raw()
+    advantage: Advantage = credit_.Raw()
     """Credit: how a reward becomes δ."""
     loss: Loss = LogProb()
     """Surrogate: what is maximised per token, given δ."""
@@ -103,6 +95,7 @@ class Algorithm:
         if self.update.whole and self.critic.shared:
             why = "the critic's own steps would move the policy out of the region. Set --critic own-critic"
             raise Refused(f"--update {name_of(self.update)} {critic}: {why}")
+        self.loss.check(self)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -118,9 +111,7 @@ class Algorithm:
     def outputs(self) -> frozenset[str]:
         """What the training forward must bring beyond logp, with a gradient."""
         exact = self.kl.where == "loss" and self.kl.estimator == "exact"
-        return frozenset({"kl_full"} if exact else ()) | (
-            frozenset() if isinstance(self.exploration, NoBonus) else frozenset({"entropy"})
-        )
+        return frozenset(["kl_full"] * exact + ["entropy"] * (not isinstance(self.exploration, NoBonus)))
 
     def start(self) -> State:
         """What the choices remember, before the first step."""
@@ -152,11 +143,7 @@ class Algorithm:
 
     def scalars(self, state: State, progress: float) -> dict[str, float]:
         """The numbers of this step that a loss or an update reads."""
-        return {
-            "entropy_coef": self.exploration(progress),
-            "kl_coef": state.get("kl_coef", 0.0),
-            "progress": progress,
-        }
+        return {"entropy_coef": self.exploration(progress), "kl_coef": state.get("kl_coef", 0.0), "progress": progress}
 
     def objective(self, mini: Batch, out: Outputs) -> Terms:
         """What is maximised: Σ weight · (surrogate − β·KL + c·entropy), with sums to report.
@@ -164,6 +151,8 @@ class Algorithm:
         A pure function of a mini-batch and of what the learner computed for it.
         """
         assert mini.advantage is not None and mini.weight is not None
+        if (whole := self.loss.terms(mini, out)) is not None:
+            return whole
         logp_old = mini.logp_old if mini.logp_old is not None else out.logp.detach()
         counted = mini.counted
         surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
@@ -200,21 +189,25 @@ def _total(weight: Float[Tensor, "prompt sample token"], term: Float[Tensor, "pr
 
 
 _CLIP = Clipped(0.2, 0.2)
-GRPO = Algorithm(Normalized(1e-4), _CLIP, SequenceMean(), InLoss("k3", 0.04), Frozen())
+GRPO = Algorithm(credit_.Normalized(1e-4), _CLIP, SequenceMean(), InLoss("k3", 0.04), Frozen())
 
 ALGORITHMS = {
-    "reinforce": Algorithm(Raw(), LogProb(), SequenceSum()),
-    "reinforce-baseline": Algorithm(RunningMean(), LogProb(), SequenceSum()),
-    "best-only": Algorithm(BestOnly(), LogProb(), SequenceSum()),
-    "rloo": Algorithm(LeaveOneOut(), LogProb(), SequenceSum(), InReward("k1", 0.05, "response"), Frozen()),
-    "reinforce++": Algorithm(BatchNormalized(), _CLIP, TokenMean(), InReward("k1", 0.01, "token"), Frozen()),
+    "reinforce": Algorithm(credit_.Raw(), LogProb(), SequenceSum()),
+    "reinforce-baseline": Algorithm(credit_.RunningMean(), LogProb(), SequenceSum()),
+    "best-only": Algorithm(credit_.BestOnly(), LogProb(), SequenceSum()),
+    "rloo": Algorithm(credit_.LeaveOneOut(), LogProb(), SequenceSum(), InReward("k1", 0.05, "response"), Frozen()),
+    "reinforce++": Algorithm(credit_.BatchNormalized(), _CLIP, TokenMean(), InReward("k1", 0.01, "token"), Frozen()),
     "grpo": GRPO,
-    "dr-grpo": replace(GRPO, advantage=Centered(), weights=FixedLength(), kl=NoKL(), reference=NoReference()),
-    "dapo": Algorithm(Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
-    "gspo": Algorithm(Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
-    "cispo": Algorithm(Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
+    "dr-grpo": replace(GRPO, advantage=credit_.Centered(), weights=FixedLength(), kl=NoKL(), reference=NoReference()),
+    "dapo": Algorithm(credit_.Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
+    "gspo": Algorithm(credit_.Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
+    "cispo": Algorithm(credit_.Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
     "actor-critic": Algorithm(GAE(1.0, 0.95), LogProb(), TokenMean(), critic=OwnCritic()),
     "ppo": Algorithm(GAE(1.0, 0.95, whitened=True), _CLIP, TokenMean(), critic=OwnCritic()),
-    "trpo": Algorithm(LeaveOneOut(), Ratio(), TokenMean(), update=TrustRegion(0.01)),
+    "trpo": Algorithm(credit_.LeaveOneOut(), Ratio(), TokenMean(), update=TrustRegion(0.01)),
+    "sft": Algorithm(credit_.Raw(), Likelihood(), TokenMean()),
+    "dpo": Algorithm(credit_.Raw(), Dpo(0.1), SequenceMean(), reference=Frozen()),
+    "reward-model": Algorithm(credit_.Raw(), BradleyTerry(), SequenceMean()),
+    "process-reward": Algorithm(credit_.Raw(), StepValue(), TokenMean()),
 }
 """The named rows, as in their papers. `ascent explain NAME` says how others compute the same name."""

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,14 @@ USAGE = """\
 usage: ascent COMMAND …
 
   ascent train TASK      train a policy; any axis of the menu is an option
-  ascent sft FILE        learn from demonstrations: a warm start for a language model
+  ascent sft FILE        learn from demonstrations: a warm start
+  ascent dpo FILE        learn from pairs of responses, of which one was preferred
+  ascent reward-model FILE  a reward model from such pairs, with its accuracy and calibration
+  ascent pairs RUN FILE  such pairs, from a run's policy and the true reward
+  ascent label FILE OUT  pairs of responses, labelled by a language model behind an OpenAI-compatible address
+  ascent label-steps RUN FILE  what responses are worth after each step, from roll-outs of a run's policy
+  ascent process-reward FILE  a process reward from labelled steps: a reward per token
+  ascent rounds TASK     iterative GRPO: rounds of pairs, a reward model and a policy, each an ordinary run
   ascent preflight TASK  what `train` would do, its memory, its reward and a first sample, without training
   ascent compare TASK    several algorithms or settings over several seeds, in one table and one picture
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
@@ -77,7 +85,9 @@ def guarded(work: Callable[[], int]) -> int:
         return 1
 
 
-def train(args: list[str], prog: str = "ascent train", display: Display | None = None) -> int:
+def train(
+    args: list[str], prog: str = "ascent train", after: Callable | None = None, display: Display | None = None
+) -> int:
     from ascent.api import start
     from ascent.flags import parse_train
     from ascent.records.display import for_stream
@@ -93,18 +103,22 @@ def train(args: list[str], prog: str = "ascent train", display: Display | None =
         assemble(config).close()
         print(plan(config, folder))
         return 0
-    return _ended(lambda: start(config, options.out, display or for_stream(), options.preflight))
+    return _ended(lambda: start(config, options.out, display or for_stream(), options.preflight), after)
 
 
-def sft(args: list[str]) -> int:
-    if _asks_for_help(args) or not args or args[0].startswith("-"):
-        print(
-            "usage: ascent sft FILE --model NAME_OR_FOLDER …\n\nLearn from a JSONL file of prompts and responses, on "
-            "the learner of `ascent train`, whose options\nit takes (`ascent train demonstrations --help`). Then: "
-            "ascent train TASK --model … --init RUN"
-        )
-        return 0 if _asks_for_help(args) else 2
-    return train([f"demonstrations:{args[0]}", *args[1:]], "ascent sft")
+def _learn(row: str) -> Callable[[list[str]], int]:
+    def command(args: list[str]) -> int:
+        from ascent.commands_learned import learn
+
+        return learn(args, row)
+
+    return command
+
+
+def pairs(args: list[str]) -> int:
+    from ascent.commands_learned import pairs
+
+    return pairs(args)
 
 
 def preflight(args: list[str]) -> int:
@@ -141,8 +155,8 @@ def resume(args: list[str]) -> int:
     return _ended(lambda: resume(options.run, from_step=options.from_step))
 
 
-def _ended(work: Callable) -> int:
-    """Carry out a run; say how it ended, in words and with what to type next."""
+def _ended(work: Callable, after: Callable | None = None) -> int:
+    """Carry out a run; say how it ended, in words and with what to type next, and what comes `after` it."""
     from ascent.records import Run
     from ascent.report import ending
 
@@ -150,6 +164,8 @@ def _ended(work: Callable) -> int:
     if run.status == "finished":
         plot(run)
     print(ending(run))
+    if after is not None and run.status == "finished":
+        after(run)
     return 0 if run.status == "finished" else 130
 
 
@@ -252,15 +268,21 @@ def demo(args: list[str]) -> int:
     return main()
 
 
-def lab(args: list[str]) -> int:
-    from ascent.lab.command import main
-
-    return main(args)
+def _of(module: str, name: str = "command") -> Callable[[list[str]], int]:
+    """A command that lives in a module of its own, which is imported on use."""
+    return lambda args: getattr(import_module(f"ascent.{module}"), name)(args)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
-    "sft": sft,
+    "sft": _learn("sft"),
+    "dpo": _learn("dpo"),
+    "reward-model": _learn("reward-model"),
+    "pairs": pairs,
+    "label": _of("labelling"),
+    "label-steps": _of("stepping"),
+    "process-reward": _of("stepping", "process_reward"),
+    "rounds": _of("rounds_command"),
     "preflight": preflight,
     "compare": compare,
     "explain": explain,
@@ -271,7 +293,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "list": list_menu,
     "demo": demo,
-    "lab": lab,
+    "lab": _of("lab.command", "main"),
 }
 
 if __name__ == "__main__":

@@ -169,6 +169,7 @@ def _slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() or c in ".+-" else " " for c in name).split())
 
 
+COSTS = ("responses", "labels", "updates", "seconds")
 MEASURES = ("exact/reward", "eval/reward", "eval/accuracy", "frac_reward_zero_std")
 
 
@@ -179,7 +180,8 @@ def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, group in finals.items():
         row: dict[str, Any] = {}
-        for measure in MEASURES:
+        sampled = runs[name][0].config.algorithm.loss.data == "samples"
+        for measure in MEASURES if sampled else [m for m in MEASURES if m != "frac_reward_zero_std"]:
             values = [final[measure] for final in group if final.get(measure) is not None]
             if len(values) < len(group):
                 continue
@@ -188,7 +190,7 @@ def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
             if group is not first and all(f.get(measure) is not None for f in first):
                 gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])
                 row[measure] |= {"difference": gap, "difference_half": _known(gap_half)}
-        for cost in ("responses", "updates", "seconds"):
+        for cost in COSTS:
             row[cost], half = interval([float(final[cost]) for final in group])
             row[f"{cost}_half"] = _known(half)
         result[name] = row
@@ -200,11 +202,13 @@ def _known(half: float) -> float | None:
 
 
 def _final(run: Run) -> dict[str, Any]:
-    """The last value of every metric, and what the run has cost."""
+    """The last value of every metric, and what the run has cost; a label is a reward, a demonstration or a pair."""
     metrics = run.metrics
     last = {k: v for line in metrics for k, v in line.items() if v is not None}
+    responses = sum(line["num_responses"] for line in metrics)
     costs = {
-        "responses": sum(line["num_responses"] for line in metrics),
+        "responses": responses if run.config.algorithm.loss.data == "samples" else 0,
+        "labels": responses // (2 if run.config.algorithm.loss.data == "pairs" else 1),
         "updates": len(run.updates),
         "seconds": sum(line["time/step"] for line in metrics),
     }
@@ -219,7 +223,7 @@ def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
     shown = [m for m in titles if all(m in row for row in result.values())]
     shown = [m for m in shown if not (m == "eval/reward" and "exact/reward" in shown)]
     names, measures = [["setting"]], [[t for m in shown for t in (titles[m], "to the first")]]
-    costs = [["silent groups", "responses", "updates", "seconds"]]
+    costs = [["silent groups", *COSTS]]
     for name, row in result.items():
         cells = []
         for measure in shown:
@@ -228,8 +232,8 @@ def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
             cells += [_pair(cell["mean"], cell["half"]), gap]
         names.append([name])
         measures.append(cells)
-        costs.append([f"{row['frac_reward_zero_std']['mean']:.0%}"])
-        costs[-1] += [_cost(row[c], row[f"{c}_half"]) for c in ("responses", "updates", "seconds")]
+        costs.append([f"{row['frac_reward_zero_std']['mean']:.0%}" if "frac_reward_zero_std" in row else "—"])
+        costs[-1] += [_cost(row[c], row[f"{c}_half"]) for c in COSTS]
     head, *rows = [n + m + c for n, m, c in zip(names, measures, costs, strict=True)]
     text = table(head, rows)
     if len(text[0]) > width():
@@ -255,18 +259,24 @@ def draw(runs: Mapping[str, list[Run]], path: Path, seeds: int) -> Path:
 
     read = {name: [run.metrics for run in group] for name, group in runs.items()}
     exact = all(m[-1].get("exact/reward") is not None for group in read.values() for m in group)
-    names = ["exact/reward" if exact else "reward", "eval/accuracy", "entropy", "frac_reward_zero_std"]
+    sampled = all(run.config.algorithm.loss.data == "samples" for group in runs.values() for run in group)
+    first = "exact/reward" if exact else "reward" if sampled else "eval/reward"
+    names = [first, "eval/accuracy", "entropy", "frac_reward_zero_std"]
     curves = {name: {n: [series(m, n) for m in group] for n in names} for name, group in read.items()}
-    spent = {name: [_spent(run) for run in group] for name, group in runs.items()}
+    for name, group in runs.items():  # what is shown is no group
+        if group[0].config.algorithm.loss.data != "samples":
+            curves[name]["frac_reward_zero_std"] = [series([], "frac_reward_zero_std")]
+    spent = {name: [_spent(run, "samples" if sampled else "labels") for run in group] for name, group in runs.items()}
     title = f"{name_of(next(iter(runs.values()))[0].config.task)}, {seeds} seeds, 95 % intervals"
     return plot_bands(curves, path, title, spent)
 
 
-def _spent(run: Run) -> dict[str, list[Any]]:
-    """What a run had cost after each of its steps: samples, updates and seconds."""
+def _spent(run: Run, labels: str) -> dict[str, list[Any]]:
+    """What a run had cost after each of its steps: labels (rewards, demonstrations, pairs), updates and seconds."""
+    data = run.config.algorithm.loss.data
     per_step = Counter(update["step"] for update in run.updates)
     costs = {
-        "samples": [line["num_responses"] for line in run.metrics],
+        labels: [line["num_responses"] // (2 if data == "pairs" else 1) for line in run.metrics],
         "updates": [per_step[line["step"]] for line in run.metrics],
         "seconds": [line["time/step"] for line in run.metrics],
     }

@@ -1,17 +1,22 @@
-"""Evaluation on held-out prompts: greedy answers, and the exact expectation where it can be enumerated."""
+"""Evaluation on held-out prompts: greedy answers, the exact expectation where it can be enumerated, and pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from ascent.config import Config
+from ascent.diagnose.calibration import calibration
 from ascent.diagnose.exact import every_response, probability, reward_table
 from ascent.engines.base import Sampler
 from ascent.policies import Policy
+from ascent.preferences import PairLoss, margin_of
 from ascent.tasks import Task
-from ascent.types import Metrics
+from ascent.types import Batch, Metrics, Outputs, Rollouts, Terms, to_batch
 
 ENUMERABLE = 5_000
 """Prompts × responses up to which E[R] is enumerated at every evaluation."""
@@ -38,3 +43,22 @@ def evaluator(config: Config, task: Task, sampler: Sampler, policy: Policy | Non
         return metrics
 
     return evaluate
+
+
+def margins(learner: Any, loss: PairLoss, pairs: Rollouts) -> Float[Tensor, "pair"]:
+    """How much higher each pair's chosen response is rated, by a reward model or by a policy's log-ratios."""
+    shape, found = pairs.mask.shape[:2], []
+    batch = to_batch(pairs, reward=torch.ones(*shape, 1), valid=torch.ones(shape, dtype=torch.bool))
+    batch = batch.add(**learner.score(batch, frozenset({"logp_ref"})))
+
+    def collect(micro: Batch, out: Outputs) -> Terms:
+        found.append(margin_of(loss.rating(micro, out)).flatten())
+        return Terms(torch.zeros(()), {})
+
+    learner.total(batch, collect)
+    return torch.cat(found).double().cpu()
+
+
+def pair_evaluator(learner: Any, loss: PairLoss, pairs: Rollouts) -> Callable[[], Metrics]:
+    """Accuracy, log-loss and calibration on held-out pairs."""
+    return lambda: calibration(margins(learner, loss, pairs)).metrics()

@@ -45,12 +45,12 @@ class Loaded:
 
     def task(self) -> Task:
         """The task; a language world bound to the model's tokenizer. Who asks for it closes it."""
-        if isinstance(self.policy, LanguageModel):
-            from ascent.tasks.text.tokenized import Tokenized
+        from ascent.learned import bound
 
+        lm = self.policy if isinstance(self.policy, LanguageModel) else None
+        if lm is not None:
             self.config.task.verify()
-            return Tokenized(self.config.task, self.policy)
-        return self.config.task
+        return bound(self.config.task, lm)
 
     def sampler(self, prompt: Tensor, seed: int) -> Sampler:
         """A sampler for these prompts, whose draws the seed decides."""
@@ -82,6 +82,11 @@ def of_run(run: str | Path, step: int | None = None, best: bool = False, task: A
     existing = Run(run)
     path = existing.checkpoint(step, best)
     config = existing.config
+    if getattr(config.algorithm.loss, "trains", "policy") != "policy":
+        raise Refused(
+            f"{run} trained a reward model, which says nothing: it rates. Its figures: ascent show {run}; as a reward: "
+            f"--reward {'process' if config.algorithm.loss.data == 'steps' else 'model'}:{run}"
+        )
     if task is not None:
         if isinstance(config.policy, CausalLM) != isinstance(task, Text):
             raise Refused(f"--task {name_of(task)}: the run {run} is of another world, {task_name(config)}")

@@ -10,13 +10,13 @@ A surrogate returns one number a token, or, with token length 1, one a response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.types import Refused
+from ascent.types import Batch, Outputs, Refused, Terms
 
 PerToken = Float[Tensor, "prompt sample token"]
 Broadcast = Float[Tensor, "prompt sample #token"]
@@ -33,6 +33,14 @@ class Loss:
 
     sequence: ClassVar[bool] = False
     """Is it one number a response?"""
+    data: ClassVar[Literal["samples", "demonstrations", "pairs", "steps"]] = "samples"
+    """What it learns from: the policy's own samples, or what it is shown (preferences.py)."""
+
+    def check(self, row: Any) -> None:
+        """Refuse an algorithm that it cannot be part of."""
+
+    def terms(self, mini: Batch, out: Outputs) -> Terms | None:
+        """The whole objective, where it is no sum over single responses; None: it is one."""
 
     def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
         raise NotImplementedError

@@ -49,7 +49,7 @@ def preflight(parts: Parts) -> Report:
     _context(config, parts.policy, report)
     _memory(config, parts.policy, report)
     report.lines += [f"note       {note}" for note in parts.notes]
-    if not isinstance(config.task, Demonstrations):
+    if config.algorithm.loss.data == "samples" and not isinstance(config.task, Demonstrations):
         _reward(config, report)
         if not report.refusals:
             _sample(parts, report)

@@ -65,6 +65,13 @@ COLUMNS = (
     ("reward_std", "±"),
     ("accuracy", "right"),
     ("eval/accuracy", "greedy"),
+    ("rewards/accuracies", "pairs right"),
+    ("eval/pairs/accuracy", "held-out pairs"),
+    ("eval/pairs/log_loss", "log-loss"),
+    ("eval/pairs/ece", "ECE"),
+    ("steps/error", "error"),
+    ("eval/steps/error", "held-out error"),
+    ("eval/steps/explained", "explained"),
     ("exact/reward", "E[R]"),
     ("entropy", "entropy"),
     ("kl", "KL"),
@@ -78,7 +85,7 @@ COLUMNS = (
     ("reward_errors", "errors"),
     ("loss", "loss"),
 )
-FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved")
+FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved", "pairs right", "ECE")
 """Columns that a narrow terminal can do without, in this order."""
 
 
@@ -97,6 +104,8 @@ def summary(run: Run) -> str:
     every = max(1, len(metrics) // 10)
     picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
     columns = {name: key for key, name in COLUMNS if any(line.get(key) is not None for line in metrics)}
+    if run.config.algorithm.loss.data != "samples":  # what is shown earns what it is there for
+        columns = {name: key for name, key in columns.items() if name not in ("reward", "±", "silent")}
     if not any(line.get("reward_errors") for line in metrics):
         columns.pop("errors", None)
     shown = _fitting({name: [_number(line.get(key)) for line in picked] for name, key in columns.items()})

@@ -23,6 +23,7 @@ from ascent.config import Config
 from ascent.menu import Menu, build, hyperparameters, name_of, nearest, spell
 from ascent.own import load_python
 from ascent.policies import POLICIES
+from ascent.preferences import SHOWN
 from ascent.tasks import TASKS
 from ascent.types import Refused
 from ascent.update import Adam
@@ -93,6 +94,9 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
         found.own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
         if layer is not preset:
             _refuse_unknown(layer, cls)
+    shown = SHOWN.get(chosen["loss"].data)
+    if shown is not None:  # there are as many responses as are shown, whatever the other rows of a comparison draw
+        found.plain["samples"] = shown
     return found
 
 

@@ -234,6 +234,8 @@ class Outputs:
     entropy: Float[Tensor, "prompt sample token"]
     kl_full: Float[Tensor, "prompt sample token"] | None = None
     """KL(π ‖ π_ref) over the whole vocabulary at each state, where the loss asks for it."""
+    rating: Float[Tensor, "prompt sample #token"] | None = None
+    """What a reward model gives each response, or a process reward each token; its log-probs are 0."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,8 @@ class Terms:
     objective: Float[Tensor, ""]
     sums: dict[str, Tensor]
     """Sums over tokens, without gradient; divided by the mini-batch's token count when reported."""
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """Weighted sums, without gradient, reported as they are."""
 
 
 def reward_to_go(reward: Float[Tensor, "prompt sample #token"]) -> Float[Tensor, "prompt sample #token"]:

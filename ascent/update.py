@@ -94,14 +94,8 @@ class Adam(Update):
             raise Refused("--update: beta1 and beta2 lie from 0 to below 1, eps and weight-decay are 0 or more")
 
     def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            parameters,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
+        betas, decay = (self.beta1, self.beta2), self.weight_decay
+        return torch.optim.AdamW(parameters, lr=self.lr, betas=betas, eps=self.eps, weight_decay=decay, fused=True)
 
     def rate(self, progress: float) -> float:
         """The learning rate after this share of the run."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ def close(
     line = {"name": name, "value": value, "peer": peer, "ratio": ratio, "target": target, "ok": bool(ok), **more}
     print(json.dumps(line), flush=True)
     return line, 0 if ok else 1
+
+
+def workers(jobs: int) -> Executor:
+    """So many processes; one job is done in this very one."""
+    return ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
 
 
 def show(head: list[str], rows: list[list[str]]) -> None:

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascent.algorithms import Algorithm, LeaveOneOut, SequenceSum
+from ascent.advantages import LeaveOneOut
+from ascent.algorithms import Algorithm, SequenceSum
 from ascent.api import assemble
 from ascent.diagnose.estimator import estimate, over_prompts
 from ascent.diagnose.exact import Table

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ascent.algorithms import Algorithm  # noqa: E402
+from ascent.algorithms import ALGORITHMS, Algorithm  # noqa: E402
 from ascent.engines import LocalLearner, LocalSampler  # noqa: E402
 from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
 from ascent.policies.base import ValueFunction  # noqa: E402
@@ -39,6 +39,8 @@ FIXED = Space(prompt_length=3, vocab=4, limit=3)
 ENDED = Space(prompt_length=3, vocab=5, limit=4, end=4)
 """Responses of up to four tokens, of which 4 is the end: lengths differ."""
 TINY = Transformer(width=8, layers=1, heads=2)
+SAMPLED = [name for name, row in ALGORITHMS.items() if row.loss.data == "samples"]
+"""The rows that learn from the policy's own samples: policy gradients."""
 
 
 def f64(values: Any) -> Tensor:

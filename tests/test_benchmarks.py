@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
 SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
-SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo", "lab_latency")
+SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo", "rlhf", "ceiling", "map", "lab_latency")
 NAMES = SMALL + LANGUAGE
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
@@ -107,6 +107,27 @@ def test_the_long_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFi
         assert closing["ok"] and closing["value"] <= 1 and closing["accepted"] == 1
     else:
         assert not closing["ok"] and len(closing["samples_ppo"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("rlhf", ["--sft", "2", "--pairs", "40", "--rewards", "2", "--ppo", "1", "--dpo", "1", "--prompts", "20"]),
+        ("ceiling", ["--sft", "2", "--grpo", "1"]),
+        ("map", ["--steps", "1"]),
+    ],
+)
+def test_the_learned_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of each part. After so few nothing is reached but what `map` asks for: that labels are counted right."""
+    closing, before = run(name, capsys, "--jobs", "1", "--no-page", *flags)
+    assert closing["ok"] == (name == "map") and before
+    if name == "rlhf":
+        assert closing["seconds"] > 0 and 0 <= closing["pair_accuracy"] <= 1
+    elif name == "ceiling":
+        assert closing["ceiling"] == pytest.approx(0.7, abs=0.03)
+    else:
+        assert (closing["labels_sft"], closing["labels_dpo"], closing["labels_grpo"]) == (64, 64, 512)
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ def check_against_code(algorithm: Algorithm) -> None:
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.loss.data not in ("pairs", "steps")])
 def test_the_printed_formula_of_a_row_is_what_the_code_computes(name: str) -> None:
     algorithm = ALGORITHMS[name]
     check_against_code(replace(algorithm, shaping=Overlong(4)) if name == "dapo" else algorithm)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SAMPLED
 
 import ascent
-from ascent.algorithms import ALGORITHMS
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def settings(folder: Path, rewards: Path, **more: Any) -> dict[str, Any]:
     return {"policy.model": str(folder), "reward": (f"python:{rewards}:long",), "show": False, **few, **more}
 
 
-@pytest.mark.parametrize("row", ALGORITHMS)
+@pytest.mark.parametrize("row", SAMPLED)
 def test_every_row_trains_a_language_model(
     row: str, problems: Path, rewards: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ascent import kl as kl_
 from ascent.algorithms import ALGORITHMS, MENU, Algorithm
+from ascent.diagnose import notes_preferences as shown
 from ascent.diagnose.formula import STATISTICS, first_line, formula, objective_in_words, verdict
 from ascent.diagnose.notes import DENOMINATOR, ESTIMATORS, NOTES, OFF, ROWS, Note
 from ascent.exploration import Annealed
@@ -73,7 +74,10 @@ def _estimate(name: str) -> str:
 
 def _where(algorithm: Algorithm) -> list[str]:
     """The symbols of the formula that it does not define itself."""
+    if algorithm.loss.data in ("pairs", "steps"):
+        return [_item("", shown.WHERE[getattr(algorithm.loss, "trains", "policy")], 2)]
     kl, lines = algorithm.kl, ["N responses, L_i unmasked tokens in response i, logp = log π of a token"]
+    lines += ["R_i = 1 for every demonstration"] if algorithm.loss.data == "demonstrations" else []
     lines += [STATISTICS[type(algorithm.advantage)]] if type(algorithm.advantage) in STATISTICS else []
     if kl.where != "nowhere":
         lines.append(f"{_estimate(kl.estimator)}, with ℓ = log π − log π_ref")
@@ -112,12 +116,19 @@ def _row(name: str) -> str:
     lines += _section("IN WORDS", _item("", objective_in_words(algorithm), 0))
     lines += _section("FORMULA", *(f"  {line}" for line in formula(algorithm).splitlines()), *_where(algorithm))
     whole = " The one term of a response takes the sum of its tokens' weights." if algorithm.loss.sequence else ""
+    whole = shown.DENOMINATOR if algorithm.loss.data == "pairs" else whole
     lines += _section("DENOMINATOR", _item("", DENOMINATOR[type(algorithm.weights)] + whole, 0))
     biases = [_item(axis, NOTES[type(c)].bias) for axis, c in on.items() if axis != "reference"]
+    biases = biases if algorithm.loss.data == "samples" else []
     lines += _section("BIAS", _item("", verdict(algorithm), 0), *biases)
     lines += _section("WHAT THE KL'S GRADIENT IS", *_traps(algorithm.kl))
     lines += _elsewhere(note)
-    return "\n".join([*lines, *_section("TRY", f"  ascent train sort --algorithm {name}")])
+    return "\n".join([*lines, *_section("TRY", f"  ascent train sort --algorithm {name}{_given(algorithm)}")])
+
+
+def _given(algorithm: Algorithm) -> str:
+    """The file without which a row has nothing to learn from."""
+    return " --labels FILE" if algorithm.loss.data == "steps" else ""
 
 
 def _command(axis: str, cls: type) -> str:
@@ -126,6 +137,9 @@ def _command(axis: str, cls: type) -> str:
     also["advantage"] = " --critic own-critic" if issubclass(cls, Valued) else ""
     if axis == "task":
         return f"ascent train {name_of(cls)}"
+    if axis == "loss" and getattr(cls, "data", "samples") != "samples":
+        row = next(row for row, a in ALGORITHMS.items() if type(a.loss) is cls)
+        return f"ascent train sort --algorithm {row}{_given(ALGORITHMS[row])}"
     return f"ascent train sort --{axis} {name_of(cls)}" + (also.get(axis, "") if cls not in OFF else "")
 
 

@@ -55,6 +55,14 @@ def findings(last: Mapping[str, Any], task: Any) -> list[str]:
         words.append(f"{name} is {reward:.3f}{of}; {accuracy:.1%} of the greedy answers are exactly right.")
     if last.get("eval/logp") is not None:
         words.append(f"Held-out demonstrations have a log-prob of {last['eval/logp']:.3f} a token.")
+    if last.get("eval/pairs/accuracy") is not None:
+        figures = {name: last[f"eval/pairs/{name}"] for name in ("accuracy", "log_loss", "ece")}
+        words.append(
+            f"{figures['accuracy']:.1%} of held-out pairs are rated right, at a log-loss of {figures['log_loss']:.3f} "
+            f"(knowing nothing: 0.693) and a calibration error of {figures['ece']:.3f}."
+        )
+    if last.get("eval/steps/explained") is not None:
+        words.append(f"The scores explain {last['eval/steps/explained']:.1%} of the variance of held-out labels.")
     hacked = [text for _, text in flags(last, task)]
     words += [text[0].upper() + text[1:] for text in hacked]
     silent, entropy = last.get("frac_reward_zero_std"), last.get("entropy")

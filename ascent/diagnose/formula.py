@@ -22,12 +22,14 @@ from ascent.advantages import (
 )
 from ascent.algorithms import Algorithm
 from ascent.correction import Masked, NoCorrection, Truncated
+from ascent.diagnose import notes_preferences as shown
 from ascent.diagnose.notes import NOTES
 from ascent.exploration import Annealed, Constant, NoBonus
 from ascent.groups import All, NoShaping, Overlong, WithSignal
 from ascent.kl import InReward, NoKL
 from ascent.losses import Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.policies.critics import NoCritic
+from ascent.preferences import BradleyTerry, Dpo, Likelihood, StepValue
 from ascent.reference import Every, Frozen, MovingAverage
 from ascent.trust_region import TrustRegion
 from ascent.values import GAE, TD, KStep, MonteCarlo, Valued
@@ -105,6 +107,8 @@ SURROGATE: dict[type, Says] = {
         + ") times",
     ),
     SequenceRatio: _sequence,
+    Likelihood: lambda _: ("δ·logp", "log π of what was demonstrated"),
+    **dict.fromkeys((Dpo, BradleyTerry, StepValue), lambda c: (shown.formula(c), "")),
     Cispo: lambda c: (
         f"sg[clip(ρ, {1 - c.low:g}, {1 + c.high:g})]·δ·logp",
         f"log π times the ratio as a constant (clipped, {1 - c.low:g} to {1 + c.high:g}) times",
@@ -193,6 +197,8 @@ def _coef(kl: Any) -> str:
 def formula(algorithm: Algorithm) -> str:
     """What is computed, on two or three lines: the reward if it is changed, δ (and ρ), and the objective."""
     kl, loss, lines = algorithm.kl, algorithm.loss, []
+    if loss.data in ("pairs", "steps"):
+        return shown.formula(loss)
     shaped = "" if isinstance(algorithm.shaping, NoShaping) else f" + {type(algorithm.shaping).__name__.lower()}(L_i)"
     if isinstance(kl, InReward) and kl.per == "token":
         lines.append(f"r_t ← r_t − {_coef(kl)}·{kl.estimator},  R_t = Σ_(u≥t) r_u")
@@ -230,9 +236,12 @@ def _kl_words(algorithm: Algorithm) -> str:
 def objective_in_words(algorithm: Algorithm) -> str:
     """Two or three sentences: what is maximised, what the reward is, which samples count."""
     kl, loss = algorithm.kl, algorithm.loss
+    if loss.data in ("pairs", "steps"):
+        return shown.in_words(loss)
     weight = said(WEIGHT, algorithm.weights, "", "", *["sum, with the weights of {name} ({line}), of"] * 2)
     surrogate = said(SURROGATE, loss, "", "the surrogate of {name} ({line}) for")[1]
-    first = f"Maximise the {weight[3 if loss.sequence else 2]} {surrogate} {_credit(algorithm)[1]}"
+    credit = f" {_credit(algorithm)[1]}" if loss.data == "samples" else ""
+    first = f"Maximise the {weight[3 if loss.sequence else 2]} {surrogate}{credit}"
     if kl.where == "loss":
         first += f", minus {_kl_words(algorithm)}"
     if not isinstance(algorithm.exploration, NoBonus):
@@ -271,6 +280,8 @@ def verdict(algorithm: Algorithm) -> str:
     goal = "∇E[R]" if isinstance(kl, NoKL) else "∇(E[R] − β·KL(π ‖ π_ref))"
     parts = (algorithm.advantage, algorithm.loss, algorithm.weights, kl, algorithm.groups, algorithm.exploration)
     own = [type(part).__name__ for part in parts if type(part) not in NOTES]
+    if algorithm.loss.data != "samples" and not own:
+        return NOTES[type(algorithm.loss)].bias
     if own:
         return f"Not known: {', '.join(own)} is not of this library. The exact oracle can tell."
     fine = isinstance(kl, NoKL) or (isinstance(kl, InReward) and kl.estimator == "k1")

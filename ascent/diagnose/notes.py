@@ -7,7 +7,7 @@ gradient is enumerated. "Unbiased" means: with sequence-sum weights, on the poli
 from __future__ import annotations
 
 from ascent import advantages, correction, exploration, groups, kl, losses, reference, weights
-from ascent.diagnose import notes_critic
+from ascent.diagnose import notes_critic, notes_preferences
 from ascent.diagnose.notes_critic import Note
 from ascent.policies import critics
 
@@ -186,6 +186,7 @@ NOTES: dict[type, Note] = {
         verl="the DAPO reward manager's overlong_buffer, times a penalty_factor.",
     ),
     **notes_critic.NOTES,
+    **notes_preferences.NOTES,
 }
 
 ESTIMATORS: dict[str, tuple[str, str]] = {
@@ -281,4 +282,5 @@ ROWS: dict[str, Note] = {
         verl='loss_mode "cispo": clip(ρ, 0.8, 1.2) unless set, so with a lower bound.',
     ),
     **notes_critic.ROWS,
+    **notes_preferences.ROWS,
 }

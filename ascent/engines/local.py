@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ascent.engines.base import Stepped
+from ascent.engines.kept import remembered, remind
 from ascent.policies.base import Policy, ValueFunction
 from ascent.policies.critics import ValueLoss
 from ascent.types import Batch, Outputs, Rollouts, Terms
@@ -79,7 +81,7 @@ class LocalLearner:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | ValueFunction,
         update: Update,
         reference: bool,
         outputs: frozenset[str],
@@ -87,8 +89,9 @@ class LocalLearner:
         critic: ValueFunction | None = None,
         critic_update: Update | None = None,
     ):
-        self.policy, self.outputs, self.micro_batch = policy, outputs, micro_batch
-        self.reference = copy.deepcopy(policy).requires_grad_(False) if reference else None
+        self.policy: Any = policy
+        self.outputs, self.micro_batch = outputs, micro_batch
+        self.reference: Any = copy.deepcopy(policy).requires_grad_(False) if reference else None
         self._params: dict[str, Tensor] = dict(policy.named_parameters())
         self._trainable: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)  # objectives are maximised
@@ -105,9 +108,9 @@ class LocalLearner:
         return self._trainable
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """What goes through the policy at once: at most `micro_batch` tokens, whole responses. Never numbers."""
-        width = batch.prompt.shape[1] + batch.mask.shape[2]
-        return batch.microbatches(max(1, self.micro_batch // width) if self.micro_batch else 0)
+        """What goes through at once: at most `micro_batch` tokens, whole responses and whole pairs. Never numbers."""
+        least, width = 1 if batch.sampled else batch.mask.shape[1], batch.prompt.shape[1] + batch.mask.shape[2]
+        return batch.microbatches(max(least, self.micro_batch // width) if self.micro_batch else 0)
 
     def log_probs(self, batch: Batch) -> Float[Tensor, "prompt #sample token vocab"]:
         """log π over the whole vocabulary at every state."""
@@ -166,19 +169,15 @@ class LocalLearner:
         """−∇objective into `.grad`: a plain sum over micro-batches, whatever their number."""
         for parameter in self.trainable():
             parameter.grad = None
-        total: Tensor | None = None
-        sums: dict[str, Tensor] = {}
+        found: list[Terms] = []
         self._logp: list[Tensor] = []
         for micro in self.split(mini):
             out = self.evaluate(micro)
             terms = objective(micro, out)
             terms.objective.backward(self._uphill)
             self._logp.append(out.logp.detach())
-            value = terms.objective.detach()
-            total = value if total is None else total + value
-            sums = {name: sums[name] + s if name in sums else s for name, s in terms.sums.items()}
-        assert total is not None
-        return Terms(total, sums)
+            found.append(Terms(terms.objective.detach(), terms.sums, terms.means))
+        return added(found)
 
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
@@ -186,7 +185,7 @@ class LocalLearner:
         logp = self._logp[0]
         if len(self._logp) > 1:
             logp = torch.cat([part.flatten(0, 1) for part in self._logp]).unflatten(0, mini.mask.shape[:2])
-        return Stepped({"loss": -terms.objective, **report}, terms.sums, logp)
+        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp)
 
     @torch.no_grad()
     def total(self, mini: Batch, objective: Objective) -> Tensor:
@@ -284,17 +283,9 @@ class LocalLearner:
             remind(self.critic_optimizer, state["critic_optimizer"])
 
 
-def remembered(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What an optimizer keeps of each parameter, by the parameter's place in its list."""
-    parameters = [] if optimizer is None else optimizer.param_groups[0]["params"]
-    state = {} if optimizer is None else optimizer.state
-    return {f"{i}.{key}": v for i, p in enumerate(parameters) for key, v in state.get(p, {}).items()}
-
-
-def remind(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
-    """Give an optimizer back what it kept."""
-    for name, value in kept.items():
-        assert optimizer is not None
-        index, key = name.split(".", 1)
-        parameter = optimizer.param_groups[0]["params"][int(index)]
-        optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+def added(parts: list[Terms]) -> Terms:
+    """The terms of all micro-batches together: plain sums."""
+    first, *rest = parts
+    sums = {name: sum((part.sums[name] for part in rest), value) for name, value in first.sums.items()}
+    means = {name: sum((part.means[name] for part in rest), value) for name, value in first.means.items()}
+    return Terms(sum((part.objective for part in rest), first.objective), sums, means)

@@ -23,12 +23,28 @@ PANELS = (
         (("frac_reward_zero_std", "all rewards equal"), ("frac_all_right", "all right")),
     ),
 )
+_PAIRS = ("Pairs right", "share of pairs", (("rewards/accuracies", "batch"), ("eval/pairs/accuracy", "held out")))
+OF_REWARDS = (
+    _PAIRS,
+    ("Log-loss", "nats a pair", (("loss", "batch"), ("eval/pairs/log_loss", "held out"))),
+    ("Margin", "reward", (("rewards/margins", "batch"), ("eval/pairs/margin", "held out"))),
+    ("Calibration error", "expected, held out", (("eval/pairs/ece", "held out"),)),
+)
+"""The panels of a reward model's run."""
+OF_STEPS = (
+    ("Squared error", "of a label", (("steps/error", "batch"), ("eval/steps/error", "held out"))),
+    ("Explained", "share of the labels' variance", (("eval/steps/explained", "held out"),)),
+    ("Gradient norm", "before clipping", (("grad_norm", "gradient norm"),)),
+    ("Labels", "sum over a response", (("reward", "batch"),)),
+)
+"""The panels of a process reward's run."""
 COLORS = ("#1f5fa8", "#c8511b", "#3f8f4f", "#7a4fa3", "#8a6d1d", "#1a8c8c", "#b03a6a", "#555555", "#6b8e23", "#aa3333")
 DASHES = ("-", "--", ":", "-.")
 
 
 TITLES = {
     "reward": "Sampled reward",
+    "eval/reward": "Held-out reward, greedy",
     "exact/reward": "E[R], enumerated",
     "eval/accuracy": "Exactly right, greedy",
     "entropy": "Entropy, nats a token",
@@ -57,10 +73,25 @@ def series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     return np.array([p[0] for p in points]), np.array([p[1] for p in points], dtype=float)
 
 
+def panels_of(metrics: Sequence[Mapping[str, Any]]) -> Any:
+    """What there is to draw of a run: a policy's samples, what it was shown, or a reward model's pairs."""
+
+    def has(name: str) -> bool:
+        return any(line.get(name) is not None for line in metrics)
+
+    if has("accuracy") or not (has("rewards/accuracies") or has("loss")):
+        return PANELS
+    if not has("entropy"):
+        return OF_STEPS if has("steps/error") else OF_REWARDS
+    greedy = [(head, unit, names[1:]) for head, unit, names in PANELS[:2]]
+    shown = ("Log-prob of what is shown", "nats a token", (("eval/logp", "held out"), ("loss", "loss, a batch's")))
+    return (*greedy, PANELS[2], _PAIRS if has("rewards/accuracies") else shown)
+
+
 def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | None]], path: Path, title: str) -> Path:
     """The curves of a few runs, each (name, metrics, largest reward), side by side in four panels."""
     fig, axes = figure(2, 2, (10.0, 6.2))
-    for axis, (head, unit, names) in zip(axes.flat, PANELS, strict=True):
+    for axis, (head, unit, names) in zip(axes.flat, panels_of(runs[0][1]), strict=True):
         for r, (run, metrics, maximum) in enumerate(runs):
             for n, (name, words) in enumerate(names):
                 steps, values = series(metrics, name)
@@ -92,7 +123,7 @@ Curves = Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarray]]]]
 def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
     """For each setting the mean over seeds of each metric, with its 95 % interval as a band.
 
-    Below, the map: held-out accuracy against what it cost in samples, updates and seconds, and where each ended.
+    Below, the map: held-out accuracy against what it cost (`spent`), and where each ended.
     """
     names = list(next(iter(curves.values())))
     fig, axes = figure(2, len(names), (4.4 * len(names), 7.0))
@@ -102,7 +133,7 @@ def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Seque
         axis.set_title(TITLES.get(name, name))
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    for axis, cost in zip(axes[1], ("samples", "updates", "seconds"), strict=False):
+    for axis, cost in zip(axes[1], next(iter(spent.values()))[0], strict=False):
         for i, (setting, metrics) in enumerate(curves.items()):
             runs = spent[setting]
             _band(axis, metrics["eval/accuracy"], i, True, lambda r, s, runs=runs, c=cost: np.array(runs[r][c])[s - 1])

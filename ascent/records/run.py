@@ -112,6 +112,11 @@ class Run:
 
 def policy_of(config: Config, path: Path) -> Any:
     """The policy of a checkpoint, without whatever only training needs."""
+    if getattr(config.algorithm.loss, "trains", "policy") != "policy":
+        raise Refused(
+            f"{path.parent.parent} trained a reward and no policy: ascent.learned.load_reward_model loads a "
+            "reward model, and ascent.process.load_process a process reward"
+        )
     given = checkpoint.params(path)
     if isinstance(config.policy, CausalLM):
         from ascent.engines.language import load_params

@@ -165,11 +165,12 @@ class Writer:
 
 
 def quality(line: dict[str, Any]) -> tuple[float, float] | None:
-    """What makes one evaluation better than another: held-out accuracy, then reward; for SFT the log-prob."""
+    """What makes one evaluation better than another: held-out accuracy, then reward; else log-prob or log-loss."""
     if line.get("eval/logp") is not None:
         return line["eval/logp"], 0.0
     if line.get("eval/accuracy") is None:
-        return None
+        loss = line.get("eval/pairs/log_loss", line.get("eval/steps/error"))
+        return None if loss is None else (-loss, 0.0)
     return line["eval/accuracy"], line.get("eval/reward") or 0.0
 
 

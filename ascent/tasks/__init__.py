@@ -25,6 +25,8 @@ _AT = {
     "Jsonl": "text",
     "Dataset": "text",
     "Demonstrations": "text",
+    "Preferences": "text",
+    "Steps": "text",
 }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ascent.tasks import sorting
+from ascent.tasks import examples, sorting
 from ascent.types import Refused, Rollouts, Scores, Space
 
 Prompts = Int[Tensor, "prompt position"]
@@ -26,7 +27,7 @@ class Sort:
     """Sort `length` numbers out of 0 … numbers−1; one prompt in five is held out."""
 
     reward: str = "positions"
-    """exact | positions | process | inclusion-ordering | python:FILE:NAME"""
+    """exact | positions | process | inclusion-ordering | python:FILE:NAME | model:RUN | [positions+0.5*]process:RUN"""
     length: int = 5
     """How many numbers a prompt has."""
     numbers: int = 10
@@ -35,6 +36,14 @@ class Sort:
     """Draw without repeats."""
     end: bool = False
     """The response must close with an end token, so that lengths differ."""
+    demonstrations: str = ""
+    """For sft: a JSONL file with prompt and response. Empty: the sorted numbers."""
+    pairs: str = ""
+    """For dpo and reward-model: a JSONL file with prompt, chosen and rejected. Empty: made from the reward."""
+    labels: str = ""
+    """For process-reward: a JSONL file with prompt, steps and labels, as `ascent label-steps RUN FILE` writes it."""
+    wrong: float = 0.0
+    """Share of demonstrations that are wrong, by habit, and of pairs whose label is swapped, by chance."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {
@@ -56,6 +65,11 @@ class Sort:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", sorting.check_reward(self.reward))
+        for name in ("demonstrations", "pairs", "labels"):
+            if getattr(self, name):
+                object.__setattr__(self, name, str(Path(getattr(self, name)).expanduser().resolve()))
+        if not 0 <= self.wrong <= 1:
+            raise Refused(f"--wrong is {self.wrong:g}: a share lies from 0 to 1")
         if self.length < 2 or self.numbers < 2:
             raise Refused(
                 f"--length {self.length} --numbers {self.numbers}: sorting needs at least two positions and two numbers"
@@ -131,6 +145,35 @@ class Sort:
             code = (code * 6364136223846793005 + number + 1442695040888963407) & (2**62 - 1)
             code = code ^ (code >> 29)
         return code % ONE_IN == 0
+
+    def demonstrate(self, prompt: Prompts, generator: torch.Generator) -> Int[Tensor, "prompt 1 token"]:
+        """What sft learns: the sorted prompt, or what a demonstrator with a bad habit makes of it."""
+        return examples.habit(prompt, self.wrong, self.numbers).unsqueeze(1)
+
+    def compare(self, prompt: Prompts, generator: torch.Generator) -> Int[Tensor, "prompt 2 token"]:
+        """Two spoiled answers a prompt, the one with the higher reward first (`wrong` of them the other way round)."""
+        right = prompt.sort(-1).values
+        pair = torch.stack([examples.spoiled(right, self.numbers, generator) for _ in range(2)], 1)
+        for _ in range(examples.ROUNDS):
+            total = self._total(prompt, pair)
+            again = examples.spoiled(right, self.numbers, generator)
+            pair[:, 1] = torch.where((total[:, 0] == total[:, 1]).unsqueeze(-1), again, pair[:, 1])
+        tied = (self._total(prompt, pair).diff() == 0).unsqueeze(
+            -1
+        )  # a sparse reward: the right answer and a near miss
+        near = right.clone()
+        near[:, 0] = (near[:, 0] + 1) % self.numbers
+        pair = torch.where(tied, torch.stack([right, near], 1), pair)
+        swapped = torch.rand(len(prompt), generator=generator) < self.wrong
+        return examples.ordered(pair, self._total(prompt, pair), swapped)
+
+    def _total(self, prompt: Prompts, response: Int[Tensor, "prompt sample token"]) -> Float[Tensor, "prompt sample"]:
+        """The true reward of whole responses."""
+        space = self.space
+        if space.end is not None:
+            response = torch.nn.functional.pad(response, (0, 1), value=space.end)
+        mask, cut = torch.ones_like(response, dtype=torch.bool), torch.zeros(response.shape[:2], dtype=torch.bool)
+        return self.score(Rollouts(prompt, response, mask, mask.float(), space.limit, cut)).reward.sum(-1)
 
     def score(self, rollouts: Rollouts) -> Scores:
         return sorting.score(self.reward, rollouts, self.space)

@@ -14,6 +14,7 @@ three prompts: a local optimum.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ascent.menu import nearest
 from ascent.own import load_python
+from ascent.tasks.text.rewards import Reward, absolute, check_model, parse
 from ascent.types import Refused, Rollouts, Scores, Space
 
 REWARDS: tuple[str, ...] = ("exact", "positions", "process", "inclusion-ordering")
@@ -75,12 +77,29 @@ def check_reward(reward: str) -> str:
             raise Refused(f"--reward {reward}: a reward is a function f(prompt, response) -> number")
         _, file, name = reward.split(":")
         return f"python:{Path(file).expanduser().resolve()}:{name}"
-    if reward not in REWARDS:
+    if reward.startswith("model:"):
+        source = f"model:{Path(reward.removeprefix('model:')).expanduser().resolve()}"
+        check_model("--reward", source)
+        return source
+    own, entry = process_part(reward)
+    if entry is not None:
+        check_model("--reward", entry.source)
+        weight = "" if entry.weight == 1 else f"{entry.weight!r}*"
+        reward = f"{own}+{weight}{entry.source}" if own else f"{weight}{entry.source}"
+    if (own or entry is None) and own not in REWARDS:
         raise Refused(
-            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, and python:FILE:NAME for your own."
-            + nearest(reward, REWARDS)
+            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, python:FILE:NAME for your own, "
+            "model:RUN for a reward model, and process:RUN for one of steps." + nearest(own, REWARDS)
         )
     return reward
+
+
+def process_part(reward: str) -> tuple[str, Reward | None]:
+    """positions+0.5*process:RUN as its two parts: a reward of this world, or nothing, and a process reward, or none."""
+    found = re.fullmatch(r"(?:([^+:*]*)\+)?([^+:]*process(?:-score)?:.+)", reward)
+    if found is None:
+        return reward, None
+    return found[1] or "", parse([absolute(found[2])])[0]
 
 
 def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
@@ -90,6 +109,8 @@ def score(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     if reward.startswith("python:"):
         value, errors = own_reward(load_python("--reward", reward), rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
+    if reward.startswith("model:") or "process:" in reward or "process-score:" in reward:
+        raise Refused(f"--reward {reward}: a learned reward rates what a run samples; nothing else can ask it here")
     if reward == "process":
         each, tokens = points(rollouts.prompt, response), rollouts.mask.shape[-1]
         each = torch.nn.functional.pad(each, (0, max(0, tokens - each.shape[-1])))[..., :tokens]

@@ -6,14 +6,17 @@ from ascent.engines.language.draw import Support
 from ascent.engines.language.learner import LanguageLearner
 from ascent.engines.language.parameters import load_params
 from ascent.engines.language.proof import prove
+from ascent.engines.language.rater import LanguageRater, add_head
 from ascent.engines.language.sampler import LanguageSampler
 
 __all__ = [
     "Demonstrator",
     "LanguageCritic",
     "LanguageLearner",
+    "LanguageRater",
     "LanguageSampler",
     "Support",
+    "add_head",
     "held_out_logp",
     "load_params",
     "prove",

@@ -1,4 +1,4 @@
-"""Demonstrations as rollouts: SFT is the log-prob surrogate with δ = 1 on a demonstrator's samples."""
+"""Responses that were written down, as rollouts: demonstrations, and the two responses of a pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ascent.types import Metrics, Rollouts, to_batch
 
 
 class Demonstrator:
-    """A sampler that draws nothing: it answers each prompt as the demonstration does.
+    """A sampler that draws nothing: it answers each prompt with what is shown for it.
 
     The one place where responses are tokenised, for nobody has sampled them. Their log-probs under whoever
     wrote them are unknown.
@@ -21,35 +21,44 @@ class Demonstrator:
 
     fills: frozenset[str] = frozenset()
 
-    def __init__(self, lm: LanguageModel, limit: int, demonstration: Callable[[list[int]], str]):
-        self.lm, self.limit, self.demonstration = lm, limit, demonstration
+    def __init__(self, lm: LanguageModel, limit: int, responses: Callable[[list[int]], list[str]]):
+        self.lm, self.limit, self.responses = lm, limit, responses
         self.version = -1
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.version = version
 
     def generate(self, prompt: Tensor, samples: int, greedy: bool = False) -> Rollouts:
-        if samples != 1:
-            raise ValueError("a demonstration answers a prompt once")
-        ids = [self._tokens(self.demonstration(row[row >= 0].tolist())) for row in prompt]
-        width = max(len(tokens) for tokens, _ in ids)
-        length = torch.tensor([[len(tokens)] for tokens, _ in ids])
-        mask = torch.arange(width) < length.unsqueeze(-1)
-        return Rollouts(
-            prompt=prompt,
-            response=torch.tensor([[tokens + [0] * (width - len(tokens))] for tokens, _ in ids]),
-            mask=mask,
-            logp_sampler=torch.zeros(mask.shape),
-            limit=self.limit,
-            truncated=torch.tensor([[cut] for _, cut in ids]),
-            version=self.version,
-            sampled=False,
-        )
+        groups = [[self.tokens(words) for words in self.responses(row[row >= 0].tolist())] for row in prompt]
+        if any(len(group) != samples for group in groups):
+            raise ValueError(f"{len(groups[0])} responses are shown for a prompt, and {samples} were asked for")
+        return shown(prompt, groups, self.limit, self.version)
 
-    def _tokens(self, words: str) -> tuple[list[int], bool]:
-        """The response and its end token; and whether the limit cut it."""
-        ids = [*self.lm.tokenizer(words, add_special_tokens=False)["input_ids"], self.lm.end]
-        return ids[: self.limit], len(ids) > self.limit
+    def tokens(self, words: str) -> tuple[list[int], bool]:
+        return tokens_of(self.lm, words, self.limit)
+
+
+def tokens_of(lm: LanguageModel, words: str, limit: int) -> tuple[list[int], bool]:
+    """A response and its end token; and whether the limit cut it."""
+    ids = [*lm.tokenizer(words, add_special_tokens=False)["input_ids"], lm.end]
+    return ids[:limit], len(ids) > limit
+
+
+def shown(prompt: Tensor, groups: list[list[tuple[list[int], bool]]], limit: int, version: int = 0) -> Rollouts:
+    """Written responses `[prompt][sample]`, each with whether it was cut, as rollouts that nobody sampled."""
+    length = torch.tensor([[len(ids) for ids, _ in group] for group in groups])
+    width = int(length.max())
+    mask = torch.arange(width) < length.unsqueeze(-1)
+    return Rollouts(
+        prompt=prompt,
+        response=torch.tensor([[ids + [0] * (width - len(ids)) for ids, _ in group] for group in groups]),
+        mask=mask,
+        logp_sampler=torch.zeros(mask.shape),
+        limit=limit,
+        truncated=torch.tensor([[cut for _, cut in group] for group in groups]),
+        version=version,
+        sampled=False,
+    )
 
 
 def held_out_logp(learner: LanguageLearner, rollouts: Rollouts) -> Callable[[], Metrics]:

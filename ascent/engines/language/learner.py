@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ascent.engines.base import Stepped
+from ascent.engines.kept import remembered, remind
 from ascent.engines.language.attention import ours
 from ascent.engines.language.critic import LanguageCritic
 from ascent.engines.language.elementwise import fuse
 from ascent.engines.language.head import Head, token_stats
 from ascent.engines.language.parameters import gradients_into, load_params, room, without_dropout
 from ascent.engines.language.states import packed_states, padded_states, parts_of, place, spread, targets
-from ascent.engines.local import LocalLearner, remembered, remind
+from ascent.engines.local import LocalLearner
 from ascent.policies.causal_lm import LanguageModel
 from ascent.policies.critics import ValueLoss
 from ascent.types import Batch, Outputs, Refused, Rollouts, Terms

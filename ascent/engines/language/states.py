@@ -26,7 +26,7 @@ def lengths_of(mask: Tensor) -> list[list[int]]:
 def parts_of(batch: Batch, budget: int) -> Iterator[Batch]:
     """Parts of at most about so many tokens and of much the same size, prompts counted once.
 
-    Whole groups where they fit, else parts of one.
+    Whole groups where they fit, else parts of one. What was not sampled, a pair, is never cut.
     """
     prompts, responses = (batch.prompt >= 0).sum(-1).tolist(), lengths_of(batch.mask)
     costs = [prompt + sum(own) for prompt, own in zip(prompts, responses, strict=True)]
@@ -36,7 +36,7 @@ def parts_of(batch: Batch, budget: int) -> Iterator[Batch]:
         if i > start and used + cost > min(budget, even):
             yield batch.select(slice(start, i))
             start, used = i, 0
-        if cost > budget and len(responses[i]) > 1:
+        if cost > budget and len(responses[i]) > 1 and batch.sampled:
             yield from _parts_of_group(batch, i, prompts[i], responses[i], budget)
             start, used = i + 1, 0
         else:

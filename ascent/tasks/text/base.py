@@ -80,7 +80,7 @@ class Text:
     """Prompts and graded responses in words. Derive from it: `train`, `test`, `grade`, and `gold` if you can."""
 
     reward: tuple[str, ...] = ()
-    """own (the task's check) and python:FILE:FUNCTION, each with a weight if wanted: own 0.2*python:f.py:brief. A function is called f(prompt, response, answer, **columns) and returns a number or (number, reason). Empty: own."""  # noqa: E501
+    """own (the task's check), python:FILE:FUNCTION, judge:FILE (a model that is asked), model:RUN (a reward model) and process:RUN (one of steps), each with a weight if wanted: own 0.2*python:f.py:brief. A function is called f(prompt, response, answer, **columns) and returns a number or (number, reason). Empty: own."""  # noqa: E501
     lenient: float = 0.5
     """What a right answer in the wrong form earns; in the right form it earns 1."""
     system: str | None = None
@@ -95,12 +95,16 @@ class Text:
     """Wall-clock limit of one reward; what takes longer is ended, and counted as failed."""
     reward_workers: int = 2
     """Processes that compute rewards."""
+    reward_batch: int = 16
+    """Responses that a reward model rates at once. Memory only."""
+    reward_device: str = "auto"
+    """Where reward models run: cpu, cuda, cuda:1, …; auto: a GPU if there is one."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"default": DEFAULT}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", tuple(rewards.absolute(entry) for entry in self.reward))
-        for name in ("max_tokens", "max_prompt", "reward_workers"):
+        for name in ("max_tokens", "max_prompt", "reward_workers", "reward_batch"):
             if getattr(self, name) < 1:
                 refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least 1")
         if not self.reward_seconds > 0:

@@ -26,10 +26,7 @@ class Demonstrations(Text):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": DEFAULT
         | {
-            "algorithm": "reinforce",
-            "advantage": "raw",
-            "loss": "log-prob",
-            "weights": "token-mean",
+            "algorithm": "sft",
             "lr": 2e-5,
             "update.schedule": "linear",
             "update.warmup": 0.05,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ascent.tasks.text.base import Message, Problem, Text
-from ascent.tasks.text.grading import Grading
+from ascent.tasks.text.grading import Grading, Rater
 from ascent.types import Refused, Rollouts, Scores, Space, Trouble
 
 PADDING = -1
@@ -47,8 +47,10 @@ class Tokenized:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Those of the task count: they were laid under the settings before it was bound."""
 
-    def __init__(self, task: Text, encoder: Encoder):
+    def __init__(self, task: Text, encoder: Encoder, raters: Mapping[str, Rater] | None = None):
         self.task, self.encoder = task, encoder
+        self.raters = raters or {}
+        """The reward models that its rewards name."""
         self.drawn: dict[bytes, Problem] = {}
         self.tested: dict[bytes, Problem] = {}
         self.encoded: dict[int, list[int] | None] = {}
@@ -134,7 +136,7 @@ class Tokenized:
     def score(self, rollouts: Rollouts) -> Scores:
         shape = rollouts.mask.shape[:2]
         asked = self._asked(rollouts)
-        self.grading = self.grading or Grading(self.task)
+        self.grading = self.grading or Grading(self.task, self.raters)
         marks = self.grading(asked)
 
         def laid_out(values: Sequence[Any], kind: torch.dtype) -> Tensor:

@@ -1,0 +1,297 @@
+"""`ascent rounds`: iterative GRPO (Shao et al. 2024) as rounds of ordinary runs in one folder. The loop does not know.
+
+    FOLDER/rounds.json            every setting, so that `ascent rounds FOLDER` goes on
+    FOLDER/round_1/pairs.jsonl    two responses a prompt of the policy so far, labelled by the true reward or a judge
+    FOLDER/round_1/learned.jsonl  those, and a share of the pairs of earlier rounds
+    FOLDER/round_1/reward-model/  a run on them, from the reward model of the round before
+    FOLDER/round_1/policy/        a run on that reward, from the policy of the round before, which is its reference
+    FOLDER/round_1/true.json      the true reward of that policy's greedy answers to held-out prompts
+    FOLDER/round_2/…
+
+Each part is there whole or not at all, or is a run that can be resumed. What is finished is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.api import resume, start
+from ascent.assemble import source_of
+from ascent.candidates import drawn
+from ascent.config import Config
+from ascent.judge import read_judge
+from ascent.labelling import label as label_by_judge
+from ascent.loaded import Loaded, changed, of_config
+from ascent.menu import hyperparameters, to_dict
+from ascent.pairing import _pairs as drawn_pairs
+from ascent.records import Run
+from ascent.records.display import Display, for_stream
+from ascent.records.folder import RunFolder, read_json, write_json
+from ascent.records.run import policy_of
+from ascent.settings import configure, flatten
+from ascent.stepping import write_rows
+from ascent.tasks.text import Text
+from ascent.tasks.text.jsonl import read_lines
+from ascent.train import Streams
+from ascent.types import Refused, Trouble
+
+PLAN = "rounds.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many rounds, and what happens in each."""
+
+    rounds: int = 3
+    """Rounds of pairs, a reward model and a policy."""
+    pairs: int = 256
+    """New pairs in each."""
+    replay: float = 0.1
+    """Share of a reward model's pairs that are of earlier rounds."""
+    judge: str | None = None
+    """A judge's TOML file. None: the task's own reward labels the pairs, and is hidden from the policy."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "pairs"):
+            if getattr(self, name) < 1:
+                raise Refused(f"--{name} is {getattr(self, name)}: it has to be at least 1")
+        if not 0 <= self.replay < 1:
+            raise Refused(f"--replay is {self.replay:g}: a share of old pairs, from 0 to below 1")
+
+
+class Interrupted(Exception):
+    """A part was stopped, and saved."""
+
+
+class Rounds:
+    """The rounds of a folder: `go` does what is still to be done."""
+
+    def __init__(self, folder: Path, config: Config, plan: Plan, rater: dict[str, Any], show: bool = True):
+        self.folder, self.config, self.plan, self.rater, self.show = folder, config, plan, rater, show
+        self.words = isinstance(config.task, Text)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse, before any work, what would fail in a later part."""
+        if not self.words and not hasattr(self.config.task, "pairs"):
+            raise Refused("ascent rounds: a reward model learns from pairs, and this task has none; sort has")
+        if self.plan.judge is not None:
+            if not self.words:
+                raise Refused(
+                    "--judge with a task of numbers: a judge reads words. Leave it out: the true reward labels"
+                )
+            read_judge(self.plan.judge).insist()
+        if any("model:" in str(entry) or "process" in str(entry) for entry in self._truth()):
+            raise Refused(
+                f"--reward {self.config.task.reward}: here it is the true reward, which labels pairs; no learned one"
+            )
+        if self.config.algorithm.loss.data != "samples":
+            raise Refused("--algorithm: the policy of a round learns from its own samples, as in grpo")
+        self.rater_config(Path("pairs.jsonl"), 1)
+
+    def _truth(self) -> tuple[str, ...]:
+        reward = self.config.task.reward
+        return reward if isinstance(reward, tuple) else (reward,)
+
+    # ---- the parts
+
+    def go(self) -> None:
+        """Every part of every round that is not finished yet, in order."""
+        for number in range(1, self.plan.rounds + 1):
+            here = self.part(number)
+            here.mkdir(parents=True, exist_ok=True)
+            self.once(here / "pairs.jsonl", partial(self.make_pairs, number))
+            self.once(here / "learned.jsonl", partial(self.mix, number))
+            self.run(here / "reward-model", partial(self.rater_config, here / "learned.jsonl", number))
+            self.run(here / "policy", partial(self.policy_config, number))
+            self.once(here / "true.json", partial(self.measure, number))
+
+    def part(self, number: int, name: str = "") -> Path:
+        return self.folder / f"round_{number}" / name
+
+    def once(self, path: Path, make: Callable[[Path], Any]) -> None:
+        """A file that appears whole: if it is there, it is finished."""
+        if not path.exists():
+            make(path)
+
+    def run(self, path: Path, config: Callable[[], Config]) -> None:
+        """A run: started, gone on with, or left as it is."""
+        display = for_stream() if self.show else Display()
+        if not (path / "run.json").exists():
+            done = start(config(), path, display, preflight=False)
+        else:
+            done = resume(path, display)
+        if done.status != "finished":
+            raise Interrupted(path)
+
+    # ---- pairs
+
+    def make_pairs(self, number: int, path: Path) -> None:
+        loaded = self.policy_before(number)
+        if self.plan.judge is None:
+            self.write_pairs(path, loaded, number)
+            return
+        candidates, seed = path.with_name("candidates.jsonl"), self.config.seed + number
+        self.once(candidates, lambda out: write_rows(out, drawn(loaded, self.plan.pairs, 2, seed)))
+        label_by_judge(candidates, path, read_judge(self.plan.judge), show=self.show)
+        try:
+            _insist_on_prompts([row for _, row in read_lines(path)], number)
+        except Trouble:
+            path.unlink()
+            raise
+
+    def write_pairs(self, path: Path, loaded: Loaded, number: int) -> None:
+        """Labelled by the true reward, whatever the policy was trained on."""
+        task = loaded.task()
+        try:
+            pairs = drawn_pairs(loaded, task, self.plan.pairs, self.config.seed + number, None)
+            rows = [row for row, _ in zip(pairs, range(self.plan.pairs), strict=False)]
+        finally:
+            getattr(task, "close", lambda: None)()
+        _insist_on_prompts(rows, number)
+        write_rows(path, rows)
+
+    def mix(self, number: int, path: Path) -> None:
+        """The new pairs, and so many old ones, drawn at random, that they are the wanted share of all."""
+        new = [row for _, row in read_lines(self.part(number, "pairs.jsonl"))]
+        old = [row for n in range(1, number) for _, row in read_lines(self.part(n, "pairs.jsonl"))]
+        count = min(len(old), round(len(new) * self.plan.replay / (1 - self.plan.replay)))
+        order = torch.randperm(len(old), generator=torch.Generator().manual_seed(self.config.seed + number))
+        write_rows(path, new + [old[i] for i in order[:count].tolist()])
+
+    # ---- runs
+
+    def policy_before(self, number: int) -> Loaded:
+        """The policy that a round starts from, on the true reward: of the round before, of --init, or untrained."""
+        source = self.part(number - 1, "policy") if number > 1 else self.config.init
+        if source is not None:
+            return Loaded(changed(self.config), policy_of(self.config, source_of(Path(source))))
+        if self.words:
+            return of_config(self.config)
+        return Loaded(self.config, self.config.policy(self.config.task.space, Streams(self.config.seed).sampling))
+
+    def policy_config(self, number: int) -> Config:
+        """The training of a round: on the learned reward, from the last policy, which is then its reference."""
+        learned: Any = f"model:{self.part(number, 'reward-model').resolve()}"
+        task = replace(self.config.task, reward=(learned,) if self.words else learned)
+        init = str(self.part(number - 1, "policy")) if number > 1 else self.config.init
+        return replace(self.config, task=task, init=init, seed=self.config.seed + number - 1)
+
+    def rater_config(self, file: Path, number: int) -> Config:
+        """The training of a round's reward model, from that of the round before."""
+        base = flatten({"policy": to_dict(self.config.policy)}) | {
+            "seed": self.config.seed,
+            "threads": self.config.threads,
+        }
+        if number > 1:
+            base["init"] = str(self.part(number - 1, "reward-model"))
+        if self.words:
+            limits = {name: getattr(self.config.task, name) for name in ("max_prompt", "max_tokens")}
+            return configure(f"preferences:{file.resolve()}", {"preset": "reward-model"}, base, limits, self.rater)
+        own = {name: getattr(self.config.task, name) for name in hyperparameters(type(self.config.task))}
+        return configure(
+            type(self.config.task), own, base, {"algorithm": "reward-model", "pairs": str(file)}, self.rater
+        )
+
+    def measure(self, number: int, path: Path) -> None:
+        """The true reward of the round's policy: of its greedy answers to held-out prompts."""
+        loaded = self.policy_before(number + 1)
+        task = loaded.task()
+        try:
+            prompt = task.held_out(self.config.eval_prompts)
+            scores = task.score(loaded.sampler(prompt, 0).generate(prompt, 1, greedy=True))
+        finally:
+            getattr(task, "close", lambda: None)()
+        total = scores.reward.sum(-1)[scores.valid]
+        write_json(path, {"reward": float(total.mean()) if len(total) else None, "prompts": len(total)})
+
+    # ---- in one place
+
+    def summary(self) -> list[dict[str, Any]]:
+        """A row for each finished round: the learned reward beside the true one."""
+        rows = []
+        for number in range(1, self.plan.rounds + 1):
+            path = self.part(number, "policy")
+            if not self.part(number, "true.json").exists():
+                break
+            policy, model = _last(path), _last(self.part(number, "reward-model"))
+            rows.append(
+                {
+                    "round": number,
+                    "pairs": len(read_lines(self.part(number, "pairs.jsonl"))),
+                    "replayed": len(read_lines(self.part(number, "learned.jsonl")))
+                    - len(read_lines(self.part(number, "pairs.jsonl"))),
+                    "reward model right": model.get("eval/pairs/accuracy"),
+                    "learned reward": policy.get("eval/reward"),
+                    "true reward": read_json(self.part(number, "true.json"))["reward"],
+                    "exactly right": policy.get("eval/accuracy"),
+                    "kl": policy.get("kl"),
+                }
+            )
+        return rows
+
+
+def _insist_on_prompts(rows: list[dict[str, Any]], number: int) -> None:
+    """A reward model is trained on some prompts and tested on others."""
+    if len({json.dumps(row["prompt"]) for row in rows}) < 2:
+        raise Trouble(
+            f"round {number}: {len(rows)} pairs with a winner, and a reward model needs at least two prompts: "
+            "a prompt's responses are equal, or nobody can say which is better. Ask for more --pairs in a new folder"
+        )
+
+
+def _last(run: Path) -> dict[str, Any]:
+    """The last known value of every metric."""
+    return {name: value for line in Run(run).metrics for name, value in line.items() if value is not None}
+
+
+# ---- a folder of them ------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, config: Config, plan: Plan, rater: dict[str, Any], show: bool = True) -> Rounds:
+    """New rounds in a new folder; or those of the folder, if they were begun with the same settings."""
+    if config.init is not None:
+        config = replace(config, init=str(source_of(Path(config.init))))
+    config = replace(config, threads=config.threads or torch.get_num_threads())
+    judge = None if plan.judge is None else str(Path(plan.judge).expanduser().resolve())
+    plan = replace(plan, judge=judge)
+    made = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": rater}
+    rounds = Rounds(folder, config, plan, rater, show)
+    if (folder / PLAN).exists():
+        if read_json(folder / PLAN) != json.loads(json.dumps(made)):
+            raise Refused(f"--out {folder}: rounds with other settings. Go on with those: ascent rounds {folder}")
+        return rounds
+    if folder.exists() and any(folder.iterdir()):
+        raise Refused(f"--out {folder}: already there and not empty. Choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / PLAN, made)
+    return rounds
+
+
+def reopen(folder: Path, show: bool = True) -> Rounds:
+    """The rounds of a folder, from any place."""
+    kept = read_json(folder / PLAN)
+    settings = flatten(kept["config"])
+    return Rounds(folder, configure(settings.pop("task"), settings), Plan(**kept["plan"]), kept["reward_model"], show)
+
+
+def carry_out(rounds: Rounds) -> list[dict[str, Any]]:
+    """Do what is still to be done, with the folder locked."""
+    lock = RunFolder(rounds.folder)
+    lock.lock()
+    try:
+        rounds.go()
+    except Interrupted as stopped:
+        raise KeyboardInterrupt(f"{stopped} is saved. Go on with: ascent rounds {rounds.folder}") from None
+    except KeyboardInterrupt as stopped:
+        raise KeyboardInterrupt(f"{stopped or 'stopped'}. Go on with: ascent rounds {rounds.folder}") from None
+    finally:
+        lock.close()
+    return rounds.summary()

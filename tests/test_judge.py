@@ -1,0 +1,421 @@
+"""A judge behind an address that misbehaves: a verdict or a typed error, never a number made up; nothing paid twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_judge import FakeJudge, Reply, serving
+
+from ascent.judge import Asker, Judge, Preference, Scored, Unanswered, Unparsed, compare, read_judge, score
+from ascent.judge.cache import Answers, key_of
+from ascent.types import Refused, Trouble
+
+QUICK: dict[str, Any] = {"model": "tester", "backoff": 0.01, "timeout": 0.3, "deadline": 5.0, "retries": 3}
+SECRET = "sk-very-secret-4711"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+def asker_of(server: FakeJudge, cache: Path, **more: Any) -> Asker:
+    return Asker(Judge(**{**QUICK, "url": server.url, **more}), Answers(cache))
+
+
+def scores(server: FakeJudge, cache: Path, responses: list[str], **more: Any) -> list[Any]:
+    return score(asker_of(server, cache, **more), [("2 + 2 =", response, "4") for response in responses])
+
+
+def test_a_score_becomes_a_reward_from_0_to_1(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with serving(lambda *_: Reply("Rather good.\n**Score:** 7/10")) as server:
+        more = {"key_env": "JUDGE_KEY", "criteria": "wit", "options": '{"seed": 3, "max_tokens": null}'}
+        found = scores(server, cache, ["4 {prompt}"], **more)
+    assert found == [Scored((7 - 1) / (10 - 1), "Rather good. **Score:** 7/10")]
+    assert server.headers[0]["Authorization"] == f"Bearer {SECRET}"
+    body = server.bodies[0]
+    assert (body["model"], body["temperature"], body["seed"], "max_tokens" in body) == ("tester", 0.0, 3, False)
+    asked = body["messages"][0]["content"]
+    assert "2 + 2 =" in asked and "wit" in asked and "4 {prompt}" in asked, "what a text holds in braces stays"
+
+
+def test_without_a_key_none_is_sent(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with serving(lambda *_: Reply()) as server:
+        assert isinstance(scores(server, cache, ["4"])[0], Scored)
+    assert "Authorization" not in server.headers[0]
+
+
+# ---- trouble that passes ----------------------------------------------------------------------------
+
+PASSING: dict[str, Callable[[], Reply]] = {
+    "slow": lambda: Reply(delay=0.6),
+    "a byte now and then": lambda: Reply(trickle=0.05),
+    "malformed JSON": lambda: Reply(raw=b'{"choices": [{"mess'),
+    "no chat": lambda: Reply(raw=b'{"choices": []}'),
+    "not even text": lambda: Reply(raw=b"\xff\xfe\x00"),
+    "429": lambda: Reply(status=429, headers={"Retry-After": "0.05"}),
+    "429 until a date": lambda: Reply(status=429, headers={"Retry-After": formatdate(time.time() - 5, usegmt=True)}),
+    "429 with nonsense": lambda: Reply(status=429, headers={"Retry-After": "soon"}),
+    "500": lambda: Reply(status=500, raw=b"<html>oops</html>"),
+    "503": lambda: Reply(status=503),
+    "a dropped connection": lambda: Reply(drop=True),
+}
+
+
+@pytest.mark.parametrize("trouble", PASSING)
+def test_what_passes_is_waited_out(trouble: str, cache: Path) -> None:
+    with serving(lambda _, number: PASSING[trouble]() if number == 0 else Reply("Score: 10")) as server:
+        asker = asker_of(server, cache)
+        assert score(asker, [("p", "r", None)])[0].value == 1.0  # type: ignore[union-attr]
+    assert (asker.counts.retried, asker.counts.asked, server.count) == (1, 1, 2)
+
+
+LAST_WORDS = {
+    "slow": "no answer within 0.1 s",
+    "malformed JSON": "none of a chat",
+    "429": "429: ",
+    "500": "500: <html>oops</html>",
+    "a dropped connection": "RemoteProtocolError",
+}
+
+
+@pytest.mark.parametrize("trouble", LAST_WORDS)
+def test_what_does_not_pass_is_an_error_and_no_number(trouble: str, cache: Path) -> None:
+    with serving(lambda *_: PASSING[trouble]()) as server:
+        begin = time.monotonic()
+        found = scores(server, cache, ["r"], retries=2, timeout=0.1)[0]
+        assert time.monotonic() - begin < 2
+    assert isinstance(found, Unanswered)
+    assert "after 3 tries" in str(found) and LAST_WORDS[trouble] in str(found)
+    assert server.count == 3
+
+
+def test_nobody_there(cache: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asker = Asker(Judge(**QUICK, url=f"http://127.0.0.1:{port}/v1"), Answers(cache))
+    found = score(asker, [("p", "r", None)])[0]
+    assert isinstance(found, Unanswered) and "ConnectError" in str(found)
+
+
+def test_after_many_silences_the_rest_is_not_waited_for(cache: Path) -> None:
+    with serving(lambda *_: Reply(status=500)) as server:
+        found = scores(server, cache, [str(i) for i in range(40)], retries=0, concurrency=4)
+    assert all(isinstance(error, Unanswered) for error in found)
+    assert server.count <= 8 + 4
+    assert "not asked" in str(found[-1])
+
+
+def test_the_deadline_is_over_all_tries(cache: Path) -> None:
+    with serving(lambda *_: Reply(delay=0.5)) as server:
+        begin = time.monotonic()
+        found = scores(server, cache, ["r"], timeout=0.2, deadline=0.5, retries=50, backoff=0.05)[0]
+        assert time.monotonic() - begin < 1.0
+    assert isinstance(found, Unanswered) and "deadline" in str(found)
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(cache: Path) -> None:
+    with serving(lambda *_: Reply(status=429, headers={"Retry-After": "3600"})) as server:
+        begin = time.monotonic()
+        assert isinstance(scores(server, cache, ["r"])[0], Unanswered)
+        assert time.monotonic() - begin < 1.0
+    assert server.count == 1
+
+
+@pytest.mark.parametrize("header", ["0.4", "date"])
+def test_retry_after_is_heeded(header: str, cache: Path) -> None:
+    """A date has whole seconds: two ahead is at least one."""
+    when = header if header != "date" else formatdate(time.time() + 2, usegmt=True)
+    least = 0.4 if header != "date" else 0.9
+    busy = Reply(status=429, headers={"Retry-After": when})
+    with serving(lambda _, number: busy if number == 0 else Reply()) as server:
+        begin = time.monotonic()
+        assert isinstance(scores(server, cache, ["r"])[0], Scored)
+        assert time.monotonic() - begin >= least
+
+
+# ---- trouble that does not ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_address_ends_everything(status: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    said = json.dumps({"error": {"message": f"Incorrect API key provided: {SECRET}"}}).encode()
+    with serving(lambda *_: Reply(status=status, raw=said)) as server, pytest.raises(Trouble) as raised:
+        scores(server, cache, [str(i) for i in range(20)], concurrency=1)
+    assert server.count == 1
+    assert str(status) in str(raised.value) and SECRET not in str(raised.value)
+
+
+def test_a_refused_text_is_the_end_of_that_question_alone(cache: Path) -> None:
+    too_long = Reply(status=400, raw=b'{"error": {"message": "too many tokens"}}')
+    with serving(lambda prompt, _: too_long if "LONG" in prompt else Reply()) as server:
+        long, short = scores(server, cache, ["LONG", "short"])
+    assert isinstance(long, Unanswered) and "too many tokens" in str(long)
+    assert isinstance(short, Scored)
+    assert server.count == 2
+
+
+# ---- answers without a verdict ------------------------------------------------------------------------
+
+
+def test_an_answer_without_a_verdict_is_asked_for_anew_and_kept(cache: Path) -> None:
+    words = ["I would rather not say.", "Score: 4"]
+    with serving(lambda _, number: Reply(words[number])) as server:
+        assert scores(server, cache, ["r"])[0].value == pytest.approx(1 / 3)
+        assert scores(server, cache, ["r"])[0].value == pytest.approx(1 / 3), "and then from disk"
+    assert server.count == 2
+
+
+BAD = {
+    "no words about it": "the answer has no score",
+    "": "the answer is empty",
+    "Score: 11": "its score is 11",
+    "Score: 0": "its score is 0",
+    "Score: seven": "the answer has no score",
+    "Score (1-10): 8": "the answer has no score",
+    "Score: 3 or 4": "the answer has no score",
+    "<think>\nScore: 9\n</think>\nhm": "the answer has no score",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_cannot_be_read_is_a_typed_error_with_the_raw_text(words: str, cache: Path) -> None:
+    with serving(lambda *_: Reply(words)) as server:
+        found = scores(server, cache, ["r"], again=2)[0]
+        assert isinstance(found, Unparsed)
+        assert found.raw == words and BAD[words] in str(found)
+        assert server.count == 3
+        assert isinstance(scores(server, cache, ["r"], again=2)[0], Unparsed)
+    assert server.count == 3, "a bad answer was paid for too, and is not paid for again"
+
+
+def test_a_null_answer_that_was_cut_off_says_so(cache: Path) -> None:
+    with serving(lambda *_: Reply(None, finish="length")) as server:
+        found = scores(server, cache, ["r"], again=0)[0]
+    assert isinstance(found, Unparsed) and "raise --max-tokens" in str(found)
+
+
+def test_thoughts_are_not_verdicts_and_the_last_line_counts(cache: Path) -> None:
+    with serving(lambda *_: Reply("<think>Score: 2</think>Score: 3\nno:\nScore: 10")) as server:
+        assert scores(server, cache, ["r"])[0].value == 1.0
+
+
+# ---- the cache ------------------------------------------------------------------------------------------
+
+
+def test_equal_questions_are_asked_once_and_others_are_not_equal(cache: Path) -> None:
+    with serving(lambda *_: Reply(delay=0.02)) as server:
+        scores(server, cache, ["same"] * 12)
+        assert server.count == 1
+        changes: list[dict[str, Any]] = [
+            {"model": "other"},
+            {"temperature": 0.5},
+            {"max_tokens": 7},
+            {"system": "Be kind."},
+            {"criteria": "wit"},
+            {"low": 0.0},
+            {"options": '{"seed": 1}'},
+            {"score_prompt": "{prompt} {response}"},
+        ]
+        for number, change in enumerate(changes, 2):
+            scores(server, cache, ["same"], **change)
+            assert server.count == number, change
+        for same in ({"timeout": 0.2}, {"score_pattern": r"Score: (\d)"}, {"retries": 1}, {"key_env": "NONE"}, {}):
+            scores(server, cache, ["same"], **same)
+        assert server.count == len(changes) + 1
+        scores(server, cache, ["another"])
+    assert server.count == len(changes) + 2
+
+
+def test_the_cache_outlives_a_crash_in_the_middle_of_a_line(cache: Path) -> None:
+    first = Answers(cache)
+    first.put("one", {"text": "Score: 1"})
+    first.put("two", {"text": "Score: 2"})
+    whole = cache.read_bytes()
+    cache.write_bytes(whole[:-9])  # the second line is torn
+    again = Answers(cache)
+    assert again.get("one") == {"text": "Score: 1"}
+    assert again.get("two") is None
+    again.put("three", {"text": "Score: 3 \ud800"})
+    last = Answers(cache)
+    assert [last.get(key) is not None for key in ("one", "two", "three")] == [True, False, True]
+    assert last.get("three") == {"text": "Score: 3 \ud800"}
+
+
+def test_two_processes_share_a_cache(cache: Path) -> None:
+    one, other = Answers(cache), Answers(cache)
+    assert one.get("k") is None
+    other.put("k", {"text": "x"})
+    assert one.get("k") == {"text": "x"}
+    other.put("l", {"text": "y"})
+    assert one.get("l") == {"text": "y"}
+
+    def write(answers: Answers, name: str) -> None:
+        for i in range(50):
+            answers.put(f"{name}{i}", {"text": "y" * 500})
+
+    threads = [threading.Thread(target=write, args=pair) for pair in ((one, "a"), (other, "b"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fresh = Answers(cache)
+    assert all(fresh.get(f"{name}{i}") for name in "ab" for i in range(50))
+
+
+def test_a_full_disk_stops_before_more_is_paid_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with serving(lambda *_: Reply(delay=0.02)) as server:
+        asker = asker_of(server, cache, concurrency=1)
+        monkeypatch.setattr("ascent.judge.cache._write", full)
+        with pytest.raises(Trouble, match="No space left"):
+            score(asker, [("p", str(i), None) for i in range(9)])
+    assert server.count <= 2
+
+
+def test_no_key_on_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    with serving(lambda *_: Reply(f"You sent {SECRET}.\nScore: 5")) as server:
+        assert SECRET not in scores(server, cache, ["r"])[0].reason
+    assert SECRET not in cache.read_text()
+
+
+def test_the_key_of_an_answer_is_that_of_its_whole_request() -> None:
+    judge = Judge(url="http://localhost:1/v1", model="m")
+    keys = {key_of(judge.body(judge.messages("{prompt}", prompt=p)), again) for p in ("a", "b") for again in (0, 1)}
+    assert len(keys) == 4
+    moved = replace(judge, url="http://localhost:2/v1")
+    assert key_of(moved.body([]), 0) == key_of(judge.body([]), 0), "a model that moved is the same model"
+
+
+# ---- how many at once, and from where -------------------------------------------------------------------
+
+
+def test_no_more_at_once_than_was_allowed(cache: Path) -> None:
+    with serving(lambda *_: Reply(delay=0.03)) as server:
+        found = scores(server, cache, [str(i) for i in range(20)], concurrency=3)
+    assert all(isinstance(s, Scored) for s in found)
+    assert server.peak == 3
+
+
+def test_a_judge_can_be_asked_where_a_loop_is_running(cache: Path) -> None:
+    """A notebook."""
+
+    async def cell() -> list[Any]:
+        return scores(server, cache, ["r"])
+
+    with serving(lambda *_: Reply()) as server:
+        assert isinstance(asyncio.run(cell())[0], Scored)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------
+
+
+def longer(prompt: str, _: int) -> Reply:
+    """Prefers the longer response, wherever it stands."""
+    a = prompt.split("[Response A]\n")[1].split("\n\n[Response B]")[0]
+    b = prompt.split("[Response B]\n")[1].split("\n\n[End")[0]
+    better = "tie" if len(a) == len(b) else "A" if len(a) > len(b) else "B"
+    return Reply(f"Hm.\nVerdict: {better}")
+
+
+def test_both_orders_are_asked_and_have_to_agree(cache: Path) -> None:
+    asked = [("p", "short", "much longer", None), ("p", "long one", "s", None)]
+    with serving(longer) as server:
+        assert compare(asker_of(server, cache), asked) == [Preference(1, ("B", "A")), Preference(0, ("A", "B"))]
+    assert server.count == 4
+    with serving(lambda *_: Reply("Verdict: A")) as server:  # likes whatever stands first
+        biased = compare(asker_of(server, cache, model="biased"), asked)
+    assert biased == [Preference(None, ("A", "A"))] * 2
+    with serving(lambda _, number: Reply(["Verdict: A", "Verdict: tie"][number % 2])) as server:
+        undecided = compare(asker_of(server, cache, model="undecided", concurrency=1), asked)
+    assert undecided == [Preference(None, ("A", "tie"))] * 2
+
+
+def test_one_order_without_a_verdict_is_no_verdict(cache: Path) -> None:
+    with serving(lambda _, number: Reply("Verdict: A" if number == 0 else "both are fine")) as server:
+        found = compare(asker_of(server, cache, concurrency=1), [("p", "x", "y", None)])
+    assert isinstance(found[0], Unparsed) and found[0].raw == "both are fine"
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("http://localhost:8000", "http://localhost:8000/v1/chat/completions"),
+        ("http://localhost:8000/v1/", "http://localhost:8000/v1/chat/completions"),
+        ("https://host/openai/v1", "https://host/openai/v1/chat/completions"),
+        ("http://localhost:8000/v1/chat/completions", "http://localhost:8000/v1/chat/completions"),
+    ],
+)
+def test_addresses(given: str, made: str) -> None:
+    assert Judge(url=given).url == made
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "localhost:8000"}, "begins with http"),
+        ({"url": f"https://me:{SECRET}@host/v1"}, "written down"),
+        ({"url": "http://host:port/v1"}, "--url"),
+        ({"low": 3.0, "high": 3.0}, "low up to high"),
+        ({"concurrency": 0}, "--concurrency is 0"),
+        ({"deadline": 0.0}, "--deadline is 0"),
+        ({"options": "{"}, "no JSON"),
+        ({"options": '{"messages": []}'}, "without messages"),
+        ({"score_prompt": "{prompt}"}, "{response}"),
+        ({"pair_prompt": "{first}"}, "{second}"),
+        ({"score_pattern": "("}, "no regular expression"),
+        ({"pair_pattern": "(a)(b)"}, "2 groups"),
+    ],
+)
+def test_what_cannot_be_a_judge_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused) as raised:
+        Judge(**change)
+    assert words in str(raised.value)
+    assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("url = 1", "url is 1"),
+        ("modell = 'x'", "Did you mean model?"),
+        ("api_key = 'x'", "does not belong into a file"),
+        ("url = ", "cannot be read as TOML"),
+    ],
+)
+def test_a_judges_file_is_checked(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "judge.toml"
+    file.write_text(text)
+    with pytest.raises(Refused, match=words.replace("?", r"\?")):
+        read_judge(file)
+
+
+def test_a_judges_file(tmp_path: Path) -> None:
+    file = tmp_path / "judge.toml"
+    file.write_text('url = "http://localhost:1/v1"\nmodel = "m"\nlow = 0\nsystem = "Be just."\n')
+    judge = read_judge(file)
+    assert (judge.low, judge.system, Path(judge.cache)) == (0.0, "Be just.", tmp_path / "judge.answers.jsonl")
+    with pytest.raises(Refused, match="has no url"):
+        Judge().insist()
+    with pytest.raises(Refused, match="there is no such file"):
+        read_judge(tmp_path / "none.toml")
