@@ -121,18 +121,22 @@ def theirs(model: str, seconds: float, found: dict[str, Any], out: Path) -> None
 
 def draw(found: dict[str, Any]) -> None:
     """Strict and lenient accuracy of both over samples and over seconds."""
-    fig, axes = figure(1, 2, figsize=(10.5, 4.2), sharey=True)
+    fig, grid = figure(1, 2, (10.5, 4.2))
+    axes = grid[0]
     for color, (side, name) in zip(COLORS, (("ascent", "Ascent"), ("trl", "TRL 1.16")), strict=False):
         points = found["curves"][side]
         for axis, x, scale in zip(axes, ("samples", "seconds"), (1e-3, 1.0), strict=True):
             xs = [scale * p[x] for p in points]
-            axis.plot(xs, [100 * p["strict"] for p in points], color=color, label=f"{name}, strict")
-            axis.plot(xs, [100 * p["lenient"] for p in points], color=color, ls=":", label=f"{name}, lenient")
+            axis.plot(xs, [100 * p["strict"] for p in points], color=color, marker="o", ms=3, label=f"{name}, strict")
+            axis.plot(xs, [100 * p["lenient"] for p in points], color=color, ls=":", lw=3, label=f"{name}, lenient")
+            bounds = [wilson(round(p["strict"] * 500), 500) for p in points]
+            axis.fill_between(
+                xs, [100 * b.low for b in bounds], [100 * b.high for b in bounds], color=color, alpha=0.12
+            )
     axes[0].set(xlabel="samples, thousands", ylabel="held-out accuracy, %", ylim=(0, 100))
     axes[0].set_xlim(0, 1e-3 * found["curves"]["trl"][-1]["samples"] * 1.05)
-    axes[1].set(xlabel="seconds of training")
+    axes[1].set(xlabel="seconds of training", ylim=(0, 100))
     axes[1].legend(loc="lower right", frameon=False)
-    fig.tight_layout()
     save_picture(fig, "learn")
 
 

@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))
 LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
 SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
 SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo", "rlhf", "ceiling", "map", "lab_latency")
-NAMES = SMALL + LANGUAGE
+ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "scaling_gpu", "learn")
+NAMES = SMALL + LANGUAGE + ON_GPU
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 
@@ -221,3 +222,10 @@ def test_a_peer_takes_turns_and_its_end_is_told(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(RuntimeError, match=r"(?s)status 1.*no more"):
         peer()
     peer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_GPU)
+def test_a_gpu_benchmark_runs_small_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run(name, capsys, "--smoke")
+    assert closing["ok"] and closing["smoke"]
