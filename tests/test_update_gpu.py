@@ -6,6 +6,7 @@ On a CPU the same code runs on the formulas that the kernels stand for; the kern
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ascent.engines.language.elementwise import fuse
 from ascent.engines.language.fused_head import FusedStats
 from ascent.engines.language.parameters import CPU_TOKENS, bytes_per_token, room
 from ascent.engines.language.states import Placed, host_of, packed_states, place
+from ascent.policies import CausalLM
 from ascent.types import Batch
 from tests.language import batch_of, model_of
 from tests.test_language_engines import awkward, credited, dense, learner_of
@@ -178,6 +180,31 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
         assert p.grad.dtype == torch.float32
         assert torch.equal(total, p.grad)
     assert any(not torch.equal(p.grad, p.grad.bfloat16().float()) for p in learner.trainable())
+
+
+def test_training_begins_from_the_parameters_as_they_were_stored(tiny_folder: Path) -> None:
+    """Not from their rounded values, from which a small step would not move the model at all."""
+    stored = CausalLM(str(tiny_folder), dtype="float32", device="cpu").load().trained()
+    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load()
+    learner = LanguageLearner(lm, ALGORITHMS["reinforce"].update, False, frozenset())
+    rounded = 0.0
+    for (name, p), wide in zip(lm.trained().items(), learner.trainable(), strict=True):
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(wide, stored[name])
+        assert torch.equal(wide.bfloat16(), p)
+        rounded += float((wide != p.float()).float().mean())
+    assert rounded > 0
+    assert not lm.exact, "they are kept once"
+
+
+def test_training_from_another_run_begins_from_that(tiny_folder: Path) -> None:
+    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load()
+    with torch.no_grad():
+        for p in lm.trained().values():
+            p.mul_(2)
+    learner = LanguageLearner(lm, ALGORITHMS["reinforce"].update, False, frozenset())
+    for p, wide in zip(lm.trained().values(), learner.trainable(), strict=True):
+        assert torch.equal(wide, p.float())
 
 
 # ---- what lies between the products ---------------------------------------------------------------

@@ -58,17 +58,23 @@ class CausalLM:
         device = pick_device(self.device)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
-            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=self._dtype(device))
+            dtype = self._dtype(device)
+            stored = "auto" if dtype in (torch.bfloat16, torch.float16) else dtype
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=stored)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Refused(f"--model {self.model}: it cannot be loaded: {first}") from None
         model = model.to(device).eval().requires_grad_(not (self.lora or self.last_layers))
         if self.last_layers:
             self._free_last(model)
+        exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
+        model = model.to(dtype)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted = self._adapt(model, seed) if self.lora else None
-        return LanguageModel(model, tokenizer, adapted)
+        lm = LanguageModel(model, tokenizer, adapted)
+        lm.exact = exact
+        return lm
 
     def _dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
@@ -143,6 +149,8 @@ class LanguageModel(nn.Module):
             raise Refused("the model names no end token, so no response could ever end")
         self.end: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.ends)
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
+        self.exact: dict[str, Tensor] = {}
+        """Trained parameters as they were stored, where the model has them rounded: training begins from these."""
         self.shares = True
         """Can a group's prompt be encoded once? The learner finds out."""
 

@@ -17,7 +17,7 @@ from ascent.engines.language.attention import ours
 from ascent.engines.language.critic import LanguageCritic
 from ascent.engines.language.elementwise import fuse
 from ascent.engines.language.head import Head, token_stats
-from ascent.engines.language.parameters import gradients_into, load_params, room, without_dropout
+from ascent.engines.language.parameters import begin_with, gradients_into, load_params, room, without_dropout
 from ascent.engines.language.states import packed_states, padded_states, parts_of, place, spread, targets
 from ascent.engines.local import LocalLearner
 from ascent.policies.causal_lm import LanguageModel
@@ -50,7 +50,7 @@ class LanguageLearner(LocalLearner):
         self._params = lm.trained()
         self._working = list(self._params.values())
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self._working)
-        self._trainable = [p.detach().float().clone() for p in self._working] if narrow else self._working
+        self._trainable = begin_with(lm, self._params) if narrow else self._working
         self.optimizer = update.optimizer(self._trainable)
         self.kept = [p.detach().clone() for p in self._working] if reference else None
         self.moved = False

@@ -32,6 +32,20 @@ def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool =
         own[name].copy_(value)
 
 
+def begin_with(lm: LanguageModel, params: dict[str, Tensor]) -> list[Tensor]:
+    """The float32 copies of half-precision parameters: as they were stored, where that was finer, or as they are.
+
+    A copy that begins at its rounded value has to move by half of the rounding before the model moves at all.
+    """
+    stored, lm.exact = lm.exact, {}
+    found = []
+    for name, p in params.items():
+        exact = stored.get(name)
+        same = exact is not None and torch.equal(exact.to(p.dtype), p)  # not if it was started from another run
+        found.append(exact.float() if exact is not None and same else p.detach().float().clone())
+    return found
+
+
 @contextmanager
 def gradients_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
     """Inside, a gradient that comes to a narrow parameter is added to that of its wide copy, and not kept."""
