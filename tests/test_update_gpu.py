@@ -194,6 +194,7 @@ def test_training_begins_from_the_parameters_as_they_were_stored(tiny_folder: Pa
         assert torch.equal(wide.bfloat16(), p)
         rounded += float((wide != p.float()).float().mean())
     assert rounded > 0
+    assert lm.model.model.rotary_emb.inv_freq.dtype == torch.float32, "positions are not rounded"
     assert not lm.exact, "they are kept once"
 
 

@@ -68,7 +68,8 @@ class CausalLM:
         if self.last_layers:
             self._free_last(model)
         exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
-        model = model.to(dtype)
+        for p in model.parameters():  # and no buffers: rotary frequencies stay in float32
+            p.data = p.data.to(dtype)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted = self._adapt(model, seed) if self.lora else None
