@@ -123,7 +123,7 @@ def _language(config: Config) -> Parts:
     support = Support(config.top_k, config.top_p, config.min_p)
     config.task.verify()
     refuse_unshown(config)
-    lm = config.policy.load(config.seed)
+    lm = config.policy.load(config.seed, exact=True)
     notes = _prove(lm, config, prove)
     if trains_rewards(config):
         return language_rater(config, lm, streams, notes)

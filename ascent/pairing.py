@@ -53,7 +53,7 @@ def make_pairs(
         loaded = replace(loaded, config=replace(loaded.config, task=replace(loaded.config.task, reward=kept)))
     task = loaded.task()
     try:
-        found = [pair for pair, _ in zip(_pairs(loaded, task, count, seed, label), range(count), strict=False)]
+        found = [pair for _, pair in zip(range(count), _pairs(loaded, task, count, seed, label), strict=False)]
     finally:
         getattr(task, "close", lambda: None)()
     if len(found) < count:
@@ -66,9 +66,9 @@ def make_pairs(
 
 def _pairs(loaded: Loaded, task: Any, count: int, seed: int, label: Label | None) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed + 5_000_011)
-    sampler = None
-    for _ in range(-(-ROUNDS * count // AT_ONCE)):
-        prompt = task.draw(min(AT_ONCE, 2 * count), generator)
+    sampler, once = None, min(AT_ONCE, 2 * count)
+    for _ in range(-(-ROUNDS * count // once)):
+        prompt = task.draw(once, generator)
         if sampler is None or isinstance(task, Tokenized):
             drawn = int(torch.randint(2**31, (1,), generator=generator))
             sampler = loaded.sampler(prompt, drawn)

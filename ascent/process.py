@@ -278,7 +278,7 @@ def steps_evaluator(learner: Any, rollouts: Rollouts, label: PerToken) -> Callab
 
         def collect(micro: Batch, out: Outputs) -> Terms:
             assert out.rating is not None
-            found.append((out.rating.cpu() - micro.reward)[micro.mask])
+            found.append((out.rating - micro.reward).cpu()[micro.mask.cpu()])
             return Terms(torch.zeros(()), {})
 
         learner.total(batch, collect)

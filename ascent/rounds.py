@@ -14,6 +14,7 @@ Each part is there whole or not at all, or is a run that can be resumed. What is
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -142,7 +143,7 @@ class Rounds:
         self.once(candidates, lambda out: write_rows(out, drawn(loaded, self.plan.pairs, 2, seed)))
         label_by_judge(candidates, path, read_judge(self.plan.judge), show=self.show)
         try:
-            _insist_on_prompts([row for _, row in read_lines(path)], number)
+            self.insist([row for _, row in read_lines(path)], number)
         except Trouble:
             path.unlink()
             raise
@@ -152,11 +153,22 @@ class Rounds:
         task = loaded.task()
         try:
             pairs = drawn_pairs(loaded, task, self.plan.pairs, self.config.seed + number, None)
-            rows = [row for row, _ in zip(pairs, range(self.plan.pairs), strict=False)]
+            rows = [row for _, row in zip(range(self.plan.pairs), pairs, strict=False)]
         finally:
             getattr(task, "close", lambda: None)()
-        _insist_on_prompts(rows, number)
+        self.insist(rows, number)
         write_rows(path, rows)
+
+    def insist(self, rows: list[dict[str, Any]], number: int) -> None:
+        """Enough pairs for a reward model; it is said where they are fewer than planned."""
+        _insist_on_prompts(rows, number)
+        if self.show and len(rows) < self.plan.pairs:
+            print(
+                f"round {number}: only {len(rows)} of {self.plan.pairs} planned pairs have a winner. The reward model "
+                "learns from those",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def mix(self, number: int, path: Path) -> None:
         """The new pairs, and so many old ones, drawn at random, that they are the wanted share of all."""
@@ -225,6 +237,7 @@ class Rounds:
             rows.append(
                 {
                     "round": number,
+                    "planned": self.plan.pairs,
                     "pairs": len(read_lines(self.part(number, "pairs.jsonl"))),
                     "replayed": len(read_lines(self.part(number, "learned.jsonl")))
                     - len(read_lines(self.part(number, "pairs.jsonl"))),

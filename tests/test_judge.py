@@ -209,6 +209,28 @@ def test_a_null_answer_that_was_cut_off_says_so(cache: Path) -> None:
     assert isinstance(found, Unparsed) and "raise --max-tokens" in str(found)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "<think>maybe\nVerdict: A\nbut hmm",
+        "<think>maybe\nVerdict: A",
+        "</think><think>Hm.\nVerdict: A",
+        "Verdict: A\nbut hmm",
+        "Verdict: A\n\n---",
+    ],
+)
+def test_a_verdict_before_the_end_of_an_answer_that_was_cut_off_is_none(words: str, cache: Path) -> None:
+    with serving(lambda *_: Reply(words, finish="length")) as server:
+        found = compare(asker_of(server, cache, again=0), [("p", "x", "y", None)])[0]
+    assert isinstance(found, Unparsed) and "cut off before its verdict" in str(found) and found.raw == words
+
+
+@pytest.mark.parametrize("words", ["Verdict: A", "<think>B?</think>Hm.\n**Verdict:** A.\n \n"])
+def test_a_verdict_at_the_end_of_an_answer_that_was_cut_off_counts(words: str, cache: Path) -> None:
+    with serving(lambda *_: Reply(words, finish="length")) as server:
+        assert compare(asker_of(server, cache), [("p", "x", "y", None)]) == [Preference(None, ("A", "A"))]
+
+
 def test_thoughts_are_not_verdicts_and_the_last_line_counts(cache: Path) -> None:
     with serving(lambda *_: Reply("<think>Score: 2</think>Score: 3\nno:\nScore: 10")) as server:
         assert scores(server, cache, ["r"])[0].value == 1.0
@@ -296,6 +318,27 @@ def test_no_key_on_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SECRET not in cache.read_text()
 
 
+def test_a_dummy_key_changes_no_answer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of 0, as local servers are given: 10 stays 10, in the reward and on disk."""
+    monkeypatch.setenv("OPENAI_API_KEY", "0")
+    with serving(lambda *_: Reply("Fine.\nScore: 10")) as server:
+        assert scores(server, cache, ["r"])[0] == Scored(1.0, "Fine. Score: 10")
+    assert json.loads(cache.read_text())["text"] == "Fine.\nScore: 10"
+
+
+def test_no_key_in_what_is_parsed_nor_half_of_one_in_errors(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in SECRET)
+    chat = f'{{"choices": [{{"message": {{"content": "{escaped}\\nScore: 5"}}}}], "usage": {{"by": "{SECRET}"}}}}'
+    with serving(lambda *_: Reply(raw=chat.encode())) as server:
+        assert SECRET not in scores(server, cache, ["r"])[0].reason
+    assert SECRET not in cache.read_text()
+    for status, room in ((400, 300), (200, 120)):
+        words = "x" * (room - 5) + SECRET  # it would be cut in the middle of the key
+        with serving(lambda *_, s=status, w=words: Reply(status=s, raw=w.encode())) as server:  # type: ignore[misc]
+            assert SECRET[:5] not in str(scores(server, cache, [f"{status}"], retries=0)[0])
+
+
 def test_the_key_of_an_answer_is_that_of_its_whole_request() -> None:
     judge = Judge(url="http://localhost:1/v1", model="m")
     keys = {key_of(judge.body(judge.messages("{prompt}", prompt=p)), again) for p in ("a", "b") for again in (0, 1)}
@@ -364,10 +407,16 @@ def test_one_order_without_a_verdict_is_no_verdict(cache: Path) -> None:
         ("http://localhost:8000/v1/", "http://localhost:8000/v1/chat/completions"),
         ("https://host/openai/v1", "https://host/openai/v1/chat/completions"),
         ("http://localhost:8000/v1/chat/completions", "http://localhost:8000/v1/chat/completions"),
+        (
+            "https://x/openai/deployments/d?api-version=1",
+            "https://x/openai/deployments/d/chat/completions?api-version=1",
+        ),
+        ("http://x/v1/chat/completions/?a=/v1/&b=", "http://x/v1/chat/completions?a=/v1/&b="),
+        ("http://localhost:8000?a=1", "http://localhost:8000/v1/chat/completions?a=1"),
     ],
 )
 def test_addresses(given: str, made: str) -> None:
-    assert Judge(url=given).url == made
+    assert Judge(url=given).url == Judge(url=made).url == made
 
 
 @pytest.mark.parametrize(
@@ -376,6 +425,10 @@ def test_addresses(given: str, made: str) -> None:
         ({"url": "localhost:8000"}, "begins with http"),
         ({"url": f"https://me:{SECRET}@host/v1"}, "written down"),
         ({"url": "http://host:port/v1"}, "--url"),
+        *(
+            ({"url": f"https://host/v1?a=1&{name}={SECRET}"}, "environment variable")
+            for name in ("key", "api_key", "API-Key", "apikey", "token", "access_token", "secret")
+        ),
         ({"low": 3.0, "high": 3.0}, "low up to high"),
         ({"concurrency": 0}, "--concurrency is 0"),
         ({"deadline": 0.0}, "--deadline is 0"),

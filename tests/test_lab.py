@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -29,6 +31,7 @@ from ascent.lab import lessons_page, runs, server
 from ascent.lab.figures import FIGURES, training
 from ascent.lab.guard import Guard, called, kept_secret, names
 from ascent.lab.trainer import Gated, read_gate, write_gate
+from ascent.lab.trainings import MOST, Trainings
 from ascent.losses import Clipped
 from ascent.records.display import Display
 from ascent.types import Refused
@@ -116,6 +119,40 @@ def test_the_token_is_exchanged_for_a_cookie_that_scripts_cannot_read(stranger: 
 def test_another_token_is_refused(stranger: TestClient, token: str) -> None:
     assert stranger.get("/", params={"token": token}).status_code == 403
     assert stranger.get("/").status_code == 403
+
+
+def test_a_cookie_is_found_among_those_of_other_servers(guard: Guard, stranger: TestClient) -> None:
+    ours = f"{guard.cookie_name}={guard.cookie}"
+    for cookies in (ours, f'prefs={{"a":1}}; {ours}', f"a b=[1,2]; {ours}; =; x"):
+        assert stranger.get("/", headers={"cookie": cookies}).status_code == 200, cookies
+
+
+@pytest.mark.parametrize("value", ["", "wrong", "é", '"\\351"'])
+def test_another_cookie_is_refused(guard: Guard, stranger: TestClient, value: str) -> None:
+    given = f"{guard.cookie_name}={value}".encode("latin-1")
+    assert stranger.get("/", headers={b"cookie": given}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said", "status"),
+    [
+        ("MyBox", 8321, "mybox:8321", 303),
+        ("MyBox", 8321, "MyBox:8321", 303),
+        ("MyBox", 8321, "mybox", 403),
+        ("MyBox", 80, "mybox", 303),
+        ("127.0.0.1", 80, "127.0.0.1", 303),
+        ("127.0.0.1", 80, "127.0.0.1:80", 303),
+        ("127.0.0.1", 80, "127.0.0.1:8080", 403),
+        ("127.0.0.1", 8080, "127.0.0.1", 403),
+        ("::1", 80, "[::1]", 303),
+    ],
+)
+def test_a_host_is_called_as_browsers_call_it(tmp_path: Path, host: str, port: int, said: str, status: int) -> None:
+    guard = Guard(server.application(tmp_path), names(host, port), TOKEN, b"secret")
+    assert guard.cookie_name == f"ascent-lab-{port}"
+    found = TestClient(guard, base_url=BASE, follow_redirects=False)
+    headers = {"host": said, "origin": f"http://{said}"}
+    assert found.get(f"/?token={TOKEN}", headers=headers).status_code == status
 
 
 def test_a_token_opens_nothing_but_the_first_page(stranger: TestClient) -> None:
@@ -218,6 +255,17 @@ def test_a_run_that_is_not_there_or_not_ours_is_refused(client: TestClient) -> N
     assert client.post("/api/trainings/nowhere/delete").status_code == 400
     assert client.get("/api/runs/nowhere/events").status_code == 400
     assert client.get("/api/runs/nowhere/responses").status_code == 400
+
+
+@pytest.mark.parametrize("given", ["²", "-1", "1.0", "9" * 16, "9" * 5000])
+def test_a_number_that_is_none_is_refused(tmp_path: Path, given: str) -> None:
+    (tmp_path / ".lab" / "one").mkdir(parents=True)
+    bare = TestClient(server.application(tmp_path))
+    for path in ("events?after=", "responses?step="):
+        answer = bare.get(f"/api/runs/one/{path}{given}")
+        assert answer.status_code == 400 and "is needed" in answer.json()["error"]
+    answer = bare.get("/api/runs/one/events", headers={b"last-event-id": given.encode("latin-1")})
+    assert answer.status_code == 400 and "is needed" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -466,6 +514,67 @@ def test_a_shut_gate_holds_the_run_until_it_is_opened(tmp_path: Path, monkeypatc
     assert len(waits) == 3
 
 
+def test_a_training_that_was_killed_before_it_began_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascent.lab import trainings
+
+    monkeypatch.setattr(trainings, "WAIT", "sleep 60")  # a library that is loading
+    state, first = training.FIGURE.read(""), Trainings(tmp_path)
+    names = [first.start(state, "a", 1) for _ in range(MOST)]
+    again = Trainings(tmp_path)  # a server that was started again
+    try:
+        assert {lab.status(name)["status"] for lab in (first, again) for name in names} == {"starting"}
+        with pytest.raises(Refused, match="is the most"):
+            again.start(state, "a", 1)
+    finally:
+        for child in first._children:
+            os.killpg(child.pid, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while first.status(names[0])["status"] == "starting" and time.monotonic() < until:  # it waits for its children
+        time.sleep(0.01)
+    for child in first._children:
+        child.wait()
+    assert {lab.status(name)["status"] for lab in (first, again) for name in names} == {"died"}
+    assert again.status(names[0])["words"] == "died after step 0 (no exit code was left)"
+    (again.kept(names[1]) / "exit").write_text("2\n")
+    assert again.status(names[1])["status"] == "failed"
+    (again.kept(names[2]) / "process").unlink()
+    assert again.status(names[2])["status"] == "died"
+    monkeypatch.setattr(trainings, "WAIT", ":")
+    assert again.start(state, "a", 1) not in names
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells when a process began")
+def test_another_process_with_the_pid_of_a_training_is_not_it(tmp_path: Path) -> None:
+    found = Trainings(tmp_path)
+    found.kept("one").mkdir(parents=True)
+    note, began = found.kept("one") / "process", Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    for ticks, status in ((int(began), "starting"), (int(began) - 1, "died")):
+        note.write_text(f"{os.getpid()} {ticks}")
+        assert found.status("one")["status"] == status
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells a process from what is left of one")
+def test_a_process_that_nobody_waited_for_is_gone() -> None:
+    from ascent.lab import trainings
+
+    child = subprocess.Popen(["sleep", "60"])
+    assert trainings._began(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert trainings._began(child.pid) is None
+    child.wait()
+
+
+def test_without_proc_a_pid_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascent.lab import trainings
+
+    monkeypatch.setattr(trainings.Path, "exists", lambda _: False)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert trainings._began(child.pid) == ""
+        child.kill()
+    assert trainings._began(child.pid) is None
+
+
 # ---- lessons as pages -----------------------------------------------------------------------------------
 
 
@@ -582,7 +691,7 @@ def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.
 
 
 def test_the_printed_address_is_a_name_that_is_answered_to() -> None:
-    for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "10.0.0.5", "localhost"):
+    for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "10.0.0.5", "localhost", "MyBox"):
         assert f"{called(host)}:1" in names(host, 1) and len(names(host, 1)) <= 4
     assert called("::1") == "[::1]" and called("10.0.0.5") == "10.0.0.5"
     assert called("0.0.0.0") == socket.gethostname().lower()

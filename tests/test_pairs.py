@@ -229,6 +229,24 @@ def test_pairs_from_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         make_pairs(tmp_path / "run", tmp_path / "c.jsonl", 10, label=lambda *_: None)
 
 
+def test_few_pairs_are_looked_for_as_long_as_many_and_none_is_labelled_for_nothing(tmp_path: Path) -> None:
+    """Ten pairs are 200 prompts at most, twenty at once; whoever labels is asked no more once there are ten."""
+    ascent.train("sort", algorithm="sft", steps=2, out=tmp_path / "run", **SMALL)
+    asked = 0
+
+    def late(*_: Any) -> bool | None:
+        nonlocal asked
+        asked += 1
+        return True if asked > 100 else None
+
+    make_pairs(tmp_path / "run", tmp_path / "late.jsonl", 10, label=late)
+    assert asked == 110
+    asked = -(10**6)
+    with pytest.raises(Trouble, match="only 0 of 10"):
+        make_pairs(tmp_path / "run", tmp_path / "never.jsonl", 10, label=late)
+    assert 180 < asked + 10**6 <= 200
+
+
 # ---- language -------------------------------------------------------------------------------------
 
 

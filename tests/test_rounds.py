@@ -22,7 +22,7 @@ from ascent import cli, rounds
 from ascent.records import Run
 from ascent.rounds import Plan, Rounds, begin, carry_out, reopen
 from ascent.settings import configure
-from ascent.types import Refused
+from ascent.types import Refused, Trouble
 
 SMALL: dict[str, Any] = {"length": 2, "numbers": 4, "policy.width": 16, "policy.layers": 1, "threads": 1}
 STEPS: dict[str, Any] = {"steps": 4, "prompts": 4, "samples": 4, "eval_every": 4, "checkpoint_every": 2, "seed": 3}
@@ -101,6 +101,37 @@ def test_a_tenth_of_the_pairs_is_replayed(whole: Path) -> None:
     learned = rows(whole / "round_2/learned.jsonl")
     assert learned[:30] == new[1] and len(learned) == 33
     assert all(row in new[0] for row in learned[30:])
+
+
+def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def some(count: int) -> Any:
+        found = ({"prompt": [i % 4, i // 4], "chosen": [0, 1], "rejected": [1, 1]} for i in range(16))
+        return lambda *_: (next(found) for _ in range(count))
+
+    made = begin(tmp_path / "out", config_of(), Plan(rounds=1, pairs=12), RATER, show=True)
+    made.folder.joinpath("round_1").mkdir()
+    for count, words in ((8, "round 1: only 8 of 12 planned pairs"), (12, "")):
+        monkeypatch.setattr(rounds, "drawn_pairs", some(count))
+        made.write_pairs(tmp_path / f"{count}.jsonl", made.policy_before(1), 1)
+        said = capsys.readouterr().err
+        assert words in said and bool(words) == bool(said)
+    monkeypatch.setattr(rounds, "drawn_pairs", some(1))
+    with pytest.raises(Trouble, match="at least two prompts"):
+        made.write_pairs(tmp_path / "one.jsonl", made.policy_before(1), 1)
+    (tmp_path / "8.jsonl").rename(made.part(1, "pairs.jsonl"))
+    made.show = False
+    (row,) = carry_out(made)
+    assert (row["pairs"], row["planned"]) == (8, 12)
+
+
+def test_no_pair_is_drawn_that_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = iter([{"prompt": [i], "chosen": [0], "rejected": [1]} for i in range(5)])
+    monkeypatch.setattr(rounds, "drawn_pairs", lambda *_: pairs)
+    made = Rounds(tmp_path, config_of(), Plan(pairs=3), {}, show=False)
+    made.write_pairs(tmp_path / "pairs.jsonl", made.policy_before(1), 1)
+    assert len(rows(tmp_path / "pairs.jsonl")) == 3 and len(list(pairs)) == 2
 
 
 @pytest.mark.parametrize(("share", "replayed"), [(0.0, 0), (0.25, 10), (0.9, 30)])

@@ -32,6 +32,8 @@ GIVEN_UP = 8
 """Questions without any answer, one after the other, after which no more are asked in the same call."""
 LARGEST = 1 << 22
 """Bytes of a reply that are read at most."""
+SHORTEST_SECRET = 8
+"""Characters of a key from which on it is masked in texts: a shorter one (0, EMPTY) is a dummy, and no secret."""
 
 Messages = list[dict[str, str]]
 Read = Callable[[Answer], Any]
@@ -214,7 +216,7 @@ class Asker:
 
     async def _request(self, body: dict[str, Any]) -> Answer:
         """One request: an answer, or why there is none and whether to try again."""
-        secret = os.environ.get(self.judge.key_env, "").strip()
+        secret = self._secret()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
         sent = json.dumps(body).encode()
         try:
@@ -225,14 +227,27 @@ class Asker:
                     if len(received) > LARGEST:
                         raise _Again(f"a reply of more than {LARGEST >> 20} MiB")
         except self._httpx.HTTPError as error:
-            raise _Again(f"{type(error).__name__}: {error or 'the connection broke'}") from None
+            raise _Again(f"{type(error).__name__}: {self._masked(str(error)) or 'the connection broke'}") from None
         except (self._httpx.InvalidURL, UnicodeError) as error:
             raise Refused(f"--url {self.judge.url}: {error}") from None
         text = received.decode("utf-8", "replace")
-        text = text.replace(secret, "***") if secret else text
         if reply.status_code != 200:
-            self._refusal(reply.status_code, _message(text), reply.headers.get("retry-after"))
+            self._refusal(reply.status_code, self._masked(_message(text))[:300], reply.headers.get("retry-after"))
         return self._answer(text)
+
+    def _secret(self) -> str:
+        return os.environ.get(self.judge.key_env, "").strip()
+
+    def _masked(self, said: Any) -> Any:
+        """What an address said, without the key: in a text, and in the texts of what was parsed."""
+        if isinstance(said, dict):
+            return {name: self._masked(value) for name, value in said.items()}
+        if isinstance(said, list):
+            return [self._masked(value) for value in said]
+        secret = self._secret()
+        if not isinstance(said, str) or len(secret) < SHORTEST_SECRET:
+            return said
+        return said.replace(secret, "***").replace(repr(secret)[1:-1], "***")
 
     def _refusal(self, status: int, said: str, retry_after: str | None) -> None:
         what = f"{status}: {said}"
@@ -252,11 +267,12 @@ class Asker:
             if not isinstance(said, str | None):
                 raise TypeError
         except (ValueError, LookupError, TypeError):
-            raise _Again(f"a reply that is none of a chat: {text[:120]!r}") from None
+            raise _Again(f"a reply that is none of a chat: {self._masked(text)[:120]!r}") from None
         usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
         tokens = usage.get("total_tokens")
         self.counts.tokens += tokens if isinstance(tokens, int) else 0
-        return {"model": self.judge.model, "text": said or "", "finish": choice.get("finish_reason"), "usage": usage}
+        heard = {"text": said or "", "finish": choice.get("finish_reason"), "usage": usage}
+        return {"model": self.judge.model, **self._masked(heard)}
 
 
 class _Again(Exception):
@@ -282,12 +298,12 @@ def _seconds(header: str | None) -> float | None:
 
 
 def _message(text: str) -> str:
-    """The words of an error reply."""
+    """The words of an error reply, not shortened yet: half a key would not be seen."""
     try:
         error = json.loads(text)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
-        return " ".join(text.split())[:200] or "no words"
+        return " ".join(text.split()) or "no words"
 
 
 def _finish(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:

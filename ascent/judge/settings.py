@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from ascent.menu import nearest
 from ascent.types import Refused
@@ -170,7 +170,7 @@ def _flag(name: str) -> str:
 
 
 def _address(url: str) -> str:
-    """…/chat/completions, whatever part of it was given; a password in it would end up in records."""
+    """…/chat/completions, whatever part of it was given; a password or a key in it would end up in records."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -178,12 +178,18 @@ def _address(url: str) -> str:
         raise Refused(f"--url {url}: {error}") from None
     if parts.username is not None or parts.password is not None:
         raise Refused("--url holds a name or a password, and would be written down: put a key into $OPENAI_API_KEY")
+    for name in dict(parse_qsl(parts.query, keep_blank_values=True)):
+        if name.lower().endswith(("key", "token", "secret")):
+            raise Refused(
+                f"--url holds a key ({name}=…), and would be written down: put it into the environment variable of "
+                "--key-env ($OPENAI_API_KEY)"
+            )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refused(f"--url {url}: an address begins with http:// or https://, as in http://localhost:8000/v1")
-    base = url.rstrip("/")
-    if base.endswith("/chat/completions"):
-        return base
-    return f"{base}{'' if parts.path.strip('/') else '/v1'}/chat/completions"
+    path = parts.path.rstrip("/")
+    if not path.endswith("/chat/completions"):
+        path = f"{path or '/v1'}/chat/completions"
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
 
 def _check_prompt(name: str, template: str, needed: tuple[str, ...]) -> None:

@@ -112,11 +112,12 @@ def _spoken(text: str) -> str:
 
 
 def _verdict(answer: Answer, pattern: str, what: str) -> str:
-    """The last match of the pattern in an answer."""
-    text = answer["text"]
-    found = re.findall(pattern, _spoken(text))
-    if found:
-        return found[-1]
-    if answer.get("finish") == "length":
+    """The last match of the pattern in an answer. One that was cut off has to end with it, outside of thoughts."""
+    text, cut = answer["text"], answer.get("finish") == "length"
+    spoken = _spoken(text)
+    found = list(re.finditer(pattern, spoken))
+    if found and not (cut and ("<think>" in spoken or "\n" in spoken[found[-1].end(1) :].rstrip())):
+        return found[-1][1] or ""
+    if cut:
         raise Unparsed(f"the answer was cut off before its {what}: raise --max-tokens (max_tokens)", text)
     raise Unparsed(f"the answer is empty, and has no {what}" if not text else f"the answer has no {what}", text)

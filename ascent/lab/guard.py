@@ -13,11 +13,11 @@ import hmac
 import os
 import secrets
 import socket
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,7 +44,8 @@ class Guard:
     """Wraps the whole application. `hosts` are the names, with port, by which it may be called."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str, secret: bytes):
-        self.app, self.hosts, self.token = app, hosts, token
+        self.app, self.token = app, token
+        self.hosts = hosts | {host.removesuffix(":80") for host in hosts}  # a browser leaves that port out
         port = min(hosts).rpartition(":")[2]
         self.cookie_name = f"ascent-lab-{port}"  # cookies know no port: two labs would share one
         self.cookie = hmac.new(secret, b"ascent lab cookie", hashlib.sha256).hexdigest()
@@ -68,7 +69,7 @@ class Guard:
     def check(self, scope: Scope) -> Response | None:
         """None for a request that may go on; else what it is told instead."""
         headers = Headers(scope=scope)
-        if headers.get("host") not in self.hosts or len(headers.getlist("host")) != 1:
+        if headers.get("host", "").lower() not in self.hosts or len(headers.getlist("host")) != 1:
             return _refused(403, "This server does not answer to that name. Use the address that `ascent lab` printed.")
         if scope["method"] not in METHODS:
             return _refused(405, f"{scope['method']}: the lab knows {', '.join(METHODS)}.")
@@ -78,7 +79,7 @@ class Guard:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if scope["method"] == "GET" and scope["path"] == "/" and "token" in query:
             return self._exchange(query)
-        if not hmac.compare_digest(self._given(headers), self.cookie):
+        if not hmac.compare_digest(self._given(headers).encode(), self.cookie.encode()):
             return _refused(403, "This page needs the whole address that `ascent lab` printed, with its token.")
         return None
 
@@ -87,19 +88,15 @@ class Guard:
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site not in (None, "same-origin", "none"):
             return f"Sec-Fetch-Site is {site}: only the lab's own pages, and an address typed by hand, get through."
-        if origin is not None and origin not in {f"http://{host}" for host in self.hosts}:
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
             return "The request comes from a page of another site."
         if method == "POST" and origin is None:
             return "A command has to say where it comes from: a browser's own Origin is missing."
         return None
 
     def _given(self, headers: Headers) -> str:
-        jar: SimpleCookie = SimpleCookie()
-        try:
-            jar.load(headers.get("cookie", ""))
-        except CookieError:
-            return ""
-        return jar[self.cookie_name].value if self.cookie_name in jar else ""
+        """Its cookie, among those of other servers on this machine, whatever these hold."""
+        return cookie_parser(headers.get("cookie", "")).get(self.cookie_name, "")
 
     def _exchange(self, query: dict[str, str]) -> Response:
         if not hmac.compare_digest(query.pop("token").encode(), self.token.encode()):
@@ -119,8 +116,12 @@ def names(host: str, port: int) -> frozenset[str]:
 
 
 def called(host: str) -> str:
-    """The name under which others reach an address: this machine's own where it listens on all of them."""
-    return socket.gethostname().lower() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    """The name under which others reach an address: this machine's own where it listens on all of them.
+
+    In lower case, as browsers say it.
+    """
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return name.lower()
 
 
 def new_token() -> str:

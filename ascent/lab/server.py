@@ -6,6 +6,7 @@ The guard stands before all of them (`guard.py`). To host more, add to `routes`:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ascent.types import Refused
 STATIC = Path(__file__).parent / "static"
 MOST_BYTES = 20_000
 """The longest command that is read."""
+NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def application(runs: Path) -> Starlette:
@@ -72,7 +74,7 @@ def _events(runs: Path, trainings: Trainings) -> Callable:
         if not folder.exists() and not trainings.kept(run).exists():
             raise Refused(f"there is no run {run}")
         given = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
-        if not given.isdigit():
+        if not NUMBER.fullmatch(given):
             raise Refused(f"after={given[:20]}: a byte offset is needed")
         told = stream(folder, int(given), lambda: trainings.status(run))
         return StreamingResponse(told, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
@@ -83,7 +85,7 @@ def _events(runs: Path, trainings: Trainings) -> Callable:
 def _responses(runs: Path) -> Callable:
     async def responses(request: Request) -> Response:
         step = request.query_params.get("step")
-        if step is not None and not step.isdigit():
+        if step is not None and not NUMBER.fullmatch(step):
             raise Refused(f"step={step[:20]}: a number is needed")
         folder = run_folder(runs, request.path_params["run"])
         return JSONResponse(await run_in_threadpool(grid, folder, None if step is None else int(step)))

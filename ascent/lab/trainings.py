@@ -3,6 +3,7 @@
 runs/.lab/<run>/gate     how many steps it may do
 runs/.lab/<run>/waiting  is there while it stands before the gate
 runs/.lab/<run>/log      what it said
+runs/.lab/<run>/process  the shell that waits for it: its pid and, where /proc tells, when that began
 runs/.lab/<run>/exit     its exit code, written by the shell that waits for it, whoever killed it
 """
 
@@ -56,9 +57,9 @@ class Trainings:
         environment = os.environ | {"ASCENT_LAB_KEPT": str(kept), "PYTHONUNBUFFERED": "1"}
         out = ["--out", str(self.runs / name)]
         self._children = [child for child in self._children if child.poll() is None]
-        self._children.append(
-            subprocess.Popen(["sh", "-c", WAIT, "sh", *call, *out], start_new_session=True, env=environment)
-        )
+        shell = subprocess.Popen(["sh", "-c", WAIT, "sh", *call, *out], start_new_session=True, env=environment)
+        self._children.append(shell)
+        (kept / "process").write_text(f"{shell.pid} {_began(shell.pid)}")
         return name
 
     def _free(self, name: str) -> str:
@@ -84,12 +85,15 @@ class Trainings:
     def status(self, run: str) -> dict[str, Any]:
         """Where a run stands, from its files: status, steps done, paused or not; of a dead one its last words."""
         folder, kept = run_folder(self.runs, run), self.kept(run)
+        for child in self._children:
+            child.poll()  # a child that nobody waited for would still have its pid
+        alive = _alive(kept / "process")  # before the exit code, which is there when the shell is gone
         code = _number(kept / "exit")
         try:
             found = Run(folder)
             status = found.status
         except Refused:  # not begun, or refused before it began
-            status = "starting" if kept.exists() and code is None else "failed"
+            status = "failed" if code is not None or not kept.exists() else "starting" if alive else "died"
         about: dict[str, Any] = {"run": run, "status": status, "exit": code, "step": _steps(folder)}
         about["steps"] = Run(folder).info["steps"] if (folder / "run.json").exists() else 0
         about["paused"] = status == "running" and (kept / "waiting").exists()
@@ -121,6 +125,31 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (FileNotFoundError, ValueError):
         return None
+
+
+def _alive(path: Path) -> bool:
+    """Is the process that was noted down still there, and not another one with its pid?"""
+    try:
+        pid, _, began = path.read_text().partition(" ")
+        return _began(int(pid)) == began
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in ticks since the boot; empty where there is no /proc; None if it is gone."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return None
+        return ""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # from the third on: the second, a name, may hold anything
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def _steps(folder: Path) -> int:

@@ -50,8 +50,11 @@ class CausalLM:
         if self.lora and not self.lora_alpha > 0:
             raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so set it above 0")
 
-    def load(self, seed: int = 0) -> LanguageModel:
-        """The model and its tokenizer, with adapters where they were asked for (drawn from the seed)."""
+    def load(self, seed: int = 0, exact: bool = False) -> LanguageModel:
+        """The model and its tokenizer, with adapters where they were asked for (drawn from the seed).
+
+        `exact`, for training: keep the parameters as they were stored too, where the model has them rounded.
+        """
         if not self.model:
             raise Refused("--model is missing: give a folder, or a name on the hub, of a causal language model")
         transformers = _import_transformers()
@@ -59,7 +62,7 @@ class CausalLM:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
             dtype = self._dtype(device)
-            stored = "auto" if dtype in (torch.bfloat16, torch.float16) else dtype
+            stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
             model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=stored)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -67,14 +70,14 @@ class CausalLM:
         model = model.to(device).eval().requires_grad_(not (self.lora or self.last_layers))
         if self.last_layers:
             self._free_last(model)
-        exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
+        finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
         for p in model.parameters():  # and no buffers: rotary frequencies stay in float32
             p.data = p.data.to(dtype)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapted = self._adapt(model, seed) if self.lora else None
         lm = LanguageModel(model, tokenizer, adapted)
-        lm.exact = exact
+        lm.exact = finer if exact else {}
         return lm
 
     def _dtype(self, device: torch.device) -> torch.dtype:

@@ -29,7 +29,6 @@ ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 def fuse(model: nn.Module, ops: Any = None) -> int:
     """Let the model's norms and gated MLPs compute in one kernel; returns how many do."""
-    ops = ops or _kernels()
     return sum(_fuse_norm(module) or _fuse_gate(module, ops) for module in model.modules())
 
 
@@ -45,7 +44,8 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
         return
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING:
+        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
+        if q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole:
             return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
 
@@ -100,7 +100,7 @@ def _normed(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
 def _fuse_gate(module: Any, ops: Any) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
     weight = getattr(parts[0], "weight", None)
-    if ops is None or None in parts or not isinstance(weight, Tensor) or weight.dtype not in ROUNDING:
+    if (ops or _kernels()) is None or None in parts or not isinstance(weight, Tensor) or weight.dtype not in ROUNDING:
         return False
     x = _noise(weight, 16, weight.shape[-1])
     if not _alike(_gated(module, ops, x), module(x)):
@@ -110,7 +110,7 @@ def _fuse_gate(module: Any, ops: Any) -> bool:
 
 
 def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:
-    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), ops))
+    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), ops or _kernels()))
 
 
 class _Gate(torch.autograd.Function):

@@ -81,7 +81,7 @@ def token_stats(
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`."""
-    if hidden_ref is None and head.cap is None and fits(hidden):
+    if len(hidden) and hidden_ref is None and head.cap is None and fits(hidden):
         how = (head.chunk(), head.scale / temperature, entropy_gradient)
         return *FusedStats.apply(hidden, head.weight, head.bias, target, *how), None
     options = (head, temperature, hidden_ref, head_ref, entropy_gradient)

@@ -54,6 +54,8 @@ class LanguageLearner(LocalLearner):
         self.optimizer = update.optimizer(self._trainable)
         self.kept = [p.detach().clone() for p in self._working] if reference else None
         self.moved = False
+        self._average: list[Tensor] | None = None
+        """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
         exact = self._working[0].dtype == torch.float64
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         self.critic, self.critic_optimizer = critic, None  # type: ignore[assignment]
@@ -72,7 +74,7 @@ class LanguageLearner(LocalLearner):
     # ---- forward passes -------------------------------------------------------------------------
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        budget = self.micro_batch or room(self.lm, self.checkpointing)
+        budget = self.micro_batch or room(self.lm, self.checkpointing, self.kept is not None, self.critic)
         return (place(part, self.lm.device) for part in parts_of(batch, budget))
 
     def states(self, batch: Rollouts) -> Float[Tensor, "state width"]:
@@ -234,8 +236,13 @@ class LanguageLearner(LocalLearner):
     def mix_reference(self, rate: float) -> None:
         assert self.kept is not None
         self.moved = True
-        for kept, now in zip(self.kept, self._trainable, strict=True):
-            kept.lerp_(now.to(kept.dtype), rate)
+        if self._trainable is not self._working and self._average is None:
+            self._average = [kept.float() for kept in self.kept]
+        average = self._average or self.kept
+        for old, now in zip(average, self._trainable, strict=True):
+            old.lerp_(now, rate)
+        if average is not self.kept:
+            torch._foreach_copy_(self.kept, average)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         names = list(self._params)
@@ -247,7 +254,7 @@ class LanguageLearner(LocalLearner):
         if self._trainable is not self._working:
             groups["wide"] = dict(zip(names, self._trainable, strict=True))
         if self.kept is not None and self.moved:
-            groups["reference"] = dict(zip(names, self.kept, strict=True))
+            groups["reference"] = dict(zip(names, self._average or self.kept, strict=True))
         return groups
 
     @torch.no_grad()
@@ -260,6 +267,8 @@ class LanguageLearner(LocalLearner):
             self.moved = True
             for name, kept in zip(self._params, self.kept, strict=True):
                 kept.copy_(state["reference"][name])
+            if self._trainable is not self._working:
+                self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
         remind(self.optimizer, state["optimizer"])
         if self.critic is not None:
             load_params(dict(self.critic.named_parameters()), state["critic"], partly=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ascent.policies.causal_lm import LanguageModel
 from ascent.types import Refused
@@ -88,13 +88,17 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
     return layer + size * width * layers if checkpointing else layer * layers
 
 
-def room(lm: LanguageModel, checkpointing: bool) -> int:
+def room(lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: nn.Module | None = None) -> int:
     """Tokens in a micro-batch where nobody says how many: on a GPU what its memory should hold.
 
-    From the size of the card and not from what is free on it, so that the same run is cut in the same way.
+    From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic is
+    in float32, with gradient and moments, and takes the same micro-batches.
     """
     if lm.device.type != "cuda":
         return CPU_TOKENS
     state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
+    state += sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
+    state += 0 if critic is None else sum(4 * p.numel() * p.element_size() for p in critic.parameters())
     free = torch.cuda.get_device_properties(lm.device).total_memory - state
-    return max(1, int(SHARE * free / bytes_per_token(lm, checkpointing)))
+    wider = 1 if critic is None else max(1, 4 // lm.model.dtype.itemsize)
+    return max(1, int(SHARE * free / (wider * bytes_per_token(lm, checkpointing))))

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ascent.engines.language.flash import send
 from ascent.engines.language.learner import LanguageLearner
-from ascent.engines.language.states import lengths_of, packed_states, padded_states, spread, state_mask
+from ascent.engines.language.states import host_of, lengths_of, packed_states, padded_states, spread, state_mask
 from ascent.policies.causal_lm import LanguageModel
 from ascent.types import Batch, Outputs, Refused, Rollouts
 from ascent.update import Update
@@ -38,7 +39,8 @@ def rate(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "prompt sample 1"]
     exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     values = F.linear(hidden.to(exact), getattr(lm.model, HEAD).weight.to(exact)).squeeze(-1)
     every = spread(values, state_mask(batch))
-    return every.gather(-1, torch.tensor(lengths_of(batch.mask)).unsqueeze(-1))
+    last = torch.tensor(lengths_of(host_of(batch).mask)).unsqueeze(-1)
+    return every.gather(-1, send(last, every.device))
 
 
 class LanguageRater(LanguageLearner):
@@ -54,7 +56,7 @@ class LanguageRater(LanguageLearner):
     def evaluate(self, batch: Batch) -> Outputs:
         """A rating a response; the log-probs of a reward model are nobody's, and 0."""
         rating = rate(self.lm, batch)
-        nothing = torch.zeros(batch.mask.shape, dtype=rating.dtype)
+        nothing = rating.new_zeros(batch.mask.shape)
         return Outputs(nothing, nothing, rating=rating)
 
     @torch.no_grad()

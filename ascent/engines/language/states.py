@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ class Placed(Batch):
     """
 
     host: Batch | None = None
+
+    def select(self, prompts: Tensor | slice, samples: slice = slice(None)) -> Batch:
+        host = None if self.host is None else self.host.select(prompts, samples)
+        return replace(super().select(prompts, samples), host=host)  # type: ignore[call-arg]
 
 
 def place(batch: Batch, device: torch.device) -> Batch:

@@ -38,7 +38,7 @@ class LanguageStepper(LanguageRater):
 
     def evaluate(self, batch: Batch) -> Outputs:
         score = score_steps(self.lm, batch)
-        nothing = torch.zeros(batch.mask.shape, dtype=score.dtype)
+        nothing = score.new_zeros(batch.mask.shape)
         return Outputs(nothing, nothing, rating=score)
 
 
