@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from ascent.records import Run
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, read_json, write_json
 from ascent.records.run import policy_of
+from ascent.rounds_plan import Plan
 from ascent.settings import configure, flatten
 from ascent.stepping import write_rows
 from ascent.tasks.text import Text
@@ -44,27 +45,6 @@ from ascent.train import Streams
 from ascent.types import Refused, Trouble
 
 PLAN = "rounds.json"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How many rounds, and what happens in each."""
-
-    rounds: int = 3
-    """Rounds of pairs, a reward model and a policy."""
-    pairs: int = 256
-    """New pairs in each."""
-    replay: float = 0.1
-    """Share of a reward model's pairs that are of earlier rounds."""
-    judge: str | None = None
-    """A judge's TOML file. None: the task's own reward labels the pairs, and is hidden from the policy."""
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "pairs"):
-            if getattr(self, name) < 1:
-                raise Refused(f"--{name} is {getattr(self, name)}: it has to be at least 1")
-        if not 0 <= self.replay < 1:
-            raise Refused(f"--replay is {self.replay:g}: a share of old pairs, from 0 to below 1")
 
 
 class Interrupted(Exception):

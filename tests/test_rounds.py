@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -174,18 +175,16 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
     same(whole, folder)
 
 
-def forked(folder: Path) -> int:
-    """The rounds in a copy of this process (importing torch takes seconds), slowed down so that it can be caught."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        loop: Any = sys.modules["ascent.train"]
-        summarize = loop.summarize
-        loop.summarize = lambda *args: (time.sleep(0.05), summarize(*args))[1]
-        carry_out(reopen(folder, show=False))
-    finally:
-        os._exit(0)
+SLOWED = """
+import sys, time
+from pathlib import Path
+from ascent.rounds import carry_out, reopen
+loop = sys.modules["ascent.train"]
+summarize = loop.summarize
+loop.summarize = lambda *args: (time.sleep(0.05), summarize(*args))[1]
+carry_out(reopen(Path(sys.argv[1]), show=False))
+"""
+"""The rounds of a folder, slowed down so that they can be caught."""
 
 
 @pytest.mark.slow
@@ -194,13 +193,13 @@ def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(whole: Path, tmp_pat
     folder = tmp_path / "killed"
     rounds_in(folder)
     for run, lines in (("round_1/reward-model", 3), ("round_2/policy", 3)):
-        child, deadline = forked(folder), time.monotonic() + 60
+        child, deadline = subprocess.Popen([sys.executable, "-c", SLOWED, str(folder)]), time.monotonic() + 60
         metrics = folder / run / "metrics.jsonl"
         while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= lines):
-            assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0), "it ended too early"
+            assert time.monotonic() < deadline and child.poll() is None, "it ended too early"
             time.sleep(0.005)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.wait()
         assert Run(folder / run).status == "died"
     assert carry_out(reopen(folder, show=False))[-1]["round"] == 2
     same(whole, folder)

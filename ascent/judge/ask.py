@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ascent.judge.cache import Answer, Answers, key_of
 from ascent.judge.errors import JudgeError, Unanswered
+from ascent.judge.replies import message_of, seconds_of
 from ascent.judge.settings import Judge
 from ascent.types import Refused, Trouble
 
@@ -232,7 +232,7 @@ class Asker:
             raise Refused(f"--url {self.judge.url}: {error}") from None
         text = received.decode("utf-8", "replace")
         if reply.status_code != 200:
-            self._refusal(reply.status_code, self._masked(_message(text))[:300], reply.headers.get("retry-after"))
+            self._refusal(reply.status_code, self._masked(message_of(text))[:300], reply.headers.get("retry-after"))
         return self._answer(text)
 
     def _secret(self) -> str:
@@ -255,7 +255,7 @@ class Asker:
             advice = f"set the key in ${self.judge.key_env}" if status != 404 else "check --url and --model"
             raise Trouble(f"the judge at {self.judge.url} refuses with {what}. No retry helps: {advice}")
         if status in PASSING or status >= 500:
-            raise _Again(what, _seconds(retry_after))
+            raise _Again(what, seconds_of(retry_after))
         raise Unanswered(f"the judge refuses with {what}")
 
     def _answer(self, text: str) -> Answer:
@@ -281,29 +281,6 @@ class _Again(Exception):
     def __init__(self, why: str, wait: float | None = None):
         super().__init__(why)
         self.why, self.wait = why, wait
-
-
-def _seconds(header: str | None) -> float | None:
-    """Retry-After: seconds, or a date."""
-    if header is None:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return None
-
-
-def _message(text: str) -> str:
-    """The words of an error reply, not shortened yet: half a key would not be seen."""
-    try:
-        error = json.loads(text)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return " ".join(text.split()) or "no words"
 
 
 def _finish(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
