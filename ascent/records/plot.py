@@ -168,7 +168,7 @@ def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: b
     half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
     x = np.stack([place(r, steps[:length]) for r, (steps, _) in enumerate(runs)]).mean(0)
     low, high = (mean - half, mean + half) if not share else ((mean - half).clip(0, 1), (mean + half).clip(0, 1))
-    axis.plot(x, mean, **_style(i))
+    axis.plot(x, mean, marker="o" if len(x) == 1 else "", **_style(i))
     axis.fill_between(x, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
     if share:
         axis.set_ylim(-0.03, 1.03)
