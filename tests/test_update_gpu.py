@@ -26,7 +26,7 @@ from ascent.types import Batch
 from tests.language import batch_of, model_of
 from tests.test_language_engines import awkward, credited, dense, learner_of
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; docs/results has its last run on one")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 # ---- attention in segments ------------------------------------------------------------------------
