@@ -68,9 +68,7 @@ def _foreign_row(place: Place) -> dict[str, Any]:
         "label": name,
         "seed": None,
         "status": "foreign" if lines else "unreadable",
-        "said": problems[0]
-        if problems and not lines
-        else f"completions that {name} wrote; whether it still runs is not known",
+        "said": problems[0] if problems and not lines else said,
         "step": int(last.get("step", -1)) + 1,
         "steps": None,
         "started": min(times, default=None),
