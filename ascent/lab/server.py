@@ -129,5 +129,8 @@ async def _missing(_: Request, error: Exception) -> Response:
 
 def warm() -> None:
     """Look at every figure once, so that the first visitor does not wait for what is computed once."""
+    import pyarrow.json
+    import pyarrow.parquet  # noqa: F401
+
     for figure in FIGURES.values():
         figure.look()

@@ -57,8 +57,9 @@ def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple
             found[name] = column.cast(pa.float64()).to_numpy()
         elif pa.types.is_floating(column.type):
             values = found[name] = column.to_numpy()
-            for i in np.flatnonzero(column.is_valid().to_numpy() & ~np.isfinite(values)):
-                raw.append((name, int(i), float(values[i])))
+            if np.count_nonzero(~np.isfinite(values)) > column.null_count:
+                odd = np.flatnonzero(column.is_valid().to_numpy() & ~np.isfinite(values))
+                raw += [(name, int(i), float(values[i])) for i in odd]
         elif pa.types.is_null(column.type):
             found[name] = np.full(lines, np.nan)
     steps = found.get("step")
