@@ -23,13 +23,14 @@ HEAD = """<!doctype html>
 <link rel="stylesheet" href="/static/vendor/uplot.css">
 <link rel="stylesheet" href="/static/base.css">
 <link rel="stylesheet" href="/static/figures.css">
-<script type="module" src="/static/app.js"></script>
+{more}<script type="module" src="/static/app.js"></script>
 </head>
 <body>
 <a class="skip" href="#main">Skip to the text</a>
 <header class="top">
 <a class="brand" href="/"><img src="/static/icon.svg" alt="" width="22" height="22">Ascent lab</a>
 <nav aria-label="Figures"><ol>{figures}</ol></nav>
+<a class="to-runs" href="/runs"{here}>Runs</a>
 <div class="tools"><button type="button" id="theme" aria-label="Light or dark"></button>
 <button type="button" id="help" aria-label="Keys">?</button></div>
 </header>
@@ -40,12 +41,14 @@ FOOT = """<dialog id="keys" aria-labelledby="keys-title"></dialog>
 """
 
 
-def _head(title: str, current: str | None) -> str:
+def head(title: str, current: str | None, more: str = "") -> str:
+    """The top of a page; `current` is the figure that it shows, or "runs"; `more` is HTML for its head."""
     links = []
     for number, (name, figure) in enumerate(FIGURES.items(), 1):
         here = ' aria-current="page"' if name == current else ""
         links.append(f'<li><a href="/figure/{name}"{here}><span>{number}</span> {html.escape(figure.title)}</a></li>')
-    return HEAD.format(title=html.escape(title), figures="".join(links))
+    here = ' aria-current="page"' if current == "runs" else ""
+    return HEAD.format(title=html.escape(title), figures="".join(links), more=more, here=here)
 
 
 def contents() -> str:
@@ -62,7 +65,7 @@ def contents() -> str:
     rest = "".join(_item(lesson) for lesson in lessons if lesson.figure is None)
     more = f'<section class="reading"><h2>To read</h2><ul class="lessons">{rest}</ul></section>'
     return (
-        _head("Contents", None)
+        head("Contents", None)
         + '<main id="main" class="contents"><h1>See policy gradients work</h1>'
         + '<p class="lead">Five live figures with short lessons beside them. Every number is computed by the library '
         + "on this machine, as you move a control; every state has an address, and Python that does the same.</p>"
@@ -109,13 +112,13 @@ def page(lesson: Lesson, lessons: list[Lesson], query: str, runs: Path) -> str:
         f"{render(lesson, look.get('said', {}), slugs)}{_onward(lesson, lessons)}</article>"
     )
     if lesson.figure is None:
-        return _head(lesson.title, None) + f'<main class="page alone">{article}</main>' + FOOT
+        return head(lesson.title, None) + f'<main class="page alone">{article}</main>' + FOOT
     given = {"about": FIGURES[lesson.figure].about_itself(), "look": look, "start": _start(lesson), "error": error}
     figure_box = (
         f'<section class="figure" id="figure" aria-label="Figure: {html.escape(FIGURES[lesson.figure].title)}" '
         f'data-given="{html.escape(json.dumps(given))}"><p class="note">The figure needs JavaScript.</p></section>'
     )
-    return _head(lesson.title, lesson.figure) + f'<main class="page">{article}{figure_box}</main>' + FOOT
+    return head(lesson.title, lesson.figure) + f'<main class="page">{article}{figure_box}</main>' + FOOT
 
 
 def _start(lesson: Lesson) -> dict[str, Any]:
