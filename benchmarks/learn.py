@@ -1,18 +1,20 @@
 """A real model learns on one GPU: SmolLM2-135M-Instruct on sums and differences, Ascent against TRL in the same time.
 
-    python -m benchmarks.learn [--seconds 180] [--out learn.json]     # needs a GPU, and TRL 1.16.0 beside Ascent
-    python -m benchmarks.learn --draw learn.json                      # the picture and the page of such a run
+    python -m benchmarks.learn [--seconds 180] [--seed 0] [--out learn.json]    # needs a GPU, and TRL 1.16.0 beside it
+    python -m benchmarks.learn --draw learn.json [other-seed.json …]            # the picture and the page of such runs
 
 The task is reasoning-gym's chain_sum with two numbers of one or two digits; the reward is its own, 1 for a
 response that ends with the answer, 0.5 for the answer elsewhere. GRPO without KL, 32 prompts × 16 samples, 24 new
 tokens, Adam at 1e-5, gradients clipped at 1, temperature 1. TRL's parameters are float32 under bfloat16 autocast (in
 bfloat16 such steps are lost), ours bfloat16 with float32 masters. Both draw from the same problems, each in an order of
-its own.
+its own, which the seed decides.
 
 Each side has so many seconds of training; loading and the evaluations, the same on both sides, are not counted. Every
 ten steps greedy answers to 500 held-out problems are scored: strictly (the response ends with the answer) and
 leniently (its last number is the answer). `value` is our strict accuracy at the end, with Wilson's interval in the
 line, `peer` TRL's. ok: from at least 5 % to at least twice that and up by at least 15 points, within 8 minutes.
+Over samples
+the two are compared where both were evaluated, by the difference of their means over the seeds with Student's interval.
 `--smoke` takes two steps of a tiny random model on the CPU, without TRL.
 """
 
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 
 from ascent.assemble import assemble
-from ascent.diagnose.statistics import wilson
+from ascent.diagnose.statistics import interval, wilson
 from ascent.settings import configure
 from ascent.train import train
 from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
@@ -106,7 +108,9 @@ def ours(model: str, seconds: float, steps: int | None, more: dict[str, Any]) ->
 
 def theirs(model: str, seconds: float, found: dict[str, Any], out: Path) -> None:
     """TRL's curve, written down point by point."""
-    peer = Peer(HERE_TOO, "trl_learn", {"model": model, "seconds": seconds, "settings": SETTINGS})
+    peer = Peer(
+        HERE_TOO, "trl_learn", {"model": model, "seconds": seconds, "seed": found["seed"], "settings": SETTINGS}
+    )
     found["trl"], points = peer.about, found["curves"].setdefault("trl", [])
     try:
         said = peer()
@@ -119,22 +123,24 @@ def theirs(model: str, seconds: float, found: dict[str, Any], out: Path) -> None
         peer.close()
 
 
-def draw(found: dict[str, Any]) -> None:
-    """Strict and lenient accuracy of both over samples and over seconds."""
+def draw(runs: list[dict[str, Any]]) -> None:
+    """Strict accuracy of both over samples and over seconds, each seed a line; the lenient one dotted."""
     fig, grid = figure(1, 2, (10.5, 4.2))
     axes = grid[0]
     for color, (side, name) in zip(COLORS, (("ascent", "Ascent"), ("trl", "TRL 1.16")), strict=False):
-        points = found["curves"][side]
-        for axis, x, scale in zip(axes, ("samples", "seconds"), (1e-3, 1.0), strict=True):
-            xs = [scale * p[x] for p in points]
-            axis.plot(xs, [100 * p["strict"] for p in points], color=color, marker="o", ms=3, label=f"{name}, strict")
-            axis.plot(xs, [100 * p["lenient"] for p in points], color=color, ls=":", lw=3, label=f"{name}, lenient")
-            bounds = [wilson(round(p["strict"] * 500), 500) for p in points]
-            axis.fill_between(
-                xs, [100 * b.low for b in bounds], [100 * b.high for b in bounds], color=color, alpha=0.12
-            )
+        for i, points in enumerate(found["curves"][side] for found in runs):
+            for axis, x, scale in zip(axes, ("samples", "seconds"), (1e-3, 1.0), strict=True):
+                xs = [scale * p[x] for p in points]
+                first = i == 0
+                ys = [100 * p["strict"] for p in points]
+                axis.plot(xs, ys, color=color, marker="o", ms=3, label=f"{name}, strict" if first else None)
+                ys = [100 * p["lenient"] for p in points]
+                axis.plot(xs, ys, color=color, ls=":", lw=3, label=f"{name}, lenient" if first else None)
+                bounds = [wilson(round(p["strict"] * 500), 500) for p in points]
+                low, high = [100 * b.low for b in bounds], [100 * b.high for b in bounds]
+                axis.fill_between(xs, low, high, color=color, alpha=0.12 / len(runs) ** 0.5)
     axes[0].set(xlabel="samples, thousands", ylabel="held-out accuracy, %", ylim=(0, 100))
-    axes[0].set_xlim(0, 1e-3 * found["curves"]["trl"][-1]["samples"] * 1.05)
+    axes[0].set_xlim(0, 1e-3 * max(found["curves"]["trl"][-1]["samples"] for found in runs) * 1.05)
     axes[1].set(xlabel="seconds of training", ylim=(0, 100))
     axes[1].legend(loc="lower right", frameon=False)
     save_picture(fig, "learn")
@@ -145,34 +151,55 @@ def summary(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for side, points in found["curves"].items():
         for when, point in (("start", points[0]), ("end", points[-1])):
             strict = wilson(round(point["strict"] * 500), 500)
-            rows.append([side, when, f"{point['seconds']:.0f} s", f"{point['samples']:,}", f"{strict.value:.1%}"])
-            rows[-1] += [f"{strict.low:.1%} to {strict.high:.1%}", f"{point['lenient']:.1%}"]
-    return ["side", "", "training", "samples", "strict", "95 % interval", "lenient"], rows
+            rows.append([side, str(found["seed"]), when, f"{point['seconds']:.0f} s", f"{point['samples']:,}"])
+            rows[-1] += [f"{strict.value:.1%}", f"{strict.low:.1%} to {strict.high:.1%}", f"{point['lenient']:.1%}"]
+    return ["side", "seed", "", "training", "samples", "strict", "95 % interval", "lenient"], rows
 
 
-def page(found: dict[str, Any], raw: str) -> None:
-    head, rows = summary(found)
-    about = {k: v for k, v in found.items() if k != "curves"}
+def by_samples(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Both sides after the same samples, over the seeds: means, and ours less TRL's with its interval."""
+    sides = {
+        side: [{p["samples"]: p["strict"] for p in found["curves"][side]} for found in runs]
+        for side in ("ascent", "trl")
+    }
+    shared = set.intersection(*({*points} for group in sides.values() for points in group))
+    rows = []
+    for samples in sorted(shared):
+        ours, peers = ([points[samples] for points in sides[side]] for side in ("ascent", "trl"))
+        gap, half = interval([a - b for a, b in zip(ours, peers, strict=True)])
+        row = [f"{samples:,}", f"{sum(ours) / len(ours):.1%}", f"{sum(peers) / len(peers):.1%}"]
+        rows.append([*row, f"{100 * gap:+.1f} ± {100 * half:.1f} points"])
+    return ["samples", "Ascent", "TRL", f"difference, {len(runs)} seeds, 95 %"], rows
+
+
+def page(runs: list[dict[str, Any]]) -> None:
+    head, rows = summary(runs[0])
+    for found in runs[1:]:
+        rows += summary(found)[1]
+    about = {k: v for k, v in runs[0].items() if k not in ("curves", "seed", "seconds")}
     write_page(
         "learn",
         f"# A real model learns\n\n{__doc__}\n\n![Accuracy over samples and over seconds](learn.png)\n\n"
-        f"{markdown(head, rows)}\n\n```json\n{json.dumps(about)}\n```\n\nThe curves are in `learn.json`.",
+        f"{markdown(head, rows)}\n\n{markdown(*by_samples(runs))}\n\n"
+        f"```json\n{json.dumps(about)}\n```\n\nThe curves are in `learn.json`.",
     )
-    (RESULTS / "learn.json").write_text(raw)
+    (RESULTS / "learn.json").write_text(json.dumps(runs))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180.0, help="of training, each side")
     parser.add_argument("--out", type=Path, default=Path("learn.json"), help="where the curves go")
-    parser.add_argument("--draw", type=Path, help="draw the curves of an earlier run, and do nothing else")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draw", type=Path, nargs="+", help="draw the curves of earlier runs, and do nothing else")
     parser.add_argument("--alone", action="store_true", help="without TRL")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU")
     options = parser.parse_args(argv)
     if options.draw:
-        found = json.loads(options.draw.read_text())
-        draw(found)
-        page(found, options.draw.read_text())
+        runs = [json.loads(path.read_text()) for path in options.draw]
+        draw(runs)
+        page(runs)
+        show(*by_samples(runs))
         return 0
     if options.smoke:
         small = {"prompts": 2, "samples": 2, "eval_every": 1, "eval_prompts": 4, "max_tokens": 4}
@@ -180,19 +207,19 @@ def main(argv: list[str] | None = None) -> int:
             points = ours(random_model(Path(folder), SMOKE), 1e9, 2, small | {"policy.device": "cpu"})
         return close("learn", None, None, GAIN, len(points) == 3, smoke=True, points=points)[1]
     model = smollm2()
-    curves = {"ascent": ours(model, options.seconds, None, {})}
+    curves = {"ascent": ours(model, options.seconds, None, {"seed": options.seed})}
     gc.collect()
     torch.cuda.empty_cache()
     about = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
-    found = {"curves": curves, "seconds": options.seconds, **about}
+    found = {"curves": curves, "seconds": options.seconds, "seed": options.seed, **about}
     options.out.write_text(json.dumps(found))
     if not options.alone:
         theirs(model, options.seconds, found, options.out)
     show(*summary(found))
     first, last = curves["ascent"][0]["strict"], curves["ascent"][-1]["strict"]
     ok = first >= LEAST and last >= max(2 * first, first + GAIN) and options.seconds <= LIMIT
-    interval = wilson(round(last * 500), 500)
-    more = {"start": first, "low": interval.low, "high": interval.high, "lenient": curves["ascent"][-1]["lenient"]}
+    strict = wilson(round(last * 500), 500)
+    more = {"start": first, "low": strict.low, "high": strict.high, "lenient": curves["ascent"][-1]["lenient"]}
     peer = curves["trl"][-1]["strict"] if "trl" in curves else None
     return close("learn", last, peer, max(2 * first, first + GAIN), ok, **more, **about)[1]
 

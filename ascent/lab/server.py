@@ -5,11 +5,9 @@ The guard stands before all of them (`guard.py`). To host more, add to `routes`:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,15 +16,14 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ascent.lab import pages
+from ascent.lab import pages, viewer
+from ascent.lab.bodies import body
 from ascent.lab.figures import FIGURES, training
 from ascent.lab.runs import grid, run_folder, stream
 from ascent.lab.trainings import COMMANDS, Trainings
 from ascent.types import Refused
 
 STATIC = Path(__file__).parent / "static"
-MOST_BYTES = 20_000
-"""The longest command that is read."""
 NUMBER = re.compile(r"[0-9]{1,15}")
 
 
@@ -46,6 +43,7 @@ def routes(runs: Path) -> list[BaseRoute]:
         Route("/api/runs/{run}/responses", _responses(runs)),
         Route("/api/trainings", _start(trainings), methods=["POST"]),
         Route("/api/trainings/{run}/{command}", _command(trainings), methods=["POST"]),
+        *viewer.routes(runs),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
 
@@ -95,7 +93,7 @@ def _responses(runs: Path) -> Callable:
 
 def _start(trainings: Trainings) -> Callable:
     async def start(request: Request) -> Response:
-        asked = await _body(request)
+        asked = await body(request)
         sides, steps = asked.get("sides"), asked.get("steps")
         if not (isinstance(sides, list) and sides and set(sides) <= set(training.SIDES)):
             raise Refused("sides: a list of a and b is needed")
@@ -118,22 +116,6 @@ def _command(trainings: Trainings) -> Callable:
         return JSONResponse(await run_in_threadpool(trainings.command, run, what))
 
     return command
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """A JSON object, of bounded length."""
-    data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > MOST_BYTES:
-            raise Refused(f"the command is longer than {MOST_BYTES} bytes")
-    try:
-        asked = json.loads(data)
-    except ValueError:
-        asked = None
-    if not isinstance(asked, dict):
-        raise Refused("a command is a JSON object")
-    return asked
 
 
 async def _refused(request: Request, error: Exception) -> Response:

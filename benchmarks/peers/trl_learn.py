@@ -34,7 +34,9 @@ SETTINGS = WORK["settings"]
 
 def problems(config: Config) -> Dataset:
     """More than it will see, from the task's own generator."""
-    indices = torch.randint(2**62, (200_000 // config.samples,), generator=torch.Generator().manual_seed(1)).tolist()
+    indices = torch.randint(
+        2**62, (200_000 // config.samples,), generator=torch.Generator().manual_seed(1 + WORK["seed"])
+    ).tolist()
     return Dataset.from_dict(
         {"prompt": [config.task.messages(config.task.train(i)) for i in indices], "index": [str(i) for i in indices]}
     )
@@ -93,6 +95,7 @@ def main() -> None:
         num_generations=config.samples,
         max_completion_length=config.task.max_tokens,
         max_steps=100_000,
+        seed=42 + WORK["seed"],
         beta=0.0,
         loss_type="grpo",
         scale_rewards="group",

@@ -1,0 +1,181 @@
+"""All that the pages say of a run besides its curves and responses."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ascent.viewer import foreign, notes
+from ascent.viewer.charts import charts_of
+from ascent.viewer.curves import Library, measured
+from ascent.viewer.places import Place
+from ascent.viewer.status import begun, status_of
+
+END = 1 << 17
+"""Bytes at the end of metrics.jsonl in which a list looks for the last values."""
+SAID = ("objective", "formula", "label")
+"""What config.json holds only to be read."""
+
+
+def row(place: Place) -> dict[str, Any]:
+    """A run in a list: what can be known without reading all of it."""
+    if place.kind != "ascent":
+        return _foreign_row(place)
+    run, problem = read_object(place.folder / "run.json")
+    result = run.get("result") if isinstance(run.get("result"), dict) else {}
+    last = last_values(place.folder / "metrics.jsonl")
+    accuracy = last.get("eval/accuracy", last.get("accuracy"))
+    if problem:
+        status, said = "unreadable", problem
+        if not (place.folder / "run.json").exists():
+            status, said = "died", "killed before its first step; only its settings are here"
+    else:
+        status, said = status_of(place.folder, run | {"step": last.get("step", -1) + 1})
+    return {
+        **_common(place),
+        "task": run.get("task", ""),
+        "label": run.get("label", ""),
+        "seed": run.get("seed"),
+        "status": status,
+        "said": said,
+        "step": last.get("step", -1) + 1,
+        "steps": run.get("steps"),
+        "started": begun(run),
+        "updated": changed(place.folder / "metrics.jsonl") or changed(place.folder / "run.json"),
+        "accuracy": accuracy,
+        "reward": last.get("eval/reward", last.get("reward")),
+        "max_reward": (result or {}).get("max_reward"),
+        "flags": list(dict.fromkeys(e["name"] for e in events(place) if e.get("event") == "flag" and "name" in e)),
+    }
+
+
+def _common(place: Place) -> dict[str, Any]:
+    note = notes.read(place.folder)
+    return {"id": place.id, "kind": place.kind, "tags": note["tags"], "note": note["text"]}
+
+
+def _foreign_row(place: Place) -> dict[str, Any]:
+    lines, problems = foreign.lines(place.folder)
+    last = {key: value for line in lines for key, value in line.items() if value is not None}
+    times = [t for t in (changed(path) for path in foreign.files(place.folder)) if t is not None]
+    name = {"trl": "TRL", "verl": "verl"}[place.kind]
+    said = f"completions that {name} wrote; whether it still runs is not known"
+    return {
+        **_common(place),
+        "task": "",
+        "label": name,
+        "seed": None,
+        "status": "foreign" if lines else "unreadable",
+        "said": problems[0] if problems and not lines else said,
+        "step": int(last.get("step", -1)) + 1,
+        "steps": None,
+        "started": min(times, default=None),
+        "updated": max(times, default=None),
+        "accuracy": last.get("eval/accuracy", last.get("accuracy")),
+        "reward": last.get("reward"),
+        "max_reward": None,
+        "flags": [event["name"] for event in foreign.events(place.folder)],
+    }
+
+
+def page(place: Place, library: Library) -> dict[str, Any]:
+    """A run in full, less its curves."""
+    run, run_problem = read_object(place.folder / "run.json") if place.kind == "ascent" else ({}, "")
+    config, config_problem = read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
+    problems = [problem for problem in (run_problem, config_problem) if problem]
+    with library.digest(place) as digest:
+        charts = charts_of(measured(digest))
+        problems += [f"metrics.jsonl: {text}" for text in digest.bad[:3]]
+        if digest.bad_count > 3:
+            problems.append(f"metrics.jsonl: {digest.bad_count:,} lines in all cannot be read, and are left out")
+        problems += [
+            f"{name} was not finite in {count:,} step{'s' * (count > 1)}, first {text} in step {step:g}"
+            for name, count in digest.nonfinite_counts.items()
+            for step, text in digest.nonfinite[name][:1]
+        ]
+    if place.kind != "ascent":
+        problems += foreign.lines(place.folder)[1]
+    elif not (place.folder / "metrics.jsonl").exists():
+        problems.append("metrics.jsonl is missing, so there are no curves")
+    result = run.get("result") if isinstance(run.get("result"), dict) else {}
+    return {
+        **row(place),
+        "words": (result or {}).get("words", []),
+        "objective": config.get("objective", ""),
+        "formula": config.get("formula", ""),
+        "config": {key: value for key, value in config.items() if key not in SAID},
+        "versions": run.get("versions", {}),
+        "machine": run.get("machine", {}),
+        "history": run.get("history", []),
+        "events": events(place),
+        "charts": charts,
+        "recorded": recorded(place),
+        "notes": notes.read(place.folder),
+        "problems": problems,
+    }
+
+
+def recorded(place: Place) -> list[int]:
+    """The steps of which responses were kept."""
+    if place.kind != "ascent":
+        return foreign.steps(place.folder)
+    numbers = (path.stem.removeprefix("step_") for path in (place.folder / "rollouts").glob("step_*.parquet"))
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def events(place: Place) -> list[dict[str, Any]]:
+    """Flags, trouble and notes, as far as they can be read."""
+    if place.kind != "ascent":
+        return foreign.events(place.folder)
+    path = place.folder / "events.jsonl"
+    return list(_events(path, changed(path)))
+
+
+@lru_cache(maxsize=1024)
+def _events(path: Path, _: float | None) -> tuple[dict[str, Any], ...]:
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return ()
+    found = (_json(line) for line in lines)
+    return tuple(line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int | float))
+
+
+def last_values(path: Path) -> dict[str, Any]:
+    """The last known value of every metric, from the end of the file alone."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - END))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    found = (_json(line) for line in (lines if size <= END else lines[1:]))
+    return {k: v for line in found if isinstance(line, dict) for k, v in line.items() if v is not None}
+
+
+def read_object(path: Path) -> tuple[dict[str, Any], str]:
+    """A JSON object, or an empty one and what is wrong with its file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, f"{path.name} is missing"
+    except (OSError, ValueError) as error:
+        return {}, f"{path.name} cannot be read: {error}"
+    return (found, "") if isinstance(found, dict) else ({}, f"{path.name} is no JSON object")
+
+
+def changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

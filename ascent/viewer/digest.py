@@ -1,0 +1,185 @@
+"""A file of JSON lines as curves of bounded size, kept up to date as the file grows.
+
+Consecutive lines share a bucket, which knows the sum, number, smallest and largest of each metric, and the
+byte at which it begins. When there are too many buckets, pairs of them are merged: so a run of any length
+takes the same memory, and a part of it can be read again, exactly, without reading the rest.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ascent.viewer.parsing import NOTHING, Parsed, parse
+
+MOST_BUCKETS = 2048
+CHUNK = 1 << 23
+"""Bytes that are parsed at a time."""
+TAIL = 64
+"""Bytes before the end of what was read, by which a file that was cut back and went on is recognised."""
+KEPT = 50
+"""Values that were not finite, and bad lines, that are kept for each file."""
+
+
+class Buckets(NamedTuple):
+    """Sums over consecutive lines: arrays [bucket]."""
+
+    sum: np.ndarray
+    number: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Digest:
+    """The curves of one file. `update` reads what is new; `whole` and `part` give points to draw."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.clear()
+
+    def clear(self) -> None:
+        self.offset, self.lines, self.width = 0, 0, 1
+        self.tail = b""
+        self.metrics: dict[str, Buckets] = {}
+        self.first, self.last, self.start = np.empty(0), np.empty(0), np.empty(0, np.int64)
+        self.nonfinite: dict[str, list[tuple[float, str]]] = {}
+        self.nonfinite_counts: Counter[str] = Counter()
+        self.bad: list[str] = []
+        self.bad_count = 0
+
+    @property
+    def revision(self) -> str:
+        return f"{self.offset}-{self.lines}-{hash(self.tail) & 0xFFFFFFFF:x}"
+
+    def update(self) -> None:
+        """Read the whole lines that were added; a torn last one waits. A file that was cut back is read anew."""
+        try:
+            with open(self.path, "rb") as file:
+                size = file.seek(0, io.SEEK_END)
+                if self.offset and not self._goes_on(file, size):
+                    self.clear()
+                while self.offset < size:
+                    file.seek(self.offset)
+                    data = file.read(CHUNK)
+                    data += b"" if data.endswith(b"\n") else file.readline()
+                    end = data.rfind(b"\n") + 1
+                    if not end:
+                        break
+                    self._add(parse(data[:end], self.offset, self.lines + self.bad_count))
+                    self.offset += end
+                    self.tail = data[:end][-TAIL:]
+        except FileNotFoundError:
+            self.clear()
+
+    def _goes_on(self, file: Any, size: int) -> bool:
+        if size < self.offset:
+            return False
+        file.seek(self.offset - len(self.tail))
+        return file.read(len(self.tail)) == self.tail
+
+    def _add(self, new: Parsed) -> None:
+        self.bad_count += len(new.bad)
+        self.bad = (self.bad + new.bad)[:KEPT]
+        for name, step, text in new.nonfinite:
+            self.nonfinite_counts[name] += 1
+            kept = self.nonfinite.setdefault(name, [])
+            if len(kept) < KEPT:
+                kept.append((step, text))
+        count = len(new.steps)
+        if not count:
+            return
+        while (self.lines + count - 1) // self.width >= MOST_BUCKETS:
+            self._halve()
+        index = (self.lines + np.arange(count)) // self.width
+        cuts = np.flatnonzero(np.diff(index, prepend=-1))
+        where = index[cuts]
+        size = int(index[-1]) + 1
+        begun = len(self.first)
+        fresh = where >= begun
+        self.first = np.concatenate([self.first, new.steps[cuts][fresh]])
+        self.start = np.concatenate([self.start, new.starts[cuts][fresh]])
+        self.last = np.concatenate([self.last, np.zeros(size - begun)])
+        self.last[where] = new.steps[np.append(cuts[1:], count) - 1]
+        for name in {*self.metrics, *new.columns}:
+            values = new.columns.get(name)
+            old = grown(self.metrics.get(name), size)
+            self.metrics[name] = old if values is None else added(old, where, fold(values, cuts))
+        self.lines += count
+
+    def _halve(self) -> None:
+        """Merge every two buckets."""
+        self.width *= 2
+        cuts = np.arange(0, len(self.first), 2)
+        if not len(cuts):
+            return
+        ends = np.append(cuts[1:], len(self.last)) - 1
+        self.first, self.start, self.last = self.first[cuts], self.start[cuts], self.last[ends]
+        self.metrics = {name: merged(buckets, cuts) for name, buckets in self.metrics.items()}
+
+    def whole(self) -> tuple[np.ndarray, np.ndarray, dict[str, Buckets]]:
+        """First and last step of each bucket, and the buckets of each metric."""
+        return self.first, self.last, self.metrics
+
+    def part(self, begin: float, end: float) -> Parsed:
+        """The lines of some steps, read again."""
+        inside = np.flatnonzero((self.last >= begin) & (self.first <= end))
+        if not len(inside):
+            return NOTHING
+        start = int(self.start[inside[0]])
+        after = int(inside[-1]) + 1
+        stop = int(self.start[after]) if after < len(self.start) else self.offset
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            found = parse(file.read(stop - start), start, 0)
+        keep = (found.steps >= begin) & (found.steps <= end)
+        columns = {name: values[keep] for name, values in found.columns.items()}
+        return found._replace(steps=found.steps[keep], starts=found.starts[keep], columns=columns)
+
+    def lines_in(self, begin: float, end: float) -> int:
+        """How many lines, about, have these steps."""
+        return int(((self.last >= begin) & (self.first <= end)).sum()) * self.width
+
+    def nbytes(self) -> int:
+        return sum(part.nbytes for buckets in self.metrics.values() for part in buckets) + 3 * self.first.nbytes
+
+
+def fold(values: np.ndarray, cuts: np.ndarray) -> Buckets:
+    """Values into buckets that begin at `cuts`; NaN is not measured."""
+    known = np.isfinite(values)
+    return Buckets(
+        np.add.reduceat(np.where(known, values, 0.0), cuts),
+        np.add.reduceat(known.astype(np.int64), cuts),
+        np.minimum.reduceat(np.where(known, values, np.inf), cuts),
+        np.maximum.reduceat(np.where(known, values, -np.inf), cuts),
+    )
+
+
+def merged(buckets: Buckets, cuts: np.ndarray) -> Buckets:
+    """Neighbouring buckets as one."""
+    kinds = (np.add, np.add, np.minimum, np.maximum)
+    return Buckets(*(kind.reduceat(part, cuts) for kind, part in zip(kinds, buckets, strict=True)))
+
+
+def grown(buckets: Buckets | None, size: int) -> Buckets:
+    """With empty buckets at the end."""
+    have = 0 if buckets is None else len(buckets.sum)
+    more = Buckets(
+        np.zeros(size - have),
+        np.zeros(size - have, np.int64),
+        np.full(size - have, np.inf),
+        np.full(size - have, -np.inf),
+    )
+    return more if buckets is None else Buckets(*map(np.concatenate, zip(buckets, more, strict=True)))
+
+
+def added(old: Buckets, where: np.ndarray, new: Buckets) -> Buckets:
+    """New sums into the buckets at `where` (each named once)."""
+    old.sum[where] += new.sum
+    old.number[where] += new.number
+    old.low[where] = np.minimum(old.low[where], new.low)
+    old.high[where] = np.maximum(old.high[where], new.high)
+    return old

@@ -1,0 +1,71 @@
+"""What has become of a run, as far as its files and this machine can tell."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ascent.records.folder import is_locked
+
+SILENT = 30.0
+"""Seconds without a sign of life after which a run on another machine counts as dead. One comes every five."""
+
+
+def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tuple[str, str]:
+    """A status, and why: a run that says it is running is so only while something is heard of it.
+
+    On this machine the lock says it. Of a run on another machine, whose lock is not seen here, only the file
+    `.alive` is known, which its process renews every few seconds however long a step takes.
+    """
+    now = time.time() if now is None else now
+    status = str(run.get("status", "unreadable"))
+    done = f"{run.get('step', 0)} of {run.get('steps', '?')} steps"
+    if status != "running":
+        return status, {"finished": f"finished, {done}", "interrupted": f"stopped and saved after {done}"}.get(
+            status, f"{status} after {done}"
+        )
+    sign = read_sign(folder)
+    heard = sign.get("time") or run.get("heartbeat")
+    age = now - heard if heard is not None else None
+    said = f"last sign of life {ago(age)}" if age is not None else "no sign of life"
+    if is_locked(folder):
+        return "running", f"running, {done}, {said}"
+    elsewhere = sign.get("host") not in (None, socket.gethostname())
+    if elsewhere and age is not None and age < SILENT:
+        return "running", f"running on {sign['host']}, {done}, {said}"
+    where = f"on {sign['host']}" if elsewhere else "here"
+    return "died", f"died after {done}: no process {where} is writing it any more, {said}"
+
+
+def read_sign(folder: Path) -> dict[str, Any]:
+    """What the process of a run last said of itself: host, pid, time."""
+    try:
+        found = json.loads((folder / ".alive").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("time"), int | float) else {}
+
+
+def ago(seconds: float) -> str:
+    """3 s ago, 5 min ago, 2 h ago, 4 days ago."""
+    if seconds < 0:
+        return "in the future: the clocks of the two machines differ"
+    for size, name in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def begun(run: dict[str, Any]) -> float | None:
+    """When a run was started, in seconds since 1970."""
+    history = run.get("history")
+    if not isinstance(history, list) or not history or not isinstance(history[0], dict):
+        return None
+    try:
+        return datetime.strptime(str(history[0].get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
