@@ -184,9 +184,11 @@ class LocalLearner:
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
         terms, report = update(self, mini, objective)
-        parts = [self._logp, self._entropy] if self._entropy else [self._logp]
-        found = (part[0] if len(part) == 1 else joined(part, mini) for part in parts)
-        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, *found)
+        logp, entropy = (
+            part[0] if len(part) == 1 else joined(part, mini) if part else None for part in (self._logp, self._entropy)
+        )
+        assert logp is not None
+        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp, entropy)
 
     @torch.no_grad()
     def total(self, mini: Batch, objective: Objective) -> Tensor:

@@ -28,9 +28,6 @@ def write(
     pieces: Pieces | None = None,
 ) -> None:
     """`which` groups (a number, or all), with their log-probs at every update of the step."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     groups = batch.prompt.shape[0]
     if which != "all":
         groups = min(groups, int(which))
@@ -51,18 +48,15 @@ def write(
     columns |= {"logp_ref": batch.logp_ref, "value": batch.value}
     columns = {name: tensor for name, tensor in columns.items() if tensor is not None}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
+    per_token = [name for name in lists if name.startswith(("logp", "advantage", "value"))]
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
     pieces, entropy, failed = pieces or Pieces(task), _first_entropy(minis, updates, groups), _failed(batch)
     rows = []
     for p in range(groups):
         for s in range(batch.mask.shape[1]):
             cut = slice(lists["length"][p][s])
-            row: dict[str, Any] = {
-                "step": step,
-                "group": p,
-                "sample": s,
-                "prompt": [i for i in lists["prompt"][p] if i >= 0],
-            }
+            row: dict[str, Any] = {"step": step, "group": p, "sample": s}
+            row["prompt"] = [i for i in lists["prompt"][p] if i >= 0]
             row["prompt_text"] = task.text(row["prompt"])
             row["response"] = lists["response"][p][s][cut]
             row["response_text"] = task.text(row["response"])
@@ -72,12 +66,18 @@ def write(
             row["reward"] = sum(lists["reward"][p][s])
             row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
             row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}
-            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage", "value"))}
+            row |= {name: lists[name][p][s][cut] for name in per_token}
             row["logp_update"] = [i for i, _ in by_update[p]]
             row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
             row |= {} if entropy[p] is None else {"entropy": entropy[p][s][cut]}
             rows.append(row)
-    final = path_of(folder, step)
+    _save(path_of(folder, step), rows)
+
+
+def _save(final: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     aside = final.with_name(f".{final.name}")
     pq.write_table(pa.Table.from_pylist(rows), aside)
     os.replace(aside, final)
