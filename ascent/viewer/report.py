@@ -111,8 +111,8 @@ def report(place: Place) -> str:
         exact = Exact(digest)
         rows = {c["key"]: exact.lines([one["metric"] for one in c["series"]], LINES) for c in told["charts"]}
         last = {m: value for m, _ in HEADLINES if m in metrics and (value := exact.last(m))}
-    found, problems = report_tokens.gather(place.folder, place.kind)
-    return page(Facts(told, drawn, rows, last, report_tokens.section(found, problems), version=_version()))
+    shown = report_tokens.section(*report_tokens.gather(place.folder, place.kind))
+    return page(Facts(told, drawn, rows, last, shown, version=_version()))
 
 
 def _version() -> str | None:

@@ -73,7 +73,9 @@ def reach(series: Sequence[Series], share: bool) -> tuple[float, float]:
     return (low if low == 0.0 else low - pad), high + pad
 
 
-def chart(title: str, series: Sequence[Series], share: bool = False, ends: tuple[Number, Number] | None = None) -> Markup:
+def chart(
+    title: str, series: Sequence[Series], share: bool = False, ends: tuple[Number, Number] | None = None
+) -> Markup:
     """The picture of some curves over steps."""
     xs = [x for s in series for x, _ in s.points()] or [0.0]
     left, right = ends or (min(xs), max(xs))

@@ -169,8 +169,13 @@ def step_section(page: Mapping[str, Any], rows: Mapping[tuple[int, int], Any], l
     return tag("section", tag("h3", f"Step {page['step']}"), *groups)
 
 
-def gather(folder: Any, kind: str) -> tuple[list[tuple[Any, dict]], list[str]]:
-    """The first, a middle and the last recorded step, each with its groups and the tokens of what is shown."""
+def clip_words(found: Mapping[str, Any]) -> str:
+    words = str((found.get("clip") or {}).get("words", ""))
+    return f"Clipped, {words}" if words.startswith("low:") else words
+
+
+def gather(folder: Any, kind: str) -> tuple[list[tuple[Any, dict]], list[str], list[str]]:
+    """The first, a middle and the last recorded step with what is shown of them; what went wrong; what to know."""
     from ascent.types import Refused
     from ascent.viewer import completions, recorded, tokens
 
@@ -178,16 +183,19 @@ def gather(folder: Any, kind: str) -> tuple[list[tuple[Any, dict]], list[str]]:
     picked = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
     found: list[tuple[Any, dict]] = []
     problems: list[str] = []
+    notes: dict[str, None] = {}
     for step in picked:
         try:
             page = completions.page(folder, kind, step, count=GROUPS)
-            made = tokens.tokens(folder, kind, step, [group["group"] for group in page["groups"]])
+            wanted = [(g["group"], one["sample"]) for g in page["groups"] for _, one in ends(g["responses"])]
+            made = [tokens.tokens(folder, kind, step, [group], sample) for group, sample in wanted]
         except (Refused, OSError, ValueError) as error:
             problems.append(f"step {step}: {error}")
             continue
         problems += page.get("problems") or []
-        found.append((page, {(row["group"], row["sample"]): row for row in made["rows"]}))
-    return found, problems
+        found.append((page, {(row["group"], row["sample"]): row for one in made for row in one["rows"]}))
+        notes |= dict.fromkeys(text for one in made for text in [*one["missing"].values(), clip_words(one)] if text)
+    return found, problems, list(notes)
 
 
 def choice(ways: Iterable[str]) -> Markup:
@@ -205,7 +213,7 @@ def choice(ways: Iterable[str]) -> Markup:
     )
 
 
-def section(found: Sequence[tuple[Any, dict]], problems: Sequence[str]) -> Markup:
+def section(found: Sequence[tuple[Any, dict]], problems: Sequence[str], notes: Sequence[str] = ()) -> Markup:
     rows = [row for _, made in found for row in made.values()]
     largest = max(
         (abs(v) for row in rows for a in row.get("advantage") or () if (v := real(a)) is not None), default=0.0
@@ -214,4 +222,5 @@ def section(found: Sequence[tuple[Any, dict]], problems: Sequence[str]) -> Marku
     steps = [step_section(page, made, largest) for page, made in found]
     none = tag("p", "No completions were recorded.", class_="quiet") if not found and not problems else None
     trouble = tag("ul", *(tag("li", text) for text in problems), class_="problems") if problems else None
-    return joined([none, trouble, choice(names) if names else None, *steps])
+    known = tag("p", ". ".join(text[0].upper() + text[1:] for text in notes) + ".", class_="quiet") if notes else None
+    return joined([none, trouble, choice(names) if names else None, known, *steps])
