@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ascent.diagnose.statistics import t_975
+from ascent.viewer.charts import CHARTS
 from ascent.viewer.digest import Buckets, Digest, merged
 
 AXES = {"step": None, "samples": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
 """What a curve may be drawn over, and the metric whose running sum that is."""
+SHARES = frozenset(metric for chart in CHARTS if chart.share for metric, _ in chart.series)
 DIGITS = 6
 
 
@@ -92,7 +95,7 @@ def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 def overlay(
     groups: Mapping[str, Sequence[str]], digests: Mapping[str, Digest], metric: str, axis: str, points: int
 ) -> dict:
-    """A metric of every group, and of every run, as lines to draw."""
+    """A metric of every group, and of every run, as lines to draw. The band of a share stays within 0 and 1."""
     made: dict[str, Any] = {"metric": metric, "x": axis, "groups": {}, "runs": {}}
     for name, ids in groups.items():
         found = {id: c for id in ids if (c := curve(digests[id], metric, axis)) is not None}
@@ -102,7 +105,8 @@ def overlay(
         mean, half = band(values)
         line = {"x": listed(x), "mean": listed(mean), "seeds": len(found)}
         if half is not None:
-            line |= {"low": listed(mean - half), "high": listed(mean + half)}
+            low, high = (0.0, 1.0) if metric in SHARES else (-np.inf, np.inf)
+            line |= {"low": listed((mean - half).clip(low, None)), "high": listed((mean + half).clip(None, high))}
             for id, one in found.items():
                 x, own = aligned([one], points)
                 made["runs"][id] = {"x": listed(x), "mean": listed(own[0])}
@@ -115,6 +119,6 @@ def odd(ids: Mapping[str, Any], digests: Mapping[str, Digest], metric: str) -> l
     return sorted({tuple(one) for id in ids for one in digests[id].nonfinite.get(metric, [])})
 
 
-def listed(values: np.ndarray) -> list[float]:
-    """Numbers with as many digits as a picture needs."""
-    return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]
+def listed(values: np.ndarray) -> list[float | None]:
+    """Numbers with as many digits as a picture needs; None where a sum was too large to be one."""
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
