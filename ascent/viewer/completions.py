@@ -141,7 +141,7 @@ def response(row: Row, parts: list[str]) -> Row:
     made = {
         "sample": row["sample"],
         "text": row["response_text"] or "",
-        "reward": number(row["reward"]),
+        "reward": number(row["reward"]) if status != "failed" else None,
         "advantage": number(row.get("advantage")),
         "length": row.get("length"),
         "correct": row.get("correct"),

@@ -20,11 +20,11 @@ from ascent.viewer.completions import number
 Row = dict[str, Any]
 OLD = "this file was written before the trainer recorded it"
 ABSENT = {
-    "pieces": f"the texts of the tokens are not there ({OLD}): their numbers in the vocabulary are shown",
-    "entropy": f"no entropy: {OLD}, or the engine does not know it",
-    "ratio": "no ratio: no update saw these responses",
+    "pieces": f"The texts of the tokens are not there ({OLD}): their numbers in the vocabulary are shown",
+    "entropy": f"No entropy: {OLD}, or the engine does not know it",
+    "ratio": "No ratio: no update saw these responses",
 }
-FOREIGN = "this run's files hold texts, rewards and advantages, and nothing about single tokens"
+FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
 
 
 def tokens(folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What their files do not hold is absent. Steps are counted as they count them, fr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ Row = dict[str, Any]
 READERS = {"trl": trl, "verl": verl}
 _rows = Kept(200_000)
 """Rows of the last files."""
+_flags: dict[Path, tuple[bytes, list[dict[str, Any]]]] = {}
+MOST_FLAGGED = 200
 
 
 def kind_of(folder: Path) -> str | None:
@@ -88,10 +91,39 @@ def mark(folder: Path) -> bytes:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """Flags, as our own trainer would have written them."""
-    from ascent.diagnose.watch import flags_of
+    """Flags, as our own trainer would have written them; looked for again when a file has changed."""
+    try:
+        from ascent.diagnose.watch import flags_of
+    except ImportError:
+        return []
 
-    return flags_of(lines(folder)[0], {step: rows(folder, step) for step in steps(folder)})
+    now = mark(folder)
+    if _flags.get(folder, (b"", []))[0] != now:
+        if len(_flags) >= MOST_FLAGGED:
+            _flags.clear()
+        _flags[folder] = (now, flags_of(lines(folder)[0], Rows(folder)))
+    return _flags[folder][1]
+
+
+class Rows(Mapping[int, list[Row]]):
+    """The rows of each step, read when they are asked for; none where a file cannot be read."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.steps = folder, steps(folder)
+
+    def __getitem__(self, step: int) -> list[Row]:
+        if step not in self.steps:
+            raise KeyError(step)
+        try:
+            return rows(self.folder, step)
+        except Refused:
+            return []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
 
 def _files(folder: Path) -> tuple[Any, dict[int, Path]]:

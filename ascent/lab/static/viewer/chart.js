@@ -66,13 +66,13 @@ export class Chart extends Component {
     const axis = { stroke: () => colourOf("--quiet"), font: FONT, grid: { stroke: () => colourOf("--line"), width: 1 }, ticks: { show: false } };
     const ticks = (_, values) => values.map((v) => (v == null ? "" : this.props.share ? `${+(100 * v).toPrecision(3)}%` : num(v)));
     return {
-      width, height: this.props.height ?? 168,
+      width, height: this.props.height ?? 172,
       padding: [9, 10, 0, 0],
       legend: { show: false },
       cursor: { x: false, y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 5 }, bind: { dblclick: () => () => this.props.onZoom?.(null) } },
       scales: { x: { time: false, range: () => this.span() }, y: { range: () => rangeOf(this.lines, this.span(), this.props.share) } },
       axes: [
-        { ...axis, size: 22, gap: 3, space: 56, incrs: INCREMENTS, values: (_, v) => v.map((n) => num(n)) },
+        { ...axis, size: 25, gap: 7, space: 56, incrs: INCREMENTS, values: (_, v) => v.map((n) => num(n)) },
         { ...axis, size: 50, gap: 4, space: 30, values: ticks },
       ],
       series: [{}, { show: true, points: { show: false } }],

@@ -151,3 +151,6 @@ export function ready(title) {
   if (title) document.title = `${title} · Ascent lab`;
   document.body.dataset.ready = "true";
 }
+
+// What a file holds where a word was expected.
+export const words = (value) => (value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
