@@ -91,7 +91,9 @@ def dotted(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def difference(runs: Sequence[Side]) -> list[dict[str, Any]]:
     """The settings that are not the same in all runs: a name, and one value a run (None: it has no such setting)."""
     flat = [dotted(run.config) for run in runs]
-    names = dict.fromkeys(name for one in flat for name in one)
+    found = list(dict.fromkeys(name for one in flat for name in one))
+    axes = list(dict.fromkeys(name.split(".")[0] for name in found))
+    names = sorted(found, key=lambda name: axes.index(name.split(".")[0]))  # what belongs to one choice stands together
     rows = []
     for name in names:
         values = [spelled(one[name]) if name in one else None for one in flat]

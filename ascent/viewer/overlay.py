@@ -61,8 +61,8 @@ def coarser(curve: Curve, times: int) -> Curve:
     return Curve(curve.first[cuts], curve.last[ends], merged(curve.buckets, cuts), curve.width * times, x)
 
 
-def aligned(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarray]:
-    """x and [run point] values at the steps that all of some runs have, at most so many.
+def aligned(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """x and [run point] values at the steps that all of some runs have, at most so many; and the lines of a point.
 
     Where a bucket holds several lines, it counts if it spans the same steps, and as many measured ones, in all runs.
     """
@@ -81,7 +81,7 @@ def aligned(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarra
         ]
         rows.append(c.buckets.sum[keep] / c.buckets.number[keep])
         xs.append(c.x[keep])
-    return np.mean(xs, axis=0), np.stack(rows)
+    return np.mean(xs, axis=0), np.stack(rows), width * times
 
 
 def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -101,15 +101,15 @@ def overlay(
         found = {id: c for id in ids if (c := curve(digests[id], metric, axis)) is not None}
         if not found:
             continue
-        x, values = aligned(list(found.values()), points)
+        x, values, bucket = aligned(list(found.values()), points)
         mean, half = band(values)
-        line = {"x": listed(x), "mean": listed(mean), "seeds": len(found)}
+        line = {"x": listed(x), "mean": listed(mean), "seeds": len(found), "bucket": bucket}
         if half is not None:
             low, high = (0.0, 1.0) if metric in SHARES else (-np.inf, np.inf)
             line |= {"low": listed((mean - half).clip(low, None)), "high": listed((mean + half).clip(None, high))}
             for id, one in found.items():
-                x, own = aligned([one], points)
-                made["runs"][id] = {"x": listed(x), "mean": listed(own[0])}
+                x, own, bucket = aligned([one], points)
+                made["runs"][id] = {"x": listed(x), "mean": listed(own[0]), "bucket": bucket}
         made["groups"][name] = line | {"nonfinite": odd(found, digests, metric) if axis == "step" else []}
     return made
 
