@@ -22,7 +22,6 @@ HEAD = """<!doctype html>
 <link rel="icon" href="/static/icon.svg" type="image/svg+xml">
 <link rel="stylesheet" href="/static/vendor/uplot.css">
 <link rel="stylesheet" href="/static/base.css">
-<link rel="stylesheet" href="/static/figures.css">
 {more}<script type="module" src="/static/app.js"></script>
 </head>
 <body>
@@ -41,7 +40,10 @@ FOOT = """<dialog id="keys" aria-labelledby="keys-title"></dialog>
 """
 
 
-def head(title: str, current: str | None, more: str = "") -> str:
+SHEET = '<link rel="stylesheet" href="/static/figures.css">\n'
+
+
+def head(title: str, current: str | None, more: str = SHEET) -> str:
     """The top of a page; `current` is the figure that it shows, or "runs"; `more` is HTML for its head."""
     links = []
     for number, (name, figure) in enumerate(FIGURES.items(), 1):

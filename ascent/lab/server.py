@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ascent.lab import pages, viewer
+from ascent.lab import pages, viewer, viewer_completions
 from ascent.lab.bodies import body
 from ascent.lab.figures import FIGURES, training
 from ascent.lab.runs import grid, run_folder, stream
@@ -44,6 +44,7 @@ def routes(runs: Path) -> list[BaseRoute]:
         Route("/api/trainings", _start(trainings), methods=["POST"]),
         Route("/api/trainings/{run}/{command}", _command(trainings), methods=["POST"]),
         *viewer.routes(runs),
+        *viewer_completions.routes(runs),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
 

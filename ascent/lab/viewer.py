@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab import viewer_pages
+from ascent.lab import viewer_compare, viewer_pages
 from ascent.lab.bodies import body
 from ascent.types import Refused
 from ascent.viewer import about, notes
@@ -69,6 +69,7 @@ def routes(runs: Path) -> list[BaseRoute]:
         Route("/api/view/curves", answer(drawn)),
         Route("/api/view/spark", answer(sparks)),
         Route("/api/view/notes", noted, methods=["POST"]),
+        *viewer_compare.routes(runs, library),
     ]
 
 

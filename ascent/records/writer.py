@@ -19,6 +19,7 @@ from ascent.engines.base import Learner, Stepped
 from ascent.records import checkpoint, rollouts
 from ascent.records.display import Display
 from ascent.records.folder import LINES, RunFolder, read_lines
+from ascent.records.pieces import Pieces
 from ascent.records.sinks import Sinks
 from ascent.tasks import Task
 from ascent.train import Streams
@@ -47,6 +48,9 @@ METRICS = (
 )
 """On every line of metrics.jsonl, in this order; null: not measured in this step. The loss comes last."""
 
+UPDATE = ("loss", "grad_norm", "clip_ratio/low_mean", "clip_ratio/high_mean")
+"""On every line of updates.jsonl, the last two where the loss clips."""
+
 HEARTBEAT = 2.0
 """Seconds between two signs of life in run.json."""
 
@@ -57,6 +61,7 @@ class Writer:
     def __init__(self, folder: RunFolder, config: Config, task: Task, display: Display):
         self.folder, self.config, self.task, self.display = folder, config, task, display
         self.sinks: Sinks | None = None
+        self.pieces = Pieces(task)
         self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
         self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
         self.stop = False
@@ -67,10 +72,8 @@ class Writer:
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
         for i, update in enumerate(updates):
-            report = update.report
-            self._line(
-                "updates.jsonl", {"step": step, "update": i, "loss": report["loss"], "grad_norm": report["grad_norm"]}
-            )
+            told = {name: update.report[name] for name in UPDATE if name in update.report}
+            self._line("updates.jsonl", {"step": step, "update": i, **told})
         loss = metrics.pop("loss", None)
         line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
@@ -83,7 +86,8 @@ class Writer:
                 self._line("events.jsonl", {"step": step, "event": "flag", "name": name, "text": text})
                 self.display.say(f"step {step}: {text}")
         if self._recorded(step):
-            rollouts.write(self.folder.path, step, batch, minis, updates, self.config.record_rollouts, self.task)
+            which = self.config.record_rollouts
+            rollouts.write(self.folder.path, step, batch, minis, updates, which, self.task, self.pieces)
         for file in self.files.values():
             file.flush()
         self.last = {**self.last, **{k: v for k, v in line.items() if v is not None}}

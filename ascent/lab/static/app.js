@@ -40,7 +40,7 @@ function showKeys(store) {
 function onKey(event, store, figure) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest("select, textarea, dialog")) return;
-  if (event.target.closest("input") && event.key.startsWith("Arrow")) return; // those move the slider itself
+  if (event.target.closest("input") && (event.key.startsWith("Arrow") || event.target.type !== "range")) return; // those are the control's own
   if (event.key === "?") return showKeys(store);
   if (!figure) return;
   const act = {
@@ -81,7 +81,7 @@ async function main() {
   const place = byId("figure");
   byId("help").addEventListener("click", () => showKeys(window.lab));
   if (!place) {
-    addEventListener("keydown", (event) => onKey(event));
+    addEventListener("keydown", (event) => onKey(event, window.lab)); // a page of the viewer puts its keys there
     return;
   }
   const store = new Store(JSON.parse(place.dataset.given));
