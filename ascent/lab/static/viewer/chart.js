@@ -3,12 +3,14 @@
 import { Component } from "../vendor/preact.mjs";
 import uPlot from "../vendor/uplot.mjs";
 import { html } from "../store.js";
-import { drawBand, drawLine, drawOdd, lastOf, rangeOf, smoothed, valueAt } from "./curves.js";
+import { drawBand, drawLine, drawMarked, drawMarks, drawOdd, lastOf, rangeOf, smoothed, valueAt } from "./curves.js";
 import { Behind } from "./behind.js";
 import { num, percent } from "./shared.js";
 
 export const COLOURS = 8;
 export const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 4], [4, 2], [1, 4], [10, 3, 2, 3, 2, 3]];
+const MANY = 8; // beyond so many, lines are thin, with marks instead of dashes, and without bands
+const HIGH = 172;
 const FONT = "11.5px Inter, system-ui, sans-serif";
 const INCREMENTS = [1, 2, 5].flatMap((d) => Array.from({ length: 10 }, (_, e) => d * 10 ** e)).sort((a, b) => a - b);
 
@@ -46,13 +48,14 @@ export class Cursor {
   }
 }
 
-const SWATCH = ({ colour }) => html`<svg class=${`swatch s${colour % COLOURS}`} width="22" height="8" aria-hidden="true">
-  <line x1="0" x2="22" y1="4" y2="4" stroke-dasharray=${DASHES[colour % DASHES.length].join(" ")} /></svg>`;
-export { SWATCH as Swatch };
+// A line as in the chart: of its colour, with its dash, or (`marked`, where lines are many) its mark.
+const MARKS = ["M8 4a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "M8 1h6v6h-6z", "M11 0l3.6 7h-7.2z", "M11 0l4 4l-4 4l-4-4z", "M7 3h3v-3h2v3h3v2h-3v3h-2v-3h-3z", "M11 8l3.6-7h-7.2z"];
+export const Swatch = ({ colour, marked }) => html`<svg class=${`swatch s${colour % COLOURS}`} width="22" height="8" aria-hidden="true">
+  <line x1="0" x2="22" y1="4" y2="4" stroke-dasharray=${marked ? "" : DASHES[colour % DASHES.length].join(" ")} />${marked && html`<path d=${MARKS[colour % MARKS.length]} />`}</svg>`;
 
 /* Props: name, title, unit, share (numbers from 0 to 1, said in percent), lines (of `lineOf`; null ones are left out),
-   range [from, to], smooth (steps), cursor (a Cursor), note, height, onZoom(from, to) or onZoom(null) to zoom out,
-   onOpen(step). */
+   range [from, to], whole [first, last], smooth (steps), cursor (a Cursor), marks (steps at which something was noticed),
+   note, height, onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
 export class Chart extends Component {
   get lines() {
     return this.props.lines;
@@ -66,7 +69,7 @@ export class Chart extends Component {
     const axis = { stroke: () => colourOf("--quiet"), font: FONT, grid: { stroke: () => colourOf("--line"), width: 1 }, ticks: { show: false } };
     const ticks = (_, values) => values.map((v) => (v == null ? "" : this.props.share ? `${+(100 * v).toPrecision(3)}%` : num(v)));
     return {
-      width, height: this.props.height ?? 172,
+      width, height: this.props.height ?? HIGH,
       padding: [9, 10, 0, 0],
       legend: { show: false },
       cursor: { x: false, y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 5 }, bind: { dblclick: () => () => this.props.onZoom?.(null) } },
@@ -90,23 +93,26 @@ export class Chart extends Component {
     const { ctx, bbox } = u;
     const [y, x] = [u.scales.y, u.scales.x];
     const at = { ctx, left: bbox.left, top: bbox.top, width: bbox.width, height: bbox.height, x: [x.min, x.max], y: [y.min, y.max], px: devicePixelRatio };
-    const many = this.lines.length > 6;
+    const many = this.lines.length > MANY;
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top - 2 * at.px, bbox.width + 2 * at.px, bbox.height + 4 * at.px);
     ctx.clip();
+    drawMarked(at, this.props.marks, colourOf("--b"));
     for (const line of this.lines) {
       const colour = colourOf(`--s${line.colour % COLOURS}`);
-      const dash = DASHES[line.colour % DASHES.length];
+      const dash = many ? [] : DASHES[line.colour % DASHES.length];
       const smooth = smoothed(line, this.props.smooth);
-      if (line.low) drawBand(at, line, colour, smooth || many ? 0.09 : 0.17);
+      if (line.low && !many) drawBand(at, line, colour, smooth ? 0.09 : 0.17);
       const spread = line.x.length < 2 || (line.x.length - 1) * 8 * at.px < ((line.x[line.x.length - 1] - line.x[0]) * bbox.width) / (x.max - x.min);
       const points = line.bucket === 1 && !many && (spread || line.gap < Infinity);
       drawLine(at, line, line.y, colour, { width: smooth ? 1 : many ? 1.4 : 1.9, dash: smooth ? [] : dash, alpha: smooth ? 0.32 : 1, points: points && !smooth });
       if (smooth) drawLine(at, line, smooth, colour, { width: many ? 1.6 : 2.1, dash });
+      if (many) drawMarks(at, line, smooth ?? line.y, colour, line.colour);
       drawOdd(at, line, colour);
     }
     ctx.restore();
+    this.point(this.props.cursor.step);
   }
 
   selected(u) {
@@ -119,38 +125,55 @@ export class Chart extends Component {
     this.props.onZoom?.(low, Math.max(high, low + 1));
   }
 
+  // Drawn while it is near the screen; what changes elsewhere waits until it is.
   componentDidMount() {
+    const themed = () => this.refresh(() => this.plot.redraw(false, true));
+    const sizes = new ResizeObserver(([entry]) => {
+      const width = Math.round(entry.contentRect.width);
+      if (width && this.plot && width !== this.plot.width) this.plot.setSize({ width, height: this.plot.height });
+      this.point(this.props.cursor.step);
+    });
+    const near = new IntersectionObserver(([entry]) => {
+      this.near = entry.isIntersecting;
+      if (!this.near && this.hair) this.hair.hidden = true;
+      if (!this.near) return;
+      if (!this.plot) this.make();
+      else if (this.stale) this.plot.setData(this.frame());
+      this.stale = false;
+      this.point(this.props.cursor.step);
+    }, { rootMargin: "300px" });
+    near.observe(this.place);
+    sizes.observe(this.place);
+    document.addEventListener("themed", themed);
+    document.fonts?.ready.then(themed);
+    this.leave = [this.props.cursor.follow((step) => this.point(step)), () => near.disconnect(), () => sizes.disconnect(), () => document.removeEventListener("themed", themed)];
+  }
+
+  make() {
     this.plot = new uPlot(this.options(Math.max(160, this.place.clientWidth)), this.frame(), this.place);
     this.hair = this.plot.over.appendChild(Object.assign(document.createElement("div"), { className: "hair", hidden: true }));
     this.listen(this.plot.over);
-    this.leave = [this.props.cursor.follow((step) => this.point(step))];
-    const themed = () => this.plot.redraw(false, true);
-    document.addEventListener("themed", themed);
-    document.fonts?.ready.then(() => this.plot && themed());
-    const sizes = new ResizeObserver(([entry]) => {
-      const width = Math.round(entry.contentRect.width);
-      if (width && width !== this.plot.width) this.plot.setSize({ width, height: this.plot.height });
-      this.point(this.props.cursor.step);
-    });
-    sizes.observe(this.place);
-    this.leave.push(() => sizes.disconnect(), () => document.removeEventListener("themed", themed));
-    this.point(this.props.cursor.step);
   }
 
   frame() {
     return [this.span(), [null, null]];
   }
 
+  refresh(draw) {
+    if (this.near && this.plot) draw();
+    else this.stale = true;
+  }
+
   componentDidUpdate(before) {
     const { lines, range, smooth } = this.props;
-    if (before.lines !== lines || before.range[0] !== range[0] || before.range[1] !== range[1]) this.plot.setData(this.frame());
-    else if (before.smooth !== smooth) this.plot.redraw(false);
+    if (before.lines !== lines || before.range[0] !== range[0] || before.range[1] !== range[1]) this.refresh(() => this.plot.setData(this.frame()));
+    else if (before.smooth !== smooth || before.marks?.length !== this.props.marks?.length) this.refresh(() => this.plot.redraw(false));
     this.point(this.props.cursor.step);
   }
 
   componentWillUnmount() {
     for (const end of this.leave) end();
-    this.plot.destroy();
+    this.plot?.destroy();
     this.plot = null;
   }
 
@@ -187,7 +210,7 @@ export class Chart extends Component {
   // The step under the cursor in every chart: a hair, and the numbers in the caption. Without one: the last numbers.
   point(step) {
     const { plot } = this;
-    if (!plot || !this.list) return;
+    if (!plot || !this.near || !this.list) return;
     const [from, to] = this.span();
     const there = step != null && step >= from && step <= to;
     this.hair.hidden = !there;
@@ -224,18 +247,20 @@ export class Chart extends Component {
     event.stopPropagation();
   }
 
-  render({ name, title, unit, note, lines }) {
+  render({ name, title, unit, note, lines, height }) {
     const strange = lines.reduce((n, line) => n + line.odd.length, 0);
     const wide = lines.find((line) => line.low);
+    const many = lines.length > MANY;
+    const band = many ? "" : ", band: smallest to largest";
     return html`<figure class="curves" data-chart=${name}>
       <figcaption><h3>${title}${unit && html` <span>${unit}</span>`}</h3>
-        <ul ref=${(list) => (this.list = list)}>${lines.map((line) => html`<li key=${line.label}><${SWATCH} colour=${line.colour} /><span>${line.label}</span><output></output></li>`)}</ul>
+        <ul class=${many ? "many" : ""} tabindex=${many ? 0 : null} aria-label=${`${title}: lines and their values`} ref=${(list) => (this.list = list)}>${lines.map((line) => html`<li key=${line.label}><${Swatch} colour=${line.colour} marked=${many} /><span>${line.label}</span><output></output></li>`)}</ul>
       </figcaption>
-      <div class="plot" role="application" tabindex="0" aria-roledescription="chart" ref=${(place) => (this.place = place)}
+      <div class="plot" style=${{ minHeight: `${height ?? HIGH}px` }} role="application" tabindex="0" aria-roledescription="chart" ref=${(place) => (this.place = place)}
         aria-label=${`${title}. Arrows move over the steps, plus and minus zoom, Enter opens the completions; the numbers are in the table below.`} onKeyDown=${(e) => this.key(e)}></div>
       <${Behind} title=${title} lines=${lines} say=${(v) => this.say(v)}>
         ${strange > 0 && html`<b>${strange} not finite, marked at the edge</b>`}
-        ${wide && html`<span>mean of ${num(wide.bucket)} steps, band: smallest to largest</span>`}
+        ${wide && html`<span>mean of ${num(wide.bucket)} steps${band}</span>`}
         ${note && html`<span>${note}</span>`}
       <//>
     </figure>`;

@@ -159,7 +159,7 @@ export function drawLine(at, line, y, colour, { width = 2, dash = [], alpha = 1,
   ctx.globalAlpha = alpha;
   ctx.strokeStyle = ctx.fillStyle = colour;
   ctx.lineWidth = width * px;
-  ctx.lineJoin = "round";
+  ctx.lineJoin = "bevel";
   ctx.setLineDash(dash.map((d) => d * px));
   ctx.beginPath();
   const alone = []; // pixels of points that nothing joins
@@ -189,6 +189,31 @@ function dot(ctx, left, top, size) {
   ctx.fill();
 }
 
+// Where lines are many, a mark of its own shape every so often tells one from another (dashes are slow, and all look alike).
+export const SHAPES = [
+  (c, x, y, s) => c.arc(x, y, s, 0, 2 * Math.PI),
+  (c, x, y, s) => c.rect(x - s, y - s, 2 * s, 2 * s),
+  (c, x, y, s) => (c.moveTo(x, y - 1.3 * s), c.lineTo(x + 1.2 * s, y + s), c.lineTo(x - 1.2 * s, y + s), c.closePath()),
+  (c, x, y, s) => (c.moveTo(x, y - 1.4 * s), c.lineTo(x + 1.4 * s, y), c.lineTo(x, y + 1.4 * s), c.lineTo(x - 1.4 * s, y), c.closePath()),
+  (c, x, y, s) => (c.rect(x - 1.4 * s, y - 0.5 * s, 2.8 * s, s), c.rect(x - 0.5 * s, y - 1.4 * s, s, 2.8 * s)),
+  (c, x, y, s) => (c.moveTo(x, y + 1.3 * s), c.lineTo(x + 1.2 * s, y - s), c.lineTo(x - 1.2 * s, y - s), c.closePath()),
+];
+
+export function drawMarks(at, line, y, colour, index) {
+  const { ctx, px } = at;
+  const every = 110 * px;
+  let next = at.left + ((index * 37 * px) % every);
+  ctx.fillStyle = colour;
+  ctx.beginPath();
+  trace(at, line, y, (left, top) => {
+    if (left < next) return;
+    next = left + every;
+    ctx.moveTo(left, top);
+    SHAPES[index % SHAPES.length](ctx, left, top, 2.8 * px);
+  });
+  ctx.fill();
+}
+
 // What is not finite has no place on the axis: a mark at the edge, ▲ for inf, ▼ for −inf, ✕ for nan.
 export function drawOdd(at, line, colour) {
   const { ctx, px } = at;
@@ -213,6 +238,30 @@ export function drawOdd(at, line, colour) {
       ctx.lineTo(x - s, y + s);
       ctx.stroke();
     }
+  }
+}
+
+// Steps at which something was noticed: a dotted line with a small flag at its foot.
+export function drawMarked(at, steps, colour) {
+  const { ctx, px } = at;
+  if (!steps?.length) return;
+  ctx.strokeStyle = ctx.fillStyle = colour;
+  ctx.lineWidth = px;
+  const foot = at.top + at.height;
+  for (const step of steps) {
+    if (step < at.x[0] || step > at.x[1]) continue;
+    const x = at.left + ((step - at.x[0]) * at.width) / (at.x[1] - at.x[0]);
+    ctx.setLineDash([px, 4 * px]);
+    ctx.beginPath();
+    ctx.moveTo(x, at.top);
+    ctx.lineTo(x, foot);
+    ctx.stroke();
+    ctx.setLineDash([]);
+    ctx.beginPath();
+    ctx.moveTo(x, foot - 9 * px);
+    ctx.lineTo(x + 6 * px, foot - 6 * px);
+    ctx.lineTo(x, foot - 3 * px);
+    ctx.fill();
   }
 }
 

@@ -61,7 +61,8 @@ class Run extends Component {
     const now = curves ?? this.state.curves;
     const same = !curves && JSON.stringify(about.charts) === JSON.stringify(this.state.about?.charts);
     const lines = same ? this.state.lines : about.charts.map((chart) => chart.series.map((s, i) => lineOf(now, s.metric, s.label, i)).filter(Boolean));
-    this.setState({ curves: now, about, lines, error: "" });
+    const marks = about.events.filter((e) => e.event === "flag").map((e) => e.step);
+    this.setState({ curves: now, about, lines, marks, error: "" });
   }
 
   whole() {
@@ -99,7 +100,7 @@ class Run extends Component {
     if (at != null) location.assign(completionsLink(this.id, at));
   }
 
-  render(_, { about, curves, lines, error, from, smooth }) {
+  render(_, { about, curves, lines, marks, error, from, smooth }) {
     if (!about) return html`<div><p><a href="/runs">All runs</a></p><h1>${this.id || "Which run?"}</h1><${Failure} text=${this.id ? error : "The address names no run: it needs id=…"} /></div>`;
     const range = this.range();
     return html`<div>
@@ -108,7 +109,7 @@ class Run extends Component {
       ${about.charts.length > 0 && html`<${Tools} cursor=${this.cursor} range=${range} whole=${this.whole()} zoomed=${from != null} smooth=${smooth} about=${about}
         onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => (this.setState({ smooth: steps }), tell({ smooth: steps || null }))} />`}
       <div class="charts">${about.charts.map((chart, i) => html`<${Chart} key=${chart.key} name=${chart.key} title=${chart.title} unit=${chart.unit} share=${chart.share}
-        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} cursor=${this.cursor} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step)} />`)}</div>
+        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step)} />`)}</div>
       ${about.charts.length === 0 && html`<p class="note">No curves ${about.status === "running" ? "yet: they come with the first step." : "to draw."}</p>`}
       <${Below} about=${about} revision=${curves?.revision} />
     </div>`;
@@ -126,21 +127,29 @@ class Tools extends Component {
     this.leave();
   }
 
+  // What is being typed stays there, though the row is drawn again, until it is done.
   typed(which, event) {
     const given = Math.round(+event.target.value);
     const [from, to] = this.props.range;
     if (Number.isFinite(given) && event.target.value !== "") this.props.onZoom(which ? from : given, which ? given : to);
+    this.setState({ draft: null });
   }
 
-  render({ range: [from, to], whole, zoomed, smooth, about, onZoom, onSmooth }, { step }) {
+  field(which) {
+    const { range, whole } = this.props;
+    const draft = this.state.draft?.which === which ? this.state.draft.text : null;
+    return html`<input id=${which ? "to" : "from"} type="number" aria-label=${which ? "To step" : "From step"} min=${whole[0]} max=${whole[1]} value=${draft ?? range[which]}
+      onInput=${(e) => this.setState({ draft: { which, text: e.target.value } })} onChange=${(e) => this.typed(which, e)} />`;
+  }
+
+  render({ whole, zoomed, smooth, about, onZoom, onSmooth }, { step }) {
     const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
     const place = steps.indexOf(smooth) < 0 ? 0 : steps.indexOf(smooth);
     const at = step == null ? null : nearest(about.recorded, step);
     return html`<div class="tool-row" role="toolbar" aria-label="Charts">
       <label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" value=${place} aria-valuetext=${smooth ? `${smooth} steps` : "none"} onInput=${(e) => onSmooth(steps[+e.target.value])} />
         <output>${smooth ? `${num(smooth)} steps` : "none"}</output></label>
-      <span class="range">Steps <input id="from" type="number" aria-label="From step" min=${whole[0]} max=${whole[1]} value=${from} onChange=${(e) => this.typed(0, e)} /> to
-        <input id="to" type="number" aria-label="To step" min=${whole[0]} max=${whole[1]} value=${to} onChange=${(e) => this.typed(1, e)} />
+      <span class="range">Steps ${this.field(0)} to ${this.field(1)}
         <button type="button" id="out" disabled=${!zoomed} onClick=${() => onZoom(null)}>Zoom out</button></span>
       <span class="at">${step == null
         ? html`<span class="note">${about.recorded.length ? "Drag to zoom, click a step for its completions" : "Drag to zoom; no completions were recorded"}</span>`
