@@ -60,7 +60,7 @@ class Compare extends Component {
       this.setState({ found, curves: this.drawn(found, found.curves, {}), error: "" });
       await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
       this.took = performance.now() - began;
-      window.lab = { ...window.lab, took: this.took };
+      window.lab = { ...window.lab, took: this.took, drawn: performance.now() };
       await this.rest(asking);
     } catch (error) {
       if (this.asking === asking) this.setState({ error: error.message });
