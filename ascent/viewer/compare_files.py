@@ -118,7 +118,7 @@ def table(found: Comparison, what: str, metrics: Sequence[str], axis: str = "ste
 
 
 def _finals(found: Comparison) -> Iterable[list[Any]]:
-    told = found.told()
+    groups, ended = found.told()["groups"], found.ends()
     yield [
         "setting",
         "measure",
@@ -129,9 +129,9 @@ def _finals(found: Comparison) -> Iterable[list[Any]]:
         "half_of_difference",
         "pairs",
     ]
-    for group in told["groups"]:
-        row = told["finals"]["rows"][group["name"]]
-        for measure in told["finals"]["measures"]:
+    for group in groups:
+        row = ended["rows"][group["name"]]
+        for measure in ended["measures"]:
             if measure in row:
                 one = row[measure]
                 more = [one.get(key) for key in ("mean", "half", "difference", "difference_half", "pairs")]
