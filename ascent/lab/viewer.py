@@ -24,9 +24,7 @@ MOST_RUNS = 50
 MOST_POINTS = 5_000
 
 
-def routes(runs: Path) -> list[BaseRoute]:
-    library = Library()
-
+def routes(runs: Path, library: Library) -> list[BaseRoute]:
     def listed(_: Request) -> dict[str, Any]:
         return {"root": runs.name, "runs": [about.row(place) for place in places(runs)]}
 

@@ -12,6 +12,9 @@ from ascent.records.pieces import Pieces
 from ascent.tasks import Task
 from ascent.types import Batch, Refused
 
+ROWS = 64
+"""In a part of a file, about."""
+
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / "rollouts" / f"step_{step:06d}.parquet"
@@ -71,15 +74,16 @@ def write(
             row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
             row |= {} if entropy[p] is None else {"entropy": entropy[p][s][cut]}
             rows.append(row)
-    _save(path_of(folder, step), rows)
+    _save(path_of(folder, step), rows, batch.mask.shape[1])
 
 
-def _save(final: Path, rows: list[dict[str, Any]]) -> None:
+def _save(final: Path, rows: list[dict[str, Any]], samples: int) -> None:
+    """Whole, or not at all; in parts of whole groups, so that one group can be read without the others."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     aside = final.with_name(f".{final.name}")
-    pq.write_table(pa.Table.from_pylist(rows), aside)
+    pq.write_table(pa.Table.from_pylist(rows), aside, row_group_size=samples * max(1, ROWS // samples))
     os.replace(aside, final)
 
 

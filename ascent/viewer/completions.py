@@ -54,7 +54,7 @@ def page(
     answer: dict[str, Any] = {"kind": kind, "recorded": steps, "asked": step, "sort": sort, "show": show, "q": q}
     if not steps:
         words = "No responses were recorded. `--record-rollouts 4` (the default) keeps four groups every --record-every"
-        return answer | _nothing() | {"problems": [f"{words} steps"]}
+        return _nothing() | answer | {"problems": [f"{words} steps"]}
     chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
     at = steps.index(chosen)
     answer |= {"step": chosen, "previous": steps[at - 1] if at else None}
@@ -62,7 +62,7 @@ def page(
     try:
         rows = recorded.brief(folder, kind, chosen)
     except Refused as error:
-        return answer | _nothing() | {"step": chosen, "problems": [str(error)]}
+        return _nothing() | answer | {"problems": [str(error)]}
     groups = grouped(rows)
     found = [group for group in (_kept(group, show, q.casefold()) for group in groups) if group["responses"]]
     count = max(1, min(count, MOST))

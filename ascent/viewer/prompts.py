@@ -38,9 +38,8 @@ def _index(folder: Path, kind: str, step: int, path: Path) -> dict[str, int]:
     else:
         pairs = _pairs(path)
     found: dict[str, int] = {}
-    for group, prompt in dict(reversed(pairs)).items():
-        key = key_of(prompt or "")
-        found[key] = min(group, found.get(key, group))
+    for group, prompt in sorted(dict(pairs).items()):
+        found.setdefault(key_of(prompt or ""), group)
     return found
 
 

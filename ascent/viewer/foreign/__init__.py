@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,13 @@ def file_of(folder: Path, step: int) -> Path:
 
 def rows(folder: Path, step: int) -> list[Row]:
     """The completions of a step, as rows like those of our own runs; what is not known is left out."""
-    return read(_files(folder)[0], file_of(folder, step))
+    reader = _files(folder)[0]
+    return read(reader, file_of(folder, step), reader.names(folder))
 
 
-def read(reader: Any, path: Path) -> list[Row]:
+def read(reader: Any, path: Path, names: tuple[str, ...] | None) -> list[Row]:
     try:
-        return _rows(path, lambda: reader.read(path), weight=len)
+        return _rows(path, lambda: reader.read(path, names), names, weight=len)
     except FileNotFoundError:
         raise Refused(f"{path.name} is gone") from None
 
@@ -59,11 +61,13 @@ def read(reader: Any, path: Path) -> list[Row]:
 def lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """A line of metrics for each step, as in metrics.jsonl, and what could not be read, one line each."""
     reader, found = _files(folder)
+    names = reader.names(folder)
     told: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
     for step, path in sorted(found.items()):
         try:
-            told[step] = summary.line(path, step, lambda path=path: read(reader, path))  # type: ignore[misc]
+            rows_of = partial(read, reader, path, names)
+            told[step] = summary.line(path, step, rows_of, reader.PART, names)
         except Refused as error:
             problems.append(str(error))
     logged, said = reader.logged(folder)

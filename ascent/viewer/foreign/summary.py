@@ -17,12 +17,12 @@ APART = 1e-3
 """A logged reward that is further than this from the sum of its parts was a weighted one."""
 
 
-def line(path: Path, step: int, rows: Callable[[], list[Row]]) -> dict[str, Any]:
+def line(path: Path, step: int, rows: Callable[[], list[Row]], part: str, names: Any) -> dict[str, Any]:
     """The line of a file's rows, made once."""
-    return dict(_lines(path, lambda: {"step": step} | described(rows())))
+    return dict(_lines(path, lambda: {"step": step} | described(rows(), part), names))
 
 
-def described(rows: list[Row]) -> dict[str, Any]:
+def described(rows: list[Row], part: str) -> dict[str, Any]:
     """What ascent.train.describe says of a batch, as far as completions alone can say it."""
     scored = [row for row in rows if row["valid"] and math.isfinite(row["reward"])]
     rewards = [float(row["reward"]) for row in scored]
@@ -42,8 +42,8 @@ def described(rows: list[Row]) -> dict[str, Any]:
         told["completions/mean_characters"] = statistics.fmean(len(row["response_text"]) for row in rows)
     for name in dict.fromkeys(name for row in rows for name in row.get("parts", {})):
         known = [v for row in scored if (v := row["parts"].get(name)) is not None and math.isfinite(v)]
-        if known and name not in told:
-            told[name] = statistics.fmean(known)
+        if known:
+            told.setdefault(part.format(name), statistics.fmean(known))
     return told
 
 

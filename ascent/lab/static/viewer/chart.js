@@ -112,6 +112,7 @@ export class Chart extends Component {
       drawOdd(at, line, colour);
     }
     ctx.restore();
+    this.point(this.props.cursor.step);
   }
 
   selected(u) {
@@ -134,6 +135,7 @@ export class Chart extends Component {
     });
     const near = new IntersectionObserver(([entry]) => {
       this.near = entry.isIntersecting;
+      if (!this.near && this.hair) this.hair.hidden = true;
       if (!this.near) return;
       if (!this.plot) this.make();
       else if (this.stale) this.plot.setData(this.frame());

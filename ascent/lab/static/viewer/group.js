@@ -84,7 +84,7 @@ class Response extends Component {
       <div class="c-about">
         <p class="c-reward"><b>${r.status === "failed" ? "–" : num(r.reward)}</b> <span>reward</span> <${Marks} r=${r} /></p>
         <p class="c-small"><span>sample ${r.sample}</span>${r.length != null && html`<span>${count(r.length, "token")}</span>`}${r.advantage != null && html`<span title="advantage, mean over its tokens">advantage ${signed(r.advantage)}</span>`}</p>
-        ${parts.length > 0 && html`<dl class="c-parts">${parts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${num(value)}</dd></div>`)}</dl>`}
+        ${parts.length > 0 && html`<dl class="c-parts">${parts.map(([name, value]) => html`<div key=${name}><dt>${name.replace(/^rewards\//, "")}</dt><dd>${num(value)}</dd></div>`)}</dl>`}
         ${r.said && html`<dl class="c-parts">${Object.entries(r.said).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
         ${r.reason && html`<p class="c-reason">${r.reason}</p>`}
       </div>
