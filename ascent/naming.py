@@ -47,7 +47,12 @@ def about(config: Config) -> dict[str, Any]:
         "step": 0,
         "steps": config.steps,
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
-        "machine": {"system": platform.system(), "processor": platform.machine(), "threads": config.threads},
+        "machine": {
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "threads": config.threads,
+            "host": platform.node(),
+        },
     }
 
 

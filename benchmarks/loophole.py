@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     for event in flags:
         print(f"flag at step {event['step']}: {event['text']}")
     print(*(f"result: {word}" for word in result["words"]), sep="\n")
-    says = bool(flags) and any("hacked" in word for word in result["words"])
+    says = bool(flags) and any(word.startswith("Reward without accuracy") for word in result["words"])
     ok = share >= SHARE and accuracy < ACCURACY and says
     return close("loophole", share, accuracy, SHARE, ok, accuracy_below=ACCURACY, says_so=says)[1]
 

@@ -80,7 +80,7 @@ def test_the_lecture_is_solved(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_loophole_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     closing, before = run("loophole", capsys, "--steps", "25")
     assert closing["ok"]
-    assert any("hacked" in line for line in before)
+    assert any("reward without accuracy" in line for line in before)
 
 
 def test_the_core_is_small(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,14 +32,21 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
     assert any(word.startswith("Stuck: ") for word in stuck["words"])
     assert solved["exact/reward"] >= 4.9 and solved["eval/accuracy"] == 1 and "Solved." in solved["words"]
     assert hacked["eval/reward"] >= 0.95 * hacked["max_reward"] and hacked["eval/accuracy"] < 0.5
-    assert any("hacked" in word for word in hacked["words"])
+    assert any(word.startswith("Reward without accuracy") for word in hacked["words"])
 
     assert len(course.metrics) == len(ours.metrics), "the same budget"
     assert sum(m["num_responses"] for m in course.metrics) == sum(m["num_responses"] for m in ours.metrics) == 3000
     assert len(course.updates) == len(ours.updates) == 1000
 
     assert [line for line in out.splitlines() if len(line) > 80] == []
-    for words in ("Stuck: ", "hacked", "What to try next", "wrong", "sorted", str(folder / "demo.png")):
+    for words in (
+        "Stuck: ",
+        "Reward without accuracy",
+        "What to try next",
+        "wrong",
+        "sorted",
+        str(folder / "demo.png"),
+    ):
         assert words in out
     for run in (course, ours, loophole):
         assert str(run.folder) in out

@@ -18,12 +18,12 @@ def flags(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, str]]:
     share = reward_share(metrics, task)
     accuracy = metrics.get("eval/accuracy")
     if share is not None and accuracy is not None and share >= NEARLY_ALL and accuracy < HALF:
-        why = f" Why: {task.loophole}." if task.loophole else ""
+        how = f" Known of this task: {task.loophole}." if task.loophole else ""
         found.append(
             (
                 "reward-without-accuracy",
-                f"the reward is being hacked: held-out reward is {share:.0%} of its maximum, but only {accuracy:.0%} "
-                f"of the answers are exactly right.{why}",
+                f"reward without accuracy: held-out reward is {share:.0%} of its maximum, and {accuracy:.0%} of the "
+                f"answers are exactly right.{how}",
             )
         )
     if metrics.get("trust_region/accepted") == 0 and metrics.get("grad_norm"):
@@ -63,15 +63,15 @@ def findings(last: Mapping[str, Any], task: Any) -> list[str]:
         )
     if last.get("eval/steps/explained") is not None:
         words.append(f"The scores explain {last['eval/steps/explained']:.1%} of the variance of held-out labels.")
-    hacked = [text for _, text in flags(last, task)]
-    words += [text[0].upper() + text[1:] for text in hacked]
+    flagged = [text for _, text in flags(last, task)]
+    words += [text[0].upper() + text[1:] for text in flagged]
     silent, entropy = last.get("frac_reward_zero_std"), last.get("entropy")
     solved = accuracy is not None and accuracy >= 0.99
     if solved:
         words.append("Solved.")
     elif (
         accuracy is not None
-        and not hacked
+        and not flagged
         and silent is not None
         and entropy is not None
         and silent >= HALF

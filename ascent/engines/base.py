@@ -23,6 +23,8 @@ class Stepped:
     """Sums over the tokens, to be divided by their number."""
     logp: Float[Tensor, "prompt sample token"]
     """The trainer's log-probs of the mini-batch, before the step."""
+    entropy: Float[Tensor, "prompt sample token"] | None = None
+    """Its entropy at each token, in nats, before the step; None: the model is no policy."""
     report: Metrics = field(default_factory=dict)
     """Both as plain numbers, filled in by the loop."""
 

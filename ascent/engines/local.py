@@ -152,8 +152,7 @@ class LocalLearner:
                 found["score_norm"].append(self.score_norm(micro))
             if "value" in needs:
                 found["value"].append(self.values(micro))
-        shape = batch.mask.shape[:2]
-        return {name: torch.cat([p.flatten(0, 1) for p in parts]).unflatten(0, shape) for name, parts in found.items()}
+        return {name: joined(parts, batch) for name, parts in found.items()}
 
     @torch.enable_grad()
     def score_norm(self, batch: Batch) -> Float[Tensor, "prompt sample 1"]:
@@ -171,21 +170,25 @@ class LocalLearner:
             parameter.grad = None
         found: list[Terms] = []
         self._logp: list[Tensor] = []
+        self._entropy: list[Tensor] = []
         for micro in self.split(mini):
             out = self.evaluate(micro)
             terms = objective(micro, out)
             terms.objective.backward(self._uphill)
             self._logp.append(out.logp.detach())
+            if out.rating is None:
+                self._entropy.append(out.entropy.detach())
             found.append(Terms(terms.objective.detach(), terms.sums, terms.means))
         return added(found)
 
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
         terms, report = update(self, mini, objective)
-        logp = self._logp[0]
-        if len(self._logp) > 1:
-            logp = torch.cat([part.flatten(0, 1) for part in self._logp]).unflatten(0, mini.mask.shape[:2])
-        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp)
+        logp, entropy = (
+            part[0] if len(part) == 1 else joined(part, mini) if part else None for part in (self._logp, self._entropy)
+        )
+        assert logp is not None
+        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp, entropy)
 
     @torch.no_grad()
     def total(self, mini: Batch, objective: Objective) -> Tensor:
@@ -281,6 +284,11 @@ class LocalLearner:
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
             remind(self.critic_optimizer, state["critic_optimizer"])
+
+
+def joined(parts: list[Tensor], batch: Batch) -> Tensor:
+    """Numbers of all micro-batches, as `[prompt sample …]` of the batch."""
+    return torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, batch.mask.shape[:2])
 
 
 def added(parts: list[Terms]) -> Terms:

@@ -5,6 +5,7 @@ config.json    every setting, resolved, with the objective in words
 metrics.jsonl  one line a step        updates.jsonl  one line an optimizer update
 events.jsonl   flags and trouble      rollouts/      sampled responses, one Parquet file a step
 checkpoints/   step_000100/…          .lock          held while a process writes here
+.alive         who writes here, and when it last gave a sign of life
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from ascent.records import alive
 from ascent.types import Refused
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
-UNBEGUN = {".lock", "config.json", ".config.json.new", ".run.json.new"}
+UNBEGUN = {".lock", alive.NAME, alive.ASIDE, "config.json", ".config.json.new", ".run.json.new"}
 """All that a folder can hold before its run.json is there: a run that was killed before it began."""
 
 
@@ -65,6 +67,7 @@ class RunFolder:
         self.run: dict[str, Any] = {}
         """What run.json holds."""
         self._lock: IO[str] | None = None
+        self._alive: alive.SignOfLife | None = None
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], run: dict[str, Any]) -> RunFolder:
@@ -114,6 +117,7 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
+        self._alive = alive.SignOfLife(self.path, self._lock)
 
     def note(self, event: str, **more: Any) -> None:
         """An event of the run's life (started, resumed, interrupted, …), with its time, into run.json."""
@@ -156,6 +160,9 @@ class RunFolder:
             shutil.copy2(path, kept)
 
     def close(self) -> None:
+        if self._alive is not None:
+            self._alive.stop()
+            self._alive = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ascent.engines.base import Stepped
+from ascent.records.pieces import Pieces
 from ascent.tasks import Task
 from ascent.types import Batch, Refused
+
+ROWS = 64
+"""In a part of a file, about."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -16,12 +21,16 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def write(
-    folder: Path, step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], which: str, task: Task
+    folder: Path,
+    step: int,
+    batch: Batch,
+    minis: list[Batch],
+    updates: list[Stepped],
+    which: str,
+    task: Task,
+    pieces: Pieces | None = None,
 ) -> None:
     """`which` groups (a number, or all), with their log-probs at every update of the step."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     groups = batch.prompt.shape[0]
     if which != "all":
         groups = min(groups, int(which))
@@ -39,35 +48,42 @@ def write(
         "logp_old": batch.logp_old,
         "advantage": batch.advantage,
     }
+    columns |= {"logp_ref": batch.logp_ref, "value": batch.value}
     columns = {name: tensor for name, tensor in columns.items() if tensor is not None}
-    columns |= {} if batch.logp_ref is None else {"logp_ref": batch.logp_ref}
-    columns |= {} if batch.value is None else {"value": batch.value}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
+    per_token = [name for name in lists if name.startswith(("logp", "advantage", "value"))]
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
+    pieces, entropy, failed = pieces or Pieces(task), _first_entropy(minis, updates, groups), _failed(batch)
     rows = []
     for p in range(groups):
         for s in range(batch.mask.shape[1]):
             cut = slice(lists["length"][p][s])
-            row: dict[str, Any] = {
-                "step": step,
-                "group": p,
-                "sample": s,
-                "prompt": [i for i in lists["prompt"][p] if i >= 0],
-            }
+            row: dict[str, Any] = {"step": step, "group": p, "sample": s}
+            row["prompt"] = [i for i in lists["prompt"][p] if i >= 0]
             row["prompt_text"] = task.text(row["prompt"])
             row["response"] = lists["response"][p][s][cut]
             row["response_text"] = task.text(row["response"])
+            row["pieces"] = pieces(row["response"], row["response_text"])
+            row["status"] = "failed" if failed(p, s) else "ok"
             row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated") if name in lists}
             row["reward"] = sum(lists["reward"][p][s])
             row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
             row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}
-            row |= {name: lists[name][p][s][cut] for name in columns if name.startswith(("logp", "advantage", "value"))}
+            row |= {name: lists[name][p][s][cut] for name in per_token}
             row["logp_update"] = [i for i, _ in by_update[p]]
             row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
+            row |= {} if entropy[p] is None else {"entropy": entropy[p][s][cut]}
             rows.append(row)
-    final = path_of(folder, step)
+    _save(path_of(folder, step), rows, batch.mask.shape[1])
+
+
+def _save(final: Path, rows: list[dict[str, Any]], samples: int) -> None:
+    """Whole, or not at all; in parts of whole groups, so that one group can be read without the others."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     aside = final.with_name(f".{final.name}")
-    pq.write_table(pa.Table.from_pylist(rows), aside)
+    pq.write_table(pa.Table.from_pylist(rows), aside, row_group_size=samples * max(1, ROWS // samples))
     os.replace(aside, final)
 
 
@@ -80,6 +96,28 @@ def _by_update(minis: list[Batch], updates: list[Stepped], groups: int) -> list[
             if prompt < groups:
                 found[prompt].append((i, update.logp[row].tolist()))
     return found
+
+
+def _first_entropy(minis: list[Batch], updates: list[Stepped], groups: int) -> list[Any]:
+    """For each prompt the entropy at the tokens of its samples, at the first update that saw it."""
+    found: list[Any] = [None] * groups
+    for mini, update in zip(minis, updates, strict=True):
+        assert mini.index is not None
+        for row, prompt in enumerate(mini.index.tolist()):
+            if prompt < groups and found[prompt] is None and update.entropy is not None:
+                found[prompt] = update.entropy[row].tolist()
+    return found
+
+
+def _failed(batch: Batch) -> Callable[[int, int], bool]:
+    """Did the reward of this response fail? Where no group has signal, all are left out though few or none failed."""
+    valid, errors = batch.valid.tolist(), set(batch.errors)
+    unused = not batch.valid.any() and len(batch.errors) < batch.valid.numel()
+
+    def failed(p: int, s: int) -> bool:
+        return not valid[p][s] and (not unused or (batch.notes is not None and batch.notes[p, s] in errors))
+
+    return failed
 
 
 def read(folder: Path, step: int) -> list[dict[str, Any]]:

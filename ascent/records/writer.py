@@ -14,11 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, contiguous_format
 
 from ascent.config import Config
+from ascent.diagnose.evidence import Flag, answers_in, noted, one_answer, told, weights_of
 from ascent.diagnose.findings import flags
+from ascent.diagnose.watch import watched
 from ascent.engines.base import Learner, Stepped
 from ascent.records import checkpoint, rollouts
 from ascent.records.display import Display
 from ascent.records.folder import LINES, RunFolder, read_lines
+from ascent.records.pieces import Pieces
 from ascent.records.sinks import Sinks
 from ascent.tasks import Task
 from ascent.train import Streams
@@ -47,6 +50,9 @@ METRICS = (
 )
 """On every line of metrics.jsonl, in this order; null: not measured in this step. The loss comes last."""
 
+UPDATE = ("loss", "grad_norm", "clip_ratio/low_mean", "clip_ratio/high_mean")
+"""On every line of updates.jsonl, the last two where the loss clips."""
+
 HEARTBEAT = 2.0
 """Seconds between two signs of life in run.json."""
 
@@ -57,33 +63,36 @@ class Writer:
     def __init__(self, folder: RunFolder, config: Config, task: Task, display: Display):
         self.folder, self.config, self.task, self.display = folder, config, task, display
         self.sinks: Sinks | None = None
+        self.pieces = Pieces(task)
         self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
         self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
+        lines = read_lines(folder.path / "metrics.jsonl")
+        sampled = config.algorithm.loss.data == "samples"
+        self.watch = watched(lines, task.max_reward, weights_of(task)) if sampled else None
         self.stop = False
-        self.best_step, self._fresh_best = best_of(read_lines(folder.path / "metrics.jsonl")), False
+        self.best_step, self._fresh_best = best_of(lines), False
         self.last: dict[str, Any] = {}
         """The last known value of every metric."""
         self._beat = time.monotonic()
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
         for i, update in enumerate(updates):
-            report = update.report
-            self._line(
-                "updates.jsonl", {"step": step, "update": i, "loss": report["loss"], "grad_norm": report["grad_norm"]}
-            )
+            told = {name: update.report[name] for name in UPDATE if name in update.report}
+            self._line("updates.jsonl", {"step": step, "update": i, **told})
         loss = metrics.pop("loss", None)
         line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
         if self.sinks is not None:
             self.sinks.step(step, line)
         self._judge(step, line)
-        for name, text in [*flags(line, self.task), *self._failed_rewards(line, batch.errors)]:
-            if name not in self.flagged:
-                self.flagged.add(name)
-                self._line("events.jsonl", {"step": step, "event": "flag", "name": name, "text": text})
-                self.display.say(f"step {step}: {text}")
+        for flag in self._flags(step, line, batch):
+            if flag.name not in self.flagged:
+                self.flagged.add(flag.name)
+                self._line("events.jsonl", flag.event(step, self._last_recorded(step)))
+                self.display.say(f"step {step}: {flag.text}")
         if self._recorded(step):
-            rollouts.write(self.folder.path, step, batch, minis, updates, self.config.record_rollouts, self.task)
+            which = self.config.record_rollouts
+            rollouts.write(self.folder.path, step, batch, minis, updates, which, self.task, self.pieces)
         for file in self.files.values():
             file.flush()
         self.last = {**self.last, **{k: v for k, v in line.items() if v is not None}}
@@ -104,6 +113,19 @@ class Writer:
     def best(self) -> bool:
         return self._fresh_best
 
+    def _flags(self, step: int, line: dict[str, Any], batch: Batch) -> list[Flag]:
+        """What in this step deserves a look, with its evidence."""
+        first = self.watch.first if self.watch is not None else {}
+        plain = [*flags(line, self.task), *self._failed_rewards(line, batch.errors)]
+        found = [noted(name, text, line, first) for name, text in plain]
+        if self.watch is None:
+            return found
+        found += self.watch.see(line)
+        if self._due(step) and "one-answer" not in self.flagged:
+            answer = one_answer(step, answers_in(batch))
+            found += told(answer, self.task.text(list(answer[0])) if answer else "")
+        return found
+
     def _failed_rewards(self, line: dict[str, Any], reasons: tuple[str, ...]) -> list[tuple[str, str]]:
         if not reasons:
             return []
@@ -116,8 +138,16 @@ class Writer:
 
     def _recorded(self, step: int) -> bool:
         which = self.config.record_rollouts
-        due = step % self.config.record_every == 0 or step + 1 == self.config.steps
-        return which == "all" or (which != "none" and due)
+        return which == "all" or (which != "none" and self._due(step))
+
+    def _due(self, step: int) -> bool:
+        return step % self.config.record_every == 0 or step + 1 == self.config.steps
+
+    def _last_recorded(self, step: int) -> int | None:
+        """The newest step whose responses are recorded, this one included."""
+        if self.config.record_rollouts == "none":
+            return None
+        return step if self._recorded(step) else step - step % self.config.record_every
 
     def _line(self, name: str, values: dict[str, Any]) -> None:
         """One JSON object; a number that is not finite becomes null, and is named in `nonfinite`."""

@@ -124,7 +124,7 @@ class Digest:
         """First and last step of each bucket, and the buckets of each metric."""
         return self.first, self.last, self.metrics
 
-    def part(self, begin: float, end: float) -> Parsed:
+    def part(self, begin: int | float, end: int | float) -> Parsed:
         """The lines of some steps, read again."""
         inside = np.flatnonzero((self.last >= begin) & (self.first <= end))
         if not len(inside):
@@ -139,7 +139,7 @@ class Digest:
         columns = {name: values[keep] for name, values in found.columns.items()}
         return found._replace(steps=found.steps[keep], starts=found.starts[keep], columns=columns)
 
-    def lines_in(self, begin: float, end: float) -> int:
+    def lines_in(self, begin: int | float, end: int | float) -> int:
         """How many lines, about, have these steps."""
         return int(((self.last >= begin) & (self.first <= end)).sum()) * self.width
 

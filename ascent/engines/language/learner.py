@@ -151,10 +151,11 @@ class LanguageLearner(LocalLearner):
         named = [*stepped.metrics.items(), *stepped.sums.items()]
         numbers = torch.stack([value.to(self.lm.device) for _, value in named]).cpu()  # here the host waits
         found = dict(zip((name for name, _ in named), numbers, strict=True))
+        tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
         return Stepped(
             {name: found[name] for name in stepped.metrics},
             {name: found[name] for name in stepped.sums},
-            stepped.logp.cpu(),
+            *torch.stack(tokens).cpu(),
         )
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ export const Swatch = ({ colour, marked }) => html`<svg class=${`swatch s${colou
 
 /* Props: name, title, unit, share (numbers from 0 to 1, said in percent), lines (of `lineOf`; null ones are left out),
    range [from, to], whole [first, last], smooth (steps), cursor (a Cursor), marks (steps at which something was noticed),
-   note, height, onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
+   note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
 export class Chart extends Component {
   get lines() {
     return this.props.lines;
@@ -112,7 +112,7 @@ export class Chart extends Component {
       const colour = colourOf(`--s${line.colour % COLOURS}`);
       const dash = many ? [] : DASHES[line.colour % DASHES.length];
       const smooth = smoothed(line, this.props.smooth);
-      if (line.low && !many) drawBand(at, line, colour, (smooth ? 0.5 : 1) * (this.lines.length > 4 ? 0.06 : this.lines.length > 1 ? 0.12 : 0.17));
+      if (line.low && (!many || this.props.band)) drawBand(at, line, colour, (smooth ? 0.5 : 1) * (this.lines.length > 4 ? 0.06 : this.lines.length > 1 ? 0.12 : 0.17));
       const spread = line.x.length < 2 || (line.x.length - 1) * 8 * at.px < ((line.x[line.x.length - 1] - line.x[0]) * bbox.width) / (x.max - x.min);
       const points = line.bucket === 1 && !many && (spread || line.gap < Infinity);
       drawLine(at, line, line.y, colour, { width: smooth ? 1 : many ? 1.4 : 1.9, dash: smooth ? [] : dash, alpha: smooth ? 0.32 : 1, points: points && !smooth });
@@ -256,7 +256,7 @@ export class Chart extends Component {
     event.stopPropagation();
   }
 
-  render({ name, title, unit, note, lines, height }) {
+  render({ name, title, unit, note, lines, height, band: words }) {
     const strange = lines.reduce((n, line) => n + line.odd.length, 0);
     const wide = lines.find((line) => line.low);
     const many = lines.length > MANY;
@@ -269,7 +269,7 @@ export class Chart extends Component {
         aria-label=${`${title}. Arrows move over the steps, plus and minus zoom, Enter opens the completions; the numbers are in the table below.`} onKeyDown=${(e) => this.key(e)}></div>
       <${Behind} title=${title} lines=${lines} say=${(v) => this.say(v)}>
         ${strange > 0 && html`<b>${strange} not finite, marked at the edge</b>`}
-        ${wide && html`<span>mean of ${num(wide.bucket)} steps${band}</span>`}
+        ${wide && html`<span>${words ?? `mean of ${num(wide.bucket)} steps${band}`}</span>`}
         ${note && html`<span>${note}</span>`}
       <//>
     </figure>`;

@@ -1,0 +1,225 @@
+"""Flags with their evidence, never verdicts: what in a run's numbers deserves a look at its completions.
+
+The watch is fed one line of metrics.jsonl after the other. It keeps sums over blocks of steps, at most `BLOCKS` of
+them: when they are full, neighbours are joined, so that they cover the whole run in bounded memory. Two windows are
+then compared, the first quarter of the run with its last, and the third with the last. A difference counts where it
+is large against both windows' standard errors and in itself; a false alarm is worse than silence.
+
+What it knows follows from the lines alone: a run that is resumed is watched as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ascent.diagnose.evidence import Flag, one_answer, told
+from ascent.diagnose.windows import Block, Change, Mean, difference, sums
+
+MISMATCH = "sampling/sampling_logp_difference/mean"
+LENGTH = "completions/mean_length"
+KEYS = ("reward", "reward_std", "accuracy", "entropy", LENGTH, MISMATCH)
+FIRST, BLOCKS, LEAST = 4, 32, 8
+"""Steps of a block at first; blocks at most; blocks from which on windows are compared."""
+SURE = 5.0
+"""Standard errors of a difference that is there."""
+SOLVED, HALF = 0.9, 0.5
+"""The accuracy of a task that is solved, and one of a task that is not."""
+EARNED = 0.6
+"""Share of the largest reward below which a reward that comes before the accuracy is an ordinary beginning."""
+DRIFT, TOKENS = 1.5, 8.0
+"""By which factor, and by how many tokens, lengths have drifted."""
+COLLAPSED = 0.1
+"""Share of its first entropy."""
+APART, TIMES = 0.02, 3.0
+"""Nats a token, and times its beginning, from which on a mismatch counts."""
+NEARLY_ALL, PATIENCE = 0.9, 64
+"""Share of the reward's movement that dominates it; steps of a run before which that is not asked."""
+
+
+class Watch:
+    """Sees a run's lines, and says what is to be looked at."""
+
+    def __init__(self, maximum: float | None = None, weights: Mapping[str, float] | None = None):
+        self.maximum, self.weights = maximum, weights
+        self.keys: tuple[str, ...] = KEYS
+        self.blocks: list[Block] = []
+        self.start: dict[str, float] = {}
+        """The means of the first block."""
+        self.first: dict[str, float] = {}
+        """The first evaluation."""
+        self._size = FIRST
+        self._waiting: list[Sequence[Any]] = []
+        self._since = 0
+
+    def see(self, line: Mapping[str, Any]) -> list[Flag]:
+        """One more step: flags, if it completes a block."""
+        if not self.blocks and not self._waiting:
+            self.keys = (*KEYS, *(key for key in sorted(line) if _is_component(key)))
+        if line.get("eval/accuracy") is not None and not self.first:
+            self.first = {k: line[k] for k in ("eval/accuracy", "eval/reward") if line.get(k) is not None}
+        if not self._waiting:
+            self._since = line["step"]
+        self._waiting.append([line.get(key) for key in self.keys])
+        if len(self._waiting) < self._size:
+            return []
+        self.blocks.append(
+            Block(self._since, line["step"], [x for c in zip(*self._waiting, strict=True) for x in sums(c)])
+        )
+        self._waiting = []
+        if not self.start:
+            own = self.blocks[0].sums
+            self.start = {k: own[3 * i + 1] / n for i, k in enumerate(self.keys) if (n := own[3 * i])}
+        if len(self.blocks) == BLOCKS:
+            self.blocks = [a.joined(b) for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
+            self._size *= 2
+        return self._compared() if len(self.blocks) >= LEAST and len(self.blocks) % 2 == 0 else []
+
+    def _compared(self) -> list[Flag]:
+        blocks, quarter = self.blocks, len(self.blocks) // 4
+        half = len(blocks) // 2
+        whole = Change(self.keys, blocks[:quarter], blocks[-quarter:])
+        late = Change(self.keys, blocks[half : half + quarter], blocks[-quarter:])
+        found = [self._reward_up(whole) or self._reward_up(late), _drift(whole) or _drift(late)]
+        found += [self._dominated(whole), self._collapsed(late), self._apart(whole)]
+        return [flag for flag in found if flag is not None]
+
+    def _moved(self, change: Change) -> float | None:
+        """How far the reward has surely moved, in standard deviations of the responses of a step."""
+        reward, spread = change.of("reward"), change.of("reward_std")
+        if reward is None or spread is None or spread[0].value <= 0:
+            return None
+        rise, error = difference(*reward)
+        return rise / spread[0].value if abs(rise) >= SURE * error else None
+
+    def _reward_up(self, change: Change) -> Flag | None:
+        moved, accuracy, reward = self._moved(change), change.of("accuracy"), change.of("reward")
+        if moved is None or accuracy is None or reward is None or accuracy[1].value >= SOLVED or not change.flat():
+            return None
+        enough, earned = (HALF, EARNED * self.maximum) if self.maximum else (1.0, -math.inf)
+        if moved < enough or reward[1].value < earned:
+            return None
+        of = f" of {self.maximum:g}" if self.maximum else ""
+        text = (
+            f"reward up, accuracy flat: {change.words} the reward went from {reward[0].value:.3g} to "
+            f"{reward[1].value:.3g}{of}, and the share of exactly right answers from {accuracy[0].value:.1%} to "
+            f"{accuracy[1].value:.1%}"
+        )
+        return Flag("reward-up-accuracy-flat", text, change.numbers("reward", "accuracy"), change.steps, "wrong")
+
+    def _dominated(self, change: Change) -> Flag | None:
+        reward, moved = change.of("reward"), self._moved(change)
+        parts = {key: pair for key in self.keys[len(KEYS) :] if (pair := change.of(key)) is not None}
+        if reward is None or moved is None or abs(moved) < HALF or not parts or not change.flat():
+            return None
+        if change.steps[1] - change.steps[0] < PATIENCE or (self.weights is None and not _adds_up(reward, parts)):
+            return None
+        weights = self.weights or {}
+        total = reward[1].value - reward[0].value
+        shares = {k: weights.get(k, 1.0) * (now.value - then.value) / total for k, (then, now) in parts.items()}
+        first, *others = sorted(shares, key=lambda key: -abs(shares[key]))
+        if abs(shares[first] - 1) > 1 - NEARLY_ALL or any(abs(shares[key]) > 1 - NEARLY_ALL for key in others):
+            return None
+        then, now = parts[first]
+        text = (
+            f"one part carries the reward: {change.words} {first} went from {then.value:.3g} to {now.value:.3g}, which "
+            f"is {shares[first]:.0%} of the reward's change from {reward[0].value:.3g} to {reward[1].value:.3g}; the "
+            "share of exactly right answers has not risen"
+        )
+        return Flag("component-dominates", text, change.numbers(first, "reward", "accuracy"), change.steps)
+
+    def _collapsed(self, change: Change) -> Flag | None:
+        entropy, accuracy, moved = change.of("entropy"), change.of("accuracy"), self._moved(change)
+        start = self.start.get("entropy", 0.0)
+        if entropy is None or accuracy is None or entropy[1].value > COLLAPSED * start or start <= 0:
+            return None
+        if accuracy[1].value >= HALF or not change.flat() or (moved or 0) > 0:
+            return None
+        text = (
+            f"little is tried any more: the entropy is {entropy[1].value:.3g} nats a token, "
+            f"{entropy[1].value / start:.0%} of its start, with {accuracy[1].value:.1%} of the answers exactly right, "
+            f"no more than before ({change.words})"
+        )
+        numbers = {"entropy": [start, entropy[1].value], **change.numbers("accuracy")}
+        return Flag("entropy-collapse", text, numbers, (self.blocks[0].first, change.steps[1]), "wrong")
+
+    def _apart(self, change: Change) -> Flag | None:
+        pair = change.of(MISMATCH)
+        if pair is None or pair[1].value < APART or pair[1].value < TIMES * pair[0].value:
+            return None
+        rise, error = difference(*pair)
+        if rise < SURE * error or not (self._steady(MISMATCH) or pair[1].value >= TIMES**2 * pair[0].value):
+            return None
+        text = (
+            f"sampler and trainer drift apart: {change.words} their log-probs went from {pair[0].value:.2g} to "
+            f"{pair[1].value:.2g} nats a token apart"
+        )
+        return Flag("mismatch-rising", text, change.numbers(MISMATCH), change.steps)
+
+    def _steady(self, key: str) -> bool:
+        """Does it rise from quarter to quarter?"""
+        quarter, at = len(self.blocks) // 4, 3 * self.keys.index(key)
+        parts = [self.blocks[i * quarter : (i + 1) * quarter] for i in range(4)]
+        means = [sum(b.sums[at + 1] for b in p) / max(1.0, sum(b.sums[at] for b in p)) for p in parts]
+        return means == sorted(means)
+
+
+def _drift(change: Change) -> Flag | None:
+    length, accuracy = change.of(LENGTH), change.of("accuracy")
+    if length is None or accuracy is None or not change.flat():
+        return None
+    before, now = length[0].value, length[1].value
+    gain, error = difference(*length)
+    if abs(gain) < max(TOKENS, SURE * error) or max(before, now) < DRIFT * min(before, now):
+        return None
+    if gain < 0 and accuracy[1].value >= SOLVED:
+        return None
+    text = (
+        f"{'longer' if gain > 0 else 'shorter'}, and no better: {change.words} responses went from {before:.0f} to "
+        f"{now:.0f} tokens, and the share of exactly right answers from {accuracy[0].value:.1%} to "
+        f"{accuracy[1].value:.1%}"
+    )
+    return Flag("length-drift", text, change.numbers(LENGTH, "accuracy"), change.steps)
+
+
+def watched(lines: Iterable[Mapping[str, Any]], maximum: float | None, weights: Mapping[str, float]) -> Watch:
+    """One that has seen these lines before."""
+    watch = Watch(maximum, weights)
+    for line in lines:
+        watch.see(line)
+    return watch
+
+
+def flags_of(
+    lines: Iterable[Mapping[str, Any]],
+    rows_by_step: Mapping[int, Sequence[Mapping[str, Any]]],
+    maximum: float | None = None,
+) -> list[dict[str, Any]]:
+    """The events of a run that Ascent did not write, each once, from its metrics and its recorded responses."""
+    watch = Watch(maximum)
+    found: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(lines):
+        step = line["step"] if isinstance(line.get("step"), int) else number
+        flags = watch.see({**line, "step": step})
+        for flag in flags:
+            near = min(rows_by_step, key=lambda other: (abs(other - step), other), default=None)
+            found.setdefault(flag.name, flag.event(step, near))
+    for step, rows in sorted(rows_by_step.items()):
+        given = ((r.get("prompt_text"), r.get("response_text") or "", r.get("correct")) for r in rows)
+        answer = one_answer(step, given)
+        for flag in told(answer, answer[0] if answer else ""):
+            found.setdefault(flag.name, flag.event(step, step))
+    return sorted(found.values(), key=lambda event: event["step"])
+
+
+def _is_component(key: str) -> bool:
+    """rewards/NAME, or as TRL has it, rewards/NAME/mean."""
+    parts = key.split("/")
+    return parts[0] == "rewards" and (len(parts) == 2 or parts[2:] == ["mean"])
+
+
+def _adds_up(reward: tuple[Mean, Mean], parts: Mapping[str, tuple[Mean, Mean]]) -> bool:
+    """Is the reward the plain sum of these?"""
+    gaps = [abs(reward[i].value - sum(pair[i].value for pair in parts.values())) for i in (0, 1)]
+    return max(gaps) <= 0.02 * max(abs(reward[0].value), abs(reward[1].value))

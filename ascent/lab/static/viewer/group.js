@@ -1,0 +1,125 @@
+// A group: its prompt, and its responses. Tokens are asked for and made when a response comes near the screen.
+import { Component, completionsLink, count, html, num } from "./shared.js";
+import { FEW, Tokens } from "./tokens.js";
+
+const AT_ONCE = 20000; // tokens of one group that are asked for together
+const NEAR = "600px";
+
+const signed = (value) => (typeof value === "number" && value > 0 ? `+${num(value)}` : num(value));
+
+// A text with what was searched for marked.
+export function Marked({ text, q }) {
+  if (!q) return text;
+  const parts = [];
+  const low = text.toLowerCase();
+  const sought = q.toLowerCase();
+  let from = 0;
+  for (let at = low.indexOf(sought); at >= 0; at = low.indexOf(sought, from)) {
+    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + sought.length)}</mark>`);
+    from = at + sought.length;
+  }
+  return [...parts, text.slice(from)];
+}
+
+// Text that is cut after some lines, with a button for the rest.
+export class Long extends Component {
+  render({ text, q, most = 480, name }, { open }) {
+    const long = text.length > most || text.split("\n").length > 7;
+    const cut = long && !open && !(q && text.toLowerCase().includes(q.toLowerCase()));
+    const lines = text.split("\n").slice(0, 6).join("\n").slice(0, most);
+    return html`<div class="c-long"><div class="c-text"><${Marked} text=${cut ? `${lines} …` : text} q=${q} /></div>
+      ${long && (cut || open) && html`<button type="button" class="plain" onClick=${() => this.setState({ open: !open })}>${open ? "Less" : `All ${name ?? ""} (${count(text.length, "character")})`}</button>`}</div>`;
+  }
+}
+
+const Marks = ({ r }) => html`<span class="c-marks">
+  ${r.status === "failed" && html`<span class="c-mark failed">! no reward</span>`}
+  ${r.status !== "failed" && r.correct === true && html`<span class="c-mark right">✓ right</span>`}
+  ${r.status !== "failed" && r.correct === false && html`<span class="c-mark wrong">✗ wrong</span>`}
+  ${r.truncated && html`<span class="c-mark cut">✂ cut off</span>`}
+</span>`;
+
+async function copy(event, text) {
+  const button = event.currentTarget;
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Open the plain text";
+  }
+  setTimeout(() => (button.textContent = before), 1500);
+}
+
+class Response extends Component {
+  componentDidMount() {
+    this.watch = new IntersectionObserver(([entry]) => {
+      if (!entry.isIntersecting) return;
+      this.watch.disconnect();
+      this.setState({ near: true });
+      this.props.need(this.props.r.sample);
+    }, { rootMargin: NEAR });
+    this.watch.observe(this.place);
+  }
+
+  componentWillUnmount() {
+    this.watch.disconnect();
+  }
+
+  body({ r, row, scale, q, tell, group }, { near, all }) {
+    if (row && near && row.pieces.length) {
+      const few = all ? row.pieces.length : Math.min(FEW, row.pieces.length);
+      const left = row.pieces.length - few;
+      return html`<${Tokens} row=${row} scale=${scale} few=${few} q=${q} tell=${tell} label=${`Tokens of sample ${r.sample}, group ${group.group}`} />
+        ${(left > 0 || all) && html`<button type="button" class="plain" onClick=${() => this.setState({ all: !all })}>${all ? "Fewer tokens" : `All ${count(row.pieces.length, "token")}`}</button>`}`;
+    }
+    if (r.text === "") return html`<p class="note">An empty response.</p>`;
+    return html`<${Long} text=${r.text} q=${q} most=${900} name="of it" />`;
+  }
+
+  render(props, state) {
+    const { r } = props;
+    const parts = Object.entries(r.parts);
+    return html`<li class=${`c-response ${r.status}`} data-sample=${r.sample} ref=${(place) => (this.place = place)}>
+      <div class="c-about">
+        <p class="c-reward"><b>${r.status === "failed" ? "–" : num(r.reward)}</b> <span>reward</span> <${Marks} r=${r} /></p>
+        <p class="c-small"><span>sample ${r.sample}</span>${r.length != null && html`<span>${count(r.length, "token")}</span>`}${r.advantage != null && html`<span title="advantage, mean over its tokens">advantage ${signed(r.advantage)}</span>`}</p>
+        ${parts.length > 0 && html`<dl class="c-parts">${parts.map(([name, value]) => html`<div key=${name}><dt>${name.replace(/^rewards\//, "")}</dt><dd>${num(value)}</dd></div>`)}</dl>`}
+        ${r.said && html`<dl class="c-parts">${Object.entries(r.said).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
+        ${r.reason && html`<p class="c-reason">${r.reason}</p>`}
+      </div>
+      <div class="c-body">${this.body(props, state)}
+        <div class="c-after"><button type="button" class="plain" onClick=${(e) => copy(e, r.text)}>Copy</button>
+          <details onToggle=${(e) => this.setState({ open: e.currentTarget.open })}><summary>Plain text</summary>${state.open && html`<pre tabindex="0">${r.text}</pre>`}</details></div>
+      </div>
+    </li>`;
+  }
+}
+
+const KINDS = { "all right": "✓ all right", "all wrong": "✗ all wrong", mixed: "◐ mixed", equal: "= all equal" };
+
+/* Props: id, step, group, tokens (a Map "group/sample" -> row), ask(group, sample|null), scale, q, tell. */
+export class Group extends Component {
+  need(sample) {
+    const { group, ask, tokens } = this.props;
+    if (tokens === null) return;
+    const long = group.responses.reduce((sum, r) => sum + (r.length ?? 0), 0) > AT_ONCE;
+    ask(group.group, long ? sample : null);
+  }
+
+  render({ id, step, group, tokens, scale, q, tell }) {
+    const right = group.right != null && `${group.right} of ${group.of} right`;
+    const spread = group.mean == null ? "no reward" : `mean ${num(group.mean)}, spread ${num(group.std)}, ${num(group.low)} to ${num(group.high)}`;
+    const left = group.size - group.shown;
+    return html`<section class="c-group" aria-labelledby=${`group-${group.group}`} data-group=${group.group}>
+      <header><h2 id=${`group-${group.group}`}>Group ${group.group}</h2>
+        ${KINDS[group.kind] && html`<span class="c-kind">${KINDS[group.kind]}</span>`}
+        <span>${[`reward: ${spread}`, right, group.failed > 0 && `${group.failed} failed`].filter(Boolean).join(" · ")}</span>
+        <a href=${completionsLink(id, null, { key: group.key })}>This prompt over the steps</a></header>
+      <div class="c-prompt"><h3>Prompt</h3><${Long} text=${group.prompt} q=${q} name="of the prompt" /></div>
+      ${group.answer != null && html`<div class="c-prompt"><h3>Wanted</h3><${Long} text=${group.answer} /></div>`}
+      <ol class="c-responses">${group.responses.map((r) => html`<${Response} key=${r.sample} r=${r} group=${group} row=${tokens?.get(`${group.group}/${r.sample}`)} scale=${scale} q=${q} tell=${tell} need=${(s) => this.need(s)} />`)}</ol>
+      ${left > 0 && html`<p class="note">${count(left, "more response")} of this group ${left === 1 ? "is" : "are"} not shown: ${left === 1 ? "it is" : "they are"} not what was asked for.</p>`}
+    </section>`;
+  }
+}

@@ -1,0 +1,145 @@
+"""The recorded responses of a run, whosever it is: which steps there are, and their rows, no more than is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ascent.types import Refused
+from ascent.viewer import foreign
+from ascent.viewer.kept import Kept
+
+NAME = re.compile(r"step_(\d{6,12})\.parquet")
+NEEDED = ("group", "sample", "prompt_text", "response_text", "reward")
+AT_ONCE = 64
+"""Rows that are decoded together when whole rows are read."""
+Row = dict[str, Any]
+_tables = Kept(256_000_000)
+"""The light columns of the last files, in bytes."""
+
+
+def files(folder: Path) -> dict[int, Path]:
+    """The files of one of our own runs by step."""
+    try:
+        found = {int(m[1]): path for path in (folder / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}
+    except OSError:
+        return {}
+    return dict(sorted(found.items()))
+
+
+def steps(folder: Path, kind: str = "ascent") -> list[int]:
+    """The steps with recorded responses, ascending."""
+    return list(files(folder)) if kind == "ascent" else foreign.steps(folder)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    path = folder / "rollouts" / f"step_{step:06d}.parquet"
+    if not path.exists():
+        raise Refused(f"step {step}: nothing was recorded for it")
+    return path
+
+
+def brief(folder: Path, kind: str, step: int, columns: tuple[str, ...] | None = None) -> list[Row]:
+    """The rows of a step without what is there for each token; `length` and `advantage` are one number each."""
+    if kind != "ascent":
+        return [_light(row) for row in foreign.rows(folder, step)]
+    path = path_of(folder, step)
+    try:
+        table = _tables(path, lambda: _read(path, columns), columns, weight=lambda t: t.nbytes)
+    except FileNotFoundError:
+        raise Refused(f"{path.name} is gone: the run was set back") from None
+    return table.to_pylist()
+
+
+def _light(row: Row) -> Row:
+    credit = row.get("advantage")
+    return row | {"length": None, "advantage": credit[0] if credit else None}
+
+
+def _read(path: Path, columns: tuple[str, ...] | None) -> Any:
+    """The columns that are one value a row, and what is computed from two that are not."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            missing = [name for name in NEEDED if name not in schema.names]
+            if missing:
+                raise Refused(f"{path.name} has no column {', '.join(missing)}: it is not one of ours")
+            names = [
+                f.name for f in schema if not pa.types.is_nested(f.type) and (columns is None or f.name in columns)
+            ]
+            table = file.read(columns=names)
+            if columns is None and "response" in schema.names:
+                ids = file.read(columns=["response"]).column("response")
+                table = table.append_column("length", pc.list_value_length(ids))
+            if columns is None and "advantage" in schema.names:
+                credit = file.read(columns=["advantage"]).column("advantage")
+                table = table.append_column("advantage", _means(credit))
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise broken(path, error) from None
+    return table
+
+
+def broken(path: Path, error: Exception) -> Refused:
+    said = (str(error).splitlines() or [type(error).__name__])[0][:160]
+    return Refused(f"{path.name} is no whole Parquet file, torn or still being copied: {said}")
+
+
+def _means(lists: Any) -> Any:
+    """The mean of each list; NaN where it is empty."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = lists.combine_chunks()
+    count = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    values = pc.list_flatten(column).to_numpy(zero_copy_only=False)
+    rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+    with np.errstate(all="ignore"):
+        return pa.array(np.bincount(rows, weights=values, minlength=len(column)) / count)
+
+
+def whole(folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None) -> list[Row]:
+    """All that is known of the rows of some groups. Parts of the file without them are not decoded."""
+    wanted = set(groups)
+    if kind != "ascent":
+        rows = foreign.rows(folder, step)
+        return [r for r in rows if r["group"] in wanted and sample in (None, r["sample"])]
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    path, found = path_of(folder, step), list[Row]()
+    try:
+        with pq.ParquetFile(path) as file:
+            if not {"group", "sample"} <= set(file.schema_arrow.names):
+                raise Refused(f"{path.name} has no columns group and sample: it is not one of ours")
+            for batch in file.iter_batches(AT_ONCE, row_groups=_with(file, wanted)):
+                keep = pc.is_in(batch.column("group"), pa.array(sorted(wanted), pa.int64()))
+                if sample is not None:
+                    keep = pc.and_(keep, pc.equal(batch.column("sample"), sample))
+                if pc.any(keep).as_py():
+                    found += batch.filter(keep).to_pylist()
+    except FileNotFoundError:
+        raise Refused(f"{path.name} is gone: the run was set back") from None
+    except (OSError, pa.ArrowException) as error:
+        raise broken(path, error) from None
+    return found
+
+
+def _with(file: Any, wanted: set[int]) -> list[int]:
+    """The row groups that may hold one of these groups, by what the file says of them."""
+    leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
+    at, found = leaves.index("group"), []
+    for i in range(file.num_row_groups):
+        about = file.metadata.row_group(i).column(at).statistics
+        if about is None or not about.has_min_max or any(about.min <= group <= about.max for group in wanted):
+            found.append(i)
+    return found

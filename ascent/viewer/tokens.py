@@ -1,0 +1,168 @@
+"""A response token by token, with its numbers, and whether the run's own loss clipped it.
+
+ρ = exp(logp − logp_old) at the last update that saw the response. What is clipped is asked of the loss object that the
+run's config.json names. A loss of the user's own is code, and is not run by whoever looks at a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ascent.types import Refused
+from ascent.viewer import recorded
+from ascent.viewer.completions import number
+
+Row = dict[str, Any]
+OLD = "this file was written before the trainer recorded it"
+ABSENT = {
+    "pieces": f"The texts of the tokens are not there ({OLD}): their numbers in the vocabulary are shown",
+    "entropy": f"No entropy: {OLD}, or the engine does not know it",
+    "ratio": "No ratio: no update saw these responses",
+}
+FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
+
+
+def tokens(folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None) -> dict[str, Any]:
+    """The tokens of some groups of a step, in columns; `missing` says what no row has, and why."""
+    rows = recorded.whole(folder, kind, step, groups, sample)
+    if kind != "ascent":
+        return {"step": step, "missing": {"tokens": FOREIGN}, "clip": {"words": FOREIGN}, "rows": []}
+    loss, clip = loss_of(folder)
+    made = [of_row(row, loss) for row in rows]
+    missing = {name: words for name, words in ABSENT.items() if made and all(row[name] is None for row in made)}
+    for row in made:
+        row["pieces"] = row["pieces"] if row["pieces"] is not None else [f"⟨{i}⟩" for i in row["ids"]]
+    return {"step": step, "missing": missing, "clip": clip, "rows": made}
+
+
+def of_row(row: Row, loss: Any) -> Row:
+    """One response. A list of another length than its tokens is not shown: it would sit beside the wrong ones."""
+    ids = row.get("response") or []
+    logp, last = _line(row, "logp_old", len(ids)), _last(row, len(ids))
+    credit = row.get("advantage") or []
+    credit = credit * len(ids) if len(credit) == 1 else credit
+    pieces = row.get("pieces")
+    made: Row = {"group": row["group"], "sample": row["sample"], "ids": ids}
+    made["pieces"] = pieces if pieces is not None and len(pieces) == len(ids) else None
+    for name in ("logp_sampler", "logp_ref", "entropy"):
+        made[name] = _shown(_line(row, name, len(ids)))
+    value = row.get("value") or []
+    made |= {"logp": _shown(logp), "value": _shown(value[: len(ids)]) if len(value) >= len(ids) > 0 else None}
+    made["advantage"] = _shown(credit) if len(credit) == len(ids) else None
+    made |= {"ratio": None, "clipped": None, "sequence_ratio": None, "updates": len(row.get("logp") or [])}
+    if logp is not None and last is not None:
+        made["ratio"] = [number(_exp(now - old)) for now, old in zip(last, logp, strict=True)]
+        if loss is not None and made["advantage"] is not None:
+            made |= _clips(row, loss, last, logp, credit)
+    return made
+
+
+def _line(row: Row, name: str, length: int) -> list[float] | None:
+    """A number a token; what the file has no number for is NaN."""
+    values = row.get(name)
+    return [math.nan if v is None else v for v in values] if values is not None and len(values) == length else None
+
+
+def _last(row: Row, length: int) -> list[float] | None:
+    by_update = row.get("logp") or []
+    return _line({"logp": by_update[-1]}, "logp", length) if by_update else None
+
+
+def _shown(values: list[float] | None) -> list[Any] | None:
+    return None if values is None else [number(v) for v in values]
+
+
+def _exp(log: float) -> float:
+    try:
+        return math.exp(log)
+    except OverflowError:
+        return math.inf
+
+
+def _clips(row: Row, loss: Any, logp: list[float], logp_old: list[float], advantage: list[float]) -> Row:
+    """On which side each token is clipped, by the loss itself; and the ratio of a whole response where it uses one."""
+    import torch
+
+    now, old, δ = (torch.tensor([[values]], dtype=torch.float32) for values in (logp, logp_old, advantage))
+    counted = torch.full(now.shape, row.get("valid") is not False)
+    if loss.sequence:
+        δ = δ[..., :1]
+    made: Row = {}
+    if hasattr(loss, "log_ratio") and len(logp):
+        made["sequence_ratio"] = number(float(torch.exp(loss.log_ratio(now - old, counted))))
+    clips = loss.clipped(now, old, δ, counted) if len(logp) else None
+    if clips is None:
+        return made
+    low, high = ((side & counted)[0, 0].tolist() for side in clips)
+    ρ = torch.exp(now - old)[0, 0].tolist()
+    dual = getattr(loss, "dual", None)
+    far = [dual is not None and r > dual and a < 0 for r, a in zip(ρ, advantage, strict=True)]
+    made["clipped"] = [
+        "low" if is_low else "high" if is_high else "dual" if is_far else None
+        for is_low, is_high, is_far in zip(low, high, far, strict=True)
+    ]
+    return made
+
+
+def clip_ratios(rows: list[Row], loss: Any) -> dict[str, float]:
+    """The shares of clipped tokens that the learner reports of a step, from all its rows: means over the updates."""
+    sums: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for row in rows:
+        if row.get("valid") is False:
+            continue
+        logp_old = row["logp_old"]
+        credit = row["advantage"] * len(logp_old) if len(row["advantage"]) == 1 else row["advantage"]
+        for update, logp in zip(row["logp_update"], row["logp"], strict=True):
+            sides = _clips(row, loss, logp, logp_old, credit).get("clipped") or []
+            for i, found in enumerate((sides.count("low"), sides.count("high"), len(logp_old))):
+                sums[update][i] += found
+    low, high = ([part[i] / max(part[2], 1) for part in sums.values()] for i in (0, 1))
+    return {"low": sum(low) / max(len(low), 1), "high": sum(high) / max(len(high), 1)}
+
+
+# ---- the loss of a run -----------------------------------------------------------------------------
+
+
+def loss_of(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The loss that config.json names, and what clipping means for it in words; None where it cannot be made here."""
+    try:
+        given = json.loads((folder / "config.json").read_text())["loss"]
+        name, fields = given["name"], {k: v for k, v in given.items() if k != "name"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, {"words": "config.json names no loss, so nobody knows here what was clipped"}
+    if ":" in name:
+        return None, {"words": f"the loss is the user's own ({name}): what it clips is not computed here"}
+    from ascent.algorithms import MENU
+    from ascent.menu import build, name_of
+
+    cls = next((cls for cls in MENU["loss"] if name_of(cls) == name), None)
+    try:
+        loss = build("loss", cls, fields) if cls is not None else None
+    except (Refused, TypeError):
+        loss = None
+    if loss is None:
+        return None, {"words": f"config.json names a loss that this version does not know: {name[:80]}"}
+    return loss, {"name": name, "sequence": loss.sequence, **_bounds(loss), "words": _words(loss, name)}
+
+
+def _bounds(loss: Any) -> dict[str, float | None]:
+    return {side: getattr(loss, side, None) for side in ("low", "high", "dual")}
+
+
+def _words(loss: Any, name: str) -> str:
+    low, high, dual = _bounds(loss).values()
+    if low is None or high is None:
+        return f"{name} never clips"
+    what = "the response's ratio" if loss.sequence else "ρ"
+    words = f"low: {what} < {1 - low:.6g} and the advantage is below 0; high: {what} > {1 + high:.6g} and it is above 0"
+    if name == "cispo":
+        return f"{words}. The weight of such a token is capped; it still learns"
+    words += ". " + ("All tokens of such a response have" if loss.sequence else "Such a token has") + " no gradient"
+    if dual is not None:
+        words += f". dual: ρ > {dual:g} and the advantage is below 0 (not counted in clip_ratio)"
+    return words
