@@ -36,11 +36,8 @@ class Exact:
 
     def last(self, metric: str) -> tuple[float, int] | None:
         """The last value of a metric, and its step."""
-        found = self.measured(metric)
-        if not len(found):
-            return None
-        step, values = self.line(int(found[-1]), metric)
-        return values[metric], step
+        found = self.digest.ends.get(metric)
+        return None if found is None else (found[0], int(found[1]))
 
     def total(self, metric: str) -> float | None:
         """The sum over all lines; None if a line lacks it."""
@@ -56,7 +53,8 @@ class Exact:
             return []
         rarest = min(held, key=lambda name: int(self.digest.metrics[name].number.sum()))
         every = np.unique(np.concatenate(list(held.values())))
-        picked = set(spread(held[rarest], most // 2)) | set(spread(every, most // 2))
+        half = most // 2 if len(held[rarest]) < len(every) else most
+        picked = set(spread(held[rarest], half)) | set(spread(every, half))
         rare = set(held[rarest].tolist())
         found: dict[int, list[int | float | None]] = {}
         for bucket in sorted(picked):

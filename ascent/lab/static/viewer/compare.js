@@ -63,7 +63,7 @@ class Compare extends Component {
       this.setState({ found, curves: { ...this.state.curves, ...this.drawn(found, found.curves) }, error: "" });
       await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
       this.took = performance.now() - began;
-      window.lab = { ...window.lab, took: this.took };
+      window.lab = { ...window.lab, took: this.took, drawn: performance.now() };
       await Promise.all([this.rest(asking, this.metrics().filter((metric) => !found.curves[metric])), this.ends(asking)]);
     } catch (error) {
       if (this.asking === asking) this.setState({ error: error.message });
