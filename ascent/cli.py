@@ -32,6 +32,7 @@ usage: ascent COMMAND …
   ascent explain NAME    what a row or a choice computes, in words and in a formula, and where it is biased
   ascent resume RUN      go on with a run, to the same numbers
   ascent show RUN        what a run did; --step N for its responses, --json for scripts
+  ascent report RUN      a run as one HTML file, to send to a colleague
   ascent eval RUN        scores on held-out prompts: greedy, pass@k, majority, best of k; also of a bare model
   ascent sample RUN "…"  what the policy says to a prompt; also what a bare model says
   ascent export RUN DIR  the run's language model as an ordinary Hugging Face folder
@@ -248,12 +249,6 @@ def sample(args: list[str]) -> int:
     return sample(args)
 
 
-def export(args: list[str]) -> int:
-    from ascent.commands import export
-
-    return export(args)
-
-
 def demo(args: list[str]) -> int:
     if _asks_for_help(args):
         print(
@@ -288,9 +283,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "resume": resume,
     "show": show,
+    "report": _of("viewer.report"),
     "eval": evaluate,
     "sample": sample,
-    "export": export,
+    "export": _of("commands", "export"),
     "list": list_menu,
     "demo": demo,
     "lab": _of("lab.command", "main"),

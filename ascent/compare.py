@@ -6,7 +6,6 @@ Every run is an ordinary run in a folder of its own; a comparison that was stopp
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import shlex
 import signal
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 from ascent.config import Config
+from ascent.diagnose.seeds import known, over_seeds
 from ascent.diagnose.statistics import interval
 from ascent.flags import parse_train
 from ascent.menu import name_of
@@ -171,34 +171,22 @@ def _slug(name: str) -> str:
 
 COSTS = ("responses", "labels", "updates", "seconds")
 MEASURES = ("exact/reward", "eval/reward", "eval/accuracy", "frac_reward_zero_std")
+"""The last one only where groups are sampled."""
 
 
 def summarize(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
     """For each setting and measure: mean, half-width of its 95 % interval, paired difference to the first."""
     finals = {name: [_final(run) for run in group] for name, group in runs.items()}
-    first = next(iter(finals.values()))
-    result: dict[str, Any] = {}
+    measures = {
+        name: MEASURES if group[0].config.algorithm.loss.data == "samples" else MEASURES[:-1]
+        for name, group in runs.items()
+    }
+    rows = over_seeds({name: dict(enumerate(group)) for name, group in finals.items()}, measures)
     for name, group in finals.items():
-        row: dict[str, Any] = {}
-        sampled = runs[name][0].config.algorithm.loss.data == "samples"
-        for measure in MEASURES if sampled else [m for m in MEASURES if m != "frac_reward_zero_std"]:
-            values = [final[measure] for final in group if final.get(measure) is not None]
-            if len(values) < len(group):
-                continue
-            mean, half = interval(values)
-            row[measure] = {"mean": mean, "half": _known(half), "values": values}
-            if group is not first and all(f.get(measure) is not None for f in first):
-                gap, gap_half = interval([v - f[measure] for v, f in zip(values, first, strict=True)])
-                row[measure] |= {"difference": gap, "difference_half": _known(gap_half)}
         for cost in COSTS:
-            row[cost], half = interval([float(final[cost]) for final in group])
-            row[f"{cost}_half"] = _known(half)
-        result[name] = row
-    return result
-
-
-def _known(half: float) -> float | None:
-    return None if math.isnan(half) else half
+            rows[name][cost], half = interval([float(final[cost]) for final in group])
+            rows[name][f"{cost}_half"] = known(half)
+    return rows
 
 
 def _final(run: Run) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ascent.lab import pages, viewer, viewer_completions
+from ascent.lab import pages, viewer, viewer_compare, viewer_completions
 from ascent.lab.bodies import body
 from ascent.lab.figures import FIGURES, training
 from ascent.lab.runs import grid, run_folder, stream
 from ascent.lab.trainings import COMMANDS, Trainings
 from ascent.types import Refused
+from ascent.viewer.curves import Library
 
 STATIC = Path(__file__).parent / "static"
 NUMBER = re.compile(r"[0-9]{1,15}")
@@ -33,7 +34,7 @@ def application(runs: Path) -> Starlette:
 
 
 def routes(runs: Path) -> list[BaseRoute]:
-    trainings = Trainings(runs)
+    trainings, library = Trainings(runs), Library()
     return [
         Route("/", _page(lambda _: pages.contents())),
         Route("/lesson/{slug}", _page(lambda r: pages.lesson_page(r.path_params["slug"], r.url.query, runs))),
@@ -43,8 +44,9 @@ def routes(runs: Path) -> list[BaseRoute]:
         Route("/api/runs/{run}/responses", _responses(runs)),
         Route("/api/trainings", _start(trainings), methods=["POST"]),
         Route("/api/trainings/{run}/{command}", _command(trainings), methods=["POST"]),
-        *viewer.routes(runs),
+        *viewer.routes(runs, library),
         *viewer_completions.routes(runs),
+        *viewer_compare.routes(runs, library),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
 
@@ -130,5 +132,8 @@ async def _missing(_: Request, error: Exception) -> Response:
 
 def warm() -> None:
     """Look at every figure once, so that the first visitor does not wait for what is computed once."""
+    import pyarrow.json
+    import pyarrow.parquet  # noqa: F401
+
     for figure in FIGURES.values():
         figure.look()

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab import viewer_pages
+from ascent.lab import viewer_compare, viewer_pages
 from ascent.lab.bodies import body
 from ascent.types import Refused
 from ascent.viewer import about, notes
@@ -24,9 +24,7 @@ MOST_RUNS = 50
 MOST_POINTS = 5_000
 
 
-def routes(runs: Path) -> list[BaseRoute]:
-    library = Library()
-
+def routes(runs: Path, library: Library) -> list[BaseRoute]:
     def listed(_: Request) -> dict[str, Any]:
         return {"root": runs.name, "runs": [about.row(place) for place in places(runs)]}
 
@@ -69,6 +67,7 @@ def routes(runs: Path) -> list[BaseRoute]:
         Route("/api/view/curves", answer(drawn)),
         Route("/api/view/spark", answer(sparks)),
         Route("/api/view/notes", noted, methods=["POST"]),
+        *viewer_compare.routes(runs, library),
     ]
 
 

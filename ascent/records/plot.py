@@ -146,14 +146,14 @@ def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Seque
     return _save(fig, path)
 
 
-def _style(i: int) -> dict[str, Any]:
+def style(i: int) -> dict[str, Any]:
     return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[(i // len(COLORS)) % 4], "linewidth": 1.6}
 
 
 def _line(i: int, label: str) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], label=label, **_style(i))
+    return Line2D([], [], label=label, **style(i))
 
 
 def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: bool, place: Any) -> None:
@@ -168,7 +168,7 @@ def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: b
     half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
     x = np.stack([place(r, steps[:length]) for r, (steps, _) in enumerate(runs)]).mean(0)
     low, high = (mean - half, mean + half) if not share else ((mean - half).clip(0, 1), (mean + half).clip(0, 1))
-    axis.plot(x, mean, marker="o" if len(x) == 1 else "", **_style(i))
+    axis.plot(x, mean, marker="o" if len(x) == 1 else "", **style(i))
     axis.fill_between(x, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
     if share:
         axis.set_ylim(-0.03, 1.03)

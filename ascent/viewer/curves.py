@@ -46,7 +46,7 @@ class Library:
             digest.update()
             yield digest
         with self._lock:
-            while len(self._kept) > 1 and sum(d.nbytes() for d, _ in self._kept.values()) > MOST_BYTES:
+            while len(self._kept) > 1 and sum(d.size for d, _ in self._kept.values()) > MOST_BYTES:
                 self._kept.popitem(last=False)
 
 
@@ -62,7 +62,7 @@ class ForeignDigest(Digest):
         self._add(self._given)
         self.tail = mark
 
-    def part(self, begin: float, end: float) -> Parsed:
+    def part(self, begin: int | float, end: int | float) -> Parsed:
         keep = (self._given.steps >= begin) & (self._given.steps <= end)
         columns = {name: values[keep] for name, values in self._given.columns.items()}
         return self._given._replace(steps=self._given.steps[keep], columns=columns)
@@ -85,8 +85,8 @@ def _largest(digest: Digest, name: str) -> float:
 def curves(
     digest: Digest,
     metrics: Collection[str] = DRAWN,
-    begin: float | None = None,
-    end: float | None = None,
+    begin: int | float | None = None,
+    end: int | float | None = None,
     points: int = POINTS,
 ) -> dict[str, Any]:
     """At most so many points of each metric between two steps, as the page draws them.

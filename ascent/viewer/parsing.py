@@ -28,15 +28,20 @@ def parse(data: bytes, offset: int = 0, number: int = 0) -> Parsed:
     """Whole lines that begin at byte `offset` of their file and follow upon `number` others."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    columns = _columns(data, len(ends))
-    if columns is None:
+    found = _columns(data, len(ends))
+    if found is None:
         return _one_by_one([json_of(line) for line in data.split(b"\n")[: len(ends)]], starts + offset, number)
+    columns, raw = found
     steps = columns.pop("step")
-    return Parsed(steps, starts + offset, columns, _marked(data, starts, ends), [])
+    nonfinite = [(name, float(steps[i]), str(value)) for name, i, value in raw]
+    return Parsed(steps, starts + offset, columns, _marked(data, starts, ends) + nonfinite, [])
 
 
-def _columns(data: bytes, lines: int) -> dict[str, np.ndarray] | None:
-    """By pyarrow, on all cores; None where a line is not as all others are, and each has to be looked at."""
+def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple[str, int, float]]] | None:
+    """By pyarrow, on all cores, with what is written as NaN or Infinity: metric, line, value.
+
+    None where a line is not as all others are, and each has to be looked at.
+    """
     import pyarrow as pa
     import pyarrow.json
 
@@ -46,13 +51,19 @@ def _columns(data: bytes, lines: int) -> dict[str, np.ndarray] | None:
         return None
     if table.num_rows != lines or "step" not in table.column_names or table["step"].null_count:
         return None
-    found = {}
+    found, raw = {}, []
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        if pa.types.is_integer(column.type):
             found[name] = column.cast(pa.float64()).to_numpy()
+        elif pa.types.is_floating(column.type):
+            values = found[name] = column.to_numpy()
+            if np.count_nonzero(~np.isfinite(values)) > column.null_count:
+                odd = np.flatnonzero(column.is_valid().to_numpy() & ~np.isfinite(values))
+                raw += [(name, int(i), float(values[i])) for i in odd]
         elif pa.types.is_null(column.type):
             found[name] = np.full(lines, np.nan)
-    return found if "step" in found else None
+    steps = found.get("step")
+    return (found, raw) if steps is not None and np.isfinite(steps).all() else None
 
 
 def _marked(data: bytes, starts: np.ndarray, ends: np.ndarray) -> list[tuple[str, float, str]]:

@@ -5,13 +5,13 @@ import uPlot from "../vendor/uplot.mjs";
 import { html } from "../store.js";
 import { drawBand, drawLine, drawMarked, drawMarks, drawOdd, lastOf, rangeOf, smoothed, valueAt } from "./curves.js";
 import { Behind } from "./behind.js";
-import { num, percent } from "./shared.js";
+import { grouped, num, percent } from "./shared.js";
 
 export const COLOURS = 8;
 export const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 4], [4, 2], [1, 4], [10, 3, 2, 3, 2, 3]];
 const MANY = 8; // beyond so many, lines are thin, with marks instead of dashes, and without bands
 const HIGH = 172;
-const FONT = "11.5px Inter, system-ui, sans-serif";
+const FONT = "12px Inter, system-ui, sans-serif";
 const INCREMENTS = [1, 2, 5].flatMap((d) => Array.from({ length: 10 }, (_, e) => d * 10 ** e)).sort((a, b) => a - b);
 
 // light-dark() is resolved on an element that is painted with it. Once a theme, not once a line.
@@ -24,6 +24,15 @@ export function colourOf(name) {
     resolved.set(name, getComputedStyle(probe).color);
   }
   return resolved.get(name);
+}
+
+// A number on an axis, with as many digits as tell it from its neighbours.
+function tick(value, apart) {
+  const size = Math.abs(value);
+  if (size >= 1e6 || (apart < 1e-4 && size < 1)) return num(value);
+  const digits = Math.max(0, -Math.floor(Math.log10(apart) + 1e-9));
+  const [whole, part] = value.toFixed(+(digits + (String(+(apart / 10 ** -digits).toFixed(6)).includes(".") ? 1 : 0))).split(".");
+  return (grouped(whole) + (part ? `.${part}` : "")).replace("-", "−");
 }
 
 // The one cursor of all charts of a page: a step, or null. Charts and listeners are told once a frame.
@@ -55,7 +64,7 @@ export const Swatch = ({ colour, marked }) => html`<svg class=${`swatch s${colou
 
 /* Props: name, title, unit, share (numbers from 0 to 1, said in percent), lines (of `lineOf`; null ones are left out),
    range [from, to], whole [first, last], smooth (steps), cursor (a Cursor), marks (steps at which something was noticed),
-   note, height, onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
+   note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
 export class Chart extends Component {
   get lines() {
     return this.props.lines;
@@ -67,16 +76,16 @@ export class Chart extends Component {
 
   options(width) {
     const axis = { stroke: () => colourOf("--quiet"), font: FONT, grid: { stroke: () => colourOf("--line"), width: 1 }, ticks: { show: false } };
-    const ticks = (_, values) => values.map((v) => (v == null ? "" : this.props.share ? `${+(100 * v).toPrecision(3)}%` : num(v)));
+    const ticks = (_, values, __, ___, apart) => values.map((v) => (v == null ? "" : this.props.share ? `${tick(100 * v, 100 * apart)}%` : tick(v, apart)));
     return {
       width, height: this.props.height ?? HIGH,
-      padding: [9, 10, 0, 0],
+      padding: [9, 18, 0, 0],
       legend: { show: false },
       cursor: { x: false, y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 5 }, bind: { dblclick: () => () => this.props.onZoom?.(null) } },
       scales: { x: { time: false, range: () => this.span() }, y: { range: () => rangeOf(this.lines, this.span(), this.props.share) } },
       axes: [
         { ...axis, size: 25, gap: 7, space: 56, incrs: INCREMENTS, values: (_, v) => v.map((n) => num(n)) },
-        { ...axis, size: 50, gap: 4, space: 30, values: ticks },
+        { ...axis, size: (_, texts) => Math.max(50, 10 + 7 * Math.max(0, ...(texts ?? []).map((t) => t.length))), gap: 4, space: 30, values: ticks },
       ],
       series: [{}, { show: true, points: { show: false } }],
       hooks: { draw: [(u) => this.draw(u)], setSelect: [(u) => this.selected(u)] },
@@ -103,7 +112,7 @@ export class Chart extends Component {
       const colour = colourOf(`--s${line.colour % COLOURS}`);
       const dash = many ? [] : DASHES[line.colour % DASHES.length];
       const smooth = smoothed(line, this.props.smooth);
-      if (line.low && !many) drawBand(at, line, colour, smooth ? 0.09 : 0.17);
+      if (line.low && (!many || this.props.band)) drawBand(at, line, colour, (smooth ? 0.5 : 1) * (this.lines.length > 4 ? 0.06 : this.lines.length > 1 ? 0.12 : 0.17));
       const spread = line.x.length < 2 || (line.x.length - 1) * 8 * at.px < ((line.x[line.x.length - 1] - line.x[0]) * bbox.width) / (x.max - x.min);
       const points = line.bucket === 1 && !many && (spread || line.gap < Infinity);
       drawLine(at, line, line.y, colour, { width: smooth ? 1 : many ? 1.4 : 1.9, dash: smooth ? [] : dash, alpha: smooth ? 0.32 : 1, points: points && !smooth });
@@ -247,7 +256,7 @@ export class Chart extends Component {
     event.stopPropagation();
   }
 
-  render({ name, title, unit, note, lines, height }) {
+  render({ name, title, unit, note, lines, height, band: words }) {
     const strange = lines.reduce((n, line) => n + line.odd.length, 0);
     const wide = lines.find((line) => line.low);
     const many = lines.length > MANY;
@@ -260,7 +269,7 @@ export class Chart extends Component {
         aria-label=${`${title}. Arrows move over the steps, plus and minus zoom, Enter opens the completions; the numbers are in the table below.`} onKeyDown=${(e) => this.key(e)}></div>
       <${Behind} title=${title} lines=${lines} say=${(v) => this.say(v)}>
         ${strange > 0 && html`<b>${strange} not finite, marked at the edge</b>`}
-        ${wide && html`<span>mean of ${num(wide.bucket)} steps${band}</span>`}
+        ${wide && html`<span>${words ?? `mean of ${num(wide.bucket)} steps${band}`}</span>`}
         ${note && html`<span>${note}</span>`}
       <//>
     </figure>`;

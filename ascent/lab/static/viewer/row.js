@@ -19,7 +19,7 @@ export const COLUMNS = [
   { key: "updated", title: "Changed", of: (r) => r.updated, down: true },
 ];
 
-const Steps = ({ row }) => html`<span class="of">${num(row.step)}${row.steps != null && html`<span>/${num(row.steps)}</span>`}</span>
+const Steps = ({ row }) => html`<span class="of">${num(row.step)}${row.steps != null && html`<wbr /><span>/${num(row.steps)}</span>`}</span>
   ${row.steps > 0 && row.step < row.steps && html`<progress max=${row.steps} value=${Math.min(row.step, row.steps)} aria-label="Steps done"></progress>`}`;
 
 const Noted = ({ row, onTag, onEdit, editing }) => html`<div class="noted">

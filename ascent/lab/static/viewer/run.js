@@ -151,7 +151,7 @@ class Tools extends Component {
         <output>${smooth ? `${num(smooth)} steps` : "none"}</output></label>
       <span class="range">Steps ${this.field(0)} to ${this.field(1)}
         <button type="button" id="out" disabled=${!zoomed} onClick=${() => onZoom(null)}>Zoom out</button></span>
-      <span class="at">${step == null
+      <span class=${step == null ? "at" : "at on"}>${step == null
         ? html`<span class="note">${about.recorded.length ? "Drag to zoom, click a step for its completions" : "Drag to zoom; no completions were recorded"}</span>`
         : html`<b>step ${num(step)}</b> ${at != null && html`<a href=${completionsLink(about.id, at)}>completions${at === step ? "" : ` of step ${at}`}</a>`}`}</span>
     </div>`;

@@ -1,0 +1,98 @@
+"""The routes of a comparison: its numbers, and the picture and the tables as files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ascent.types import Refused
+from ascent.viewer import compare_files
+from ascent.viewer.compare import Comparison
+from ascent.viewer.curves import POINTS, Library
+
+MOST_POINTS = 5_000
+MOST_METRICS = 60
+SEEDS = ("band", "lines")
+
+
+def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
+    """Over one folder of runs; with the library of the other pages, so that no curve is kept twice."""
+    library = library or Library()
+
+    def compared(request: Request) -> Comparison:
+        return Comparison(runs, request.query_params.getlist("id"), library)
+
+    def told(request: Request) -> dict[str, Any]:
+        """Everything with the curves that were asked for; `part=curves` these alone, `part=ends` the last values."""
+        part = request.query_params.get("part", "")
+        with compared(request) as found:
+            if part == "ends":
+                return found.ends()
+            known = {} if part == "curves" else found.told()
+            return known | {"curves": found.curves(metrics(request, found), axis(request), points(request))}
+
+    def picture(kind: str) -> Callable[[Request], Response]:
+        def made(request: Request) -> Response:
+            seeds = request.query_params.get("seeds", "band")
+            if seeds not in SEEDS:
+                raise Refused(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
+            with compared(request) as found:
+                wanted = metrics(request, found)
+                data = compare_files.picture(found, wanted, axis(request), kind, seeds)
+            return attached(data, compare_files.PICTURES[kind], f"compare-{'-'.join(wanted)}", kind)
+
+        return made
+
+    def table(request: Request) -> Response:
+        what = request.query_params.get("table", "finals")
+        with compared(request) as found:
+            text = compare_files.table(found, what, metrics(request, found), axis(request))
+        return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
+
+    async def answered(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(told, request))
+
+    return [
+        Route("/api/view/compare", answered),
+        *(Route(f"/api/view/compare.{kind}", _file(picture(kind))) for kind in compare_files.PICTURES),
+        Route("/api/view/compare.csv", _file(table)),
+    ]
+
+
+def _file(make: Callable[[Request], Response]) -> Callable:
+    async def file(request: Request) -> Response:
+        return await run_in_threadpool(make, request)
+
+    return file
+
+
+def attached(data: bytes, kind: str, name: str, ending: str) -> Response:
+    """A file to be saved, under a name of plain letters."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:80]
+    return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{safe}.{ending}"'})
+
+
+def metrics(request: Request, found: Comparison) -> list[str]:
+    """Those that are asked for, or what is looked at first: the first series of the first chart."""
+    asked = list(dict.fromkeys(request.query_params.getlist("metric")))
+    if len(asked) > MOST_METRICS:
+        raise Refused(f"{len(asked)} metrics: at most {MOST_METRICS} at once")
+    return asked or [one["metric"] for chart in found.charts()[:1] for one in chart["series"][:1]]
+
+
+def axis(request: Request) -> str:
+    return request.query_params.get("x", "step")
+
+
+def points(request: Request) -> int:
+    given = request.query_params.get("points", str(POINTS))
+    if not (given.isdecimal() and len(given) < 6 and 2 <= int(given) <= MOST_POINTS):
+        raise Refused(f"points={given[:20]}: between 2 and {MOST_POINTS:,}")
+    return int(given)

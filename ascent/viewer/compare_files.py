@@ -1,0 +1,174 @@
+"""A comparison as files: the picture as PNG or SVG, the tables as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ascent.types import Refused
+from ascent.viewer.charts import CHARTS
+from ascent.viewer.compare import Comparison
+
+PICTURES = {"png": "image/png", "svg": "image/svg+xml"}
+TABLES = ("finals", "curves", "settings")
+MOST_PANELS = 12
+_drawing = threading.Lock()
+"""matplotlib draws one picture at a time."""
+
+
+def picture(
+    found: Comparison, metrics: Sequence[str], axis: str = "step", kind: str = "png", seeds: str = "band"
+) -> bytes:
+    """A panel a metric: a line a setting, the mean over its seeds with the 95 % interval, or a line a seed."""
+    if not 1 <= len(metrics) <= MOST_PANELS:
+        raise Refused(f"{len(metrics)} metrics: a picture has 1 to {MOST_PANELS}")
+    made = found.curves(metrics, axis)
+    with _drawing:
+        return _draw(found, made, axis, kind, seeds)
+
+
+def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: str) -> bytes:
+    import matplotlib
+
+    from ascent.records.plot import figure
+
+    columns = 2 if len(made) == 4 else min(3, len(made))
+    rows = -(-len(made) // columns)
+    fig, axes = figure(rows, columns, (max(6.0, 4.4 * columns), 0.6 + 3.2 * rows))
+    places = list(axes.flat)
+    for place, (metric, lines) in zip(places, made.items(), strict=False):
+        for i, name in enumerate(found.groups):
+            if name not in lines["groups"]:
+                continue
+            line = lines["groups"][name]
+            own = [lines["runs"][run.id] for run in found.groups[name] if run.id in lines["runs"]]
+            look = dashed(i) | ({"linewidth": 0.9} if seeds == "lines" and own else {})
+            for one in own if seeds == "lines" and own else [line]:
+                place.plot(one["x"], one["mean"], marker="o" if len(one["x"]) == 1 else "", **look)
+            if seeds != "lines" and "low" in line:
+                place.fill_between(line["x"], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
+        title, unit, share = heading(metric)
+        place.set_title(plain(title))
+        place.set_ylabel(plain(unit))
+        place.set_xlabel(axis)
+        if share:
+            place.set_ylim(-0.03, 1.03)
+    ends = [x for lines in made.values() for line in lines["groups"].values() for x in line["x"][:1] + line["x"][-1:]]
+    for place in places:
+        place.set_visible(place in places[: len(made)])
+        if ends and max(ends) > min(ends):  # all panels over the same steps, also what is measured late
+            room = 0.02 * (max(ends) - min(ends))
+            place.set_xlim(min(ends) - room, max(ends) + room)
+    _legend(fig, found, seeds)
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ascent"}):
+        meta = {"Date": None} if kind == "svg" else {"Software": "ascent"}
+        fig.savefig(data, dpi=130, format=kind, metadata=meta)
+    from matplotlib import pyplot
+
+    pyplot.close(fig)
+    return data.getvalue()
+
+
+def _legend(fig: Any, found: Comparison, seeds: str) -> None:
+    from matplotlib.lines import Line2D
+
+    titles = [f"{name}, {len(group)} seeds" if len(group) > 1 else name for name, group in found.groups.items()]
+    handles = [Line2D([], [], label=plain(title), **dashed(i)) for i, title in enumerate(titles)]
+    columns = 1 if max(map(len, titles)) > 50 else min(4, len(titles))
+    fig.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
+    banded = any(len(group) > 1 for group in found.groups.values())
+    words = "mean over seeds, 95 % interval (Student's t)" if banded else "one seed each: no interval"
+    words = "a line a run" if seeds == "lines" and banded else words
+    tasks = dict.fromkeys(str(run.row.get("task") or "") for run in found.runs)
+    fig.suptitle(plain(": ".join(filter(None, [", ".join(tasks), words]))), x=0.01, ha="left", fontsize=9)
+
+
+def dashed(i: int) -> dict[str, Any]:
+    """A colour and a dash a setting: neither is alone."""
+    from ascent.records.plot import DASHES, style
+
+    return style(i) | {"linestyle": DASHES[i % len(DASHES)]}
+
+
+def heading(metric: str) -> tuple[str, str, bool]:
+    """Title, unit and whether it is a share, of a metric by itself."""
+    for chart in CHARTS:
+        for name, label in chart.series:
+            if name == metric:
+                return (chart.title if len(chart.series) == 1 else f"{chart.title}, {label}"), chart.unit, chart.share
+    return metric, "", False
+
+
+def plain(text: str) -> str:
+    """A text in which matplotlib sees no formula."""
+    return text.replace("$", r"\$")
+
+
+# ---- tables -------------------------------------------------------------------------------------------
+
+
+def table(found: Comparison, what: str, metrics: Sequence[str], axis: str = "step") -> str:
+    """One of the tables as CSV, numbers in full."""
+    if what not in TABLES:
+        raise Refused(f"table={what[:20]}: there are {', '.join(TABLES)}")
+    rows = (
+        {"finals": _finals, "settings": _settings}[what](found) if what != "curves" else _curves(found, metrics, axis)
+    )
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([[cell(value) for value in row] for row in rows])
+    return out.getvalue()
+
+
+def _finals(found: Comparison) -> Iterable[list[Any]]:
+    groups, ended = found.told()["groups"], found.ends()
+    yield [
+        "setting",
+        "measure",
+        "seeds",
+        "mean",
+        "half_of_95_interval",
+        "difference_to_first",
+        "half_of_difference",
+        "pairs",
+    ]
+    for group in groups:
+        row = ended["rows"][group["name"]]
+        for measure in ended["measures"]:
+            if measure in row:
+                one = row[measure]
+                more = [one.get(key) for key in ("mean", "half", "difference", "difference_half", "pairs")]
+                yield [group["name"], measure, len(one["values"]), *more]
+
+
+def _settings(found: Comparison) -> Iterable[list[Any]]:
+    told = found.told()
+    yield ["setting", *told["runs"]]
+    for row in told["difference"]:
+        yield [row["name"], *row["values"]]
+
+
+def _curves(found: Comparison, metrics: Sequence[str], axis: str) -> Iterable[list[Any]]:
+    yield ["metric", "setting", "seeds", axis, "mean", "low", "high"]
+    for metric, lines in found.curves(metrics, axis).items():
+        for name, line in lines["groups"].items():
+            empty = [None] * len(line["x"])
+            for values in zip(line["x"], line["mean"], line.get("low", empty), line.get("high", empty), strict=True):
+                yield [metric, name, line["seeds"], *values]
+
+
+def cell(value: Any) -> Any:
+    """A text that a spreadsheet takes for a formula is marked as text."""
+    text = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
+    return f"'{value}" if text and not _is_number(value) else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

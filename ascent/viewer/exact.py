@@ -1,0 +1,69 @@
+"""Lines of a run's file as they are, out of a digest that holds only sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ascent.viewer.digest import Digest
+from ascent.viewer.parsing import Parsed
+
+
+class Exact:
+    """Single lines of one digest; what was read again once is kept as long as this."""
+
+    def __init__(self, digest: Digest):
+        self.digest = digest
+        self._read: dict[int, Parsed] = {}
+
+    def measured(self, metric: str) -> np.ndarray:
+        """In which buckets a metric was measured."""
+        buckets = self.digest.metrics.get(metric)
+        return np.empty(0, int) if buckets is None else np.flatnonzero(buckets.number > 0)
+
+    def line(self, bucket: int, metric: str | None = None, first: bool = False) -> tuple[int, Mapping[str, float]]:
+        """The step and the numbers of one line of a bucket: the last (or first) in which the metric was measured."""
+        if bucket not in self._read:
+            self._read[bucket] = self.digest.part(self.digest.first[bucket], self.digest.last[bucket])
+        part = self._read[bucket]
+        at = 0 if first else len(part.steps) - 1
+        if metric is not None and metric in part.columns:
+            known = np.flatnonzero(np.isfinite(part.columns[metric]))
+            at = int(known[0 if first else -1]) if len(known) else at
+        values = {name: float(column[at]) for name, column in part.columns.items() if np.isfinite(column[at])}
+        return int(part.steps[at]), values
+
+    def last(self, metric: str) -> tuple[float, int] | None:
+        """The last value of a metric, and its step."""
+        found = self.digest.ends.get(metric)
+        return None if found is None else (found[0], int(found[1]))
+
+    def total(self, metric: str) -> float | None:
+        """The sum over all lines; None if a line lacks it."""
+        buckets = self.digest.metrics.get(metric)
+        if buckets is None or int(buckets.number.sum()) < self.digest.lines:
+            return None
+        return float(buckets.sum.sum())
+
+    def lines(self, metrics: Sequence[str], most: int) -> list[list[int | float | None]]:
+        """Some lines from the first to the last, each its step and these metrics; half of them where the rarest is."""
+        held = {name: where for name in metrics if len(where := self.measured(name))}
+        if not held:
+            return []
+        rarest = min(held, key=lambda name: int(self.digest.metrics[name].number.sum()))
+        every = np.unique(np.concatenate(list(held.values())))
+        picked = set(spread(held[rarest], most // 2)) | set(spread(every, most // 2))
+        rare = set(held[rarest].tolist())
+        found: dict[int, list[int | float | None]] = {}
+        for bucket in sorted(picked):
+            step, values = self.line(bucket, rarest if bucket in rare else None, first=bucket == int(every[0]))
+            found[step] = [step, *(values.get(metric) for metric in metrics)]
+        return [found[step] for step in sorted(found)]
+
+
+def spread(places: np.ndarray, most: int) -> list[int]:
+    """So many of some places, evenly, with the first and the last."""
+    if len(places) <= most:
+        return places.tolist()
+    return places[np.unique(np.linspace(0, len(places) - 1, most).round().astype(int))].tolist()

@@ -1,0 +1,276 @@
+"""One run as one HTML page: no script, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ascent.viewer.report_html import Markup, joined, number, shown, table, tag
+from ascent.viewer.report_style import style
+from ascent.viewer.report_svg import Series, chart, swatch
+
+GENERATOR = "ascent report"
+"""By this a file is known as ours, which may be written over."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+MOST_EVENTS = 60
+HEADLINES = (
+    ("eval/accuracy", "exactly right, held out"),
+    ("accuracy", "exactly right, sampled"),
+    ("eval/pairs/accuracy", "held-out pairs right"),
+    ("exact/reward", "E[R], enumerated"),
+    ("eval/reward", "held-out reward"),
+    ("reward", "sampled reward"),
+    ("entropy", "entropy, nats a token"),
+    ("completions/mean_length", "tokens a response"),
+)
+HEADED = 5
+OF_REWARD = ("exact/reward", "eval/reward", "reward")
+
+
+@dataclass
+class Facts:
+    """All that a report says. `rows` has for each chart some lines of the file: step, and a number a series."""
+
+    about: Mapping[str, Any]
+    curves: Mapping[str, Any]
+    rows: Mapping[str, Sequence[Sequence[Any]]]
+    last: Mapping[str, tuple[Any, Any]]
+    """Of each metric the last value, and its step."""
+    completions: Markup
+    written: float = field(default_factory=time.time)
+    version: str | None = None
+
+
+def page(facts: Facts) -> str:
+    about = facts.about
+    name = title(about)
+    sections = [
+        ("flags", "Flags and events", flags(about)),
+        ("curves", "Curves", charts(facts)),
+        ("objective", "Objective", objective(about)),
+        ("completions", "Completions", facts.completions),
+        ("settings", "Settings", settings(mapping(about.get("config")))),
+        ("system", "Versions, machine and history", system(about)),
+    ]
+    links = [tag("li", tag("a", head, href=f"#{key}")) for key, head, inner in sections if inner]
+    body = [tag("section", tag("h2", head), inner, id=key) for key, head, inner in sections if inner]
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=GENERATOR),
+        tag("title", f"{name} · Ascent"),
+        tag("style", Markup(style())),
+    ]
+    main = tag(
+        "main",
+        top(facts, name),
+        tag("nav", tag("ul", *links, class_="contents"), aria_label="Contents"),
+        *body,
+        foot(facts),
+    )
+    return "<!doctype html>\n" + tag("html", tag("head", *head), tag("body", main), lang="en") + "\n"
+
+
+def mapping(held: Any) -> Mapping[str, Any]:
+    """What should be an object, of a file that may hold anything."""
+    return held if isinstance(held, Mapping) else {}
+
+
+def sequence(held: Any) -> Sequence[Any]:
+    return held if isinstance(held, list | tuple) else []
+
+
+def title(about: Mapping[str, Any]) -> str:
+    words = [about.get("task"), about.get("label")]
+    words += [f"seed {about['seed']}"] if about.get("seed") is not None else []
+    return ", ".join(str(word) for word in words if word) or str(about.get("id", "a run"))
+
+
+def top(facts: Facts, name: str) -> Markup:
+    about = facts.about
+    status = str(about.get("status", "unreadable"))
+    known = status if status in ("running", "finished", "interrupted", "failed", "died", "unreadable") else "other"
+    note = mapping(about.get("notes"))
+    tags = f"Tags: {', '.join(note['tags'])}" if note.get("tags") else None
+    problems, words = sequence(about.get("problems")), sequence(about.get("words"))
+    return tag(
+        "header",
+        tag("h1", name),
+        tag("p", about.get("id", ""), class_="where"),
+        tag(
+            "p",
+            tag("span", status, class_=f"status {known}"),
+            " ",
+            str(about.get("said", "")).removeprefix(f"{status}, "),
+        ),
+        tag("ul", *(tag("li", word) for word in words), class_="words") if words else None,
+        headlines(facts),
+        tag("p", tag("b", "Note. "), note["text"], class_="text") if note.get("text") else None,
+        tag("p", tags, class_="quiet") if tags else None,
+        tag("ul", *(tag("li", text) for text in problems), class_="problems") if problems else None,
+    )
+
+
+def headlines(facts: Facts) -> Markup | None:
+    found: list[Markup] = []
+    for metric, label in HEADLINES:
+        if metric in facts.last and len(found) < HEADED:
+            value, step = facts.last[metric]
+            most = facts.about.get("max_reward") if metric in OF_REWARD else None
+            more = f" of {shown(most)}" if most is not None else ""
+            inner = tag(
+                "dd", number(value, 4), tag("small", more) if more else None, tag("small", f" · step {shown(step)}")
+            )
+            found.append(tag("div", tag("dt", label), inner))
+    return tag("dl", *found, class_="numbers") if found else None
+
+
+# ---- curves -------------------------------------------------------------------------------------------
+
+
+def charts(facts: Facts) -> Markup:
+    made = [one_chart(facts, about) for about in facts.about.get("charts") or []]
+    if not made:
+        return tag("p", "There are no numbers to draw.", class_="quiet")
+    bucket = facts.curves.get("bucket", 1)
+    how = (
+        f"A point is the mean of {bucket:,} steps, and the band goes from their smallest value to their largest. "
+        if bucket > 1
+        else "Every step is drawn. "
+    )
+    note = tag(
+        "p",
+        how,
+        "Steps count from 0. The number beside a line is its last. Behind each chart are lines of the file.",
+        class_="quiet",
+    )
+    return joined([note, tag("div", *made, class_="charts")])
+
+
+def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
+    curves, series = facts.curves, []
+    for one in about["series"]:
+        found = curves["metrics"].get(one["metric"], {"mean": [None] * len(curves["x"])})
+        bad = curves.get("nonfinite", {}).get(one["metric"], [])
+        series.append(Series(one["label"], curves["x"], found["mean"], found.get("low"), found.get("high"), bad))
+    ends = (curves["first"], curves["last"]) if curves.get("first") is not None else None
+    drawn = chart(about["title"], series, bool(about.get("share")), ends)
+    unit = about.get("unit")
+    legend = [tag("li", swatch(i), s.label) for i, s in enumerate(series)] if len(series) > 1 else []
+    bad = sum(len(s.nonfinite) for s in series)
+    wrong = (
+        tag("p", f"✕ marks {bad} step{'s' * (bad > 1)} whose number was not finite.", class_="quiet") if bad else None
+    )
+    rows = [
+        [shown(step), *(number(value, 6) for value in values)] for step, *values in facts.rows.get(about["key"], [])
+    ]
+    numbers = table(["step", *(s.label for s in series)], rows)
+    return tag(
+        "figure",
+        tag("figcaption", about["title"], " ", tag("span", unit) if unit else None),
+        tag("ul", *legend, class_="legend") if legend else None,
+        drawn,
+        wrong,
+        tag("details", tag("summary", f"{len(rows)} line{'s' * (len(rows) != 1)} of the file"), numbers),
+    )
+
+
+# ---- words --------------------------------------------------------------------------------------------
+
+
+def flags(about: Mapping[str, Any]) -> Markup | None:
+    """Flags with their evidence, then whatever else was noted down."""
+    events = [event for event in sequence(about.get("events")) if isinstance(event, Mapping)]
+    flagged = [event for event in events if event.get("event") == "flag"]
+    others = [event for event in events if event.get("event") != "flag"]
+    cards = [one_flag(event) for event in flagged[:MOST_EVENTS]]
+    rows = [[shown(e.get("step")), e.get("event", ""), e.get("text", "")] for e in others[:MOST_EVENTS]]
+    left = max(0, len(flagged) - MOST_EVENTS) + max(0, len(others) - MOST_EVENTS)
+    if not events:
+        return None
+    first = (
+        tag("p", "A flag is something to look at, with its evidence. It is no verdict.", class_="quiet")
+        if cards
+        else None
+    )
+    more = tag("p", f"{left:,} more are in events.jsonl.", class_="quiet") if left else None
+    return joined([first, *cards, table(["step", "event", "what was said"], rows) if rows else None, more])
+
+
+def one_flag(event: Mapping[str, Any]) -> Markup:
+    evidence = mapping(event.get("evidence"))
+    metrics = mapping(evidence.get("metrics"))
+    rows = []
+    for name, pair in metrics.items():
+        before, now = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, pair)
+        rows.append([name, number(before, 4), number(now, 4)])
+    steps, seen = evidence.get("steps"), evidence.get("rollouts")
+    span = (
+        f"over steps {shown(steps[0])} to {shown(steps[1])}"
+        if isinstance(steps, list | tuple) and len(steps) == 2
+        else ""
+    )
+    where = None
+    if isinstance(seen, Mapping):
+        show, text = seen.get("show") or "all", seen.get("q")
+        holding = f" that contain “{text}”" if text else ""
+        where = f"Seen in the completions of step {shown(seen.get('step'))}: {show} responses{holding}."
+    return tag(
+        "article",
+        tag("h3", f"{str(event.get('name', 'flag')).replace('-', ' ')}, step {shown(event.get('step'))}"),
+        tag("p", event.get("text", "")),
+        table(["", "before", "now"], rows, f"Evidence {span}".strip()) if rows else None,
+        tag("p", where, class_="quiet") if where else None,
+        class_="flag",
+    )
+
+
+def objective(about: Mapping[str, Any]) -> Markup | None:
+    words, formula = about.get("objective"), about.get("formula")
+    if not words and not formula:
+        return None
+    return joined(
+        [tag("p", words) if words else None, tag("pre", formula, class_="formula", tabindex="0") if formula else None]
+    )
+
+
+def settings(config: Mapping[str, Any]) -> Markup | None:
+    from ascent.viewer.compare import dotted
+
+    found = dotted(config)
+    return pairs({name: plain(value) for name, value in found.items()}) if found else None
+
+
+def pairs(found: Mapping[str, Any]) -> Markup:
+    return tag(
+        "dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in found.items()), class_="settings"
+    )
+
+
+def plain(value: Any) -> str:
+    """A setting as config.json has it; a word without its quotes."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def system(about: Mapping[str, Any]) -> Markup | None:
+    held = {**mapping(about.get("versions")), **mapping(about.get("machine"))}
+    found = {str(name): plain(value) for name, value in held.items() if value is not None}
+    history = [event for event in sequence(about.get("history")) if isinstance(event, Mapping)]
+    rows = []
+    for event in history[-MOST_EVENTS:]:
+        more = ", ".join(f"{k} {plain(v)}" for k, v in event.items() if k not in ("event", "time"))
+        rows.append([event.get("time", ""), event.get("event", ""), more])
+    if not found and not rows:
+        return None
+    return joined([pairs(found) if found else None, table(["time", "event", ""], rows, "History") if rows else None])
+
+
+def foot(facts: Facts) -> Markup:
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(facts.written))
+    who = f"Ascent {facts.version}" if facts.version else "Ascent"
+    return tag("footer", f"Written {when} by `{GENERATOR}`, {who}, from the files of the run. Numbers are theirs.")
