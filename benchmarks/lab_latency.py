@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import re
-import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import median, quantiles
 
 from ascent.lab.figures import FIGURES
 from ascent.lab.look import Slider
-from benchmarks.common import ROOT, close, show
+from benchmarks.common import close, show
+from benchmarks.labs import lab
 
 MILLISECONDS = 100.0
 
@@ -38,17 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=int, default=60)
     count = parser.parse_args(argv).states
-    with tempfile.TemporaryDirectory() as runs:
-        call = [sys.executable, "-m", "ascent.cli", "lab", "--no-open", "--port", "0", "--runs", runs]
-        lab = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        try:
-            assert lab.stdout is not None
-            found = re.search(r":(\d+)/\?token=(\S+)", lab.stdout.readline())
-            assert found is not None
-            times = measure(int(found[1]), found[2], count)
-        finally:
-            lab.kill()
-            lab.wait()
+    with tempfile.TemporaryDirectory() as runs, lab(Path(runs)) as running:
+        times = measure(running.port, running.token, count)
     worst = {name: quantiles(spent, n=20)[-1] for name, spent in times.items()}
     rows = [[name, f"{median(spent):.1f}", f"{worst[name]:.1f}"] for name, spent in times.items()]
     show(["figure", "median ms", "95 % ms"], rows)

@@ -37,7 +37,7 @@ def difference(first: Mapping[Any, Mapping[str, Any]], other: Mapping[Any, Mappi
     """The mean of other − first over the seeds of both; nothing where they share none, or the first lacks it."""
     if any(final.get(measure) is None for final in first.values()):
         return {}
-    gaps = [other[seed][measure] - first[seed][measure] for seed in other if seed in first]
+    gaps = [float(other[seed][measure] - first[seed][measure]) for seed in other if seed in first]
     if not gaps:
         return {}
     gap, half = interval(gaps)

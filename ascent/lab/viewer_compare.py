@@ -18,6 +18,7 @@ from ascent.viewer.compare import Comparison
 from ascent.viewer.curves import POINTS, Library
 
 MOST_POINTS = 5_000
+MOST_METRICS = 60
 SEEDS = ("band", "lines")
 
 
@@ -29,30 +30,30 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
         return Comparison(runs, request.query_params.getlist("id"), library)
 
     def told(request: Request) -> dict[str, Any]:
-        """Everything, with the curves of the metrics that were asked for; `part=curves` these alone."""
-        found = compared(request)
-        known = {} if request.query_params.get("part") == "curves" else found.told()
-        metrics = request.query_params.getlist("metric")
-        if not metrics and known:
-            metrics = first_metric(known)
-        return known | {"curves": found.curves(metrics, axis(request), points(request))}
+        """Everything with the curves that were asked for; `part=curves` these alone, `part=ends` the last values."""
+        part = request.query_params.get("part", "")
+        with compared(request) as found:
+            if part == "ends":
+                return found.ends()
+            known = {} if part == "curves" else found.told()
+            return known | {"curves": found.curves(metrics(request, found), axis(request), points(request))}
 
     def picture(kind: str) -> Callable[[Request], Response]:
         def made(request: Request) -> Response:
             seeds = request.query_params.get("seeds", "band")
             if seeds not in SEEDS:
                 raise Refused(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
-            found = compared(request)
-            metrics = request.query_params.getlist("metric") or first_metric(found.told())
-            data = compare_files.picture(found, metrics, axis(request), kind, seeds)
-            return attached(data, compare_files.PICTURES[kind], f"compare-{'-'.join(metrics)}", kind)
+            with compared(request) as found:
+                wanted = metrics(request, found)
+                data = compare_files.picture(found, wanted, axis(request), kind, seeds)
+            return attached(data, compare_files.PICTURES[kind], f"compare-{'-'.join(wanted)}", kind)
 
         return made
 
     def table(request: Request) -> Response:
-        found, what = compared(request), request.query_params.get("table", "finals")
-        metrics = request.query_params.getlist("metric") or first_metric(found.told())
-        text = compare_files.table(found, what, metrics, axis(request))
+        what = request.query_params.get("table", "finals")
+        with compared(request) as found:
+            text = compare_files.table(found, what, metrics(request, found), axis(request))
         return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
 
     async def answered(request: Request) -> Response:
@@ -78,9 +79,12 @@ def attached(data: bytes, kind: str, name: str, ending: str) -> Response:
     return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{safe}.{ending}"'})
 
 
-def first_metric(known: dict[str, Any]) -> list[str]:
-    """What is looked at first: the first series of the first chart."""
-    return [one["metric"] for chart in known["charts"][:1] for one in chart["series"][:1]]
+def metrics(request: Request, found: Comparison) -> list[str]:
+    """Those that are asked for, or what is looked at first: the first series of the first chart."""
+    asked = list(dict.fromkeys(request.query_params.getlist("metric")))
+    if len(asked) > MOST_METRICS:
+        raise Refused(f"{len(asked)} metrics: at most {MOST_METRICS} at once")
+    return asked or [one["metric"] for chart in found.charts()[:1] for one in chart["series"][:1]]
 
 
 def axis(request: Request) -> str:

@@ -146,8 +146,16 @@ def _events(path: Path, _: float | None) -> tuple[dict[str, Any], ...]:
 def last_values(path: Path) -> dict[str, Any]:
     """The last known value of every metric, from the end of the file alone."""
     try:
+        about = path.stat()
+    except OSError:
+        return {}
+    return dict(_last_values(path, about.st_size, about.st_mtime_ns))
+
+
+@lru_cache(maxsize=2048)
+def _last_values(path: Path, size: int, _: int) -> dict[str, Any]:
+    try:
         with open(path, "rb") as file:
-            size = file.seek(0, 2)
             file.seek(max(0, size - END))
             lines = file.read().split(b"\n")[:-1]
     except OSError:

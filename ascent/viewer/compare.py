@@ -19,6 +19,7 @@ from ascent.viewer.digest import Digest
 from ascent.viewer.exact import Exact
 from ascent.viewer.overlay import AXES, overlay
 from ascent.viewer.places import Place, find
+from ascent.viewer.status import status_of
 
 MOST = 50
 """Runs that are compared at once."""
@@ -37,8 +38,10 @@ FINALS = (
 )
 """What the last table has, where it was measured."""
 COSTS = {"steps": None, "responses": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
+BRIEF = ("id", "kind", "task", "label", "seed", "status", "said", "step", "steps")
 NAMED = 3
 """Settings that a group's name spells out, at most."""
+LONGEST = 40
 
 
 @dataclass
@@ -72,8 +75,19 @@ def sides(root: Path, ids: Sequence[str]) -> list[Side]:
     for id in wanted:
         place = find(root, id)
         config, _ = about.read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
-        found.append(Side(place, about.row(place), {k: v for k, v in config.items() if k not in about.SAID}))
+        found.append(Side(place, brief(place), {k: v for k, v in config.items() if k not in about.SAID}))
     return found
+
+
+def brief(place: Place) -> dict[str, Any]:
+    """What a comparison says of a run by itself."""
+    if place.kind != "ascent":
+        return {key: value for key, value in about.row(place).items() if key in BRIEF}
+    run, problem = about.read_object(place.folder / "run.json")
+    status, said = ("unreadable", problem) if problem else status_of(place.folder, run)
+    return {"id": place.id, "kind": place.kind, "status": status, "said": said, "step": run.get("step")} | {
+        key: run.get(key) for key in ("task", "label", "seed", "steps")
+    }
 
 
 def dotted(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -96,9 +110,8 @@ def difference(runs: Sequence[Side]) -> list[dict[str, Any]]:
     names = sorted(found, key=lambda name: axes.index(name.split(".")[0]))  # what belongs to one choice stands together
     rows = []
     for name in names:
-        values = [spelled(one[name]) if name in one else None for one in flat]
-        if len(set(values)) > 1:
-            rows.append({"name": name, "values": values})
+        if len({repr(one[name]) if name in one else None for one in flat}) > 1:
+            rows.append({"name": name, "values": [spelled(one[name]) if name in one else None for one in flat]})
     return rows
 
 
@@ -114,26 +127,33 @@ def grouped(runs: Sequence[Side]) -> dict[str, list[Side]]:
         by_setting.setdefault(run.setting, []).append(run)
     groups = list(by_setting.values())
     heads = [group[0] for group in groups]
-    apart = [row for row in difference(heads) if row["name"] not in ("seed", "task")] if len(heads) > 1 else []
-    tasks = {str(head.row.get("task")) for head in heads}
+    labels = [str(head.row.get("label") or "") or head.id for head in heads]
+    tasks = [str(head.row.get("task") or "") for head in heads]
+    apart = [row for row in difference(heads) if row["name"] not in ("seed", "task")]
     found: dict[str, list[Side]] = {}
     for i, group in enumerate(groups):
-        label = str(group[0].row.get("label") or "") or group[0].id
-        name = f"{group[0].row.get('task')} {label}" if len(tasks) > 1 and group[0].row.get("task") else label
-        if sum(str(head.row.get("label")) == label for head in heads) > 1:
-            name = " ".join([name, *own_settings(i, groups, apart, label)])
-        if name in found:
-            name = f"{name} ({group[0].id})"
-        found[name] = group
+        alike = [j for j, label in enumerate(labels) if label == labels[i] and tasks[j] == tasks[i]]
+        words = own_settings(i, alike, apart)
+        name = [tasks[i]] if len(set(tasks)) > 1 else []
+        name += [labels[i]] if len(set(labels)) > 1 or not words else []
+        title = " ".join(filter(None, [*name, *words]))
+        found[f"{title} ({group[0].id})" if title in found else title] = group
     return found
 
 
-def own_settings(i: int, groups: Sequence[Sequence[Side]], apart: Sequence[Mapping[str, Any]], label: str) -> list[str]:
-    """What sets a group apart from those of the same label: lr 0.01, loss.high 0.28, …"""
-    alike = [j for j, group in enumerate(groups) if str(group[0].row.get("label")) == label]
+def own_settings(i: int, alike: Sequence[int], apart: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets a group apart from those of the same label: update.lr 0.01, loss.high 0.28, …"""
     rows = [row for row in apart if len({row["values"][j] for j in alike}) > 1]
-    words = [f"{row['name']} {row['values'][i]}" for row in rows if row["values"][i] is not None]
+    words = [f"{row['name']} {short(row['values'][i])}" for row in rows if row["values"][i] is not None]
     return [*words[:NAMED], "…"] if len(words) > NAMED else words
+
+
+def short(text: str) -> str:
+    """0.009000000000000001 as 0.009, and no more than a few words."""
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 # ---- how they ended -----------------------------------------------------------------------------------
@@ -159,8 +179,10 @@ def finals(groups: Mapping[str, Sequence[Side]], digests: Mapping[str, Digest]) 
             notes.append(
                 f"{name}: its runs have {steps[0]:,} to {steps[-1]:,} steps, and each is taken at its own end."
             )
-        if len(ends) == 1:
-            notes.append(f"{name}: one seed, so there is no interval.")
+    alone = [name for name, ends in held.items() if len(ends) == 1]
+    if alone:
+        which = "" if len(alone) == len(held) else f": {', '.join(alone)}"
+        notes.append(f"One seed has no interval{which}.")
     shown = [m for m in measures if any(m in row for row in rows.values())]
     return {"measures": shown, "rows": rows, "notes": notes}
 
@@ -175,45 +197,51 @@ def _seed(run: Side) -> Any:
 
 
 class Comparison:
-    """Some runs of a folder, read once."""
+    """Some runs of a folder. Their curves are read when it is entered, and stay as they are until it is left."""
 
     def __init__(self, root: Path, ids: Sequence[str], library: Library):
         self.runs = sides(root, ids)
         self.groups = distinct(grouped(self.runs))
-        self.library = library
+        self.library, self.digests = library, dict[str, Digest]()
+        self._held = ExitStack()
 
-    def digests(self, stack: ExitStack) -> dict[str, Digest]:
+    def __enter__(self) -> Comparison:
         """In the order of their names, so that two comparisons never wait for one another."""
-        ordered = sorted(self.runs, key=lambda run: run.id)
-        return {run.id: stack.enter_context(self.library.digest(run.place)) for run in ordered}
+        for run in sorted(self.runs, key=lambda run: run.id):
+            self.digests[run.id] = self._held.enter_context(self.library.digest(run.place))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._held.close()
+        self.digests = {}
 
     def curves(self, metrics: Sequence[str], axis: str = "step", points: int = POINTS) -> dict[str, Any]:
         if axis not in AXES:
             raise Refused(f"x={axis[:20]}: there are {', '.join(AXES)}")
         ids = {name: [run.id for run in group] for name, group in self.groups.items()}
-        with ExitStack() as stack:
-            digests = self.digests(stack)
-            known = {*DRAWN, *(name for digest in digests.values() for name in digest.metrics)}
-            for metric in metrics:
-                if metric not in known:
-                    raise Refused(f"metric={metric[:80]}: none of these runs has it.{nearest(metric, known)}")
-            return {metric: overlay(ids, digests, metric, axis, points) for metric in metrics}
+        known = {*DRAWN, *(name for digest in self.digests.values() for name in digest.metrics)}
+        for metric in metrics:
+            if metric not in known:
+                raise Refused(f"metric={metric[:80]}: none of these runs has it.{nearest(metric, known)}")
+        return {metric: overlay(ids, self.digests, metric, axis, points) for metric in metrics}
+
+    def charts(self) -> list[dict[str, Any]]:
+        """What there is to draw, in order."""
+        return charts_of(set().union(*(measured(digest) for digest in self.digests.values())))
 
     def told(self) -> dict[str, Any]:
-        """Everything but the curves."""
-        with ExitStack() as stack:
-            digests = self.digests(stack)
-            have = set().union(*(measured(digest) for digest in digests.values()))
-            ended = finals(self.groups, digests)
-            axes = [axis for axis, m in AXES.items() if m is None or any(m in d.metrics for d in digests.values())]
+        """Everything but the curves, and how they ended."""
+        have = [digest.metrics for digest in self.digests.values()]
         return {
             "runs": {run.id: dict(run.row) for run in self.runs},
             "groups": [about_group(name, group) for name, group in self.groups.items()],
             "difference": difference(self.runs),
-            "charts": charts_of(have),
-            "axes": axes,
-            "finals": ended,
+            "charts": self.charts(),
+            "axes": [axis for axis, metric in AXES.items() if metric is None or any(metric in one for one in have)],
         }
+
+    def ends(self) -> dict[str, Any]:
+        return finals(self.groups, self.digests)
 
 
 def about_group(name: str, group: Sequence[Side]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
 
     from ascent.records.plot import figure
 
-    columns = min(3, len(made))
+    columns = 2 if len(made) == 4 else min(3, len(made))
     rows = -(-len(made) // columns)
     fig, axes = figure(rows, columns, (max(6.0, 4.4 * columns), 0.6 + 3.2 * rows))
     places = list(axes.flat)
@@ -56,9 +56,13 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
         place.set_xlabel(axis)
         if share:
             place.set_ylim(-0.03, 1.03)
-    for place in places[len(made) :]:
-        place.set_visible(False)
-    _legend(fig, found)
+    ends = [x for lines in made.values() for line in lines["groups"].values() for x in line["x"][:1] + line["x"][-1:]]
+    for place in places:
+        place.set_visible(place in places[: len(made)])
+        if ends and max(ends) > min(ends):  # all panels over the same steps, also what is measured late
+            room = 0.02 * (max(ends) - min(ends))
+            place.set_xlim(min(ends) - room, max(ends) + room)
+    _legend(fig, found, seeds)
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ascent"}):
         meta = {"Date": None} if kind == "svg" else {"Software": "ascent"}
@@ -69,7 +73,7 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
     return data.getvalue()
 
 
-def _legend(fig: Any, found: Comparison) -> None:
+def _legend(fig: Any, found: Comparison, seeds: str) -> None:
     from matplotlib.lines import Line2D
 
     titles = [f"{name}, {len(group)} seeds" if len(group) > 1 else name for name, group in found.groups.items()]
@@ -78,7 +82,9 @@ def _legend(fig: Any, found: Comparison) -> None:
     fig.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
     banded = any(len(group) > 1 for group in found.groups.values())
     words = "mean over seeds, 95 % interval (Student's t)" if banded else "one seed each: no interval"
-    fig.suptitle(words, x=0.01, ha="left", fontsize=9)
+    words = "a line a run" if seeds == "lines" and banded else words
+    tasks = dict.fromkeys(str(run.row.get("task") or "") for run in found.runs)
+    fig.suptitle(plain(": ".join(filter(None, [", ".join(tasks), words]))), x=0.01, ha="left", fontsize=9)
 
 
 def dashed(i: int) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def table(found: Comparison, what: str, metrics: Sequence[str], axis: str = "ste
 
 
 def _finals(found: Comparison) -> Iterable[list[Any]]:
-    told = found.told()
+    groups, ended = found.told()["groups"], found.ends()
     yield [
         "setting",
         "measure",
@@ -129,9 +135,9 @@ def _finals(found: Comparison) -> Iterable[list[Any]]:
         "half_of_difference",
         "pairs",
     ]
-    for group in told["groups"]:
-        row = told["finals"]["rows"][group["name"]]
-        for measure in told["finals"]["measures"]:
+    for group in groups:
+        row = ended["rows"][group["name"]]
+        for measure in ended["measures"]:
             if measure in row:
                 one = row[measure]
                 more = [one.get(key) for key in ("mean", "half", "difference", "difference_half", "pairs")]

@@ -46,7 +46,7 @@ class Library:
             digest.update()
             yield digest
         with self._lock:
-            while len(self._kept) > 1 and sum(d.nbytes() for d, _ in self._kept.values()) > MOST_BYTES:
+            while len(self._kept) > 1 and sum(d.size for d, _ in self._kept.values()) > MOST_BYTES:
                 self._kept.popitem(last=False)
 
 

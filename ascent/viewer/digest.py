@@ -45,6 +45,10 @@ class Digest:
         self.offset, self.lines, self.width = 0, 0, 1
         self.tail = b""
         self.metrics: dict[str, Buckets] = {}
+        self.ends: dict[str, tuple[float, float]] = {}
+        """The last value of each metric, and its step."""
+        self.size = 0
+        """Bytes that the buckets take."""
         self.first, self.last, self.start = np.empty(0), np.empty(0), np.empty(0, np.int64)
         self.nonfinite: dict[str, list[tuple[float, str]]] = {}
         self.nonfinite_counts: Counter[str] = Counter()
@@ -108,7 +112,10 @@ class Digest:
             values = new.columns.get(name)
             old = grown(self.metrics.get(name), size)
             self.metrics[name] = old if values is None else added(old, where, fold(values, cuts))
+            if values is not None and len(known := np.flatnonzero(np.isfinite(values))):
+                self.ends[name] = float(values[known[-1]]), float(new.steps[known[-1]])
         self.lines += count
+        self.size = sum(part.nbytes for buckets in self.metrics.values() for part in buckets) + 3 * self.first.nbytes
 
     def _halve(self) -> None:
         """Merge every two buckets."""
@@ -142,9 +149,6 @@ class Digest:
     def lines_in(self, begin: int | float, end: int | float) -> int:
         """How many lines, about, have these steps."""
         return int(((self.last >= begin) & (self.first <= end)).sum()) * self.width
-
-    def nbytes(self) -> int:
-        return sum(part.nbytes for buckets in self.metrics.values() for part in buckets) + 3 * self.first.nbytes
 
 
 def fold(values: np.ndarray, cuts: np.ndarray) -> Buckets:

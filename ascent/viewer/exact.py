@@ -36,11 +36,8 @@ class Exact:
 
     def last(self, metric: str) -> tuple[float, int] | None:
         """The last value of a metric, and its step."""
-        found = self.measured(metric)
-        if not len(found):
-            return None
-        step, values = self.line(int(found[-1]), metric)
-        return values[metric], step
+        found = self.digest.ends.get(metric)
+        return None if found is None else (found[0], int(found[1]))
 
     def total(self, metric: str) -> float | None:
         """The sum over all lines; None if a line lacks it."""

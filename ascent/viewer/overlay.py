@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,9 +36,7 @@ def curve(digest: Digest, metric: str, axis: str = "step") -> Curve | None:
         return None
     first, last = digest.first, digest.last
     x = (first + last) / 2 if AXES[axis] is None else spent(digest, AXES[axis] or "")
-    return (
-        None if x is None else Curve(first.copy(), last.copy(), Buckets(*(p.copy() for p in buckets)), digest.width, x)
-    )
+    return None if x is None else Curve(first, last, buckets, digest.width, x)
 
 
 def spent(digest: Digest, metric: str) -> np.ndarray | None:
@@ -70,17 +67,15 @@ def aligned(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarra
     size = min(-(-len(curve.first) // (width // curve.width)) for curve in curves)
     times = max(1, -(-size // points))
     same = [coarser(curve, width // curve.width * times) for curve in curves]
-    steps = set.intersection(
-        *({*zip(c.first.tolist(), c.last.tolist(), c.buckets.number.tolist(), strict=True)} for c in same)
-    )
-    steps = {step for step in steps if step[2]}
-    rows, xs = [], []
-    for c in same:
-        keep = [
-            step in steps for step in zip(c.first.tolist(), c.last.tolist(), c.buckets.number.tolist(), strict=True)
-        ]
-        rows.append(c.buckets.sum[keep] / c.buckets.number[keep])
+    keys = [np.stack([c.first, c.last, c.buckets.number.astype(float)], 1) for c in same]
+    known = {tuple(key) for key in keys[0][keys[0][:, 2] > 0].tolist()} if len(keys) > 1 else set()
+    for other in keys[1:]:
+        known &= {tuple(key) for key in other.tolist()}
+    xs, rows = [], []
+    for c, key in zip(same, keys, strict=True):
+        keep = np.array([tuple(one) in known for one in key.tolist()], bool) if len(keys) > 1 else key[:, 2] > 0
         xs.append(c.x[keep])
+        rows.append(c.buckets.sum[keep] / c.buckets.number[keep])
     return np.mean(xs, axis=0), np.stack(rows), width * times
 
 
@@ -121,4 +116,10 @@ def odd(ids: Mapping[str, Any], digests: Mapping[str, Digest], metric: str) -> l
 
 def listed(values: np.ndarray) -> list[float | None]:
     """Numbers with as many digits as a picture needs; None where a sum was too large to be one."""
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
+    finite = np.isfinite(values)
+    size = np.abs(np.where(finite & (values != 0), values, 1.0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(size)))
+        short = np.round(values * scale) / scale
+    found = np.where(np.isfinite(short), short, values).tolist()
+    return found if finite.all() else [v if ok else None for v, ok in zip(found, finite.tolist(), strict=True)]

@@ -60,11 +60,16 @@ class Compare extends Component {
       this.setState({ found, curves: this.drawn(found, found.curves, {}), error: "" });
       await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
       this.took = performance.now() - began;
-      window.lab = { ...window.lab, took: this.took };
-      await this.rest(asking);
+      window.lab = { ...window.lab, took: this.took, drawn: performance.now() };
+      await Promise.all([this.rest(asking), this.ends(asking)]);
     } catch (error) {
       if (this.asking === asking) this.setState({ error: error.message });
     }
+  }
+
+  async ends(asking) {
+    const ends = await get("/api/view/compare", { id: this.state.ids, part: "ends" });
+    if (this.asking === asking) this.setState({ ends });
   }
 
   async rest(asking) {
@@ -80,13 +85,14 @@ class Compare extends Component {
   // The lines of each metric: a group's mean, or its runs one by one in the group's colour.
   drawn(found, curves) {
     const { seeds, x } = this.state;
+    const several = found.groups.some((group) => group.ids.length > 1);
     const made = {};
     for (const [metric, answer] of Object.entries(curves)) {
       const lines = found.groups.flatMap((group, i) => {
         const line = answer.groups[group.name];
         if (!line) return [];
         const own = group.ids.filter((id) => answer.runs[id]);
-        if (seeds !== "lines" || !own.length) return [lineOf(line, x, `${group.name}, ${count(line.seeds, "seed")}`, i)];
+        if (seeds !== "lines" || !own.length) return [lineOf(line, x, several ? `${group.name}, ${count(line.seeds, "seed")}` : group.name, i)];
         return own.map((id) => lineOf(answer.runs[id], x, `${group.name}: ${shortOf(id)}`, i));
       });
       made[metric] = { answer, lines };
@@ -174,7 +180,7 @@ class Compare extends Component {
     });
   }
 
-  render(_, { ids, found, error, x, seeds, adding, key, at }) {
+  render(_, { ids, found, ends, error, x, seeds, adding, key, at }) {
     return html`<div>
       <p class="where"><a href=${`/runs?${queryOf({ pick: ids })}`}>All runs</a></p>
       <h1>Compare runs</h1>
@@ -192,7 +198,7 @@ class Compare extends Component {
         <${Chips} charts=${found.charts} shown=${this.metrics()} onToggle=${(metric) => this.toggle(metric)} />
         <div class="charts">${this.charts()}</div>
         ${found.charts.length === 0 && html`<p class="note">None of these runs has numbers to draw.</p>`}
-        <${Ends} found=${found} marked=${this.marked} href=${this.file("csv", { table: "finals" })} />
+        ${ends && found.groups.every((g) => ends.rows[g.name]) && html`<${Ends} found=${found} ends=${ends} marked=${this.marked} href=${this.file("csv", { table: "finals" })} />`}
         <${Differences} found=${found} href=${this.file("csv", { table: "settings" })} />
         <${SideBySide} found=${found} marked=${this.marked} chosen=${key} at=${at} onSet=${(changes) => this.set(changes, false)} />`}
     </div>`;

@@ -23,8 +23,8 @@ function said(measure, mean, half, sign = false) {
   return size > 0 ? html`${text} <span class="half">± ${fixed(half)}</span>` : text;
 }
 
-export const Ends = ({ found, href, marked }) => {
-  const { measures, rows, notes } = found.finals;
+export const Ends = ({ found, ends, href, marked }) => {
+  const { measures, rows, notes } = ends;
   if (!measures.length) return null;
   const several = found.groups.length > 1;
   return html`<section class="ends">

@@ -1,0 +1,366 @@
+"""Comparing runs: groups and differences, seeds as a band against a hand computation, files, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ascent.types import Refused
+from ascent.viewer import compare_files, overlay
+from ascent.viewer.compare import Comparison, dotted
+from ascent.viewer.curves import Library
+
+CONFIG = {
+    "task": {"name": "sort", "length": 5},
+    "loss": {"name": "clipped", "high": 0.2},
+    "update": {"name": "adam", "lr": 0.01},
+}
+Values = Callable[[int], dict[str, Any]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def run(root: Path) -> Callable[..., str]:
+    """A run folder whose metrics are a function of the step."""
+
+    def make(id: str, values: Values, steps: int = 4, seed: int = 0, label: str = "grpo", **config: Any) -> str:
+        folder = root / id
+        folder.mkdir(parents=True)
+        about = {"task": "sort", "label": label, "seed": seed, "step": steps, "steps": steps, "status": "finished"}
+        (folder / "run.json").write_text(json.dumps(about | {"result": None, "history": []}))
+        (folder / "config.json").write_text(
+            json.dumps(CONFIG | config | {"seed": seed, "label": label, "objective": "o"})
+        )
+        lines = [
+            {"step": s, "num_responses": 8, "num_tokens": 40.0, "time/step": 0.5} | values(s) for s in range(steps)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return id
+
+    return make
+
+
+@pytest.fixture
+def compared(root: Path) -> Callable[..., Comparison]:
+    return lambda *ids: Comparison(root, ids, Library())
+
+
+def by_hand(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+
+
+# ---- settings ---------------------------------------------------------------------------------------------
+
+
+def test_settings_have_dotted_names() -> None:
+    assert dotted({"loss": {"name": "clipped", "high": 0.2}, "seed": 3, "track": ["a"], "x": {"y": {"z": 1}}}) == {
+        "loss": "clipped",
+        "loss.high": 0.2,
+        "seed": 3,
+        "track": ["a"],
+        "x.y.z": 1,
+    }
+
+
+def test_only_what_differs_is_listed_and_seeds_are_grouped(run: Any, compared: Any) -> None:
+    ids = [run(f"g{s}", lambda _: {}, seed=s) for s in range(3)]
+    ids += [run("other", lambda _: {}, seed=0, label="cispo", loss={"name": "cispo", "cap": None})]
+    with compared(*ids) as found:
+        told = found.told()
+    assert [(g["title"], g["ids"], g["seeds"]) for g in told["groups"]] == [
+        ("grpo × 3 seeds", ["g0", "g1", "g2"], [0, 1, 2]),
+        ("cispo", ["other"], [0]),
+    ]
+    assert told["difference"] == [
+        {"name": "loss", "values": ["clipped", "clipped", "clipped", "cispo"]},
+        {"name": "loss.high", "values": ["0.2", "0.2", "0.2", None]},
+        {"name": "loss.cap", "values": [None, None, None, "null"]},
+        {"name": "seed", "values": ["0", "1", "2", "0"]},
+    ]
+
+
+def test_groups_of_one_label_are_told_apart_by_their_settings(run: Any, compared: Any) -> None:
+    ids = [
+        run(f"r{i}", lambda _: {}, update={"name": "adam", "lr": lr})
+        for i, lr in enumerate((0.01, 0.009000000000000001))
+    ]
+    assert list(compared(*ids).groups) == ["update.lr 0.01", "update.lr 0.009"]
+    twice = run("again", lambda _: {}, update={"name": "adam", "lr": 0.01})
+    assert list(compared(*ids, twice).groups) == ["update.lr 0.01", "update.lr 0.01, again 2", "update.lr 0.009"]
+    assert list(compared("r0").groups) == ["grpo"] and compared("r0", "r0").groups.keys() == {"grpo"}
+
+
+def test_a_run_without_settings_is_a_group_of_its_own(run: Any, compared: Any, root: Path) -> None:
+    ids = [run("a", lambda _: {}), run("b", lambda _: {}, seed=1)]
+    (root / "a/config.json").unlink()
+    (root / "b/config.json").write_text("torn{")
+    with compared(*ids) as found:
+        assert [g["ids"] for g in found.told()["groups"]] == [["a"], ["b"]]
+
+
+# ---- curves -----------------------------------------------------------------------------------------------
+
+
+def test_the_band_is_what_a_hand_computes(run: Any, compared: Any) -> None:
+    ids = [run(f"s{s}", lambda t, s=s: {"reward": float(t + s * s)}, seed=s) for s in range(4)]
+    with compared(*ids) as found:
+        line = found.curves(["reward"])["reward"]["groups"]["grpo"]
+    assert line["x"] == [0, 1, 2, 3] and line["seeds"] == 4 and line["bucket"] == 1
+    for t in range(4):
+        mean, half = by_hand([t + s * s for s in range(4)])
+        assert line["mean"][t] == pytest.approx(mean)
+        assert line["high"][t] - mean == pytest.approx(half, rel=3e-4)
+        assert mean - line["low"][t] == pytest.approx(half, rel=3e-4)
+
+
+def test_seeds_are_aligned_by_step_and_only_common_steps_count(run: Any, compared: Any) -> None:
+    every = {0: (1, 3, 5), 1: (1, 4, 5), 2: (1, 2, 5, 7)}
+    for s, steps in every.items():
+        run(
+            f"s{s}",
+            lambda t, s=s, steps=steps: {"eval/accuracy": (t + s) / 20 if t in steps else None},
+            6 + 2 * s,
+            seed=s,
+        )
+    with compared("s0", "s1", "s2") as found:
+        made = found.curves(["eval/accuracy"])["eval/accuracy"]
+    line = made["groups"]["grpo"]
+    assert line["x"] == [1, 5] and line["mean"] == pytest.approx([2 / 20, 6 / 20])
+    assert made["runs"]["s2"]["x"] == [1, 2, 5, 7]
+
+
+def test_one_seed_has_no_band(run: Any, compared: Any) -> None:
+    run("a", lambda t: {"reward": float(t)})
+    with compared("a") as found:
+        made, ends = found.curves(["reward"])["reward"], found.ends()
+    assert made["runs"] == {} and "low" not in made["groups"]["grpo"]
+    assert ends["rows"]["grpo"]["reward"]["half"] is None and ends["notes"] == ["One seed has no interval."]
+
+
+def test_the_band_of_a_share_stays_a_share(run: Any, compared: Any) -> None:
+    ids = [run(f"s{s}", lambda _, s=s: {"eval/accuracy": float(s), "kl": float(s)}, seed=s) for s in (0, 1)]
+    with compared(*ids) as found:
+        made = found.curves(["eval/accuracy", "kl"])
+    share, plain = (made[name]["groups"]["grpo"] for name in ("eval/accuracy", "kl"))
+    assert (share["low"][0], share["high"][0]) == (0, 1) and plain["low"][0] < -5
+
+
+def test_long_runs_of_different_lengths_share_buckets(run: Any, compared: Any) -> None:
+    sizes = (3000, 9000)  # 2,048 buckets at most: two lines a bucket, and eight
+    ids = [run(f"s{s}", lambda t, s=s: {"reward": math.sin(t / 50) + s}, size, seed=s) for s, size in enumerate(sizes)]
+    with compared(*ids) as found:
+        line = found.curves(["reward"], points=600)["reward"]["groups"]["grpo"]
+    assert line["bucket"] == 8 and 370 <= len(line["x"]) <= 375
+    for x, mean in list(zip(line["x"], line["mean"], strict=True))[::50]:
+        steps = np.arange(x - 3.5, x + 4)
+        assert mean == pytest.approx(float(np.sin(steps / 50).mean()) + 0.5, abs=1e-5)
+
+
+def test_a_bucket_in_which_a_seed_lacks_a_value_is_left_out(run: Any, compared: Any) -> None:
+    def values(t: int, s: int) -> dict[str, Any]:
+        bad = s == 1 and t == 1000
+        return {"reward": None, "nonfinite": {"reward": "inf"}} if bad else {"reward": 1.0 * t}
+
+    ids = [run(f"s{s}", lambda t, s=s: values(t, s), 4096, seed=s) for s in range(2)]
+    with compared(*ids) as found:
+        line = found.curves(["reward"], points=4096)["reward"]["groups"]["grpo"]
+    assert line["bucket"] == 2 and len(line["x"]) == 2047 and 1000.5 not in line["x"]
+    assert line["nonfinite"] == [(1000.0, "inf")]
+
+
+@pytest.mark.parametrize(("axis", "each"), [("samples", 8), ("tokens", 40), ("seconds", 0.5)])
+def test_curves_over_what_they_cost(run: Any, compared: Any, axis: str, each: float) -> None:
+    run("a", lambda t: {"reward": float(t)}, 6)
+    with compared("a") as found:
+        assert found.curves(["reward"], axis)["reward"]["groups"]["grpo"]["x"] == [each * (t + 1) for t in range(6)]
+        few = found.curves(["reward"], axis, points=3)["reward"]["groups"]["grpo"]
+    assert few["x"] == pytest.approx([each * (t + 1.5) for t in (0, 2, 4)])
+
+
+def test_numbers_too_large_for_a_mean_are_none() -> None:
+    found = overlay.listed(np.array([1.23456789, np.inf, 0.0, -1e300, 5e-324]))
+    assert found[:3] == [1.23457, None, 0.0] and found[3:] == pytest.approx([-1e300, 5e-324], rel=1e-6)
+
+
+# ---- how they ended ---------------------------------------------------------------------------------------
+
+
+def test_differences_are_paired_by_seed(run: Any, compared: Any) -> None:
+    first, second = {0: 0.1, 1: 0.4, 2: 0.9}, {1: 0.5, 2: 0.8, 7: 0.3}
+    for s, value in first.items():
+        run(f"a{s}", lambda t, v=value: {"eval/accuracy": v if t == 2 else None, "reward": 1.0}, seed=s)
+    for s, value in second.items():
+        run(
+            f"b{s}",
+            lambda t, v=value: {"eval/accuracy": v if t == 3 else None},
+            seed=s,
+            label="rloo",
+            loss={"name": "log-prob"},
+        )
+    with compared(*(f"a{s}" for s in first), *(f"b{s}" for s in second)) as found:
+        ends = found.ends()
+    row = ends["rows"]["rloo"]["eval/accuracy"]
+    assert (row["mean"], row["half"]) == pytest.approx(by_hand(list(second.values())), rel=3e-4)
+    assert row["pairs"] == 2
+    assert (row["difference"], row["difference_half"]) == pytest.approx(by_hand([0.1, -0.1]), rel=3e-4, abs=1e-12)
+    assert "difference" not in ends["rows"]["grpo"]["eval/accuracy"] and "reward" not in ends["rows"]["rloo"]
+    assert ends["rows"]["grpo"]["responses"]["values"] == [32.0] * 3 and ends["rows"]["grpo"]["seconds"]["mean"] == 2.0
+
+
+def test_seeds_that_end_at_different_steps_are_said(run: Any, compared: Any) -> None:
+    run("a", lambda _: {"reward": 1.0}, 4)
+    run("b", lambda _: {"reward": 1.0}, 9, seed=1)
+    with compared("a", "b") as found:
+        assert found.ends()["notes"] == ["grpo: its runs have 4 to 9 steps, and each is taken at its own end."]
+
+
+def test_a_run_without_metrics_or_with_a_torn_line_does_not_spoil_the_rest(run: Any, compared: Any, root: Path) -> None:
+    ids = [run(f"s{s}", lambda t: {"reward": float(t)}, seed=s) for s in range(3)]
+    (root / "s0/metrics.jsonl").unlink()
+    with open(root / "s1/metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rew')
+    with compared(*ids) as found:
+        line = found.curves(["reward"])["reward"]["groups"]["grpo"]
+        assert line["seeds"] == 2 and line["x"] == [0, 1, 2, 3]
+        assert "reward" not in found.ends()["rows"]["grpo"]
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_compared_is_refused(run: Any, compared: Any) -> None:
+    run("a", lambda _: {"reward": 1.0})
+    for ids, words in (
+        ((), "nothing to compare"),
+        (("nope",), "there is no run nope"),
+        (("../a",), "no name of a run"),
+    ):
+        with pytest.raises(Refused, match=words):
+            compared(*ids)
+    with pytest.raises(Refused, match="51 runs: at most 50"):
+        compared(*(f"r{i}" for i in range(51)))
+    with compared("a") as found:
+        with pytest.raises(Refused, match=r"none of these runs has it\. Did you mean reward"):
+            found.curves(["rewart"])
+        with pytest.raises(Refused, match="there are step, samples"):
+            found.curves(["reward"], "hours")
+        with pytest.raises(Refused, match="there are finals"):
+            compare_files.table(found, "all", ["reward"])
+        with pytest.raises(Refused, match="a picture has 1 to 12"):
+            compare_files.picture(found, ["reward"] * 13)
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(run: Any, compared: Any) -> Comparison:
+    for s in range(2):
+        run(f"a{s}", lambda t, s=s: {"reward": float(t + s)}, seed=s)
+    run("b", lambda t: {"reward": t / 3}, label="=cmd()", loss={"name": "$\\alpha"})
+    return compared("a0", "a1", "b")
+
+
+def rows(text: str) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(text)))
+
+
+def test_the_tables_as_csv(two: Comparison) -> None:
+    with two as found:
+        curves, finals, settings = (
+            rows(compare_files.table(found, what, ["reward"])) for what in ("curves", "finals", "settings")
+        )
+    assert curves[0] == ["metric", "setting", "seeds", "step", "mean", "low", "high"]
+    mean, half = by_hand([0.0, 1.0])
+    assert curves[1][:5] == ["reward", "grpo", "2", "0.0", str(mean)]
+    assert float(curves[1][6]) == pytest.approx(mean + half, rel=3e-4)
+    assert curves[5][:4] == ["reward", "'=cmd()", "1", "0.0"] and curves[5][5:] == ["", ""]
+    assert len(curves) == 9
+    row = next(r for r in finals if r[:2] == ["'=cmd()", "reward"])
+    assert row[2:] == ["1", "1.0", "", "-2.0", "", "1"]
+    assert settings[0] == ["setting", "a0", "a1", "b"] and ["loss", "clipped", "clipped", "$\\alpha"] in settings
+
+
+@pytest.mark.parametrize("seeds", ["band", "lines"])
+def test_the_picture(two: Comparison, seeds: str) -> None:
+    with two as found:
+        png = compare_files.picture(found, ["reward", "num_tokens"], "samples", "png", seeds)
+        svg = compare_files.picture(found, ["reward"], "step", "svg", seeds).decode()
+    assert png.startswith(b"\x89PNG") and len(png) > 10_000
+    assert "<svg" in svg and "Reward, sampled" in svg and "grpo, 2 seeds" in svg and "=cmd()" in svg
+
+
+# ---- routes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(two: Comparison, root: Path) -> Any:
+    from starlette.testclient import TestClient
+
+    from ascent.lab.server import application
+
+    return TestClient(application(root))
+
+
+IDS = "id=a0&id=a1&id=b"
+
+
+def test_the_routes(client: Any) -> None:
+    found = client.get(f"/api/view/compare?{IDS}").json()
+    assert list(found["curves"]) == ["reward"] and found["axes"] == ["step", "samples", "tokens", "seconds"]
+    assert list(found["runs"]) == ["a0", "a1", "b"] and found["runs"]["a0"]["status"] == "finished"
+    part = client.get(f"/api/view/compare?{IDS}&metric=num_tokens&x=tokens&part=curves").json()
+    assert part.keys() == {"curves"} and part["curves"]["num_tokens"]["groups"]["grpo"]["x"] == [40, 80, 120, 160]
+    assert client.get(f"/api/view/compare?{IDS}&part=ends").json()["rows"]["grpo"]["reward"]["mean"] == 3.5
+    for path, kind, name in (
+        (f"compare.png?{IDS}&metric=reward", "image/png", "compare-reward.png"),
+        (f"compare.svg?{IDS}&metric=reward&metric=time/step", "image/svg+xml", "compare-reward-time-step.svg"),
+        (f"compare.csv?{IDS}", "text/csv; charset=utf-8", "compare-finals.csv"),
+        (f"compare.csv?{IDS}&table=settings", "text/csv; charset=utf-8", "compare-settings.csv"),
+    ):
+        answer = client.get(f"/api/view/{path}")
+        assert answer.status_code == 200 and answer.headers["content-type"] == kind
+        assert answer.headers["content-disposition"] == f'attachment; filename="{name}"' and answer.content
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("", "nothing to compare"),
+        ("id=a0&id=nope", "there is no run nope"),
+        ("id=../secret", "no name of a run"),
+        ("&".join(f"id=r{i}" for i in range(51)), "at most 50"),
+        ("id=a0&points=1", "points=1"),
+        ("id=a0&points=x", "points=x"),
+        ("id=a0&x=y", "x=y"),
+        ("id=a0&metric=y", "metric=y"),
+        ("id=a0&" + "&".join(f"metric=m{i}" for i in range(61)), "61 metrics"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused(client: Any, query: str, words: str) -> None:
+    answer = client.get(f"/api/view/compare?{query}")
+    assert answer.status_code == 400 and words in answer.json()["error"]
+    for kind in ("png", "csv"):
+        if "points" not in query:
+            more = "&table=curves" if kind == "csv" else ""
+            assert client.get(f"/api/view/compare.{kind}?{query}{more}").status_code == 400
+
+
+def test_files_refuse_what_they_do_not_know(client: Any) -> None:
+    assert "seeds=x" in client.get("/api/view/compare.png?id=a0&seeds=x").json()["error"]
+    assert "table=x" in client.get("/api/view/compare.csv?id=a0&table=x").json()["error"]
