@@ -143,12 +143,9 @@ def charts(facts: Facts) -> Markup:
         if bucket > 1
         else "Every step is drawn. "
     )
-    note = tag(
-        "p",
-        how,
-        "Steps count from 0. The number beside a line is its last. Behind each chart are lines of the file.",
-        class_="quiet",
-    )
+    from_zero = "Steps count from 0." if facts.about.get("kind") == "ascent" else "Steps are those of its files."
+    rest = "The number beside a line is its last. Behind each chart are the numbers of single steps."
+    note = tag("p", f"{how}{from_zero} {rest}", class_="quiet")
     return joined([note, tag("div", *made, class_="charts")])
 
 
@@ -162,7 +159,8 @@ def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
     ends = (curves["first"], curves["last"]) if curves.get("first") is not None else None
     drawn = chart(about["title"], series, bool(about.get("share")), ends)
     unit = about.get("unit")
-    legend = [tag("li", swatch(i), s.label) for i, s in enumerate(series)] if len(series) > 1 else []
+    told = len(series) > 1 or any(s.label.lower() not in about["title"].lower() for s in series)
+    legend = [tag("li", swatch(i), s.label) for i, s in enumerate(series)] if told else []
     bad = sum(len(s.nonfinite) for s in series)
     wrong = (
         tag("p", f"✕ marks {bad} step{'s' * (bad > 1)} whose number was not finite.", class_="quiet") if bad else None
@@ -177,7 +175,7 @@ def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
         tag("ul", *legend, class_="legend") if legend else None,
         drawn,
         wrong,
-        tag("details", tag("summary", f"{len(rows)} line{'s' * (len(rows) != 1)} of the file"), numbers),
+        tag("details", tag("summary", f"Numbers of {len(rows)} step{'s' * (len(rows) != 1)}"), numbers),
     )
 
 

@@ -82,6 +82,7 @@ class Compare extends Component {
       this.setState((state) => ({ curves: { ...state.curves, ...this.drawn(state.found, found.curves) } }));
     }
     window.lab = { ...window.lab, whole: true };
+    this.setState({});
   }
 
   // The lines of each metric: a group's mean, or its runs one by one in the group's colour.
@@ -154,6 +155,12 @@ class Compare extends Component {
     tell(next);
   }
 
+  // The groups of which nothing can be drawn over this axis.
+  without() {
+    const answers = Object.values(this.state.curves).map((c) => c.answer.groups);
+    return window.lab?.whole ? this.state.found.groups.map((g) => g.name).filter((name) => !answers.some((groups) => groups[name])) : [];
+  }
+
   get marked() {
     const { found, seeds } = this.state;
     return (seeds === "lines" ? Object.keys(found?.runs ?? {}) : (found?.groups ?? [])).length > MANY;
@@ -175,7 +182,8 @@ class Compare extends Component {
     const places = found.charts.flatMap((chart) => chart.series.map((series) => ({ chart, series })));
     return this.metrics().map((metric) => {
       const { chart, series } = places.find((place) => place.series.metric === metric) ?? { chart: { title: metric, unit: "", series: [1] }, series: {} };
-      const title = chart.series.length > 1 ? `${chart.title}, ${series.label}` : chart.title;
+      const said = !series.label || chart.title.toLowerCase().includes(series.label.toLowerCase());
+      const title = said ? chart.title : `${chart.title}, ${series.label}`;
       return html`<${Chart} key=${metric} name=${metric} title=${title} unit=${x === "step" ? chart.unit : `${chart.unit ? `${chart.unit}, ` : ""}over ${AXES[x]}`} share=${chart.share}
         lines=${curves[metric]?.lines ?? NONE} range=${this.range} whole=${whole} cursor=${this.cursor} band=${BAND} note=${alone}
         onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => x === "step" && this.set({ at: step }, false)} />`;
@@ -194,6 +202,7 @@ class Compare extends Component {
           <span class="choice" role="group" aria-label="Seeds">Seeds
             ${[["band", "as a band"], ["lines", "one by one"]].map(([name, words]) => html`<button type="button" aria-pressed=${String(seeds === name)} disabled=${!found.groups.some((g) => g.ids.length > 1)} onClick=${() => this.setSeeds(name)}>${words}</button>`)}</span>
           <label>Over <select id="x" value=${x} onChange=${(e) => this.set({ x: e.target.value, from: null, to: null })}>${found.axes.map((axis) => html`<option value=${axis}>${AXES[axis]}</option>`)}</select></label>
+          ${x !== "step" && this.without().length > 0 && html`<span class="note">did not count ${AXES[x]}: ${this.without().join(", ")}</span>`}
           ${this.state.from != null && html`<button type="button" onClick=${() => this.zoom(null)}>Zoom out</button>`}
           <span class="files">Save <a href=${this.file("png")} download>PNG</a> <a href=${this.file("svg")} download>SVG</a> <a href=${this.file("csv", { table: "curves" })} download>curves as CSV</a></span>
         </div>
