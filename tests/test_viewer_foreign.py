@@ -226,6 +226,16 @@ def test_verl(tmp_path: Path) -> None:
     assert [s["step"] for s in prompts.same(tmp_path, "verl", completions.key_of("2 + 2?"))["steps"]] == [7, 10]
 
 
+def test_flags_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 4):
+        write_verl(tmp_path, step, [answer(f"prompt {p} of {step}", "the same", 1.0, acc=0) for p in range(16)])
+    found = foreign.events(tmp_path)
+    assert [event["event"] for event in found] == ["flag"] * len(found) != []
+    assert found[0]["evidence"]["rollouts"]["step"] in (1, 2, 3)
+    monkeypatch.setattr(foreign, "lines", lambda _: pytest.fail("read again, though nothing has changed"))
+    assert foreign.events(tmp_path) == found
+
+
 def test_verl_torn_and_broken(tmp_path: Path) -> None:
     path = write_verl(tmp_path, 1, [answer("a", "b", 1.0), answer("a", "c", 0.0)])
     path.write_text(path.read_text() + '{"input": "a", "outp')

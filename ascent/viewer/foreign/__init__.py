@@ -96,10 +96,7 @@ def mark(folder: Path) -> bytes:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """Flags, as our own trainer would have written them; looked for again when a file has changed."""
-    try:
-        from ascent.diagnose.watch import flags_of
-    except ImportError:
-        return []
+    from ascent.diagnose.watch import flags_of
 
     now = mark(folder)
     if _flags.get(folder, (b"", []))[0] != now:

@@ -137,7 +137,7 @@ class Page extends Component {
       <${Choice} name="show" label="Show" options=${shows} value=${now.show} set=${(show) => this.set({ show, offset: "" })} />
       <${Choice} name="sort" label="Sort by" options=${SORTS} value=${now.sort} set=${(sort) => this.set({ sort })} />
       <label class="c-choice search">Search <input id="search" type="search" value=${typed ?? now.q} placeholder="in prompts and responses" onInput=${(e) => this.search(e.target.value)} /></label>
-      <${Choice} name="colour" label="Colour" options=${COLOURS} value=${now.colour} set=${(colour) => this.set({ colour })} />
+      ${found.kind === "ascent" && html`<${Choice} name="colour" label="Colour" options=${COLOURS} value=${now.colour} set=${(colour) => this.set({ colour })} />`}
     </div>`;
   }
 
@@ -180,7 +180,7 @@ class Page extends Component {
       ${about && Object.entries(about.missing).map(([name, text]) => html`<p class="note" key=${name}>${text}.</p>`)}
       <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.step}/${group.group}`} id=${now.id} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} />`)}</div>
       ${this.pages(found)}
-      ${found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
+      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
   }
 }
 

@@ -40,7 +40,7 @@ function hits(pieces, q) {
   return found;
 }
 
-export const shownPiece = (piece) => (piece === "" ? "∅" : piece.replaceAll(" ", "␣").replaceAll("\t", "⇥").replace(/\r?\n|\r/g, "↵"));
+const shownPiece = (piece) => piece.replaceAll(" ", "␣").replaceAll("\t", "⇥").replace(/\r?\n|\r/g, "↵");
 
 /* Props: row (of /api/view/tokens), scale, few (how many tokens), q, label, tell(row, i, keyboard) for the readout. */
 export class Tokens extends Component {
@@ -152,7 +152,7 @@ export class Readout extends Component {
   render(_, { row, i, spoken }) {
     if (!row || i >= row.pieces.length) return html`<p class="c-readout note">Point at a token, or move to it with Tab and the arrows: its numbers stand here.</p>`;
     const numbers = numbersOf(row, i);
-    const token = `“${shownPiece(row.pieces[i])}”`;
+    const token = row.pieces[i] === "" ? "(no text)" : `“${shownPiece(row.pieces[i])}”`;
     const place = `token ${i + 1} of ${row.pieces.length}`;
     return html`<div class="c-readout">
       <p><b class="piece">${token}</b> <span>${place}, id ${row.ids[i]}</span></p>
