@@ -24,7 +24,7 @@ from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import refuse_taken
 from ascent.records.sinks import check_sinks, open_sinks
-from ascent.settings import configure, flatten
+from ascent.settings import configure, flatten, refuse_samples
 from ascent.train import train as loop
 from ascent.types import Refused, State, Trouble
 
@@ -36,7 +36,9 @@ def train(
 
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
-    return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
+    config = configure(task, settings)
+    refuse_samples(settings.get("samples"), config)
+    return start(config, out, for_stream() if show else Display(), preflight)
 
 
 def load(folder: str | Path) -> Run:

@@ -23,7 +23,7 @@ import tyro
 from ascent.config import Config
 from ascent.diagnose.seeds import known, over_seeds
 from ascent.diagnose.statistics import interval
-from ascent.flags import parse_train
+from ascent.flags import COMPARE, parse_train
 from ascent.menu import name_of
 from ascent.records import Run
 from ascent.records.folder import write_json
@@ -68,7 +68,7 @@ def main(args: list[str]) -> int:
         raise Refused('nothing to compare: name --algorithms reinforce,rloo,grpo, or give --setting "…" twice')
     configs: dict[str, Config] = {}
     for flags in settings:
-        config, _ = parse_train([task, *rest, *flags], "ascent compare")
+        config, _ = parse_train([task, *rest, *flags], COMPARE)
         name = " ".join(flags).removeprefix("--algorithm ").replace("--", "")
         if name in configs:
             raise Refused(f"{name!r} is given twice: each setting is compared once")

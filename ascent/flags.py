@@ -17,9 +17,23 @@ from ascent.algorithms import ALGORITHMS, Algorithm
 from ascent.config import Config
 from ascent.menu import hyperparameters, name_of
 from ascent.records.run import read_settings
-from ascent.settings import CHOICES, PLAIN, SHORT, Resolved, configure, field_docs, find_task, flatten, resolve
+from ascent.settings import (
+    CHOICES,
+    PLAIN,
+    SHORT,
+    Resolved,
+    configure,
+    field_docs,
+    find_task,
+    flatten,
+    refuse_samples,
+    resolve,
+)
 from ascent.tasks import TASKS
 from ascent.types import Refused
+
+COMPARE = "ascent compare"
+"""Whose flags stand for several rows at once."""
 
 
 @dataclass
@@ -52,6 +66,8 @@ def parse_train(args: list[str], prog: str) -> tuple[Config, Options]:
     layers.append({axis: name for axis, name in named.items() if name is not None})
     parsed: Any = tyro.cli(_parser(resolve(task, *layers)), prog=f"{prog} {task}", args=args, description=_about(task))
     config = configure(task, *layers, _settings(parsed))
+    if prog != COMPARE:  # there one number may stand for all rows
+        refuse_samples(parsed.run.samples if _value(args, "samples") is not None else None, config)
     verify = getattr(config.task, "verify", None)
     if verify is not None:
         verify()

@@ -100,6 +100,15 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
     return found
 
 
+def refuse_samples(asked: int | None, config: Config) -> None:
+    """Refuse a number of responses that was asked for where another is shown."""
+    if asked is not None and asked != config.samples and config.algorithm.loss.data in SHOWN:
+        raise Refused(
+            f"--samples {asked}: {label(config.algorithm)} draws nothing; for every prompt it is shown "
+            f"{config.samples} ({config.algorithm.loss.data}). Leave --samples out"
+        )
+
+
 def _preset(task: Any, name: str) -> Settings:
     if name not in task.presets:
         raise Refused(f"--preset {name}: {name_of(task)} has {', '.join(task.presets)}.{nearest(name, task.presets)}")

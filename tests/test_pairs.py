@@ -211,6 +211,20 @@ def test_compare_takes_what_is_shown_beside_what_is_sampled(tmp_path: Path) -> N
     assert compare.draw(runs, tmp_path / "compare.png", 1).stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(("row", "shown"), [("sft", 1), ("dpo", 2)])
+def test_a_number_of_samples_is_refused_where_none_are_drawn(row: str, shown: int, tmp_path: Path) -> None:
+    asked = ["sort", "--algorithm", row]
+    for more in (["--samples", "3"], ["--samples=3"]):
+        with pytest.raises(Refused, match=f"--samples 3: {row} draws nothing.* is shown {shown} .*Leave --samples out"):
+            parse_train([*asked, *more], "ascent train")
+    with pytest.raises(Refused, match="--samples 3"):
+        ascent.train("sort", out=tmp_path / "run", show=False, algorithm=row, samples=3)
+    assert not (tmp_path / "run").exists()
+    for fine in ([], ["--samples", str(shown)]):
+        assert parse_train([*asked, *fine], "ascent train")[0].samples == shown
+    assert parse_train(["sort", "--samples", "3"], "ascent train")[0].samples == 3
+
+
 def test_pairs_from_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ascent.train("sort", algorithm="sft", steps=2, out=tmp_path / "run", **SMALL)
     file = tmp_path / "pairs.jsonl"

@@ -3,14 +3,13 @@
 The watch is fed one line of metrics.jsonl after the other. It keeps sums over blocks of steps, at most `BLOCKS` of
 them: when they are full, neighbours are joined, so that they cover the whole run in bounded memory. Two windows are
 then compared, the first quarter of the run with its last, and the third with the last. A difference counts where it
-is large against both windows' standard errors and in itself; a false alarm is worse than silence.
+is large against both windows' standard errors and in itself, twice in a row: a false alarm is worse than silence.
 
 What it knows follows from the lines alone: a run that is resumed is watched as one that was never stopped.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,9 @@ SURE = 5.0
 """Standard errors of a difference that is there."""
 SOLVED, HALF = 0.9, 0.5
 """The accuracy of a task that is solved, and one of a task that is not."""
-EARNED = 0.6
-"""Share of the largest reward below which a reward that comes before the accuracy is an ordinary beginning."""
-DRIFT, TOKENS = 1.5, 8.0
+EARNED, LEVEL, COUNTED = 0.6, 0.1, 0.02
+"""Share of the largest reward that is most of it; standard deviations that a level reward moves; a low accuracy."""
+DRIFT, TOKENS = 1.5, 5.0
 """By which factor, and by how many tokens, lengths have drifted."""
 COLLAPSED = 0.1
 """Share of its first entropy."""
@@ -49,6 +48,8 @@ class Watch:
         """The means of the first block."""
         self.first: dict[str, float] = {}
         """The first evaluation."""
+        self._held: set[str] = set()
+        """What the last comparison showed."""
         self._size = FIRST
         self._waiting: list[Sequence[Any]] = []
         self._since = 0
@@ -81,9 +82,12 @@ class Watch:
         half = len(blocks) // 2
         whole = Change(self.keys, blocks[:quarter], blocks[-quarter:])
         late = Change(self.keys, blocks[half : half + quarter], blocks[-quarter:])
-        found = [self._reward_up(whole) or self._reward_up(late), _drift(whole) or _drift(late)]
+        level = abs(self._moved(late) or 0.0) < LEVEL
+        found = [self._reward_up(whole, level) or self._reward_up(late, level), _drift(whole) or _drift(late)]
         found += [self._dominated(whole), self._collapsed(late), self._apart(whole)]
-        return [flag for flag in found if flag is not None]
+        flags = [flag for flag in found if flag is not None]
+        before, self._held = self._held, {flag.name for flag in flags}
+        return [flag for flag in flags if flag.name in before]
 
     def _moved(self, change: Change) -> float | None:
         """How far the reward has surely moved, in standard deviations of the responses of a step."""
@@ -93,12 +97,17 @@ class Watch:
         rise, error = difference(*reward)
         return rise / spread[0].value if abs(rise) >= SURE * error else None
 
-    def _reward_up(self, change: Change) -> Flag | None:
+    def _reward_up(self, change: Change, level: bool) -> Flag | None:
+        """A reward in small parts comes before the accuracy: an ordinary beginning, until most of it is earned.
+
+        Where nobody knows how much there is, until it rises no more, or answers are right often enough to count them.
+        """
         moved, accuracy, reward = self._moved(change), change.of("accuracy"), change.of("reward")
         if moved is None or accuracy is None or reward is None or accuracy[1].value >= SOLVED or not change.flat():
             return None
-        enough, earned = (HALF, EARNED * self.maximum) if self.maximum else (1.0, -math.inf)
-        if moved < enough or reward[1].value < earned:
+        enough = HALF if self.maximum else 1.0
+        late = reward[1].value >= EARNED * self.maximum if self.maximum else level or accuracy[1].value >= COUNTED
+        if moved < enough or not late:
             return None
         of = f" of {self.maximum:g}" if self.maximum else ""
         text = (

@@ -53,7 +53,8 @@ class Exact:
             return []
         rarest = min(held, key=lambda name: int(self.digest.metrics[name].number.sum()))
         every = np.unique(np.concatenate(list(held.values())))
-        picked = set(spread(held[rarest], most // 2)) | set(spread(every, most // 2))
+        half = most // 2 if len(held[rarest]) < len(every) else most
+        picked = set(spread(held[rarest], half)) | set(spread(every, half))
         rare = set(held[rarest].tolist())
         found: dict[int, list[int | float | None]] = {}
         for bucket in sorted(picked):

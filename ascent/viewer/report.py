@@ -15,7 +15,7 @@ from ascent.viewer import about, report_tokens
 from ascent.viewer.curves import Library, curves
 from ascent.viewer.exact import Exact
 from ascent.viewer.places import Place, kind_of
-from ascent.viewer.report_page import GENERATOR, HEADLINES, Facts, page
+from ascent.viewer.report_page import GENERATOR, Facts, page
 
 POINTS = 300
 """Points of a curve in a report."""
@@ -110,7 +110,7 @@ def report(place: Place) -> str:
         drawn = curves(digest, metrics, points=POINTS)
         exact = Exact(digest)
         rows = {c["key"]: exact.lines([one["metric"] for one in c["series"]], LINES) for c in told["charts"]}
-        last = {m: value for m, _ in HEADLINES if m in metrics and (value := exact.last(m))}
+        last = {metric: value for metric in metrics if (value := exact.last(metric))}
     shown = report_tokens.section(*report_tokens.gather(place.folder, place.kind))
     return page(Facts(told, drawn, rows, last, shown, version=_version()))
 

@@ -106,11 +106,11 @@ def top(facts: Facts, name: str) -> Markup:
             "p",
             tag("span", status, class_=f"status {known}"),
             " ",
-            str(about.get("said", "")).removeprefix(f"{status}, "),
+            str(about.get("said", "")).removeprefix(f"{status}, ").removeprefix(f"{status} "),
         ),
         tag("ul", *(tag("li", word) for word in words), class_="words") if words else None,
         headlines(facts),
-        tag("p", tag("b", "Note. "), note["text"], class_="text") if note.get("text") else None,
+        tag("p", tag("b", "Note. "), note["text"], class_="noted") if note.get("text") else None,
         tag("p", tags, class_="quiet") if tags else None,
         tag("ul", *(tag("li", text) for text in problems), class_="problems") if problems else None,
     )
@@ -157,7 +157,8 @@ def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
     for one in about["series"]:
         found = curves["metrics"].get(one["metric"], {"mean": [None] * len(curves["x"])})
         bad = curves.get("nonfinite", {}).get(one["metric"], [])
-        series.append(Series(one["label"], curves["x"], found["mean"], found.get("low"), found.get("high"), bad))
+        end, _ = facts.last.get(one["metric"], (None, None))
+        series.append(Series(one["label"], curves["x"], found["mean"], found.get("low"), found.get("high"), bad, end))
     ends = (curves["first"], curves["last"]) if curves.get("first") is not None else None
     drawn = chart(about["title"], series, bool(about.get("share")), ends)
     unit = about.get("unit")

@@ -52,7 +52,8 @@ figcaption { font-weight: 640; font-size: 0.95rem; } figcaption span { font-weig
 details { font-size: 0.88rem; margin: 0.2rem 0; } summary { cursor: pointer; color: var(--quiet); padding: 0.25rem 0; }
 .scroll { overflow-x: auto; max-height: 22rem; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 0.86rem; font-variant-numeric: tabular-nums; line-height: 1.35; }
-caption { text-align: left; color: var(--quiet); padding: 0.2rem 0; }
+caption { text-align: left; color: var(--quiet); padding: 0.2rem 0; white-space: nowrap; }
+.noted { white-space: pre-wrap; margin: 1rem 0 0.4rem; unicode-bidi: isolate; }
 th, td { text-align: left; vertical-align: top; padding: 0.25rem 1.1rem 0.25rem 0; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
 td { overflow-wrap: anywhere; min-width: 3rem; } thead th { color: var(--quiet); font-weight: 600; } tbody th { font-weight: 500; }
 .small { font-size: 0.8rem; } .small th[scope="row"] { font-family: ui-monospace, monospace; white-space: pre; }

@@ -34,6 +34,8 @@ class Series:
     high: Sequence[Number | None] | None = None
     nonfinite: Sequence[Sequence[Any]] = field(default_factory=list)
     """(step, "nan" or "inf") where a number was not finite."""
+    end: Number | None = None
+    """The last value, where the last point is a mean."""
 
     def points(self) -> list[tuple[float, float]]:
         return [(float(x), bounded(y)) for x, y in zip(self.x, self.mean, strict=True) if y is not None]
@@ -141,7 +143,7 @@ def labels(series: Sequence[Series], sy: Any) -> list[tuple[int, float, str]]:
 
 
 def last(series: Series) -> Number | None:
-    return next((y for y in reversed(series.mean) if y is not None), None)
+    return series.end if series.end is not None else next((y for y in reversed(series.mean) if y is not None), None)
 
 
 def said(title: str, series: Sequence[Series]) -> str:
@@ -150,7 +152,7 @@ def said(title: str, series: Sequence[Series]) -> str:
     for s in series:
         known = [y for y in s.mean if y is not None]
         if known:
-            words.append(f"{s.label} from {shown(known[0], 3)} to {shown(known[-1], 3)}")
+            words.append(f"{s.label} from {shown(known[0], 3)} to {shown(last(s), 3)}")
     return f"{title}: {'; '.join(words)}" if words else f"{title}: nothing was measured"
 
 

@@ -159,7 +159,11 @@ def step_section(page: Mapping[str, Any], rows: Mapping[tuple[int, int], Any], l
         size = group.get("size") or len(group["responses"])
         spread = f"{size} responses" if size != 1 else "1 response"
         if group.get("mean") is not None:
-            spread += f", reward {shown(group['mean'])} ± {shown(group['std'])}" if group.get("std") is not None else ""
+            spread += (
+                f", mean reward {shown(group['mean'], 4)} ± {shown(group['std'], 3)}"
+                if group.get("std") is not None
+                else ""
+            )
         picked = [
             response(one, rows.get((group["group"], one["sample"])), rank, largest)
             for rank, one in ends(group["responses"])

@@ -20,7 +20,7 @@ const Flag = ({ flag, id, onZoom }) => {
 class Notes extends Component {
   render({ about, onNoted }, { editing }) {
     const { notes } = about;
-    if (editing) return html`<div class="notes"><${Noting} id=${about.id} notes=${notes} onDone=${(saved) => (this.setState({ editing: false }), saved && onNoted())} /></div>`;
+    if (editing) return html`<div class="notes"><${Noting} id=${about.id} notes=${notes} onDone=${(saved) => (this.setState({ editing: false }), saved && onNoted(saved))} /></div>`;
     const any = notes.tags.length > 0 || notes.text;
     return html`<div class="notes"><${Tags} tags=${notes.tags} />${notes.text && html`<p class="text">${notes.text}</p>`}
       <button type="button" class="plain edit" onClick=${() => this.setState({ editing: true })}>${any ? "Edit tags and note" : "Add tags or a note"}</button></div>`;

@@ -26,21 +26,24 @@ function lineOf(found, axis, label, colour) {
   return { label, colour, x, y: filled(found.mean), low, high, bucket, odd: found.nonfinite ?? [], gap: Infinity };
 }
 
+// What the address says.
+const addressed = () => ({
+  ids: [...new Set(askedAll("id"))], chosen: askedAll("metric"), x: AXES[asked("x")] ? asked("x") : "step", seeds: asked("seeds") === "lines" ? "lines" : "band",
+  from: number("from"), to: number("to"), key: asked("key"), at: number("at"),
+});
+
 class Compare extends Component {
   constructor() {
     super();
     this.cursor = new Cursor();
-    this.state = {
-      ids: [...new Set(askedAll("id"))], found: null, curves: {}, error: "", chosen: askedAll("metric"), adding: false,
-      x: AXES[asked("x")] ? asked("x") : "step", seeds: asked("seeds") === "lines" ? "lines" : "band", from: number("from"), to: number("to"),
-      key: asked("key"), at: number("at"),
-    };
+    this.state = { found: null, curves: {}, error: "", adding: false, ...addressed() };
   }
 
   async componentDidMount() {
     await this.look();
     ready("Compare runs");
     this.stop = poll(() => this.live && this.look(), PAUSE);
+    addEventListener("popstate", () => this.setState({ ...addressed(), curves: {} }, () => this.look()));
   }
 
   get live() {
@@ -57,11 +60,11 @@ class Compare extends Component {
       const first = this.state.chosen[0];
       const found = await get("/api/view/compare", { id: ids, metric: first ?? null, x });
       if (this.asking !== asking) return;
-      this.setState({ found, curves: this.drawn(found, found.curves, {}), error: "" });
+      this.setState({ found, curves: { ...this.state.curves, ...this.drawn(found, found.curves) }, error: "" });
       await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
       this.took = performance.now() - began;
       window.lab = { ...window.lab, took: this.took, drawn: performance.now() };
-      await Promise.all([this.rest(asking), this.ends(asking)]);
+      await Promise.all([this.rest(asking, this.metrics().filter((metric) => !found.curves[metric])), this.ends(asking)]);
     } catch (error) {
       if (this.asking === asking) this.setState({ error: error.message });
     }
@@ -72,12 +75,11 @@ class Compare extends Component {
     if (this.asking === asking) this.setState({ ends });
   }
 
-  async rest(asking) {
-    const missing = this.metrics().filter((metric) => !this.state.curves[metric]);
+  async rest(asking, missing) {
     for (let i = 0; i < missing.length; i += FEW) {
       const found = await get("/api/view/compare", { id: this.state.ids, metric: missing.slice(i, i + FEW), x: this.state.x, part: "curves" });
       if (this.asking !== asking) return;
-      this.setState((state) => ({ curves: { ...state.curves, ...this.drawn(state.found, found.curves, state.curves) } }));
+      this.setState((state) => ({ curves: { ...state.curves, ...this.drawn(state.found, found.curves) } }));
     }
     window.lab = { ...window.lab, whole: true };
   }
@@ -129,7 +131,7 @@ class Compare extends Component {
     const chosen = order.filter((m) => (m === metric) !== now.includes(m));
     if (!chosen.length) return;
     tell({ metric: chosen });
-    this.setState({ chosen }, () => this.rest(this.asking));
+    this.setState({ chosen }, () => this.rest(this.asking, chosen.filter((m) => !this.state.curves[m])).catch((error) => this.setState({ error: error.message })));
   }
 
   whole() {

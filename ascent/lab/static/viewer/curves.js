@@ -72,7 +72,7 @@ export function rangeOf(lines, [from, to], share) {
       if (b[i] > high) high = b[i];
     }
   }
-  if (low > high) return share ? [0, 1] : [0, 1];
+  if (low > high) return [0, 1];
   if (share && low >= 0 && high <= 1) return [0, high > 0.5 ? 1.02 : high === 0 ? 1 : high * 1.12];
   if (low === high) return low === 0 ? [0, 1] : [Math.min(0, low * 1.2), Math.max(0, high * 1.2)];
   const air = 0.07 * (high - low);

@@ -105,7 +105,7 @@ class Run extends Component {
     const range = this.range();
     return html`<div>
       <${Failure} text=${error} />
-      <${Top} about=${about} onZoom=${(a, b) => this.zoom(a, b)} onNoted=${() => this.about().then((fresh) => this.take(null, fresh), (e) => this.setState({ error: e.message }))} />
+      <${Top} about=${about} onZoom=${(a, b) => this.zoom(a, b)} onNoted=${(notes) => this.take(null, { ...this.state.about, notes })} />
       ${about.charts.length > 0 && html`<${Tools} cursor=${this.cursor} range=${range} whole=${this.whole()} zoomed=${from != null} smooth=${smooth} about=${about}
         onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => (this.setState({ smooth: steps }), tell({ smooth: steps || null }))} />`}
       <div class="charts">${about.charts.map((chart, i) => html`<${Chart} key=${chart.key} name=${chart.key} title=${chart.title} unit=${chart.unit} share=${chart.share}

@@ -50,7 +50,7 @@ class Runs extends Component {
     }
   }
 
-  // What moves in the document loses its focus: it is given back.
+  // What moves in the document loses its focus (where the browser has no moveBefore): it is given back.
   getSnapshotBeforeUpdate() {
     return document.activeElement;
   }

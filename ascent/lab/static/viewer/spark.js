@@ -35,9 +35,10 @@ export class Sparks {
     if (!ids.length) return;
     this.busy = true;
     const times = ids.map((id) => this.known.get(id).row.updated);
-    const answer = await get("/api/view/spark", { id: ids }).catch(() => ({}));
-    ids.forEach((id, i) => this.found.set(id, { updated: times[i], spark: answer[id] ?? null }));
+    const answer = await get("/api/view/spark", { id: ids }).catch(() => null); // one is gone meanwhile: the next look at the list tells
     this.busy = false;
+    if (!answer) return;
+    ids.forEach((id, i) => this.found.set(id, { updated: times[i], spark: answer[id] ?? null }));
     this.changed();
     this.ask();
   }

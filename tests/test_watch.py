@@ -1,0 +1,448 @@
+"""Flags: each fires where its evidence is there, and on nothing else. A false alarm is worse than silence."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ascent
+from ascent.correction import MISMATCH
+from ascent.diagnose import watch as watch_
+from ascent.diagnose.evidence import PROMPTS, noted, one_answer, told, weights_of
+from ascent.diagnose.watch import BLOCKS, KEYS, LENGTH, Watch, flags_of, watched
+
+Line = dict[str, Any]
+Shape = Callable[[float], float]
+"""A metric as a function of the share of the run."""
+
+
+def rising(low: float, high: float, begin: float = 0.0, end: float = 1.0) -> Shape:
+    return lambda t: low + (high - low) * min(1.0, max(0.0, (t - begin) / (end - begin)))
+
+
+def flat(value: float) -> Shape:
+    return lambda _: value
+
+
+def curve(steps: int = 200, responses: int = 128, seed: int = 0, spread: float = 0.4, **shapes: Shape) -> list[Line]:
+    """Lines of a run whose metrics follow these shapes, with the noise of so many responses a step."""
+    rng = np.random.default_rng(seed)
+    given = {
+        "reward": flat(0.5),
+        "accuracy": flat(0.1),
+        "entropy": flat(1.0),
+        LENGTH: flat(100.0),
+        MISMATCH: flat(0.004),
+    }
+    given |= {LENGTH if name == "length" else MISMATCH if name == "mismatch" else name: s for name, s in shapes.items()}
+    lines = []
+    for step in range(steps):
+        line: Line = {"step": step, "reward_std": spread}
+        for name, shape in given.items():
+            mean = shape(step / steps)
+            noise = {"accuracy": 0.0, "entropy": 0.05 * mean, MISMATCH: 0.2 * mean, LENGTH: 3.0}.get(
+                name, spread / math.sqrt(responses)
+            )
+            line[name] = float(mean + noise * rng.standard_normal())
+        line["accuracy"] = rng.binomial(responses, min(1.0, max(0.0, given["accuracy"](step / steps)))) / responses
+        lines.append(line)
+    return lines
+
+
+def names(lines: list[Line], maximum: float | None = None, weights: dict[str, float] | None = None) -> set[str]:
+    watch = Watch(maximum, weights)
+    return {flag.name for line in lines for flag in watch.see(line)}
+
+
+FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | None]]] = {
+    "reward-up-accuracy-flat": [
+        ({"reward": rising(0.3, 1.0)}, 1.0, {}),
+        ({"reward": rising(0.3, 1.0)}, None, {}),
+        ({"reward": rising(0.3, 1.0), "accuracy": rising(0.2, 0.1)}, 1.0, {}),
+        ({"reward": rising(0.3, 1.0, 0.6), "accuracy": rising(0.0, 0.4, 0.0, 0.3), "steps": 2000}, 1.0, {}),
+        ({"reward": rising(0.2, 2.0, 0.0, 0.4), "accuracy": flat(0.0)}, None, {}),
+    ],
+    "length-drift": [
+        ({"length": rising(100, 250)}, None, {}),
+        ({"length": rising(100, 30)}, None, {}),
+        ({"length": rising(100, 250, 0.5), "accuracy": rising(0.1, 0.6, 0.0, 0.4), "steps": 1000}, None, {}),
+    ],
+    "component-dominates": [
+        (
+            {"reward": rising(0.3, 0.9), "rewards/form": rising(0.4, 3.4), "rewards/own": flat(0.1)},
+            None,
+            {"rewards/form": 0.2, "rewards/own": 1.0},
+        ),
+        (
+            {"reward": rising(0.5, 1.1), "rewards/form/mean": rising(0.4, 1.0), "rewards/own/mean": flat(0.1)},
+            None,
+            None,
+        ),
+    ],
+    "entropy-collapse": [({"entropy": rising(1.0, 0.02, 0.0, 0.3)}, None, {})],
+    "mismatch-rising": [
+        ({"mismatch": rising(0.004, 0.06)}, None, {}),
+        ({"mismatch": rising(0.002, 0.2, 0.6, 0.65)}, None, {}),
+    ],
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in FIRES.items() for i in range(len(cases))])
+def test_a_flag_is_raised_where_its_evidence_is(name: str, case: int, seed: int) -> None:
+    shapes, maximum, weights = FIRES[name][case]
+    assert name in names(curve(seed=seed, **shapes), maximum, weights)
+
+
+SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] = {
+    "nothing moves": ({}, 1.0, {}),
+    "nothing moves, few responses": ({"responses": 6}, 1.0, {}),
+    "a long run": ({"steps": 5000, "responses": 16}, 1.0, {}),
+    "it learns": (
+        {"reward": rising(0.1, 1.0), "accuracy": rising(0.02, 0.95), "entropy": rising(1.0, 0.03)},
+        1.0,
+        {},
+    ),
+    "it learns to think longer": (
+        {"reward": rising(0.2, 0.6), "accuracy": rising(0.2, 0.6), "length": rising(100, 400)},
+        1.0,
+        {},
+    ),
+    "it is solved early, then grows short": (
+        {"reward": rising(0.2, 1, 0, 0.2), "accuracy": rising(0.2, 0.97, 0, 0.2), "length": rising(100, 40, 0.3)},
+        1.0,
+        {},
+    ),
+    "solved, the reward still creeps up": (
+        {"reward": rising(0.5, 1.0), "accuracy": flat(0.96), "entropy": rising(1.0, 0.01)},
+        1.0,
+        {},
+    ),
+    "a reward in small parts, before the first right answer": (
+        {"reward": rising(0.1, 0.5), "accuracy": rising(0.0, 0.02, 0.8), "spread": 0.1},
+        1.0,
+        {},
+    ),
+    "the same, with a reward of one's own": (
+        {"reward": rising(0.1, 0.5), "accuracy": flat(0.0), "spread": 0.1},
+        None,
+        {},
+    ),
+    "the form is learned, and the answers with it": (
+        {"reward": rising(0.3, 1.4), "rewards/form": rising(0.3, 0.9, 0, 0.3), "accuracy": rising(0.1, 0.7)},
+        None,
+        {"rewards/form": 0.5},
+    ),
+    "what is right moves the reward": (
+        {
+            "reward": rising(0.3, 0.9),
+            "rewards/own": rising(0.1, 0.7),
+            "rewards/form": flat(0.2),
+            "accuracy": rising(0.1, 0.7),
+        },
+        None,
+        {"rewards/own": 1.0, "rewards/form": 1.0},
+    ),
+    "two parts share the movement": (
+        {"reward": rising(0.2, 0.8), "rewards/a": rising(0.1, 0.4), "rewards/b": rising(0.1, 0.4)},
+        2.0,
+        {"rewards/a": 1.0, "rewards/b": 1.0},
+    ),
+    "parts of unknown weight": (
+        {"reward": rising(0.2, 0.8), "rewards/a": rising(0.1, 0.2), "rewards/b": flat(0.5)},
+        2.0,
+        None,
+    ),
+    "the entropy falls by half": ({"entropy": rising(1.0, 0.4)}, 1.0, {}),
+    "the entropy is low, and the accuracy rises": (
+        {"entropy": rising(1.0, 0.02, 0, 0.3), "accuracy": rising(0.05, 0.45), "reward": rising(0.05, 0.45)},
+        1.0,
+        {},
+    ),
+    "a mismatch of rounding": ({"mismatch": rising(1e-8, 1e-5)}, 1.0, {}),
+    "a mismatch that is large from the start": ({"mismatch": flat(0.08)}, 1.0, {}),
+    "one step far off": ({"mismatch": lambda t: 2.0 if t == 0.5 else 0.004}, 1.0, {}),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", SILENT)
+def test_nothing_is_said_of_an_ordinary_run(case: str, seed: int) -> None:
+    shapes, maximum, weights = SILENT[case]
+    assert names(curve(seed=seed, **shapes), maximum, weights) == set()
+
+
+def test_noise_alone_raises_nothing() -> None:
+    """Fifty runs in which nothing happens, with few responses and slow waves: no flag at all."""
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        wave, turn = rng.uniform(0.01, 0.05), rng.uniform(0, 6)
+        lines = curve(
+            400,
+            responses=int(rng.integers(4, 64)),
+            seed=seed,
+            reward=lambda t, w=wave, x=turn: 0.5 + w * math.sin(9 * t + x),
+            accuracy=lambda t, w=wave, x=turn: 0.3 + w * math.sin(9 * t + x),
+        )
+        assert names(lines, 1.0, {}) == set(), seed
+
+
+# ---- what the watch remembers -----------------------------------------------------------------------
+
+
+def test_its_memory_is_bounded_and_covers_the_run() -> None:
+    watch = Watch()
+    for line in curve(3000):
+        watch.see(line)
+        assert len(watch.blocks) < BLOCKS and len(watch._waiting) < watch._size
+    assert watch.blocks[0].first == 0 and watch.blocks[-1].last >= 3000 - 1 - watch._size
+    for one, other in zip(watch.blocks, watch.blocks[1:], strict=False):
+        assert one.last + 1 == other.first and one.last - one.first == other.last - other.first
+    assert sum(block.sums[0] for block in watch.blocks) == watch.blocks[-1].last + 1
+
+
+def test_after_a_resume_it_is_what_it_was() -> None:
+    """From the lines as they stand in the file, at any step, also in the middle of a block."""
+    shapes = {"reward": rising(0.3, 1.0), "entropy": rising(1.0, 0.02, 0, 0.3), "length": rising(100, 300)}
+    lines = curve(300, **shapes)
+    lines[20]["reward"] = float("nan")
+    lines[21] |= {"eval/accuracy": 0.25, "eval/reward": 0.5}
+    lines[30]["entropy"] = None
+    kept = [json.loads(json.dumps(line).replace("NaN", "null")) for line in lines]
+    whole = Watch(1.0, {})
+    said = [[flag.event(line["step"], 0) for flag in whole.see(line)] for line in lines]
+    assert sum(map(len, said)) > 3
+    for cut in (1, 37, 63, 128, 130, 299):
+        again = watched(kept[:cut], 1.0, {})
+        assert [[flag.event(line["step"], 0) for flag in again.see(line)] for line in lines[cut:]] == said[cut:]
+        assert vars(again) == vars(whole)
+
+
+def test_what_was_not_measured_is_no_evidence() -> None:
+    for missing in KEYS:
+        lines = [
+            {k: v for k, v in line.items() if k != missing}
+            for line in curve(reward=rising(0.3, 1), length=rising(9, 99))
+        ]
+        assert names(lines, 1.0, {}) <= {"reward-up-accuracy-flat", "length-drift"}
+    assert names([{"step": i} for i in range(100)]) == set()
+    odd = [{"step": i, "reward": "1", "accuracy": None, "entropy": float("inf")} for i in range(100)]
+    assert names(odd) == set()
+
+
+def test_evidence_is_before_and_now() -> None:
+    watch = Watch(1.0, {})
+    found = [
+        (line["step"], flag)
+        for line in curve(reward=rising(0.3, 1.0), accuracy=flat(0.1))
+        for flag in watch.see(line)
+        if flag.name == "reward-up-accuracy-flat"
+    ]
+    step, flag = found[0]
+    event = json.loads(json.dumps(flag.event(step, 40)))
+    assert (event["step"], event["event"], event["name"]) == (step, "flag", "reward-up-accuracy-flat")
+    evidence = event["evidence"]
+    before, now = evidence["metrics"]["reward"]
+    assert 0.25 < before < now < 1.05 and evidence["steps"][1] == step
+    assert evidence["metrics"]["accuracy"] == pytest.approx([0.1, 0.1], abs=0.02)
+    assert evidence["rollouts"] == {"step": 40, "show": "wrong", "q": ""}
+    assert "rollouts" not in flag.event(step, None)["evidence"]
+    assert "hack" not in event["text"] and f"{now:.3g}" in event["text"]
+
+
+def test_it_is_named_as_the_metrics_are_and_brings_no_torch() -> None:
+    assert watch_.MISMATCH == MISMATCH
+    code = "import sys, ascent.diagnose.watch; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ---- one answer -------------------------------------------------------------------------------------
+
+
+def answers(prompts: int, same: float, right: float | None, samples: int = 8) -> list[tuple[str, str, bool | None]]:
+    """Responses of which a share are one text, a share of those right."""
+    found = []
+    for i in range(prompts * samples):
+        one = i < same * prompts * samples
+        correct = None if right is None else (i < right * same * prompts * samples if one else False)
+        found.append((f"prompt {i % prompts}", "42" if one else f"other {i}", correct))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "fires"),
+    [
+        ((16, 0.8, 0.0), True),
+        ((16, 0.8, 0.5), True),
+        ((16, 1.0, None), True),
+        ((16, 0.8, 0.9), False),  # it is the answer to most of them
+        ((16, 0.5, 0.0), False),
+        ((16, 0.8, None), False),
+        ((PROMPTS - 1, 1.0, 0.0), False),
+    ],
+)
+def test_one_answer_for_many_prompts(given: tuple[int, float, float | None], fires: bool) -> None:
+    assert (one_answer(3, answers(*given)) is not None) == fires
+
+
+def test_one_prompt_asked_often_is_no_evidence() -> None:
+    assert one_answer(3, [("the same", "42", False)] * 64) is None
+
+
+def test_an_answer_is_told_in_words_and_searched_for() -> None:
+    found = one_answer(3, answers(16, 1.0, 0.0))
+    (flag,) = told(found, "the answer {is}\n\n<b>42</b>")
+    assert "'the answer {is} <b>42</b>' is 128 of 128 responses, to 16 of 16 prompts, 0% of them" in flag.text
+    assert flag.q == "the answer {is}" and flag.steps == (3, 3)
+    (flag,) = told(found, "long " * 100)
+    assert len(flag.q) <= 120 and "…" in flag.text
+    (flag,) = told(found, "")
+    assert "an empty response is 128 of 128" in flag.text and flag.q == ""
+    assert told(None, "") == []
+
+
+# ---- runs -------------------------------------------------------------------------------------------
+
+
+def flags_in(run: Any) -> dict[str, dict[str, Any]]:
+    return {event["name"]: event for event in run.events if event["event"] == "flag"}
+
+
+def own(folder: Path, body: str) -> str:
+    (folder / "own.py").write_text(f"def own(prompt, response):\n    return {body}\n")
+    return f"python:{folder / 'own.py'}:own"
+
+
+def test_a_reward_for_nines_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
+    reward = own(tmp_path, "sum(x == 9 for x in response)")
+    run = ascent.train("sort", out=tmp_path / "run", reward=reward, steps=48, record_every=10, threads=1, lr=4e-3)
+    found = flags_in(run)
+    assert {"one-answer", "reward-up-accuracy-flat"} <= set(found)
+    answer = found["one-answer"]
+    assert answer["evidence"]["rollouts"] == {"step": answer["step"], "show": "all", "q": "[9 9 9 9 9]"}
+    rows = run.rollouts(answer["step"])
+    assert any("[9 9 9 9 9]" in row["response_text"] for row in rows)
+    up = found["reward-up-accuracy-flat"]
+    assert up["evidence"]["rollouts"]["step"] == up["step"] - up["step"] % 10
+    assert run.rollouts(up["evidence"]["rollouts"]["step"])
+    said = capfd.readouterr().err
+    for event in found.values():
+        assert said.count(f"step {event['step']}: {event['text']}") == 1
+
+
+def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
+    more = {"length": 20, "end": True, "prompts": 16, "steps": 48, "threads": 1, "policy.width": 16, "lr": 4e-3}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
+    before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
+    assert now > 1.5 * before
+
+
+def test_the_course_is_stuck(tmp_path: Path) -> None:
+    given = {"preset": "course", "advantage": "normalized", "threads": 1}
+    run = ascent.train("lecture", out=tmp_path / "run", show=False, **given)
+    event = flags_in(run)["entropy-collapse"]
+    start, now = event["evidence"]["metrics"]["entropy"]
+    assert now < 0.1 * start and event["evidence"]["rollouts"]["step"] % 20 == 0
+
+
+SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "the lecture": ("lecture", {}),
+    "grpo": ("lecture", {"algorithm": "grpo", "seed": 2, "reference": "every"}),
+    "three numbers": ("sort", {"length": 3, "numbers": 4, "prompts": 16, "steps": 150}),
+    "all or nothing": ("sort", {"length": 2, "numbers": 4, "prompts": 16, "steps": 100, "reward": "exact"}),
+    "a reward of one's own": ("sort", {"length": 3, "numbers": 4, "prompts": 16, "steps": 150, "reward": "own"}),
+}
+
+
+@pytest.mark.parametrize("name", SOLVES)
+def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
+    task, given = SOLVES[name]
+    if given.get("reward") == "own":
+        given = {**given, "reward": own(tmp_path, "sum(a == b for a, b in zip(sorted(prompt), response))")}
+    run = ascent.train(task, out=tmp_path / "run", show=False, threads=1, **given)
+    assert flags_in(run) == {}
+    if name != "grpo":
+        assert run.result["eval/accuracy"] > 0.9
+
+
+def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    reward = own(tmp_path, "sum(x == 9 for x in response)")
+    more = {"reward": reward, "steps": 44, "threads": 1, "checkpoint_every": 18, "keep": 9, "record_every": 10}
+    runs = [ascent.train("sort", out=tmp_path / name, show=False, lr=4e-3, **more) for name in "ab"]
+    again = ascent.resume(tmp_path / "b", from_step=18)
+    assert again.events == runs[0].events != []
+
+
+def test_what_is_shown_to_learn_from_is_not_watched(tmp_path: Path) -> None:
+    """Demonstrations have a reward and an entropy too, but nothing of it is the policy's doing."""
+    given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 60, "threads": 1}
+    assert ascent.train("sort", out=tmp_path / "run", show=False, **given).events == []
+
+
+def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
+    given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2, "record_every": 5}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, threads=1, **given)
+    event = flags_in(run)["reward-without-accuracy"]
+    assert event["text"].startswith("reward without accuracy: held-out reward is ") and "hack" not in event["text"]
+    evidence = event["evidence"]
+    assert evidence["metrics"]["eval/reward"][1] >= 0.95 * 9 and evidence["metrics"]["eval/accuracy"][1] < 0.5
+    assert evidence["rollouts"] == {"step": event["step"] - event["step"] % 5, "show": "wrong", "q": ""}
+    failed = ascent.train(
+        "lecture",
+        out=tmp_path / "failed",
+        show=False,
+        steps=1,
+        reward=own(tmp_path, "1 / response[0]"),
+        max_reward_errors=1.0,
+    )
+    event = flags_in(failed)["reward-errors"]
+    assert event["evidence"]["rollouts"]["show"] == "failed" and event["evidence"]["metrics"]["reward_errors"][1] > 0
+
+
+def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) -> None:
+    given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, record_rollouts="none", threads=1, **given)
+    assert set(flags_in(run)["reward-without-accuracy"]["evidence"]) == {"metrics", "steps"}
+
+
+def test_a_number_that_is_none_is_no_evidence() -> None:
+    flag = noted("reward-without-accuracy", "words", {"step": 3, "eval/reward": float("nan"), "eval/accuracy": 0.1}, {})
+    assert flag.metrics == {"eval/accuracy": [0.1, 0.1]}
+    assert noted("another", "words", {"step": 3}, {}).event(3, 0)["evidence"]["metrics"] == {}
+
+
+# ---- runs of others ---------------------------------------------------------------------------------
+
+
+def test_flags_of_a_run_that_ascent_did_not_write() -> None:
+    lines = curve(reward=rising(0.3, 1.0), length=rising(100, 250))
+    rows = [
+        {"prompt_text": f"prompt {i % 16}", "response_text": "42", "reward": 1.0, "correct": False} for i in range(64)
+    ]
+    events = flags_of(lines, {10: rows, 100: rows})
+    assert events[0]["name"] == "one-answer"
+    assert {event["name"] for event in events} == {"one-answer", "reward-up-accuracy-flat", "length-drift"}
+    assert events == sorted(events, key=lambda event: event["step"])
+    assert events[0]["evidence"]["rollouts"] == {"step": 10, "show": "all", "q": "42"}
+    for event in events[1:]:
+        assert event["evidence"]["rollouts"]["step"] == (10 if event["step"] < 55 else 100)
+    assert flags_of([{k: v for k, v in line.items() if k != "step"} for line in lines], {}) != []
+    assert flags_of([], {}) == []
+
+
+def test_what_the_parts_of_a_reward_count() -> None:
+    parts = [SimpleNamespace(name="own", weight=1.0), SimpleNamespace(name="form", weight=0.2)]
+    assert weights_of(SimpleNamespace(task=SimpleNamespace(rewards=parts))) == {"rewards/own": 1.0, "rewards/form": 0.2}
+    assert weights_of(SimpleNamespace(part=parts[1])) == {"rewards/form": 0.2}
+    assert weights_of(SimpleNamespace()) == {}
