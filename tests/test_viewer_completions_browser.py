@@ -334,6 +334,18 @@ def test_what_is_not_there_is_said(view: View) -> None:
     assert "none of the recorded steps" in view.open("id=made&key=0000").text(".error")
 
 
+def test_steps_that_are_recorded_meanwhile(view: View, runs: Path) -> None:
+    """They can be gone to; what is being read stays."""
+    live = write_run(runs / "live", {0: rows()})
+    view.open("id=live").tokens()
+    assert view.page.locator("#next").is_disabled()
+    write_step(live, 5, rows())
+    until(lambda: view.page.locator("#next").is_enabled())
+    assert view.text(".c-steps b") == "0" and "1 of 2 recorded steps" in view.text(".c-steps label")
+    view.page.click("#next")
+    until(lambda: view.asked("step") == "5")
+
+
 def test_files_of_verl(view: View) -> None:
     view.open("id=verl")
     assert view.asked("step") == "3" and view.samples() == [[4, 3, 2, 1, 0]]
