@@ -240,6 +240,18 @@ def test_a_run_without_metrics_or_with_a_torn_line_does_not_spoil_the_rest(run: 
         assert "reward" not in found.ends()["rows"]["grpo"]
 
 
+def test_a_damaged_run_json_does_no_harm_and_the_answer_is_json(run: Any, root: Path, compared: Any) -> None:
+    run("a", lambda _: {"reward": 1e308})
+    run("b", lambda _: {"reward": 1e308}, seed=1)
+    (root / "a/run.json").write_text(
+        '{"status": [], "seed": {"x": NaN}, "task": NaN, "label": ["l"], "steps": Infinity}'
+    )
+    (root / "b/metrics.jsonl").write_text('{"step": 0, "reward": NaN, "kl": Infinity}\n')
+    with compared("a", "b") as found:
+        told = found.told() | found.ends() | found.curves(["reward", "kl"])
+    assert json.dumps(told, allow_nan=False) and told["groups"][0]["ids"] == ["a", "b"]
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ import ascent
 from ascent.cli import main
 from ascent.viewer import report, report_html, report_svg
 from ascent.viewer.places import Place
-from ascent.viewer.report_page import POLICY
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 EVIL = '</pre><script>alert(1)</script><img src=http://x.test/a onerror=alert(1)>"\' onload="x'
 
 
@@ -298,6 +298,8 @@ def test_a_run_of_100_000_steps_is_small_quick_and_exact(trained: Path, tmp_path
     assert [found["Entropy"][0][0], found["Entropy"][-1][0]] == ["0", "99,999"]
     for step, value in found["Entropy"]:
         assert float(value) == math.sin(int(step.replace(",", ""))) + 2
+    drawn = re.findall(r'class="value c0">(.*?)</text>', (run / "report.html").read_text())
+    assert f"{math.sin(steps - 1) + 2:.3g}" in drawn, "the last value, not the mean of the last steps"
     right = [row for row in found["Exactly right"] if row[1]]
     assert len(right) >= 10 and all(float(row[1]) == int(row[0].replace(",", "")) / steps for row in right)
     paths = re.findall(r'<path d="([^"]+)" class="band', (run / "report.html").read_text())

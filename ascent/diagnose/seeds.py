@@ -27,6 +27,8 @@ def over_seeds(finals: Finals, measures: Mapping[str, Collection[str]]) -> dict[
             if not values or any(value is None for value in values):
                 continue
             mean, half = interval([float(value) for value in values if value is not None])
+            if not math.isfinite(mean):
+                continue
             rows[name][measure] = {"mean": mean, "half": known(half), "values": values}
             if name != first and first is not None:
                 rows[name][measure] |= difference(finals[first], group, measure)
@@ -45,5 +47,5 @@ def difference(first: Mapping[Any, Mapping[str, Any]], other: Mapping[Any, Mappi
 
 
 def known(half: float) -> float | None:
-    """One value alone has no interval."""
-    return None if math.isnan(half) else half
+    """One value alone has no interval; nor have numbers whose squares are too large."""
+    return half if math.isfinite(half) else None

@@ -85,9 +85,13 @@ def brief(place: Place) -> dict[str, Any]:
         return {key: value for key, value in about.row(place).items() if key in BRIEF}
     run, problem = about.read_object(place.folder / "run.json")
     status, said = ("unreadable", problem) if problem else status_of(place.folder, run)
-    return {"id": place.id, "kind": place.kind, "status": status, "said": said, "step": run.get("step")} | {
-        key: run.get(key) for key in ("task", "label", "seed", "steps")
-    }
+    told = {key: simple(run.get(key)) for key in ("task", "label", "seed", "step", "steps")}
+    return {"id": place.id, "kind": place.kind, "status": status, "said": said} | told
+
+
+def simple(value: Any) -> int | str | None:
+    """A whole number or a text; whatever else a damaged file holds, as text."""
+    return value if value is None or isinstance(value, int | str) else json.dumps(value)
 
 
 def dotted(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
