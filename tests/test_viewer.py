@@ -379,7 +379,8 @@ def test_the_routes_answer_as_the_functions_do(client: TestClient, root: Path) -
     assert set(both) == {"plain", "many/grpo-s1"} and "loss" in both["plain"]["metrics"]
     have = {"id": "plain", "have": both["plain"]["revision"]}
     assert client.get("/api/view/curves", params=have).json() == {"unchanged": True, "status": "finished"}
-    assert client.get("/api/view/spark", params={"id": "plain"}).json()["plain"]["points"]
+    sparks = client.get("/api/view/spark", params={"id": ["plain", "gone"]}).json()
+    assert list(sparks) == ["plain"] and sparks["plain"]["points"]
     wrote = client.post("/api/view/notes", json={"id": "plain", "text": "a", "tags": ["b"], "revision": ""})
     assert wrote.status_code == 200 and client.get("/api/view/runs").json()["runs"][1]["tags"] == ["b"]
     (root / "plain" / "notes.json").unlink()

@@ -227,6 +227,7 @@ def test_code_of_a_run_is_not_run_by_whoever_looks_at_it(tmp_path: Path) -> None
         found = tokens.tokens(run, "ascent", 0, [0])
         assert found["rows"][0]["clipped"] is None and found["clip"]["words"], loss
         assert found["rows"][0]["ratio"] is not None
+        assert not isinstance(loss, dict) or "bomb" not in loss["name"] or "own" in found["clip"]["words"]
 
 
 def test_only_the_part_of_a_file_that_holds_a_group_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

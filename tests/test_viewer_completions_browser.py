@@ -334,6 +334,18 @@ def test_what_is_not_there_is_said(view: View) -> None:
     assert "none of the recorded steps" in view.open("id=made&key=0000").text(".error")
 
 
+def test_steps_that_are_recorded_meanwhile(view: View, runs: Path) -> None:
+    """They can be gone to; what is being read stays."""
+    live = write_run(runs / "live", {0: rows()})
+    view.open("id=live").tokens()
+    assert view.page.locator("#next").is_disabled()
+    write_step(live, 5, rows())
+    until(lambda: view.page.locator("#next").is_enabled())
+    assert view.text(".c-steps b") == "0" and "1 of 2 recorded steps" in view.text(".c-steps label")
+    view.page.click("#next")
+    until(lambda: view.asked("step") == "5")
+
+
 def test_files_of_verl(view: View) -> None:
     view.open("id=verl")
     assert view.asked("step") == "3" and view.samples() == [[4, 3, 2, 1, 0]]
@@ -352,7 +364,8 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, la
     view.page.goto(lab.address)
     only: dict[str, Any] = {"runOnly": ["color-contrast"]}
     whole = None if theme == "light" else only  # only colours change
-    paths = {"id=made&step=10": whole, "id=made&step=10&colour=ratio": only, "id=made&step=10&colour=entropy": only}
+    other = "ratio" if theme == "light" else "entropy"
+    paths = {"id=made&step=10": whole, f"id=made&step=10&colour={other}": only}
     for path, rules in {**paths, "id=verl": None, "id=old": None, "over the steps": whole}.items():
         if path == "over the steps":
             view.open("id=made&step=10").page.click(".c-group a")

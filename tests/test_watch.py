@@ -106,7 +106,7 @@ def test_a_flag_is_raised_where_its_evidence_is(name: str, case: int, seed: int)
 SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] = {
     "nothing moves": ({}, 1.0, {}),
     "nothing moves, few responses": ({"responses": 6}, 1.0, {}),
-    "a long run": ({"steps": 5000, "responses": 16}, 1.0, {}),
+    "a long run": ({"steps": 3000, "responses": 16}, 1.0, {}),
     "it learns": (
         {"reward": rising(0.1, 1.0), "accuracy": rising(0.02, 0.95), "entropy": rising(1.0, 0.03)},
         1.0,
@@ -182,8 +182,8 @@ def test_nothing_is_said_of_an_ordinary_run(case: str, seed: int) -> None:
 
 
 def test_noise_alone_raises_nothing() -> None:
-    """Fifty runs in which nothing happens, with few responses and slow waves: no flag at all."""
-    for seed in range(50):
+    """Thirty runs in which nothing happens, with few responses and slow waves: no flag at all."""
+    for seed in range(30):
         rng = np.random.default_rng(seed)
         wave, turn = rng.uniform(0.01, 0.05), rng.uniform(0, 6)
         lines = curve(
@@ -314,6 +314,9 @@ def test_an_answer_is_told_in_words_and_searched_for() -> None:
 # ---- runs -------------------------------------------------------------------------------------------
 
 
+SMALL = {"threads": 1, "policy.width": 16, "policy.layers": 1, "policy.heads": 2, "prompts": 16, "lr": 1e-2}
+
+
 def flags_in(run: Any) -> dict[str, dict[str, Any]]:
     return {event["name"]: event for event in run.events if event["event"] == "flag"}
 
@@ -326,7 +329,7 @@ def own(folder: Path, body: str) -> str:
 def test_a_reward_for_nines_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
     reward = own(tmp_path, "sum(x == 9 for x in response)")
-    run = ascent.train("sort", out=tmp_path / "run", reward=reward, steps=48, record_every=10, threads=1, lr=4e-3)
+    run = ascent.train("sort", out=tmp_path / "run", reward=reward, steps=44, record_every=10, **SMALL | {"lr": 2e-2})
     found = flags_in(run)
     assert {"one-answer", "reward-up-accuracy-flat"} <= set(found)
     answer = found["one-answer"]
@@ -341,8 +344,9 @@ def test_a_reward_for_nines_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture
         assert said.count(f"step {event['step']}: {event['text']}") == 1
 
 
+@pytest.mark.slow
 def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
-    more = {"length": 20, "end": True, "prompts": 16, "steps": 48, "threads": 1, "policy.width": 16, "lr": 4e-3}
+    more = {"length": 20, "end": True, "steps": 48, **SMALL, "lr": 4e-3}
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
     before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
     assert now > 1.5 * before
@@ -359,9 +363,9 @@ def test_the_course_is_stuck(tmp_path: Path) -> None:
 SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
     "the lecture": ("lecture", {}),
     "grpo": ("lecture", {"algorithm": "grpo", "seed": 2, "reference": "every"}),
-    "three numbers": ("sort", {"length": 3, "numbers": 4, "prompts": 16, "steps": 150}),
-    "all or nothing": ("sort", {"length": 2, "numbers": 4, "prompts": 16, "steps": 100, "reward": "exact"}),
-    "a reward of one's own": ("sort", {"length": 3, "numbers": 4, "prompts": 16, "steps": 150, "reward": "own"}),
+    "three numbers": ("sort", {"length": 3, "numbers": 4, "steps": 100, **SMALL}),
+    "all or nothing": ("sort", {"length": 2, "numbers": 4, "steps": 100, "reward": "exact", **SMALL}),
+    "a reward of one's own": ("sort", {"length": 3, "numbers": 4, "steps": 100, "reward": "own", **SMALL}),
 }
 
 
@@ -370,29 +374,29 @@ def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
     task, given = SOLVES[name]
     if given.get("reward") == "own":
         given = {**given, "reward": own(tmp_path, "sum(a == b for a, b in zip(sorted(prompt), response))")}
-    run = ascent.train(task, out=tmp_path / "run", show=False, threads=1, **given)
+    run = ascent.train(task, out=tmp_path / "run", show=False, **{"threads": 1} | given)
     assert flags_in(run) == {}
     if name != "grpo":
-        assert run.result["eval/accuracy"] > 0.9
+        assert run.result["eval/accuracy"] > 0.6
 
 
 def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path) -> None:
     reward = own(tmp_path, "sum(x == 9 for x in response)")
-    more = {"reward": reward, "steps": 44, "threads": 1, "checkpoint_every": 18, "keep": 9, "record_every": 10}
-    runs = [ascent.train("sort", out=tmp_path / name, show=False, lr=4e-3, **more) for name in "ab"]
+    more = {**SMALL, "reward": reward, "steps": 44, "checkpoint_every": 18, "keep": 9, "record_every": 10, "lr": 2e-2}
+    runs = [ascent.train("sort", out=tmp_path / name, show=False, **more) for name in "ab"]
     again = ascent.resume(tmp_path / "b", from_step=18)
     assert again.events == runs[0].events != []
 
 
 def test_what_is_shown_to_learn_from_is_not_watched(tmp_path: Path) -> None:
     """Demonstrations have a reward and an entropy too, but nothing of it is the policy's doing."""
-    given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 60, "threads": 1}
+    given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 60, **SMALL}
     assert ascent.train("sort", out=tmp_path / "run", show=False, **given).events == []
 
 
 def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2, "record_every": 5}
-    run = ascent.train("sort", out=tmp_path / "run", show=False, threads=1, **given)
+    run = ascent.train("sort", out=tmp_path / "run", show=False, **SMALL, **given)
     event = flags_in(run)["reward-without-accuracy"]
     assert event["text"].startswith("reward without accuracy: held-out reward is ") and "hack" not in event["text"]
     evidence = event["evidence"]
@@ -412,7 +416,7 @@ def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
 
 def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2}
-    run = ascent.train("sort", out=tmp_path / "run", show=False, record_rollouts="none", threads=1, **given)
+    run = ascent.train("sort", out=tmp_path / "run", show=False, record_rollouts="none", **SMALL, **given)
     assert set(flags_in(run)["reward-without-accuracy"]["evidence"]) == {"metrics", "steps"}
 
 

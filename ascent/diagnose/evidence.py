@@ -91,7 +91,13 @@ def noted(name: str, text: str, line: Mapping[str, Any], first: Mapping[str, flo
     """A flag that one line of metrics shows, with its evidence."""
     keys, show = SHOWS.get(name, ((), "all"))
     values = {key: line[key] for key in keys if isinstance(line.get(key), int | float) and math.isfinite(line[key])}
-    return Flag(name, text, {k: [first.get(k, v), v] for k, v in values.items()}, (line["step"], line["step"]), show)
+    return Flag(
+        name,
+        text,
+        {k: [float(first.get(k, v)), float(v)] for k, v in values.items()},
+        (line["step"], line["step"]),
+        show,
+    )
 
 
 def weights_of(task: Any) -> dict[str, float]:

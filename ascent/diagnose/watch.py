@@ -102,8 +102,10 @@ class Watch:
 
         Where nobody knows how much there is, until it rises no more, or answers are right often enough to count them.
         """
+        if not change.flat:
+            return None
         moved, accuracy, reward = self._moved(change), change.of("accuracy"), change.of("reward")
-        if moved is None or accuracy is None or reward is None or accuracy[1].value >= SOLVED or not change.flat():
+        if moved is None or accuracy is None or reward is None or accuracy[1].value >= SOLVED:
             return None
         enough = HALF if self.maximum else 1.0
         late = reward[1].value >= EARNED * self.maximum if self.maximum else level or accuracy[1].value >= COUNTED
@@ -120,7 +122,7 @@ class Watch:
     def _dominated(self, change: Change) -> Flag | None:
         reward, moved = change.of("reward"), self._moved(change)
         parts = {key: pair for key in self.keys[len(KEYS) :] if (pair := change.of(key)) is not None}
-        if reward is None or moved is None or abs(moved) < HALF or not parts or not change.flat():
+        if reward is None or moved is None or abs(moved) < HALF or not parts or not change.flat:
             return None
         if change.steps[1] - change.steps[0] < PATIENCE or (self.weights is None and not _adds_up(reward, parts)):
             return None
@@ -143,7 +145,7 @@ class Watch:
         start = self.start.get("entropy", 0.0)
         if entropy is None or accuracy is None or entropy[1].value > COLLAPSED * start or start <= 0:
             return None
-        if accuracy[1].value >= HALF or not change.flat() or (moved or 0) > 0:
+        if accuracy[1].value >= HALF or not change.flat or (moved or 0) > 0:
             return None
         text = (
             f"little is tried any more: the entropy is {entropy[1].value:.3g} nats a token, "
@@ -176,7 +178,7 @@ class Watch:
 
 def _drift(change: Change) -> Flag | None:
     length, accuracy = change.of(LENGTH), change.of("accuracy")
-    if length is None or accuracy is None or not change.flat():
+    if length is None or accuracy is None or not change.flat:
         return None
     before, now = length[0].value, length[1].value
     gain, error = difference(*length)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 LIKELY = 2.5
 """Standard errors of a difference that may be there."""
@@ -13,8 +14,7 @@ FLAT = 0.05
 """The most that a flat accuracy may have risen."""
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """A mean over a window of steps, with its standard error."""
 
     value: float
@@ -47,6 +47,12 @@ class Block:
 
 def sums(values: Sequence[Any]) -> tuple[float, float, float]:
     """How many of these are numbers, their total, and that of their squares."""
+    try:
+        total = math.fsum(values)
+        if math.isfinite(total):
+            return float(len(values)), total, math.fsum(value * value for value in values)
+    except (TypeError, ValueError, OverflowError):
+        pass
     numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
     return float(len(numbers)), math.fsum(numbers), math.fsum(value * value for value in numbers)
 
@@ -61,19 +67,21 @@ class Change:
             [sum(column) for column in zip(*(b.sums for b in w), strict=True)] for w in (before, now)
         )
         self._place = {key: 3 * i for i, key in enumerate(keys)}
+        self._known: dict[str, tuple[Mean, Mean] | None] = {}
 
     def of(self, key: str) -> tuple[Mean, Mean] | None:
         """A metric before and now; None where it was not measured."""
-        at = self._place.get(key)
-        if at is None:
-            return None
-        before, now = Mean.of(*self._before[at : at + 3]), Mean.of(*self._now[at : at + 3])
-        return None if before is None or now is None else (before, now)
+        if key not in self._known:
+            at = self._place[key]
+            before, now = Mean.of(*self._before[at : at + 3]), Mean.of(*self._now[at : at + 3])
+            self._known[key] = None if before is None or now is None else (before, now)
+        return self._known[key]
 
     def numbers(self, *keys: str) -> dict[str, list[float]]:
         pairs = {key: pair for key in keys if (pair := self.of(key)) is not None}
         return {key: [before.value, now.value] for key, (before, now) in pairs.items()}
 
+    @cached_property
     def flat(self) -> bool:
         """Has the accuracy surely not risen by much, and has it not even begun to?"""
         pair = self.of("accuracy")

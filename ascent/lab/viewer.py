@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
     def sparks(request: Request) -> dict[str, Any]:
         found = {}
         for id in many(request, "id", MOST_RUNS):
-            with library.digest(find(runs, id)) as digest:
+            with suppress(Refused), library.digest(find(runs, id)) as digest:  # one that is gone costs no other
                 found[id] = spark(digest)
         return found
 

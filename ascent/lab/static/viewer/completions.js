@@ -1,5 +1,5 @@
 // The recorded responses of a step, token by token; or (with a key in the address) one prompt over the steps.
-import { asked, Component, count, Failure, get, grouped, html, nearest, ready, render, runLink, tell } from "./shared.js";
+import { asked, Component, count, Failure, get, grouped, html, nearest, poll, ready, render, runLink, tell } from "./shared.js";
 import { Group } from "./group.js";
 import { Prompt } from "./prompt.js";
 import { COLOURS, scaleOf } from "./scales.js";
@@ -9,6 +9,7 @@ const SHOWS = [["all", "all"], ["right", "right"], ["wrong", "wrong"], ["truncat
 const SORTS = [["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["sample", "sample"]];
 const DEFAULTS = { sort: "reward", show: "all", q: "", colour: "advantage", offset: "" };
 const PAUSE = 250; // ms of quiet before a search is sent
+const AGAIN = 8000; // ms between two looks for further steps
 const MOST_TICKS = 300;
 
 const read = () => ({
@@ -56,7 +57,7 @@ class Page extends Component {
   componentDidMount() {
     addEventListener("popstate", () => this.setState({ asked: read() }, () => this.load()));
     addEventListener("keydown", (event) => this.key(event));
-    document.addEventListener("visibilitychange", () => document.hidden || this.load(true));
+    poll(() => this.load(true), AGAIN); // a run that goes on records further steps
     window.lab = { about: { keys: [["← →", "the token before, after"], ["↑ ↓", "the line above, below"], ["Home End", "the first, the last token"], ["p n", "the recorded step before, after"], ["/", "search"]] } };
     this.load();
   }
@@ -92,7 +93,8 @@ class Page extends Component {
 
   async load(quiet = false) {
     const { id, key, step, sort, show, q, offset } = this.state.asked;
-    if (key) return;
+    if (key || (quiet && this.busy)) return;
+    this.busy = (this.busy ?? 0) + 1;
     this.stop?.abort();
     this.stop = new AbortController();
     try {
@@ -100,14 +102,16 @@ class Page extends Component {
       const before = this.state.found;
       const fresh = !before || before.step !== found.step || before.id !== found.id;
       if (fresh) this.wanted.clear();
-      if (quiet && !fresh && before.recorded.length === found.recorded.length) return;
-      this.setState((state) => ({ found, error: "", tokens: fresh ? new Map() : state.tokens, about: fresh ? null : state.about, count: state.count + 1 }));
+      if (quiet && !fresh && before.recorded.length === found.recorded.length) return void (this.state.error && this.setState({ error: "" }));
       if (found.step != null) tell({ step: found.step });
+      this.setState((state) => ({ asked: { ...state.asked, step: found.step == null ? step : String(found.step) }, found, error: "", tokens: fresh ? new Map() : state.tokens, about: fresh ? null : state.about, count: state.count + 1 }));
       ready(`Completions of ${id}`);
     } catch (error) {
       if (error.name === "AbortError") return;
       this.setState({ error: error.message });
       ready("Completions");
+    } finally {
+      this.busy -= 1;
     }
   }
 
