@@ -20,7 +20,7 @@ from ascent.viewer.places import Place
 POINTS = 600
 """Points of a curve if nobody says how many: about the width of a chart."""
 REREAD = 20_000
-"""Lines that are read again for a part of a run; a longer part is drawn from its buckets."""
+"""Lines that are read again where buckets would give fewer points than asked for; a longer part has to do with them."""
 MOST_BYTES = 1 << 27
 """Memory of all curves that are kept; the ones that were asked for longest ago go first."""
 DIGITS = 7
@@ -100,15 +100,15 @@ def curves(
         "nonfinite": {name: digest.nonfinite[name] for name in metrics if name in digest.nonfinite},
     }
     low, high = -np.inf if begin is None else begin, np.inf if end is None else end
-    lines = digest.lines_in(low, high)
-    if digest.width > 1 and lines <= max(REREAD, points):
+    keep = (digest.last >= low) & (digest.first <= high)
+    coarse = digest.width > 1 and np.count_nonzero(keep) < points
+    if coarse and np.count_nonzero(keep) * digest.width <= REREAD:
         part = digest.part(low, high)
         cuts = np.arange(len(part.steps))
         first = last = part.steps
         found = {name: fold(part.columns[name], cuts) for name in metrics if name in part.columns and len(cuts)}
         width = 1
     else:
-        keep = (digest.last >= low) & (digest.first <= high)
         first, last, width = digest.first[keep], digest.last[keep], digest.width
         found = {n: Buckets(*(p[keep] for p in digest.metrics[n])) for n in metrics if n in digest.metrics}
     together = -(-len(first) // max(points, 1)) or 1

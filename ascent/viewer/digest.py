@@ -146,10 +146,6 @@ class Digest:
         columns = {name: values[keep] for name, values in found.columns.items()}
         return found._replace(steps=found.steps[keep], starts=found.starts[keep], columns=columns)
 
-    def lines_in(self, begin: int | float, end: int | float) -> int:
-        """How many lines, about, have these steps."""
-        return int(((self.last >= begin) & (self.first <= end)).sum()) * self.width
-
 
 def fold(values: np.ndarray, cuts: np.ndarray) -> Buckets:
     """Values into buckets that begin at `cuts`; NaN is not measured."""
