@@ -283,7 +283,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "resume": resume,
     "show": show,
-    "report": _of("viewer.report"),
+    "report": _of("viewer.report.command"),
     "eval": evaluate,
     "sample": sample,
     "export": _of("commands", "export"),

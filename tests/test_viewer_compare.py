@@ -15,8 +15,8 @@ import pytest
 from scipy import stats
 
 from ascent.types import Refused
-from ascent.viewer import compare_files, overlay
-from ascent.viewer.compare import Comparison, dotted
+from ascent.viewer.compare import files, overlay
+from ascent.viewer.compare.comparison import Comparison, dotted
 from ascent.viewer.curves import Library
 
 CONFIG = {
@@ -272,9 +272,9 @@ def test_what_cannot_be_compared_is_refused(run: Any, compared: Any) -> None:
         with pytest.raises(Refused, match="there are step, samples"):
             found.curves(["reward"], "hours")
         with pytest.raises(Refused, match="there are finals"):
-            compare_files.table(found, "all", ["reward"])
+            files.table(found, "all", ["reward"])
         with pytest.raises(Refused, match="a picture has 1 to 12"):
-            compare_files.picture(found, ["reward"] * 13)
+            files.picture(found, ["reward"] * 13)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_tables_as_csv(two: Comparison) -> None:
     with two as found:
         curves, finals, settings = (
-            rows(compare_files.table(found, what, ["reward"])) for what in ("curves", "finals", "settings")
+            rows(files.table(found, what, ["reward"])) for what in ("curves", "finals", "settings")
         )
     assert curves[0] == ["metric", "setting", "seeds", "step", "mean", "low", "high"]
     mean, half = by_hand([0.0, 1.0])
@@ -311,8 +311,8 @@ def test_the_tables_as_csv(two: Comparison) -> None:
 @pytest.mark.parametrize("seeds", ["band", "lines"])
 def test_the_picture(two: Comparison, seeds: str) -> None:
     with two as found:
-        png = compare_files.picture(found, ["reward", "num_tokens"], "samples", "png", seeds)
-        svg = compare_files.picture(found, ["reward"], "step", "svg", seeds).decode()
+        png = files.picture(found, ["reward", "num_tokens"], "samples", "png", seeds)
+        svg = files.picture(found, ["reward"], "step", "svg", seeds).decode()
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
     assert "<svg" in svg and "Reward, sampled" in svg and "grpo, 2 seeds" in svg and "=cmd()" in svg
 

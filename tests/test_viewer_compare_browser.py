@@ -17,7 +17,7 @@ import ascent
 from ascent.diagnose.statistics import interval
 from ascent.records.folder import read_lines
 from ascent.viewer.places import Place
-from ascent.viewer.report import report
+from ascent.viewer.report.command import report
 from tests.browser import Lab, Screen, chromium, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]

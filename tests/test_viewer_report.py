@@ -15,8 +15,8 @@ import pytest
 
 import ascent
 from ascent.cli import main
-from ascent.viewer import report, report_html, report_svg
 from ascent.viewer.places import Place
+from ascent.viewer.report import command, html, svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 EVIL = '</pre><script>alert(1)</script><img src=http://x.test/a onerror=alert(1)>"\' onload="x'
@@ -157,7 +157,7 @@ def test_a_finished_run(run: Path, made: Any, capsys: pytest.CaptureFixture[str]
     for title, metric in names.items():
         assert [[int(step), float(value)] for step, value in found[title]] == [[x["step"], x[metric]] for x in lines]
     assert [row[1] for row in found["Exactly right"]] == [
-        "" if x["eval/accuracy"] is None else report_html.exact(x["eval/accuracy"]) for x in lines
+        "" if x["eval/accuracy"] is None else html.exact(x["eval/accuracy"]) for x in lines
     ]
 
 
@@ -175,7 +175,7 @@ def test_completions_have_their_numbers_and_a_choice_without_a_script(run: Path,
     assert heads == ["Step 0", "Step 4", "Step 5"]
     rows = pq.read_table(run / "rollouts/step_000000.parquet").to_pylist()
     row = max((r for r in rows if r["group"] == 0), key=lambda r: r["reward"])
-    said = f"δ {report_html.shown(row['advantage'][0], 4)}, log-prob {report_html.shown(row['logp_old'][0], 4)}, "
+    said = f"δ {html.shown(row['advantage'][0], 4)}, log-prob {html.shown(row['logp_old'][0], 4)}, "
     assert [a for a in page.all("span") if (a.get("title") or "").startswith(said)]
     assert page.text.count("Best:") + page.text.count("one response:") >= 3
     assert row["prompt_text"] in page.text
@@ -401,9 +401,9 @@ def test_a_folder_that_cannot_be_written_says_so(run: Path, monkeypatch: pytest.
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", full)
+    monkeypatch.setattr(command.os, "replace", full)
     with pytest.raises(ascent.types.Refused, match="No space left on device"):
-        report.write(run / "report.html", "x")
+        command.write(run / "report.html", "x")
     assert not (run / ".report.html.new").exists()
 
 
@@ -425,19 +425,19 @@ def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
-    assert report_svg.ticks(low, high) == pytest.approx(wanted)
+    assert svg.ticks(low, high) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("values", [[], [None], [0.0], [5.0] * 3, [1e308, -1e308], [1e-320, 2e-320], [None, 2.0, None]])
 def test_any_curve_can_be_drawn(values: list[float | None]) -> None:
-    drawn = report_svg.chart("t", [report_svg.Series("s", list(range(len(values))), values)])
+    drawn = svg.chart("t", [svg.Series("s", list(range(len(values))), values)])
     assert "nan" not in drawn and "inf" not in drawn
 
 
 def test_text_is_escaped_wherever_it_stands() -> None:
-    made = report_html.tag("p", "<b>", [1, "&"], report_html.tag("i", ">"), title='"><x', data_x=None, hidden=True)
+    made = html.tag("p", "<b>", [1, "&"], html.tag("i", ">"), title='"><x', data_x=None, hidden=True)
     assert made == '<p title="&quot;&gt;&lt;x" hidden>&lt;b&gt;1&amp;<i>&gt;</i></p>'
 
 
 def test_it_is_made_from_a_place(trained: Path) -> None:
-    assert report.report(Place("known", trained, "ascent")).startswith("<!doctype html>")
+    assert command.report(Place("known", trained, "ascent")).startswith("<!doctype html>")

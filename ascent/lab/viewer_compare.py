@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ascent.types import Refused
-from ascent.viewer import compare_files
-from ascent.viewer.compare import Comparison
+from ascent.viewer.compare import files
+from ascent.viewer.compare.comparison import Comparison
 from ascent.viewer.curves import POINTS, Library
 
 MOST_POINTS = 5_000
@@ -45,15 +45,15 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
                 raise Refused(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
             with compared(request) as found:
                 wanted = metrics(request, found)
-                data = compare_files.picture(found, wanted, axis(request), kind, seeds)
-            return attached(data, compare_files.PICTURES[kind], f"compare-{'-'.join(wanted)}", kind)
+                data = files.picture(found, wanted, axis(request), kind, seeds)
+            return attached(data, files.PICTURES[kind], f"compare-{'-'.join(wanted)}", kind)
 
         return made
 
     def table(request: Request) -> Response:
         what = request.query_params.get("table", "finals")
         with compared(request) as found:
-            text = compare_files.table(found, what, metrics(request, found), axis(request))
+            text = files.table(found, what, metrics(request, found), axis(request))
         return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
 
     async def answered(request: Request) -> Response:
@@ -61,7 +61,7 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
 
     return [
         Route("/api/view/compare", answered),
-        *(Route(f"/api/view/compare.{kind}", _file(picture(kind))) for kind in compare_files.PICTURES),
+        *(Route(f"/api/view/compare.{kind}", _file(picture(kind))) for kind in files.PICTURES),
         Route("/api/view/compare.csv", _file(table)),
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ascent.types import Refused
 from ascent.viewer.charts import CHARTS
-from ascent.viewer.compare import Comparison
+from ascent.viewer.compare.comparison import Comparison
 
 PICTURES = {"png": "image/png", "svg": "image/svg+xml"}
 TABLES = ("finals", "curves", "settings")

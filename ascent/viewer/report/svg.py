@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ascent.viewer.report_html import Markup, shown, tag
+from ascent.viewer.report.html import Markup, shown, tag
 
 WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 50, 66, 12, 26

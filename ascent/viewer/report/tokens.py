@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ascent.viewer.report_html import Markup, joined, shown, table, tag
+from ascent.viewer.report.html import Markup, joined, shown, table, tag
 
 GROUPS = 3
 """Groups of a step."""

@@ -11,11 +11,12 @@ from typing import Annotated
 import tyro
 
 from ascent.types import Refused
-from ascent.viewer import about, report_tokens
+from ascent.viewer import about
 from ascent.viewer.curves import Library, curves
 from ascent.viewer.exact import Exact
 from ascent.viewer.places import Place, kind_of
-from ascent.viewer.report_page import GENERATOR, Facts, page
+from ascent.viewer.report import tokens
+from ascent.viewer.report.page import GENERATOR, Facts, page
 
 POINTS = 300
 """Points of a curve in a report."""
@@ -111,7 +112,7 @@ def report(place: Place) -> str:
         exact = Exact(digest)
         rows = {c["key"]: exact.lines([one["metric"] for one in c["series"]], LINES) for c in told["charts"]}
         last = {metric: value for metric in metrics if (value := exact.last(metric))}
-    shown = report_tokens.section(*report_tokens.gather(place.folder, place.kind))
+    shown = tokens.section(*tokens.gather(place.folder, place.kind))
     return page(Facts(told, drawn, rows, last, shown, version=_version()))
 
 

@@ -14,10 +14,10 @@ from ascent.menu import nearest
 from ascent.types import Refused
 from ascent.viewer import about
 from ascent.viewer.charts import DRAWN, charts_of
+from ascent.viewer.compare.overlay import AXES, overlay
 from ascent.viewer.curves import POINTS, Library, measured
 from ascent.viewer.digest import Digest
 from ascent.viewer.exact import Exact
-from ascent.viewer.overlay import AXES, overlay
 from ascent.viewer.places import Place, find
 from ascent.viewer.status import status_of
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ascent.viewer.report_html import Markup, joined, number, shown, table, tag
-from ascent.viewer.report_style import style
-from ascent.viewer.report_svg import Series, chart, swatch
+from ascent.viewer.report.html import Markup, joined, number, shown, table, tag
+from ascent.viewer.report.style import style
+from ascent.viewer.report.svg import Series, chart, swatch
 
 GENERATOR = "ascent report"
 """By this a file is known as ours, which may be written over."""
@@ -239,7 +239,7 @@ def objective(about: Mapping[str, Any]) -> Markup | None:
 
 
 def settings(config: Mapping[str, Any]) -> Markup | None:
-    from ascent.viewer.compare import dotted
+    from ascent.viewer.compare.comparison import dotted
 
     found = dotted(config)
     return pairs({name: plain(value) for name, value in found.items()}) if found else None
