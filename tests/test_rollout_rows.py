@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import ascent
 from ascent.engines.language import LanguageLearner
+from ascent.engines.language.learner import fetched
 from ascent.records.pieces import BROKEN, Pieces
 from ascent.tasks import sorting
 from ascent.types import Batch
@@ -136,6 +138,11 @@ def test_a_language_model_reports_it_too() -> None:
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     assert stepped.entropy is not None and stepped.entropy.shape == mini.mask.shape
     assert torch.allclose((stepped.entropy * mini.counted).sum(), stepped.sums["entropy"])
+    for given in (stepped, replace(stepped, entropy=None)):  # as a GPU's numbers are fetched
+        found = fetched(given, torch.device("cpu"))
+        assert found.metrics.keys() == given.metrics.keys() and found.sums == given.sums
+        assert torch.equal(found.logp, given.logp)
+        assert found.entropy is None if given.entropy is None else torch.equal(found.entropy, given.entropy)
 
 
 # ---- status -----------------------------------------------------------------------------------------

@@ -162,6 +162,13 @@ SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] 
         2.0,
         None,
     ),
+    "solved, and ever shorter": ({"reward": flat(1.0), "accuracy": flat(0.97), "length": rising(100, 40)}, 1.0, {}),
+    "certain, and mostly right": ({"accuracy": flat(0.7), "entropy": rising(1.0, 0.02, 0, 0.3)}, 1.0, {}),
+    "parts that do not add up to the reward": (
+        {"reward": rising(0.2, 0.8), "rewards/a": rising(0.1, 0.7), "rewards/b": flat(5.0)},
+        2.0,
+        None,
+    ),
     "the entropy falls by half": ({"entropy": rising(1.0, 0.4)}, 1.0, {}),
     "the entropy is low, and the accuracy rises": (
         {"entropy": rising(1.0, 0.02, 0, 0.3), "accuracy": rising(0.05, 0.45), "reward": rising(0.05, 0.45)},

@@ -146,17 +146,7 @@ class LanguageLearner(LocalLearner):
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         stepped = super().step(mini, objective, update)
         self._narrow()
-        if self.lm.device.type == "cpu":
-            return stepped
-        named = [*stepped.metrics.items(), *stepped.sums.items()]
-        numbers = torch.stack([value.to(self.lm.device) for _, value in named]).cpu()  # here the host waits
-        found = dict(zip((name for name, _ in named), numbers, strict=True))
-        tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
-        return Stepped(
-            {name: found[name] for name in stepped.metrics},
-            {name: found[name] for name in stepped.sums},
-            *torch.stack(tokens).cpu(),
-        )
+        return stepped if self.lm.device.type == "cpu" else fetched(stepped, self.lm.device)
 
     @torch.no_grad()
     def _narrow(self) -> None:
@@ -274,6 +264,17 @@ class LanguageLearner(LocalLearner):
         if self.critic is not None:
             load_params(dict(self.critic.named_parameters()), state["critic"], partly=True)
             remind(self.critic_optimizer, state["critic_optimizer"])
+
+
+def fetched(stepped: Stepped, device: torch.device) -> Stepped:
+    """What a step reports, on the host: all numbers in one copy, and all tokens in another."""
+    named = [*stepped.metrics.items(), *stepped.sums.items()]
+    numbers = torch.stack([value.to(device) for _, value in named]).cpu()  # here the host waits
+    found = dict(zip((name for name, _ in named), numbers, strict=True))
+    tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
+    logp, *entropy = torch.stack(tokens).cpu()
+    metrics, sums = ({name: found[name] for name in names} for names in (stepped.metrics, stepped.sums))
+    return Stepped(metrics, sums, logp, *entropy)
 
 
 def _on_host(values: Tensor, like: Batch) -> Tensor:
