@@ -39,14 +39,8 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
     assert len(course.updates) == len(ours.updates) == 1000
 
     assert [line for line in out.splitlines() if len(line) > 80] == []
-    for words in (
-        "Stuck: ",
-        "Reward without accuracy",
-        "What to try next",
-        "wrong",
-        "sorted",
-        str(folder / "demo.png"),
-    ):
+    picture = str(folder / "demo.png")
+    for words in ("Stuck: ", "Reward without accuracy", "What to try next", "wrong", "sorted", picture):
         assert words in out
     for run in (course, ours, loophole):
         assert str(run.folder) in out

@@ -184,10 +184,9 @@ class LocalLearner:
     def step(self, mini: Batch, objective: Objective, update: Update) -> Stepped:
         """One update on a mini-batch, and what to report of it."""
         terms, report = update(self, mini, objective)
-        logp, entropy = (
-            part[0] if len(part) == 1 else joined(part, mini) if part else None for part in (self._logp, self._entropy)
-        )
-        assert logp is not None
+        one = len(self._logp) == 1
+        logp = self._logp[0] if one else joined(self._logp, mini)
+        entropy = None if not self._entropy else self._entropy[0] if one else joined(self._entropy, mini)
         return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp, entropy)
 
     @torch.no_grad()

@@ -50,8 +50,8 @@ METRICS = (
 )
 """On every line of metrics.jsonl, in this order; null: not measured in this step. The loss comes last."""
 
-UPDATE = ("loss", "grad_norm", "clip_ratio/low_mean", "clip_ratio/high_mean")
-"""On every line of updates.jsonl, the last two where the loss clips."""
+CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
+"""On every line of updates.jsonl where the loss clips."""
 
 HEARTBEAT = 2.0
 """Seconds between two signs of life in run.json."""
@@ -77,8 +77,11 @@ class Writer:
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
         for i, update in enumerate(updates):
-            told = {name: update.report[name] for name in UPDATE if name in update.report}
-            self._line("updates.jsonl", {"step": step, "update": i, **told})
+            report = update.report
+            told = {"step": step, "update": i, "loss": report["loss"], "grad_norm": report["grad_norm"]}
+            if CLIPS[0] in report:
+                told |= {name: report[name] for name in CLIPS}
+            self._line("updates.jsonl", told)
         loss = metrics.pop("loss", None)
         line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
