@@ -1,0 +1,282 @@
+"""Run folders that anyone may have written: whatever they hold, every page answers, and no run costs another."""
+
+# ruff: noqa: UP031 (JSON is full of braces)
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+import ascent
+from ascent.lab.guard import Guard, names
+from ascent.lab.server import application
+from ascent.records.folder import RunFolder, is_locked
+from ascent.types import Refused
+from ascent.viewer import notes
+from ascent.viewer.compare.comparison import Comparison
+from ascent.viewer.curves import Library, curves
+from ascent.viewer.digest import Digest
+from ascent.viewer.parsing import parse
+from ascent.viewer.status import status_of
+
+DEEP = "[" * 30_000 + "]" * 30_000
+BIG = "9" * 400
+
+
+def metrics(text: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(text + "\n")
+
+    return damage
+
+
+def replaced(name: str, text: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        (run / name).write_text(text)
+
+    return damage
+
+
+def edited(**changes: object) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        known = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(known | changes))
+
+    return damage
+
+
+def pipe(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+
+
+def folder_for_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+
+
+def odd_rollouts(run: Path) -> None:
+    (run / "rollouts" / "step_².parquet").write_text("x")
+    (run / "rollouts" / "step_000001.parquet").write_text("torn")
+
+
+def link_outside(run: Path) -> None:
+    (run.parent.parent / "secret.json").write_text('{"objective": "SECRET"}')
+    (run / "config.json").unlink()
+    (run / "config.json").symlink_to(run.parent.parent / "secret.json")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "nan": metrics('{"step": 2, "reward": NaN, "eval/accuracy": Infinity}'),
+    "step-word": metrics('{"step": "x", "reward": 1}'),
+    "step-list": metrics('{"step": [1], "reward": 1}'),
+    "step-huge": metrics('{"step": 1e308, "reward": 1}'),
+    "step-long": metrics('{"step": %s, "reward": %s}' % (BIG, BIG)),
+    "whole-64": metrics('{"step": 2, "seed": 18446744073709551615, "reward": 9007199254740993}'),
+    "overflow": metrics("\n".join('{"step": %d, "reward": 1.5e308}' % step for step in range(2, 3000))),
+    "deep": metrics('{"step": 2, "a": %s}' % DEEP),
+    "bytes": metrics("\udcff\udcfe".encode("utf-8", "surrogateescape").decode("latin-1")),
+    "pipe": pipe,
+    "folder": folder_for_metrics,
+    "run-list": replaced("run.json", "[]"),
+    "run-deep": replaced("run.json", DEEP),
+    "run-empty": replaced("run.json", ""),
+    "run-words": edited(status="running", heartbeat="soon", steps="many", seed=float("nan"), history=3, result=[1]),
+    "run-surrogate": replaced(
+        "run.json", '{"status": "finished", "task": "\\ud800", "result": null, "history": [], "label": {"a": 1}}'
+    ),
+    "config-odd": replaced("config.json", '{"loss": {"name": 5}, "seed": NaN, "task": null}'),
+    "events-odd": replaced(
+        "events.jsonl",
+        '{"step": 1, "event": "flag", "name": ["x"], "text": 5}\n{"step": NaN, "event": "flag", "name": "a"}\n'
+        '{"step": 1, "event": "flag", "name": "\\ud800", "evidence": {"metrics": {"a": [%s, null]}, "steps": "x"}}\n'
+        '{"step": 1, "event": "flag", "name": "b", "evidence": [1]}\n[]\n' % BIG,
+    ),
+    "notes-odd": replaced("notes.json", '{"text": 5, "tags": ["\\ud800", 3, null]}'),
+    "rollouts-odd": odd_rollouts,
+    "link": link_outside,
+    "alive-odd": replaced(".alive", '{"host": 5, "time": %s}' % BIG),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile") / "runs"
+    ascent.train("lecture", steps=2, record_every=1, show=False, out=root / "good")
+    for name, damage in DAMAGES.items():
+        shutil.copytree(root / "good", root / name)
+        damage(root / name)
+    verl = root / "verl-odd"
+    verl.mkdir()
+    (verl / "1.jsonl").write_text('{"input": "a", "output": "b", "score": 1e308, "step": 1}\n' * 2)
+    (verl / "2.jsonl").symlink_to(verl / "missing")
+    (verl / "3.jsonl").mkdir()
+    (verl / "4.jsonl").write_text('{"input": "a", "output": "b", "score": %s, "step": 4}\n' % BIG)
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> TestClient:
+    guard = Guard(application(root), names("127.0.0.1", 8321), "token", b"s" * 32)
+    client = TestClient(
+        guard,
+        base_url="http://127.0.0.1:8321",
+        headers={"origin": "http://127.0.0.1:8321"},
+        raise_server_exceptions=False,
+    )
+    client.get("/?token=token")
+    return client
+
+
+def test_one_damaged_run_costs_no_other_its_row(client: TestClient) -> None:
+    rows = {row["id"]: row for row in client.get("/api/view/runs").json()["runs"]}
+    assert set(rows) == {"good", *DAMAGES, "verl-odd"}
+    assert rows["good"]["status"] == "finished" and rows["good"]["step"] == 2
+    assert rows["nan"]["step"] == 3 and rows["step-word"]["step"] == 2
+    sparks = client.get("/api/view/spark", params={"id": ["good", "pipe", "folder"]}).json()
+    assert len(sparks["good"]["points"]) >= 1
+
+
+@pytest.mark.parametrize("name", [*DAMAGES, "verl-odd"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("run", "curves", "curves?points=2&from=0&to=1", "spark", "completions", "completions?step=1", "prompts"),
+        *("tokens?step=1&group=0", "compare?id=good", "compare.csv?id=good", "compare.csv?table=settings"),
+        "compare.svg",
+    ],
+)
+def test_every_page_of_a_damaged_run_answers(client: TestClient, name: str, path: str) -> None:
+    answer = client.get(f"/api/view/{path}{'&' if '?' in path else '?'}id={name}")
+    assert answer.status_code in (200, 400), answer.text[:300]
+    if answer.status_code == 400:
+        assert answer.json()["error"]
+
+
+@pytest.mark.parametrize("name", [*DAMAGES, "verl-odd"])
+def test_a_damaged_run_has_a_report_or_a_reason(root: Path, name: str, tmp_path: Path) -> None:
+    from ascent import cli
+
+    code = cli.main(["report", str(root / name), "--out", str(tmp_path / "r.html")])
+    assert code in (0, 2) and (code == 2) != (tmp_path / "r.html").exists()
+
+
+def test_nothing_is_read_through_a_link(client: TestClient) -> None:
+    assert "SECRET" not in client.get("/api/view/run", params={"id": "link"}).text
+
+
+def test_nothing_is_written_through_a_link(root: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    (run / ".notes.json.new").symlink_to(victim)
+    notes.write(run, "mine", [], "")
+    assert victim.read_text() == "precious" and not (run / "notes.json").is_symlink()
+
+
+def test_a_note_that_cannot_be_read_is_not_written_over(root: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    (run / "notes.json").write_text('{"text": "my long careful note", "tags": ["x"],}')
+    for revision in ("", notes.read(run)["revision"]):
+        with pytest.raises(Refused, match="mend or move"):
+            notes.write(run, "new", [], revision)
+    assert "careful" in (run / "notes.json").read_text()
+
+
+def test_one_run_under_two_names_is_compared_and_two_comparisons_do_not_wait_for_one_another(root: Path) -> None:
+    for name, target in (("latest", "good"), ("a-first", "nan")):
+        (root / name).symlink_to(root / target)
+    library, done = Library(), []
+
+    def compare(ids: list[str]) -> None:
+        for _ in range(30):
+            with Comparison(root, ids, library) as found:
+                found.told()
+        done.append(ids)
+
+    pairs = (["good", "latest"], ["good", "nan"], ["a-first", "latest"], ["nan", "latest"])
+    threads = [threading.Thread(target=compare, args=(pair,), daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for name in ("latest", "a-first"):
+        (root / name).unlink()
+    assert len(done) == len(pairs), "they wait for one another"
+
+
+def test_lines_that_nest_deeply_are_bad_lines_and_no_crash() -> None:
+    found = parse(('{"step": 0, "a": %s}\n{"step": 1, "reward": 2}\n' % DEEP).encode())
+    assert found.steps.tolist()[-1] == 1 and found.columns["reward"].tolist()[-1] == 2
+
+
+def test_buckets_of_two_runs_hold_the_same_steps_though_one_lacks_a_line(tmp_path: Path) -> None:
+    for name, missing in (("a", None), ("b", 5)):
+        with open(tmp_path / name, "w") as file:
+            file.writelines(json.dumps({"step": s, "reward": s}) + "\n" for s in range(5_000) if s != missing)
+    one, other = (Digest(tmp_path / name) for name in "ab")
+    one.update()
+    other.update()
+    assert one.width == other.width > 1 and one.index.tolist() == other.index.tolist()
+    apart = [i for i, (x, y) in enumerate(zip(one.first, other.first, strict=True)) if x != y]
+    assert len(apart) <= 1
+    assert sum(a != b for a, b in zip(curves(one, ["reward"])["x"], curves(other, ["reward"])["x"], strict=True)) <= 1
+
+
+def test_many_metrics_take_no_more_memory_than_some(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"step": s, "reward": 1.0, f"m{s}": 1.0}) + "\n" for s in range(3_000))
+    found = Digest(path)
+    found.update()
+    assert len(found.metrics) <= 400 and "left out" in found.problem and found.lines == 3_000
+
+
+def test_a_line_without_end_is_no_reason_to_read_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ascent.viewer.digest.CHUNK", 1000)
+    path = tmp_path / "m"
+    path.write_text('{"step": 0, "reward": 1}\n{"step": 1, "text": "' + "x" * 5_000)
+    found = Digest(path)
+    found.update()
+    assert found.lines == 1 and "a line of more than" in found.problem
+
+
+def test_a_sign_of_life_is_one_that_changes_whatever_the_clock_there_says(tmp_path: Path) -> None:
+    run = {"status": "running", "step": 1, "steps": 9}
+
+    def look(said: float, now: float) -> str:
+        (tmp_path / ".alive").write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": said}))
+        os.utime(tmp_path / ".alive", (now - 500, now - 500))
+        return status_of(tmp_path, run, now)[0]
+
+    assert look(1e9 + 3600, 1e9) == "died", "a clock that is ahead proves nothing: the file is old"
+    assert look(1e9 + 3605, 1e9 + 5) == "running", "it was renewed since the last look"
+    assert look(1e9 + 3605, 1e9 + 60) == "died"
+    assert look(1e9 - 3600, 1e9 + 65) == "running", "renewed again, by a clock that is behind"
+
+
+def test_looking_whether_a_run_is_locked_does_not_keep_it_from_being_resumed(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            is_locked(tmp_path)
+
+    (tmp_path / ".lock").touch()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        for _ in range(100):
+            folder = RunFolder(tmp_path)
+            folder.lock()
+            folder.close()
+    finally:
+        stop.set()
+        watcher.join()
