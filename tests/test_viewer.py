@@ -181,7 +181,7 @@ def test_memory_does_not_grow_with_a_run(tmp_path: Path) -> None:
         written(path, walk(2_500, start=2_500 * part), "a")
         found.update()
         sizes.append(found.size)
-    assert found.lines == 50_000 and max(sizes) <= digest.MOST_BUCKETS * 8 * (4 * 4 + 3)
+    assert found.lines == 50_000 and max(sizes) <= digest.MOST_BUCKETS * 8 * (4 * 4 + 4)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(50):
         curves(found, ["reward", "loss"])

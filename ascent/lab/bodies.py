@@ -1,11 +1,13 @@
-"""What a command may bring with it."""
+"""What a command may bring with it, and what an answer may hold."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from ascent.types import Refused
 
@@ -27,3 +29,22 @@ async def body(request: Request) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise Refused("a command is a JSON object")
     return asked
+
+
+class Json(JSONResponse):
+    """JSON of what may come from anyone's files: numbers that are not finite are null, odd letters are escaped."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+        except ValueError:
+            text = json.dumps(finite(content), allow_nan=False, separators=(",", ":"))
+        return text.encode()
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value

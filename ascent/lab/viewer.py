@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab import viewer_compare, viewer_pages
-from ascent.lab.bodies import body
+from ascent.lab import viewer_pages
+from ascent.lab.bodies import Json, body
 from ascent.types import Refused
 from ascent.viewer import about, notes
 from ascent.viewer.charts import DRAWN
@@ -27,7 +27,7 @@ MOST_POINTS = 5_000
 
 def routes(runs: Path, library: Library) -> list[BaseRoute]:
     def listed(_: Request) -> dict[str, Any]:
-        return {"root": runs.name, "runs": [about.row(place) for place in places(runs)]}
+        return {"root": runs.name, "runs": [about.safe_row(place) for place in places(runs)]}
 
     def whole(request: Request) -> dict[str, Any]:
         return about.page(find(runs, one(request, "id")), library)
@@ -51,7 +51,10 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
     def sparks(request: Request) -> dict[str, Any]:
         found = {}
         for id in many(request, "id", MOST_RUNS):
-            with suppress(Refused), library.digest(find(runs, id)) as digest:  # one that is gone costs no other
+            with (
+                suppress(Refused, OSError),
+                library.digest(find(runs, id)) as digest,
+            ):  # one that is gone costs no other
                 found[id] = spark(digest)
         return found
 
@@ -59,7 +62,7 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
         asked = await body(request)
         place = find(runs, str(asked.get("id", "")))
         given = (asked.get("text"), asked.get("tags"), asked.get("revision"))
-        return JSONResponse(await run_in_threadpool(notes.write, place.folder, *given))
+        return Json(await run_in_threadpool(notes.write, place.folder, *given))
 
     return [
         *(Route(f"/{name}", _page(name)) for name in viewer_pages.PAGES),
@@ -68,7 +71,6 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
         Route("/api/view/curves", answer(drawn)),
         Route("/api/view/spark", answer(sparks)),
         Route("/api/view/notes", noted, methods=["POST"]),
-        *viewer_compare.routes(runs, library),
     ]
 
 
@@ -83,7 +85,10 @@ def answer(make: Callable[[Request], Any]) -> Callable:
     """A route that computes JSON off the event loop."""
 
     async def answered(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(make, request))
+        try:
+            return Json(await run_in_threadpool(make, request))
+        except ArithmeticError as error:
+            raise Refused(f"a number in these files is too large to compute with: {error}") from None
 
     return answered
 

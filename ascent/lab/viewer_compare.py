@@ -9,9 +9,10 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from ascent.lab.bodies import Json
 from ascent.types import Refused
 from ascent.viewer.compare import files
 from ascent.viewer.compare.comparison import Comparison
@@ -57,7 +58,7 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
         return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
 
     async def answered(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(told, request))
+        return Json(await run_in_threadpool(told, request))
 
     return [
         Route("/api/view/compare", answered),

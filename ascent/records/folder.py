@@ -30,7 +30,8 @@ UNBEGUN = {".lock", alive.NAME, alive.ASIDE, "config.json", ".config.json.new", 
 def write_json(path: Path, value: Any) -> None:
     """Write aside, flush, rename: a reader sees the old file or the new one, never half of it."""
     aside = path.with_name(f".{path.name}.new")
-    with open(aside, "w") as file:
+    aside.unlink(missing_ok=True)  # what a kill left, or a link that would lead elsewhere
+    with open(aside, "x") as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -106,7 +107,7 @@ class RunFolder:
     def lock(self) -> None:
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(self._lock)
         except BlockingIOError:
             self._lock.seek(0)
             pid = self._lock.read().strip() or "unknown"
@@ -166,6 +167,18 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _lock_soon(file: IO[str]) -> None:
+    """Lock a file. One who only looks whether it is locked holds it for a moment: that is waited for."""
+    for left in reversed(range(20)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(0.01)
 
 
 def refuse_taken(path: Path) -> None:

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ascent.records.folder import is_locked
 from ascent.viewer import foreign, notes
 from ascent.viewer.charts import charts_of
 from ascent.viewer.curves import Library, measured
-from ascent.viewer.places import Place
+from ascent.viewer.places import MOST, Place
+from ascent.viewer.reading import changed, loads, number, opened, read_object, text
+from ascent.viewer.recorded import steps as steps_of
 from ascent.viewer.status import begun, status_of
 
-END = 1 << 17
+MOST_EVENTS = 1 << 20
+"""Bytes of events.jsonl that are read."""
+END = 1 << 15
 """Bytes at the end of metrics.jsonl in which a list looks for the last values."""
+LAST = 4
+"""Lines of them that are parsed."""
+FAR = 1 << 22
+"""And for those of an evaluation, which come now and then."""
+RARE = ("eval/accuracy", "eval/reward")
 SAID = ("objective", "formula", "label")
 """What config.json holds only to be read."""
+
+
+def safe_row(place: Place) -> dict[str, Any]:
+    """A row whatever the files hold: in a list of many runs no one of them may cost the others."""
+    try:
+        return row(place)
+    except Exception as error:
+        blank = dict.fromkeys(("seed", "steps", "started", "updated", "accuracy", "reward", "max_reward"))
+        said = f"its files cannot be read: {type(error).__name__}: {error}"[:300]
+        about: dict[str, Any] = {"id": place.id, "kind": place.kind, "tags": [], "note": "", "task": "", "label": ""}
+        return about | blank | {"status": "unreadable", "said": said, "step": 0, "flags": []}
 
 
 def row(place: Place) -> dict[str, Any]:
@@ -30,25 +51,42 @@ def row(place: Place) -> dict[str, Any]:
     if problem:
         status, said = "unreadable", problem
         if not (place.folder / "run.json").exists():
-            status, said = "died", "killed before its first step; only its settings are here"
+            begins = is_locked(place.folder)
+            said = (
+                "starting: its process is there"
+                if begins
+                else "killed before its first step; only its settings are here"
+            )
+            status = "running" if begins else "died"
     else:
         status, said = status_of(place.folder, run | {"step": last.get("step", -1) + 1})
     return {
         **_common(place),
-        "task": run.get("task", ""),
-        "label": run.get("label", ""),
-        "seed": run.get("seed"),
+        "task": text(run.get("task", "")),
+        "label": text(run.get("label", "")),
+        "seed": number(run.get("seed")),
         "status": status,
         "said": said,
         "step": last.get("step", -1) + 1,
-        "steps": run.get("steps"),
+        "steps": number(run.get("steps")),
         "started": begun(run),
         "updated": changed(place.folder / "metrics.jsonl") or changed(place.folder / "run.json"),
         "accuracy": accuracy,
         "reward": last.get("eval/reward", last.get("reward")),
-        "max_reward": (result or {}).get("max_reward"),
-        "flags": list(dict.fromkeys(e["name"] for e in events(place) if e.get("event") == "flag" and "name" in e)),
+        "max_reward": number((result or {}).get("max_reward")),
+        "flags": list(
+            dict.fromkeys(
+                e["name"] for e in events(place) if e.get("event") == "flag" and isinstance(e.get("name"), str)
+            )
+        ),
     }
+
+
+def flagged(found: list[dict[str, Any]]) -> list[str]:
+    """The names of flags, each once."""
+    return list(
+        dict.fromkeys(str(event["name"]) for event in found if event.get("event") == "flag" and "name" in event)
+    )
 
 
 def _common(place: Place) -> dict[str, Any]:
@@ -87,7 +125,7 @@ def page(place: Place, library: Library) -> dict[str, Any]:
     problems = [problem for problem in (run_problem, config_problem) if problem]
     with library.digest(place) as digest:
         charts = charts_of(measured(digest))
-        problems += [f"metrics.jsonl: {text}" for text in digest.bad[:3]]
+        problems += [f"metrics.jsonl: {text}" for text in (digest.problem, *digest.bad[:3]) if text]
         if digest.bad_count > 3:
             problems.append(f"metrics.jsonl: {digest.bad_count:,} lines in all cannot be read, and are left out")
         problems += [
@@ -119,10 +157,7 @@ def page(place: Place, library: Library) -> dict[str, Any]:
 
 def recorded(place: Place) -> list[int]:
     """The steps of which responses were kept."""
-    if place.kind != "ascent":
-        return foreign.steps(place.folder)
-    numbers = (path.stem.removeprefix("step_") for path in (place.folder / "rollouts").glob("step_*.parquet"))
-    return sorted(int(number) for number in numbers if number.isdigit())
+    return steps_of(place.folder, place.kind)
 
 
 def events(place: Place) -> list[dict[str, Any]]:
@@ -130,17 +165,23 @@ def events(place: Place) -> list[dict[str, Any]]:
     if place.kind != "ascent":
         return foreign.events(place.folder)
     path = place.folder / "events.jsonl"
-    return list(_events(path, changed(path)))
-
-
-@lru_cache(maxsize=1024)
-def _events(path: Path, _: float | None) -> tuple[dict[str, Any], ...]:
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        about = path.stat()
+    except OSError:
+        return []
+    return list(_events(path, about.st_size, about.st_mtime_ns))
+
+
+@lru_cache(maxsize=MOST)
+def _events(path: Path, size: int, _: int) -> tuple[dict[str, Any], ...]:
+    """At most so many bytes of it: a run raises each flag once."""
+    try:
+        with opened(path) as file:
+            lines = file.read(min(size, MOST_EVENTS)).split(b"\n")[:-1]
     except OSError:
         return ()
     found = (_json(line) for line in lines)
-    return tuple(line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int | float))
+    return tuple(line for line in found if isinstance(line, dict) and number(line.get("step")) is not None)
 
 
 def last_values(path: Path) -> dict[str, Any]:
@@ -152,38 +193,34 @@ def last_values(path: Path) -> dict[str, Any]:
     return dict(_last_values(path, about.st_size, about.st_mtime_ns))
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=MOST)
 def _last_values(path: Path, size: int, _: int) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             file.seek(max(0, size - END))
             lines = file.read().split(b"\n")[:-1]
+            found = [_json(line) for line in (lines if size <= END else lines[1:])[-LAST:]]
+            last = {k: v for line in found if isinstance(line, dict) for k, v in line.items() if number(v) is not None}
+            if not all(name in last for name in RARE):
+                file.seek(max(0, size - FAR))
+                last = rare(file.read()) | last
     except OSError:
         return {}
-    found = (_json(line) for line in (lines if size <= END else lines[1:]))
-    return {k: v for line in found if isinstance(line, dict) for k, v in line.items() if v is not None}
+    return last
 
 
-def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """A JSON object, or an empty one and what is wrong with its file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}, f"{path.name} is missing"
-    except (OSError, ValueError) as error:
-        return {}, f"{path.name} cannot be read: {error}"
-    return (found, "") if isinstance(found, dict) else ({}, f"{path.name} is no JSON object")
-
-
-def changed(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
+def rare(data: bytes) -> dict[str, Any]:
+    """The last value of what is measured now and then: found by its name, without parsing every line."""
+    found = {}
+    for name in RARE:
+        for given in re.findall(rb'"%s": ?(-?[0-9][0-9.eE+-]*)' % name.encode(), data)[-1:]:
+            if (value := number(_json(given))) is not None:
+                found[name] = value
+    return found
 
 
 def _json(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return loads(line)
     except ValueError:
         return None

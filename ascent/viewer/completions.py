@@ -6,6 +6,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,10 @@ def _group(place: int, members: list[Row], parts: list[str]) -> Row:
     group: Row = {"group": place, "key": key_of(prompt), "prompt": prompt, "size": len(members)}
     if members[0].get("answer") is not None:
         group["answer"] = members[0]["answer"]
-    group |= {"mean": statistics.fmean(rewards) if rewards else None}
-    group |= {"std": (statistics.stdev(rewards) if len(rewards) > 1 else 0.0) if rewards else None}
+    group |= {"mean": None, "std": None}
+    if rewards:
+        with suppress(OverflowError):  # rewards so large that they have no sum
+            group |= {"mean": statistics.fmean(rewards), "std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0}
     group |= {"low": min(rewards, default=None), "high": max(rewards, default=None)}
     group |= {"right": sum(strict) if strict else None, "of": len(strict), "failed": _failed(responses)}
     return group | {"kind": _kind(rewards, strict), "responses": responses}

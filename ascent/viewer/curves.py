@@ -30,7 +30,7 @@ class Library:
     """Digests of the runs that were looked at last, each up to date when it is handed out."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Path, tuple[Digest, threading.Lock]] = OrderedDict()
+        self._kept: OrderedDict[Path, tuple[Digest, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -39,7 +39,7 @@ class Library:
         with self._lock:
             if place.folder not in self._kept:
                 kind = Digest if place.kind == "ascent" else ForeignDigest
-                self._kept[place.folder] = kind(path_of(place)), threading.Lock()
+                self._kept[place.folder] = kind(path_of(place)), threading.RLock()
             self._kept.move_to_end(place.folder)
             digest, lock = self._kept[place.folder]
         with lock:
@@ -116,14 +116,15 @@ def curves(
         cuts = np.arange(0, len(first), together)
         found = {name: merged(buckets, cuts) for name, buckets in found.items()}
         first, last = first[cuts], last[np.append(cuts[1:], len(last)) - 1]
-    x = [_number(v) for v in (first + last) / 2]
+    x = [_number(v) for v in first / 2 + last / 2]
     series = {name: _series(b, width * together > 1) for name, b in found.items() if b.number.any()}
     return {**about, "bucket": width * together, "x": x, "metrics": series}
 
 
 def _series(buckets: Buckets, several: bool) -> dict[str, list[float | None]]:
     known = buckets.number > 0
-    mean = np.divide(buckets.sum, buckets.number, out=np.full(len(known), np.nan), where=known)
+    with np.errstate(invalid="ignore"):
+        mean = np.divide(buckets.sum, buckets.number, out=np.full(len(known), np.nan), where=known)
     if not several:
         return {"mean": _listed(mean, known)}
     parts = {"mean": mean, "low": buckets.low, "high": buckets.high}
@@ -131,14 +132,17 @@ def _series(buckets: Buckets, several: bool) -> dict[str, list[float | None]]:
 
 
 def _listed(values: np.ndarray, known: np.ndarray) -> list[float | None]:
-    return [value if there else None for value, there in zip(values.tolist(), known.tolist(), strict=True)]
+    there = known & np.isfinite(values)  # a sum may have been too large to be a number
+    return [value if ok else None for value, ok in zip(values.tolist(), there.tolist(), strict=True)]
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
     """To seven digits: a mean of many steps is drawn, not quoted."""
     size = np.abs(np.where(np.isfinite(values) & (values != 0), values, 1.0))
-    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(size)))
-    return np.where(np.isfinite(scale) & np.isfinite(values), np.round(values * scale) / scale, values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(size)))
+        short = np.round(values * scale) / scale
+    return np.where(np.isfinite(short), short, values)
 
 
 def _number(value: float) -> int | float:

@@ -1,8 +1,9 @@
 """A file of JSON lines as curves of bounded size, kept up to date as the file grows.
 
-Consecutive lines share a bucket, which knows the sum, number, smallest and largest of each metric, and the
-byte at which it begins. When there are too many buckets, pairs of them are merged: so a run of any length
-takes the same memory, and a part of it can be read again, exactly, without reading the rest.
+Steps that follow one another share a bucket, which knows the sum, number, smallest and largest of each metric, and
+the byte at which it begins. Where there would be too many, a bucket takes twice as many steps: so a run of any length
+takes the same memory, and a part of it can be read again, exactly, without reading the rest. Buckets begin at multiples
+of their width, so those of two runs hold the same steps, also where one of them lacks a line.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ascent.viewer.parsing import NOTHING, Parsed, parse
+from ascent.viewer.reading import opened
 
 MOST_BUCKETS = 2048
 CHUNK = 1 << 23
 """Bytes that are parsed at a time."""
 TAIL = 64
 """Bytes before the end of what was read, by which a file that was cut back and went on is recognised."""
+MOST_METRICS = 400
 KEPT = 50
 """Values that were not finite, and bad lines, that are kept for each file."""
 
@@ -50,8 +53,12 @@ class Digest:
         self.size = 0
         """Bytes that the buckets take."""
         self.first, self.last, self.start = np.empty(0), np.empty(0), np.empty(0, np.int64)
+        self.index = np.empty(0, np.int64)
+        """Which steps each bucket is for: those from index × width on."""
         self.nonfinite: dict[str, list[tuple[float, str]]] = {}
         self.nonfinite_counts: Counter[str] = Counter()
+        self.problem = ""
+        """Why the file cannot be read, or not to its end."""
         self.bad: list[str] = []
         self.bad_count = 0
 
@@ -62,22 +69,26 @@ class Digest:
     def update(self) -> None:
         """Read the whole lines that were added; a torn last one waits. A file that was cut back is read anew."""
         try:
-            with open(self.path, "rb") as file:
+            with opened(self.path) as file:
                 size = file.seek(0, io.SEEK_END)
                 if self.offset and not self._goes_on(file, size):
                     self.clear()
                 while self.offset < size:
                     file.seek(self.offset)
                     data = file.read(CHUNK)
-                    data += b"" if data.endswith(b"\n") else file.readline()
+                    data += b"" if data.endswith(b"\n") else file.readline(CHUNK)
                     end = data.rfind(b"\n") + 1
+                    if not end and len(data) < CHUNK:
+                        break  # torn, and still being written
                     if not end:
-                        break
+                        raise OSError(f"a line of more than {CHUNK >> 20} MiB")
                     self._add(parse(data[:end], self.offset, self.lines + self.bad_count))
                     self.offset += end
                     self.tail = data[:end][-TAIL:]
         except FileNotFoundError:
             self.clear()
+        except OSError as error:
+            self.problem = str(error)
 
     def _goes_on(self, file: Any, size: int) -> bool:
         if size < self.offset:
@@ -96,35 +107,43 @@ class Digest:
         count = len(new.steps)
         if not count:
             return
-        while (self.lines + count - 1) // self.width >= MOST_BUCKETS:
+        behind = self.index[-1] * self.width if len(self.index) else -np.inf
+        steps = np.maximum.accumulate(np.maximum(np.floor(new.steps), behind)).astype(np.int64)  # never back
+        begin = self.index[0] * self.width if len(self.index) else steps[0]
+        while steps[-1] // self.width - begin // self.width >= MOST_BUCKETS:
             self._halve()
-        index = (self.lines + np.arange(count)) // self.width
-        cuts = np.flatnonzero(np.diff(index, prepend=-1))
-        where = index[cuts]
-        size = int(index[-1]) + 1
-        begun = len(self.first)
-        fresh = where >= begun
+        index = steps // self.width
+        cuts = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
+        have = len(self.index)
+        fresh = index[cuts] >= (self.index[-1] + 1 if have else index[0])
+        self.index = np.concatenate([self.index, index[cuts][fresh]])
         self.first = np.concatenate([self.first, new.steps[cuts][fresh]])
         self.start = np.concatenate([self.start, new.starts[cuts][fresh]])
-        self.last = np.concatenate([self.last, np.zeros(size - begun)])
+        size = len(self.index)
+        where = np.searchsorted(self.index, index[cuts])
+        self.last = np.concatenate([self.last, np.zeros(size - have)])
         self.last[where] = new.steps[np.append(cuts[1:], count) - 1]
-        for name in {*self.metrics, *new.columns}:
+        if len(names := {*self.metrics, *new.columns}) > MOST_METRICS:
+            self.problem = f"more than {MOST_METRICS} metrics: those that came later are left out"
+            names = set(list(dict.fromkeys([*self.metrics, *new.columns]))[:MOST_METRICS])
+        for name in names:
             values = new.columns.get(name)
             old = grown(self.metrics.get(name), size)
             self.metrics[name] = old if values is None else added(old, where, fold(values, cuts))
             if values is not None and len(known := np.flatnonzero(np.isfinite(values))):
                 self.ends[name] = float(values[known[-1]]), float(new.steps[known[-1]])
         self.lines += count
-        self.size = sum(part.nbytes for buckets in self.metrics.values() for part in buckets) + 3 * self.first.nbytes
+        self.size = sum(part.nbytes for buckets in self.metrics.values() for part in buckets) + 4 * self.first.nbytes
 
     def _halve(self) -> None:
-        """Merge every two buckets."""
+        """Every bucket takes twice as many steps: those that now share one are merged."""
         self.width *= 2
-        cuts = np.arange(0, len(self.first), 2)
-        if not len(cuts):
+        if not len(self.index):
             return
-        ends = np.append(cuts[1:], len(self.last)) - 1
-        self.first, self.start, self.last = self.first[cuts], self.start[cuts], self.last[ends]
+        index = self.index // 2
+        cuts = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
+        ends = np.append(cuts[1:], len(index)) - 1
+        self.index, self.first, self.start, self.last = index[cuts], self.first[cuts], self.start[cuts], self.last[ends]
         self.metrics = {name: merged(buckets, cuts) for name, buckets in self.metrics.items()}
 
     def whole(self) -> tuple[np.ndarray, np.ndarray, dict[str, Buckets]]:
@@ -139,9 +158,12 @@ class Digest:
         start = int(self.start[inside[0]])
         after = int(inside[-1]) + 1
         stop = int(self.start[after]) if after < len(self.start) else self.offset
-        with open(self.path, "rb") as file:
-            file.seek(start)
-            found = parse(file.read(stop - start), start, 0)
+        try:
+            with opened(self.path) as file:
+                file.seek(start)
+                found = parse(file.read(stop - start), start, 0)
+        except OSError:
+            return NOTHING
         keep = (found.steps >= begin) & (found.steps <= end)
         columns = {name: values[keep] for name, values in found.columns.items()}
         return found._replace(steps=found.steps[keep], starts=found.starts[keep], columns=columns)
@@ -150,8 +172,10 @@ class Digest:
 def fold(values: np.ndarray, cuts: np.ndarray) -> Buckets:
     """Values into buckets that begin at `cuts`; NaN is not measured."""
     known = np.isfinite(values)
+    with np.errstate(over="ignore"):  # a sum that is too large is inf, and is not drawn
+        total = np.add.reduceat(np.where(known, values, 0.0), cuts)
     return Buckets(
-        np.add.reduceat(np.where(known, values, 0.0), cuts),
+        total,
         np.add.reduceat(known.astype(np.int64), cuts),
         np.minimum.reduceat(np.where(known, values, np.inf), cuts),
         np.maximum.reduceat(np.where(known, values, -np.inf), cuts),
@@ -161,7 +185,8 @@ def fold(values: np.ndarray, cuts: np.ndarray) -> Buckets:
 def merged(buckets: Buckets, cuts: np.ndarray) -> Buckets:
     """Neighbouring buckets as one."""
     kinds = (np.add, np.add, np.minimum, np.maximum)
-    return Buckets(*(kind.reduceat(part, cuts) for kind, part in zip(kinds, buckets, strict=True)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return Buckets(*(kind.reduceat(part, cuts) for kind, part in zip(kinds, buckets, strict=True)))
 
 
 def grown(buckets: Buckets | None, size: int) -> Buckets:
@@ -178,7 +203,8 @@ def grown(buckets: Buckets | None, size: int) -> Buckets:
 
 def added(old: Buckets, where: np.ndarray, new: Buckets) -> Buckets:
     """New sums into the buckets at `where` (each named once)."""
-    old.sum[where] += new.sum
+    with np.errstate(over="ignore", invalid="ignore"):
+        old.sum[where] += new.sum
     old.number[where] += new.number
     old.low[where] = np.minimum(old.low[where], new.low)
     old.high[where] = np.maximum(old.high[where], new.high)

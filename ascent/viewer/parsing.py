@@ -21,14 +21,21 @@ class Parsed(NamedTuple):
     """Lines that cannot be read, in words."""
 
 
+NESTED = 3
+"""Objects and lists in a line, on average; Ascent's own have at most two."""
+FARTHEST = 1e15
+"""The largest step."""
 NOTHING = Parsed(np.empty(0), np.empty(0, np.int64), {}, [], [])
 
 
 def parse(data: bytes, offset: int = 0, number: int = 0) -> Parsed:
     """Whole lines that begin at byte `offset` of their file and follow upon `number` others."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+    if not len(ends):
+        return NOTHING
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    found = _columns(data, len(ends))
+    nested = data.count(b"[") + data.count(b"{") > NESTED * len(ends)  # pyarrow's reader has no bound, and would crash
+    found = None if nested else _columns(data, len(ends))
     if found is None:
         return _one_by_one([json_of(line) for line in data.split(b"\n")[: len(ends)]], starts + offset, number)
     columns, raw = found
@@ -54,7 +61,7 @@ def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple
     found, raw = {}, []
     for name, column in zip(table.column_names, table.columns, strict=True):
         if pa.types.is_integer(column.type):
-            found[name] = column.cast(pa.float64()).to_numpy()
+            found[name] = column.cast(pa.float64(), safe=False).to_numpy()
         elif pa.types.is_floating(column.type):
             values = found[name] = column.to_numpy()
             if np.count_nonzero(~np.isfinite(values)) > column.null_count:
@@ -63,7 +70,7 @@ def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple
         elif pa.types.is_null(column.type):
             found[name] = np.full(lines, np.nan)
     steps = found.get("step")
-    return (found, raw) if steps is not None and np.isfinite(steps).all() else None
+    return (found, raw) if steps is not None and (np.abs(steps) < FARTHEST).all() else None
 
 
 def _marked(data: bytes, starts: np.ndarray, ends: np.ndarray) -> list[tuple[str, float, str]]:
@@ -71,7 +78,7 @@ def _marked(data: bytes, starts: np.ndarray, ends: np.ndarray) -> list[tuple[str
     found, at = [], data.find(b'"nonfinite"')
     while at >= 0:
         line = int(np.searchsorted(ends, at, side="right"))
-        found += nonfinite_of(json.loads(data[starts[line] : ends[line]]))
+        found += nonfinite_of(json_of(data[starts[line] : ends[line]]))
         at = data.find(b'"nonfinite"', int(ends[line]))
     return found
 
@@ -81,21 +88,29 @@ def json_of(line: bytes) -> Any:
         return json.loads(line)
     except ValueError as error:
         return error
+    except RecursionError:
+        return ValueError("it is nested too deeply")
 
 
-def nonfinite_of(line: dict[str, Any]) -> list[tuple[str, float, str]]:
+def nonfinite_of(line: Any) -> list[tuple[str, float, str]]:
     """Numbers that were not finite: marked as Ascent does, or written as such by another program."""
+    if not isinstance(line, dict) or not is_number(line.get("step")):
+        return []
     marked = line.get("nonfinite")
     found = [(k, float(line["step"]), str(v)) for k, v in marked.items()] if isinstance(marked, dict) else []
-    return found + [(k, float(line["step"]), str(v)) for k, v in line.items() if is_number(v) and not math.isfinite(v)]
+    return found + [(k, float(line["step"]), str(v)) for k, v in line.items() if is_number(v) and not is_finite(v)]
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_finite(value: int | float) -> bool:
+    return abs(value) < 1.7e308  # also of a whole number that no float can hold
+
+
 def _value(value: Any) -> float:
-    return float(value) if is_number(value) and math.isfinite(value) else math.nan
+    return float(value) if is_number(value) and is_finite(value) else math.nan
 
 
 def _one_by_one(lines: list[Any], starts: np.ndarray, number: int) -> Parsed:
@@ -103,7 +118,7 @@ def _one_by_one(lines: list[Any], starts: np.ndarray, number: int) -> Parsed:
     good, where, bad = [], [], []
     nonfinite: list[tuple[str, float, str]] = []
     for i, (line, start) in enumerate(zip(lines, starts, strict=True), number + 1):
-        if isinstance(line, dict) and is_number(line.get("step")) and math.isfinite(line["step"]):
+        if isinstance(line, dict) and is_number(line.get("step")) and abs(line["step"]) < FARTHEST:
             good.append(line)
             where.append(start)
             nonfinite += nonfinite_of(line)

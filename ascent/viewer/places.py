@@ -30,9 +30,12 @@ class Place:
 
 def kind_of(folder: Path) -> str | None:
     """Whose run a folder holds; None: it holds none."""
-    if (folder / "run.json").exists() or ((folder / "config.json").exists() and (folder / ".lock").exists()):
-        return "ascent"
-    return foreign.kind_of(folder)
+    try:
+        if (folder / "run.json").exists() or ((folder / "config.json").exists() and (folder / ".lock").exists()):
+            return "ascent"
+        return foreign.kind_of(folder)
+    except OSError:  # not ours to look into
+        return None
 
 
 def find(root: Path, id: str) -> Place:
@@ -40,7 +43,10 @@ def find(root: Path, id: str) -> Place:
     parts = id.split("/")
     if len(id) > LONGEST or "\0" in id or "\\" in id or any(p in ("", ".", "..") or p.startswith(".") for p in parts):
         raise Refused(f"{id[:80]!r} is no name of a run")
-    folder = root.joinpath(*parts).resolve()
+    try:
+        folder = root.joinpath(*parts).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):
+        raise Refused(f"there is no run {id}") from None
     if not folder.is_relative_to(root.resolve()):
         raise Refused(f"{id}: that is not inside the folder of runs")
     kind = kind_of(folder) if folder.is_dir() else None
@@ -67,10 +73,11 @@ def _folders(folder: Path) -> list[Path]:
     """Folders that may hold runs; a link is not followed, since it may lead anywhere, or back."""
     try:
         with os.scandir(folder) as entries:
-            return [
-                Path(entry.path)
-                for entry in entries
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".") and entry.name not in INSIDE
-            ]
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) and _named(entry.name)]
     except OSError:
         return []
+
+
+def _named(name: str) -> bool:
+    """A name that a page can show and an address can hold."""
+    return not name.startswith(".") and name not in INSIDE and name.isprintable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from datetime import datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.records.folder import is_locked
+from ascent.viewer.reading import changed, number, read_object
 
 SILENT = 30.0
 """Seconds without a sign of life after which a run on another machine counts as dead. One comes every five."""
@@ -29,8 +29,9 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
             status, f"{status} after {done}"
         )
     sign = read_sign(folder)
-    heard = sign.get("time") or run.get("heartbeat")
-    age = now - heard if heard is not None else None
+    age = silence(folder, sign, now)
+    if age is None and (heard := number(run.get("heartbeat"))) is not None:
+        age = now - heard
     said = f"last sign of life {ago(age)}" if age is not None else "no sign of life"
     if is_locked(folder):
         return "running", f"running, {done}, {said}"
@@ -43,11 +44,35 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
 
 def read_sign(folder: Path) -> dict[str, Any]:
     """What the process of a run last said of itself: host, pid, time."""
-    try:
-        found = json.loads((folder / ".alive").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("time"), int | float) else {}
+    found, _ = read_object(folder / ".alive")
+    return found if number(found.get("time")) is not None else {}
+
+
+_seen: dict[Path, tuple[float, float]] = {}
+"""The last sign of each run, and when it was first seen here: by this machine's clock alone."""
+MOST_SEEN = 10_000
+
+
+def silence(folder: Path, sign: dict[str, Any], now: float) -> float | None:
+    """Seconds since the last sign of life, whatever the other machine's clock says, if it was seen to change.
+
+    At a first look there is only what the sign says of itself; if that lies in the future, when the file was written.
+    """
+    if not sign:
+        return None
+    known = _seen.get(folder)
+    if known is not None and known[0] != sign["time"]:
+        _seen[folder] = sign["time"], now
+        return 0.0
+    if known is None:
+        if len(_seen) >= MOST_SEEN:
+            _seen.clear()
+        _seen[folder] = sign["time"], -1.0
+    seen = -1.0 if known is None else known[1]
+    if seen >= 0:
+        return now - seen
+    told = now - sign["time"]
+    return told if told >= 0 else now - (changed(folder / ".alive") or sign["time"])
 
 
 def ago(seconds: float) -> str:

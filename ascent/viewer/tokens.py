@@ -6,7 +6,6 @@ run's config.json names. A loss of the user's own is code, and is not run by who
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Any
 from ascent.types import Refused
 from ascent.viewer import recorded
 from ascent.viewer.completions import number
+from ascent.viewer.reading import read_object
 
 Row = dict[str, Any]
 OLD = "this file was written before the trainer recorded it"
@@ -131,9 +131,9 @@ def clip_ratios(rows: list[Row], loss: Any) -> dict[str, float]:
 def loss_of(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The loss that config.json names, and what clipping means for it in words; None where it cannot be made here."""
     try:
-        given = json.loads((folder / "config.json").read_text())["loss"]
-        name, fields = given["name"], {k: v for k, v in given.items() if k != "name"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        given = read_object(folder / "config.json")[0]["loss"]
+        name, fields = str(given["name"]), {k: v for k, v in given.items() if k != "name"}
+    except (KeyError, TypeError, AttributeError):
         return None, {"words": "config.json names no loss, so nobody knows here what was clipped"}
     if ":" in name:
         return None, {"words": f"the loss is the user's own ({name}): what it clips is not computed here"}

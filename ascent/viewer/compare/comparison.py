@@ -210,9 +210,11 @@ class Comparison:
         self._held = ExitStack()
 
     def __enter__(self) -> Comparison:
-        """In the order of their names, so that two comparisons never wait for one another."""
-        for run in sorted(self.runs, key=lambda run: run.id):
-            self.digests[run.id] = self._held.enter_context(self.library.digest(run.place))
+        """In the order of their folders, so that two comparisons never wait for one another."""
+        with ExitStack() as stack:
+            for run in sorted(self.runs, key=lambda run: run.place.folder):
+                self.digests[run.id] = stack.enter_context(self.library.digest(run.place))
+            self._held = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -56,6 +56,10 @@ def read(reader: Any, path: Path, names: tuple[str, ...] | None) -> list[Row]:
         return _rows(path, lambda: reader.read(path, names), names, weight=len)
     except FileNotFoundError:
         raise Refused(f"{path.name} is gone") from None
+    except Refused:
+        raise
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        raise Refused(f"{path.name} cannot be read: {error}") from None
 
 
 def lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -68,7 +72,7 @@ def lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             rows_of = partial(read, reader, path, names)
             told[step] = summary.line(path, step, rows_of, reader.PART, names)
-        except Refused as error:
+        except (Refused, OSError, ValueError, OverflowError) as error:
             problems.append(str(error))
     logged, said = reader.logged(folder)
     if summary.weighted(told, logged):
@@ -102,21 +106,23 @@ def events(folder: Path) -> list[dict[str, Any]]:
     if _flags.get(folder, (b"", []))[0] != now:
         if len(_flags) >= MOST_FLAGGED:
             _flags.clear()
-        _flags[folder] = (now, flags_of(lines(folder)[0], Rows(folder)))
-    return _flags[folder][1]
+        found = flags_of(lines(folder)[0], Rows(folder))
+        _flags[folder] = (now, found)
+        return found
+    return _flags.get(folder, (b"", []))[1]
 
 
 class Rows(Mapping[int, list[Row]]):
     """The rows of each step, read when they are asked for; none where a file cannot be read."""
 
     def __init__(self, folder: Path):
-        self.folder, self.steps = folder, steps(folder)
+        self.reader, self.files = _files(folder)
+        self.names, self.steps = self.reader.names(folder), sorted(self.files)
 
     def __getitem__(self, step: int) -> list[Row]:
-        if step not in self.steps:
-            raise KeyError(step)
+        path = self.files[step]
         try:
-            return rows(self.folder, step)
+            return read(self.reader, path, self.names)
         except Refused:
             return []
 

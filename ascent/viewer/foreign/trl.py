@@ -17,6 +17,7 @@ from typing import Any
 
 from ascent.types import Refused
 from ascent.viewer.kept import Kept
+from ascent.viewer.reading import contents
 
 NAME = re.compile(r"completions_(\d{1,12})\.parquet")
 COLUMNS = {"step", "prompt", "completion", "advantage"}
@@ -134,14 +135,14 @@ def logged(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
     for path in logs(folder):
         try:
             return _logs(path, lambda path=path: _history(path)), problems  # type: ignore[misc]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             problems.append(f"{path.relative_to(folder)} cannot be read: {_short(error)}")
     return {}, problems
 
 
 def _history(path: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    for entry in json.loads(path.read_text())["log_history"]:
+    for entry in json.loads(contents(path))["log_history"]:
         told = {OURS.get(k, k): v for k, v in entry.items() if isinstance(v, int | float)}
         found.setdefault(int(entry["step"]), {}).update(told)
     return found

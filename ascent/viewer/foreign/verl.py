@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.types import Refused
+from ascent.viewer.reading import loads
 
 NAME = re.compile(r"(\d{1,12})\.jsonl")
 NEEDED = ("input", "output", "score")
@@ -35,7 +36,7 @@ def looks_like(folder: Path) -> bool:
         return False
     try:
         with open(found[min(found)], "rb") as file:
-            first = json.loads(file.readline(10_000_000))
+            first = loads(file.readline(10_000_000))
     except (OSError, ValueError):
         return False
     return isinstance(first, dict) and all(key in first for key in NEEDED)
@@ -52,7 +53,7 @@ def read(path: Path, _: None = None) -> list[Row]:
     rows = []
     for number, line in enumerate(_lines(path), 1):
         try:
-            given = json.loads(line)
+            given = loads(line)
         except ValueError:
             raise Refused(f"{path.name}, line {number}, is no JSON") from None
         if not isinstance(given, dict) or not all(key in given for key in NEEDED):
