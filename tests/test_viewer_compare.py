@@ -101,7 +101,7 @@ def test_groups_of_one_label_are_told_apart_by_their_settings(run: Any, compared
     ]
     assert list(compared(*ids).groups) == ["update.lr 0.01", "update.lr 0.009"]
     twice = run("again", lambda _: {}, update={"name": "adam", "lr": 0.01})
-    assert list(compared(*ids, twice).groups) == ["update.lr 0.01", "update.lr 0.01, again 2", "update.lr 0.009"]
+    assert list(compared(*ids, twice).groups) == ["update.lr 0.01", "update.lr 0.009", "update.lr 0.01, again 2"]
     assert list(compared("r0").groups) == ["grpo"] and compared("r0", "r0").groups.keys() == {"grpo"}
 
 
@@ -158,6 +158,38 @@ def test_the_band_of_a_share_stays_a_share(run: Any, compared: Any) -> None:
         made = found.curves(["eval/accuracy", "kl"])
     share, plain = (made[name]["groups"]["grpo"] for name in ("eval/accuracy", "kl"))
     assert (share["low"][0], share["high"][0]) == (0, 1) and plain["low"][0] < -5
+
+
+@pytest.mark.parametrize(
+    ("metric", "ends"),
+    [
+        ("clip_ratio/low_mean", (0, 1)),
+        ("entropy", (0, None)),
+        ("reward_std", (0, None)),
+        ("completions/mean_length", (0, None)),
+        ("time/tokens_per_second", (0, None)),
+        ("time/step", (0, None)),
+        ("kl", (None, None)),
+        ("reward", (None, None)),
+        ("loss", (None, None)),
+    ],
+)
+def test_a_drawn_band_ends_where_the_values_do_and_the_table_has_the_interval(
+    run: Any, compared: Any, metric: str, ends: tuple[float | None, float | None]
+) -> None:
+    third = 1 / 3
+    ids = [run(f"s{s}", lambda _, s=s: {metric: s * third}, seed=s) for s in (0, 1)]
+    mean, half = by_hand([0.0, third])
+    with compared(*ids) as found:
+        made = found.curves([metric])[metric]
+        table = rows(files.table(found, "curves", [metric]))
+    low, high = ends
+    drawn = made["groups"]["grpo"]
+    assert made["bounds"] == [low, high]
+    assert drawn["low"][0] == pytest.approx(mean - half if low is None else low, rel=3e-4)
+    assert drawn["high"][0] == pytest.approx(mean + half if high is None else high, rel=3e-4)
+    assert [float(v) for v in table[1][5:]] == pytest.approx([mean - half, mean + half], rel=3e-4)
+    assert table[1][4] == repr(float(np.mean([0.0, third]))), "all digits"
 
 
 def test_long_runs_of_different_lengths_share_buckets(run: Any, compared: Any) -> None:
@@ -226,7 +258,66 @@ def test_seeds_that_end_at_different_steps_are_said(run: Any, compared: Any) -> 
     run("a", lambda _: {"reward": 1.0}, 4)
     run("b", lambda _: {"reward": 1.0}, 9, seed=1)
     with compared("a", "b") as found:
-        assert found.ends()["notes"] == ["grpo: its runs have 4 to 9 steps, and each is taken at its own end."]
+        assert found.ends()["cautions"] == ["grpo: its runs have 4 to 9 steps, and each is taken at its own end."]
+
+
+def test_differences_are_to_the_setting_that_is_chosen(run: Any, compared: Any) -> None:
+    for i, name in enumerate("abc"):
+        run(name, lambda _, i=i: {"reward": float(i)}, label=name, loss={"name": name})
+    gaps = {
+        base: {name: row["reward"].get("difference") for name, row in ends["rows"].items()}
+        for base, ends in ended(compared("c", "a", "b"), None, "b", "nope").items()
+    }
+    assert gaps[None] == gaps["nope"] == {"c": None, "a": -2, "b": -1} and gaps["b"] == {"c": 1, "a": -1, "b": None}
+    with compared("c", "a", "b") as found:
+        assert [g["name"] for g in found.told()["groups"]] == found.told()["order"] == ["c", "a", "b"]
+        table = rows(files.table(found, "finals", [], base="b"))
+    assert {row[-1] for row in table[1:] if row[0] != "b"} == {"b"} and {r[-1] for r in table if r[0] == "b"} == {""}
+
+
+def ended(found: Comparison, *bases: str | None) -> dict[str | None, dict[str, Any]]:
+    with found as held:
+        return {base: held.ends(base) for base in bases}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"task": {"name": "sort", "length": 7}},
+            "No difference is taken between grpo and b: another task or reward (task.leng",
+        ),
+        ({"told": {"task": "walk"}}, "No difference is taken between grpo and b: another task (walk, not sort)."),
+        ({"told": {"result": {"max_reward": 9.5}}}, "another reward (its largest is 9.5, not 5.0)."),
+        ({"told": {"status": "running"}}, "b: died before its end."),
+        ({"told": {"status": "failed"}}, "b: failed before its end."),
+        ({"steps": 7}, "Steps done differ: grpo 4, b 7."),
+        ({}, ""),
+    ],
+)
+def test_what_cannot_be_subtracted_is_said(
+    run: Any, compared: Any, root: Path, changes: dict[str, Any], words: str
+) -> None:
+    run("a", lambda _: {"reward": 1.0})
+    told = {"b": changes.pop("told", {}), "a": {"result": {"max_reward": 5.0}}}
+    run("b", lambda _: {"reward": 2.0}, label="b", **{"loss": {"name": "b"}} | changes)
+    for id, more in told.items():
+        about = json.loads((root / id / "run.json").read_text())
+        (root / id / "run.json").write_text(json.dumps(about | more))
+    with compared("a", "b") as found:
+        ends, name = found.ends(), list(found.groups)[1]
+    said = " ".join(ends["cautions"]).replace("sort grpo", "grpo").replace("walk b", "b")
+    assert words in said if words else not said
+    assert ("difference" in ends["rows"][name]["reward"]) == ("No difference" not in said)
+    assert (name in ends["apart"]) == ("No difference" in said)
+
+
+def test_long_names_are_short_in_legends(run: Any, compared: Any) -> None:
+    run("a", lambda _: {}, label="grpo")
+    run("b", lambda _: {}, label="a setting whose name goes on and on and on", loss={"name": "b"})
+    with compared("a", "b") as found:
+        shorts = [group["short"] for group in found.told()["groups"]]
+    assert shorts == ["grpo", "2: a setting whose name goes …"]
 
 
 def test_a_run_without_metrics_or_with_a_torn_line_does_not_spoil_the_rest(run: Any, compared: Any, root: Path) -> None:
@@ -273,8 +364,8 @@ def test_what_cannot_be_compared_is_refused(run: Any, compared: Any) -> None:
             found.curves(["reward"], "hours")
         with pytest.raises(Refused, match="there are finals"):
             files.table(found, "all", ["reward"])
-        with pytest.raises(Refused, match="a picture has 1 to 12"):
-            files.picture(found, ["reward"] * 13)
+        with pytest.raises(Refused, match="a picture has 1 to 60"):
+            files.picture(found, ["reward"] * 61)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -304,8 +395,19 @@ def test_the_tables_as_csv(two: Comparison) -> None:
     assert curves[5][:4] == ["reward", "'=cmd()", "1", "0.0"] and curves[5][5:] == ["", ""]
     assert len(curves) == 9
     row = next(r for r in finals if r[:2] == ["'=cmd()", "reward"])
-    assert row[2:] == ["1", "1.0", "", "-2.0", "", "1"]
+    assert row[2:] == ["1", "1.0", "", "-2.0", "", "1", "grpo"]
     assert settings[0] == ["setting", "a0", "a1", "b"] and ["loss", "clipped", "clipped", "$\\alpha"] in settings
+
+
+def test_a_picture_holds_every_chart(two: Comparison) -> None:
+    from ascent.viewer.charts import DRAWN
+
+    assert len(DRAWN) <= files.MOST_PANELS
+    with two as found:
+        svg = files.picture(found, [chart.series[0][0] for chart in files.CHARTS], "step", "svg").decode()
+    for chart in files.CHARTS:
+        assert files.heading(chart.series[0][0])[0] in svg
+    assert "bands end at 0 and 1 for shares" in svg
 
 
 @pytest.mark.parametrize("seeds", ["band", "lines"])
@@ -341,7 +443,7 @@ def test_the_routes(client: Any) -> None:
     assert client.get(f"/api/view/compare?{IDS}&part=ends").json()["rows"]["grpo"]["reward"]["mean"] == 3.5
     for path, kind, name in (
         (f"compare.png?{IDS}&metric=reward", "image/png", "compare-reward.png"),
-        (f"compare.svg?{IDS}&metric=reward&metric=time/step", "image/svg+xml", "compare-reward-time-step.svg"),
+        (f"compare.svg?{IDS}&metric=reward&metric=time/step", "image/svg+xml", "compare-3-runs.svg"),
         (f"compare.csv?{IDS}", "text/csv; charset=utf-8", "compare-finals.csv"),
         (f"compare.csv?{IDS}&table=settings", "text/csv; charset=utf-8", "compare-settings.csv"),
     ):

@@ -44,6 +44,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in evil.glob("rollouts/*.parquet"):
         rows = [row | {"response_text": EVIL} for row in pq.read_table(path).to_pylist()]
         pq.write_table(pa.Table.from_pylist(rows), path)
+    short = Path(shutil.copytree(root / "cmp/grpo-s0", root / "short"))
+    name = "a setting whose name goes on and on and on"
+    for file, more in (("run.json", {"label": name, "status": "running"}), ("config.json", {"prompts": 7})):
+        (short / file).write_text(json.dumps(json.loads((short / file).read_text()) | more))
+    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (short / "metrics.jsonl").write_text("".join(lines[:2]))
     return root
 
 
@@ -160,7 +166,7 @@ def test_axis_charts_and_runs_are_chosen_and_kept_in_the_address(screen: Screen)
     assert "one seed: no band" in screen.text('[data-chart="reward"]') and "rloo-s1" not in screen.query()
     assert "One seed has no interval: rloo." in screen.text(".ends")
     screen.page.get_by_role("button", name="Add a run").click()
-    until(lambda: screen.page.locator("#other-runs option").count() == 2)
+    until(lambda: screen.page.locator("#other-runs option").count() == 3)
     screen.page.locator("#add-run").fill("cmp/rloo-s1")
     screen.page.keyboard.press("Enter")
     until(lambda: screen.page.locator(".chosen b").all_inner_texts() == ["grpo × 2 seeds", "rloo × 2 seeds"])
@@ -185,11 +191,72 @@ def test_the_tables_say_what_the_files_hold(screen: Screen, runs: Path) -> None:
     assert ["advantage.ddof", "1", "–"] in rows and not [row for row in rows if row[0] == "steps"]
 
 
+def test_differences_are_to_the_setting_that_is_chosen_and_what_spoils_them_is_said(screen: Screen) -> None:
+    opened(screen, f"{ALL}&id=short")
+    gaps = ".ends tbody tr >> nth={} >> .gap"
+    assert screen.page.locator(gaps.format(0)).count() == 0 < screen.page.locator(gaps.format(1)).count()
+    said = screen.text(".cautions")
+    assert "short: died before its end." in said and f"Steps done differ: grpo {STEPS}" in said
+    assert screen.page.locator(".member .badge").all_inner_texts() == ["✓\nfinished"] * 4 + ["✕\ndied"]
+    screen.page.select_option("#base", "cmp/rloo-s0")
+    until(lambda: screen.page.locator(gaps.format(1)).count() == 0 < screen.page.locator(gaps.format(0)).count())
+    assert "base=cmp" in screen.query() and "difference to rloo" in screen.text(".ends > .note")
+    screen.page.reload()
+    settled(screen)
+    assert screen.page.locator("#base").input_value() == "cmp/rloo-s0"
+    assert screen.page.locator(gaps.format(1)).count() == 0
+    assert "base=cmp%2Frloo-s0" in str(screen.page.locator(".ends a.file").get_attribute("href"))
+
+
+def test_long_names_are_short_and_no_number_stands_for_what_is_out_of_sight(screen: Screen) -> None:
+    opened(screen, f"{ALL}&id=short")
+    names = [label for label, _ in lines(screen, "entropy")]
+    assert names == ["grpo, 2 seeds", "rloo, 2 seeds", "3: a setting whose name goes …, 1 seed"]
+    assert screen.page.locator(".chosen b").all_inner_texts()[2] == "3: a setting whose name goes on and on and on"
+    item = screen.page.locator('[data-chart="entropy"] figcaption li').nth(2)
+    until(lambda: item.get_attribute("title") == "a setting whose name goes on and on and on")
+    assert item.locator("output").inner_text() != "–"
+    opened(screen, f"{ALL}&id=short&from=3&to={STEPS - 1}")
+    values = [value for _, value in lines(screen, "entropy")]
+    assert values[2] == "–" and "–" not in values[:2]
+
+
+def test_bands_and_smoothing_say_what_they_are(screen: Screen) -> None:
+    opened(screen, ALL)
+    assert "drawn down to 0" in screen.text('[data-chart="entropy"]')
+    assert "drawn within 0 and 1" in screen.text('[data-chart="eval/accuracy"]')
+    assert "drawn" not in screen.text('[data-chart="reward"]')
+    plain = ink(screen, "entropy") if lines(screen, "entropy") else 0
+    screen.page.locator("#smooth").fill("1")
+    until(lambda: "smooth=1" in screen.query() and ink(screen, "entropy") != plain)
+    screen.page.reload()
+    settled(screen)
+    assert screen.page.locator("#smooth").input_value() == "1"
+    screen.page.select_option("#x", "samples")
+    settled(screen)
+    assert screen.page.locator("#smooth").is_disabled() and "over steps only" in screen.text(".smooth")
+
+
+def test_another_seed_is_chosen_side_by_side(screen: Screen) -> None:
+    opened(screen, ALL)
+    screen.page.locator(".beside").scroll_into_view_if_needed()
+    columns = screen.page.locator(".columns article")
+    until(lambda: columns.count() == 2 and "(standard deviation)" in columns.nth(0).inner_text())
+    assert "±" not in columns.nth(0).inner_text()
+    assert columns.nth(0).locator("select").input_value() == "cmp/grpo-s0"
+    columns.nth(0).locator("select").select_option("cmp/grpo-s1")
+    until(lambda: "of=cmp%2Fgrpo-s1" in screen.query())
+    screen.page.reload()
+    settled(screen)
+    screen.page.locator(".beside").scroll_into_view_if_needed()
+    until(lambda: columns.count() == 2 and columns.nth(0).locator("select").input_value() == "cmp/grpo-s1")
+
+
 def test_the_picture_and_the_tables_are_saved(screen: Screen, runs: Path) -> None:
     opened(screen, f"{ALL}&metric=reward&metric=entropy")
     wanted = [
-        (".files a >> text=PNG", "compare-reward-entropy.png", b"\x89PNG"),
-        (".files a >> text=SVG", "compare-reward-entropy.svg", b"<?xml"),
+        (".files a >> text=PNG", "compare-4-runs.png", b"\x89PNG"),
+        (".files a >> text=SVG", "compare-4-runs.svg", b"<?xml"),
         (".files a >> text=curves", "compare-curves.csv", b"metric,setting"),
         (".ends a.file", "compare-finals.csv", b"setting,measure"),
         (".differences a.file", "compare-settings.csv", b"setting,cmp/grpo-s0"),

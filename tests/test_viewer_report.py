@@ -199,6 +199,83 @@ def test_flags_show_their_evidence(run: Path, made: Any) -> None:
     assert {"1.25", "2.5"} <= {a["value"] for a in page.all("data")} and "hm" in page.text
 
 
+def flagged(run: Path, *named: dict[str, Any]) -> None:
+    events = [
+        {"step": 5, "event": "flag", "name": f"f{i}", "text": "t", "evidence": {"rollouts": one}}
+        for i, one in enumerate(named)
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+
+def part(run: Path, anchor: str) -> str:
+    """The section of a report under an anchor."""
+    text = (run / "report.html").read_text()
+    at = text.index(f'id="{anchor}"')
+    return text[at : text.index("</section>", at)]
+
+
+def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = run / "rollouts/step_000002.parquet"
+    rows = pq.read_table(path).to_pylist()
+    for i, row in enumerate(rows):
+        row |= {"correct": i != 3, "response_text": f"the needle {i}" if i == 3 else f"hay {i}"}
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    wrong = {"step": 2, "show": "wrong", "q": ""}
+    needle = {"step": 2, "show": "all", "q": "NEEDLE"}
+    flagged(run, wrong, needle, wrong, {"step": 3, "show": "all", "q": ""}, {"step": 2, "show": "right", "q": "none"})
+    page = made(run)
+    links = [a["href"] for a in page.all("a") if (a["href"] or "").startswith("#seen-")]
+    ids = {a.get("id") for name, a in page.elements if name in ("section", "article")}
+    assert len(links) == 4 and links[0] == links[2] == "#seen-2-wrong" and {h[1:] for h in links if h} <= ids
+    assert "step 3: all responses, which are not in this file" in page.text, "step 3 was not recorded"
+    for anchor in ("seen-2-wrong", (links[1] or "")[1:]):
+        section = part(run, anchor)
+        assert section.count("Matches:") == 1 and f"reward {html.shown(rows[3]['reward'])}" in section
+    assert 'href="#flag-0"' in part(run, "seen-2-wrong") and 'href="#flag-2"' in part(run, "seen-2-wrong")
+    assert {f"flag-{i}" for i in range(5)} <= ids
+    assert "None of the recorded responses is so." in part(run, (links[3] or "")[1:])
+    sampled = metrics(run)[2]["num_responses"]
+    how = f"Recorded: {len(rows)} of the {html.shown(sampled)} responses of the step" if sampled > len(rows) else "All "
+    assert how in part(run, "seen-2-wrong") and f"{len({r['group'] for r in rows})} groups" in part(run, "seen-2-wrong")
+
+
+def test_evidence_is_bounded_and_it_is_said(run: Path, made: Any) -> None:
+    flagged(run, *({"step": 2, "show": "all", "q": f"{i}"} for i in range(30)), {"step": "2"}, {"step": 2, "show": "x"})
+    page = made(run)
+    assert "Flags point at 30 selections of completions, of which 24 are here" in page.text
+    assert len([a for a in page.all("section") if (a.get("id") or "").startswith("seen-")]) == 24
+    assert page.text.count("which are not in this file") == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "share"),
+    [
+        (15123.4, "15,123", "1,510,000%"),
+        (0.123456, "0.1235", "12.3%"),
+        (999.96, "1,000", "100,000%"),
+        (-2.0, "−2", "−200%"),
+        (0.00001234, "1.23e−5", "0.00123%"),
+        (12_345_678.0, "1.23e7", "1.23e9%"),
+        (0.0, "0", "0%"),
+        (1, "1", "100%"),
+        (None, "·", "·"),
+        ("nan", "nan", "nan"),
+    ],
+)
+def test_numbers_are_said_as_on_the_pages(value: Any, said: str, share: str) -> None:
+    assert (html.shown(value), html.percent(value)) == (said, share)
+
+
+def test_shares_are_said_in_percent(run: Path, made: Any) -> None:
+    rewrite(run, lambda x: x | {"accuracy": 0.125, "reward": 15123.4})
+    made(run)
+    text = (run / "report.html").read_text()
+    assert '<data value="0.125">12.5%</data>' in text and '<data value="15123.4">15,123</data>' in text
+
+
 def test_what_a_run_holds_is_text(run: Path, made: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

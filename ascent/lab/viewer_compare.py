@@ -19,7 +19,9 @@ from ascent.viewer.compare.comparison import Comparison
 from ascent.viewer.curves import POINTS, Library
 
 MOST_POINTS = 5_000
-MOST_METRICS = 60
+MOST_METRICS = files.MOST_PANELS
+LONGEST = 80
+"""Characters of a file's name."""
 SEEDS = ("band", "lines")
 
 
@@ -35,7 +37,7 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
         part = request.query_params.get("part", "")
         with compared(request) as found:
             if part == "ends":
-                return found.ends()
+                return found.ends(base(request))
             known = {} if part == "curves" else found.told()
             return known | {"curves": found.curves(metrics(request, found), axis(request), points(request))}
 
@@ -47,14 +49,14 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
             with compared(request) as found:
                 wanted = metrics(request, found)
                 data = files.picture(found, wanted, axis(request), kind, seeds)
-            return attached(data, files.PICTURES[kind], f"compare-{'-'.join(wanted)}", kind)
+            return attached(data, files.PICTURES[kind], name_of(wanted, len(found.runs)), kind)
 
         return made
 
     def table(request: Request) -> Response:
         what = request.query_params.get("table", "finals")
         with compared(request) as found:
-            text = files.table(found, what, metrics(request, found), axis(request))
+            text = files.table(found, what, metrics(request, found), axis(request), base(request))
         return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
 
     async def answered(request: Request) -> Response:
@@ -74,9 +76,15 @@ def _file(make: Callable[[Request], Response]) -> Callable:
     return file
 
 
+def name_of(metrics: list[str], runs: int) -> str:
+    """compare-reward of one metric, and of several compare-15-runs."""
+    one = f"compare-{metrics[0]}" if len(metrics) == 1 else ""
+    return one if 0 < len(one) <= LONGEST else f"compare-{runs}-run{'s' * (runs != 1)}"
+
+
 def attached(data: bytes, kind: str, name: str, ending: str) -> Response:
     """A file to be saved, under a name of plain letters."""
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:80]
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
     return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{safe}.{ending}"'})
 
 
@@ -86,6 +94,11 @@ def metrics(request: Request, found: Comparison) -> list[str]:
     if len(asked) > MOST_METRICS:
         raise Refused(f"{len(asked)} metrics: at most {MOST_METRICS} at once")
     return asked or [one["metric"] for chart in found.charts()[:1] for one in chart["series"][:1]]
+
+
+def base(request: Request) -> str | None:
+    """A run of the setting to which differences are taken; without one, or where it is not compared, the first."""
+    return request.query_params.get("base")
 
 
 def axis(request: Request) -> str:

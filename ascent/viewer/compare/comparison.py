@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascent.diagnose.seeds import over_seeds
 from ascent.menu import nearest
 from ascent.types import Refused
 from ascent.viewer import about
 from ascent.viewer.charts import DRAWN, charts_of
+from ascent.viewer.compare.ended import finals, seed_of
 from ascent.viewer.compare.overlay import AXES, overlay
 from ascent.viewer.curves import POINTS, Library, measured
 from ascent.viewer.digest import Digest
-from ascent.viewer.exact import Exact
 from ascent.viewer.places import Place, find
 from ascent.viewer.status import status_of
 
 MOST = 50
 """Runs that are compared at once."""
-FINALS = (
-    "eval/accuracy",
-    "accuracy",
-    "eval/pairs/accuracy",
-    "eval/logp",
-    "exact/reward",
-    "eval/reward",
-    "reward",
-    "entropy",
-    "kl",
-    "completions/mean_length",
-    "frac_reward_zero_std",
-)
-"""What the last table has, where it was measured."""
-COSTS = {"steps": None, "responses": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
-BRIEF = ("id", "kind", "task", "label", "seed", "status", "said", "step", "steps")
+BRIEF = ("id", "kind", "task", "label", "seed", "status", "said", "step", "steps", "max_reward")
 NAMED = 3
 """Settings that a group's name spells out, at most."""
 LONGEST = 40
+LEGEND = 32
+"""Characters of a setting's name beyond which a legend shortens it."""
 
 
 @dataclass
@@ -86,12 +73,15 @@ def brief(place: Place) -> dict[str, Any]:
     run, problem = about.read_object(place.folder / "run.json")
     status, said = ("unreadable", problem) if problem else status_of(place.folder, run)
     told = {key: simple(run.get(key)) for key in ("task", "label", "seed", "step", "steps")}
+    result = run.get("result") if isinstance(run.get("result"), dict) else {}
+    told["max_reward"] = simple((result or {}).get("max_reward"))
     return {"id": place.id, "kind": place.kind, "status": status, "said": said} | told
 
 
-def simple(value: Any) -> int | str | None:
-    """A whole number or a text; whatever else a damaged file holds, as text."""
-    return value if value is None or isinstance(value, int | str) else json.dumps(value)
+def simple(value: Any) -> int | float | str | None:
+    """A number or a text; whatever else a damaged file holds, as text."""
+    fine = value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if fine else json.dumps(value)
 
 
 def dotted(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -160,43 +150,6 @@ def short(text: str) -> str:
         return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
-# ---- how they ended -----------------------------------------------------------------------------------
-
-
-def final(digest: Digest) -> dict[str, Any]:
-    """The last value of every measure, and what the run has cost."""
-    exact = Exact(digest)
-    found: dict[str, Any] = {m: last[0] for m in FINALS if (last := exact.last(m)) is not None}
-    costs = {name: exact.total(metric) for name, metric in COSTS.items() if metric}
-    return found | costs | {"steps": int(digest.last[-1]) + 1 if len(digest.last) else 0}
-
-
-def finals(groups: Mapping[str, Sequence[Side]], digests: Mapping[str, Digest]) -> dict[str, Any]:
-    """A row a group: mean, interval, paired difference to the first. Seeds that end apart are said."""
-    held = {name: {_seed(run): final(digests[run.id]) for run in group} for name, group in groups.items()}
-    measures = (*FINALS, *COSTS)
-    rows = over_seeds(held, dict.fromkeys(held, measures))
-    notes = []
-    for name, ends in held.items():
-        steps = sorted({end["steps"] for end in ends.values()})
-        if len(steps) > 1:
-            notes.append(
-                f"{name}: its runs have {steps[0]:,} to {steps[-1]:,} steps, and each is taken at its own end."
-            )
-    alone = [name for name, ends in held.items() if len(ends) == 1]
-    if alone:
-        which = "" if len(alone) == len(held) else f": {', '.join(alone)}"
-        notes.append(f"One seed has no interval{which}.")
-    shown = [m for m in measures if any(m in row for row in rows.values())]
-    return {"measures": shown, "rows": rows, "notes": notes}
-
-
-def _seed(run: Side) -> Any:
-    """By its seed a run is paired; without one it is like no other."""
-    seed = run.row.get("seed")
-    return run.id if seed is None else seed
-
-
 # ---- all of it ----------------------------------------------------------------------------------------
 
 
@@ -205,7 +158,7 @@ class Comparison:
 
     def __init__(self, root: Path, ids: Sequence[str], library: Library):
         self.runs = sides(root, ids)
-        self.groups = distinct(grouped(self.runs))
+        self.groups = distinct(grouped(self.runs), [run.id for run in self.runs])
         self.library, self.digests = library, dict[str, Digest]()
         self._held = ExitStack()
 
@@ -221,7 +174,10 @@ class Comparison:
         self._held.close()
         self.digests = {}
 
-    def curves(self, metrics: Sequence[str], axis: str = "step", points: int = POINTS) -> dict[str, Any]:
+    def curves(
+        self, metrics: Sequence[str], axis: str = "step", points: int = POINTS, drawn: bool = True
+    ) -> dict[str, Any]:
+        """As they are drawn; or with all digits, and intervals that go where they go."""
         if axis not in AXES:
             raise Refused(f"x={axis[:20]}: there are {', '.join(AXES)}")
         ids = {name: [run.id for run in group] for name, group in self.groups.items()}
@@ -229,7 +185,7 @@ class Comparison:
         for metric in metrics:
             if metric not in known:
                 raise Refused(f"metric={metric[:80]}: none of these runs has it.{nearest(metric, known)}")
-        return {metric: overlay(ids, self.digests, metric, axis, points) for metric in metrics}
+        return {metric: overlay(ids, self.digests, metric, axis, points, drawn) for metric in metrics}
 
     def charts(self) -> list[dict[str, Any]]:
         """What there is to draw, in order."""
@@ -240,28 +196,46 @@ class Comparison:
         have = [digest.metrics for digest in self.digests.values()]
         return {
             "runs": {run.id: dict(run.row) for run in self.runs},
-            "groups": [about_group(name, group) for name, group in self.groups.items()],
+            "order": [run.id for run in self.runs],
+            "groups": [about_group(i, name, group) for i, (name, group) in enumerate(self.groups.items(), 1)],
             "difference": difference(self.runs),
             "charts": self.charts(),
             "axes": [axis for axis, metric in AXES.items() if metric is None or any(metric in one for one in have)],
         }
 
-    def ends(self) -> dict[str, Any]:
-        return finals(self.groups, self.digests)
+    def ends(self, base: str | None = None) -> dict[str, Any]:
+        return finals(self.groups, self.digests, base)
 
 
-def about_group(name: str, group: Sequence[Side]) -> dict[str, Any]:
+def about_group(i: int, name: str, group: Sequence[Side]) -> dict[str, Any]:
     seeds = [run.row.get("seed") for run in group]
     title = f"{name} × {len(group)} seeds" if len(group) > 1 else name
-    return {"name": name, "title": title, "ids": [run.id for run in group], "seeds": seeds}
+    return {
+        "name": name,
+        "short": brief_name(i, name),
+        "title": title,
+        "ids": [run.id for run in group],
+        "seeds": seeds,
+    }
 
 
-def distinct(groups: Mapping[str, list[Side]]) -> dict[str, list[Side]]:
-    """Two runs of one setting and one seed are no two seeds: the second is a group of its own."""
+def brief_name(i: int, name: str) -> str:
+    """A name for a legend: a long one as its number and its first words."""
+    if len(name) <= LEGEND:
+        return name
+    words = name[: LEGEND - 4].rsplit(" ", 1)[0].rstrip(" ,…")
+    return f"{i}: {words} …"
+
+
+def distinct(groups: Mapping[str, list[Side]], order: Sequence[str]) -> dict[str, list[Side]]:
+    """Two runs of one setting and one seed are no two seeds: the second is a group of its own.
+
+    Groups come in the order in which their first runs were named.
+    """
     found: dict[str, list[Side]] = {}
     for name, group in groups.items():
         seen: dict[Any, int] = {}
         for run in group:
-            again = seen[_seed(run)] = seen.get(_seed(run), 0) + 1
+            again = seen[seed_of(run)] = seen.get(seed_of(run), 0) + 1
             found.setdefault(name if again == 1 else f"{name}, again {again}", []).append(run)
-    return found
+    return dict(sorted(found.items(), key=lambda one: order.index(one[1][0].id)))

@@ -10,11 +10,13 @@ from typing import Any
 
 from ascent.types import Refused
 from ascent.viewer.charts import CHARTS
+from ascent.viewer.compare.bounds import bounds
 from ascent.viewer.compare.comparison import Comparison
 
 PICTURES = {"png": "image/png", "svg": "image/svg+xml"}
 TABLES = ("finals", "curves", "settings")
-MOST_PANELS = 12
+MOST_PANELS = 60
+"""Metrics of a picture or a table: more than there are charts with all of their series."""
 _drawing = threading.Lock()
 """matplotlib draws one picture at a time."""
 
@@ -62,7 +64,7 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
         if ends and max(ends) > min(ends):  # all panels over the same steps, also what is measured late
             room = 0.02 * (max(ends) - min(ends))
             place.set_xlim(min(ends) - room, max(ends) + room)
-    _legend(fig, found, seeds)
+    _legend(fig, found, seeds, [bounds(metric) for metric in made])
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ascent"}):
         meta = {"Date": None} if kind == "svg" else {"Software": "ascent"}
@@ -73,7 +75,7 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
     return data.getvalue()
 
 
-def _legend(fig: Any, found: Comparison, seeds: str) -> None:
+def _legend(fig: Any, found: Comparison, seeds: str, ends: Sequence[tuple[Any, Any]]) -> None:
     from matplotlib.lines import Line2D
 
     titles = [f"{name}, {len(group)} seeds" if len(group) > 1 else name for name, group in found.groups.items()]
@@ -82,6 +84,9 @@ def _legend(fig: Any, found: Comparison, seeds: str) -> None:
     fig.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
     banded = any(len(group) > 1 for group in found.groups.values())
     words = "mean over seeds, 95 % interval (Student's t)" if banded else "one seed each: no interval"
+    where = "; bands end at 0 and 1 for shares" if any(high is not None for _, high in ends) else ""
+    where += "; bands end at 0 for what is never negative" if (0.0, None) in ends else ""
+    words += where if banded else ""
     words = "a line a run" if seeds == "lines" and banded else words
     tasks = dict.fromkeys(str(run.row.get("task") or "") for run in found.runs)
     fig.suptitle(plain(": ".join(filter(None, [", ".join(tasks), words]))), x=0.01, ha="left", fontsize=9)
@@ -111,37 +116,30 @@ def plain(text: str) -> str:
 # ---- tables -------------------------------------------------------------------------------------------
 
 
-def table(found: Comparison, what: str, metrics: Sequence[str], axis: str = "step") -> str:
+def table(found: Comparison, what: str, metrics: Sequence[str], axis: str = "step", base: str | None = None) -> str:
     """One of the tables as CSV, numbers in full."""
     if what not in TABLES:
         raise Refused(f"table={what[:20]}: there are {', '.join(TABLES)}")
-    rows = (
-        {"finals": _finals, "settings": _settings}[what](found) if what != "curves" else _curves(found, metrics, axis)
-    )
+    if what == "finals":
+        rows = _finals(found, base)
+    else:
+        rows = _settings(found) if what == "settings" else _curves(found, metrics, axis)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([[cell(value) for value in row] for row in rows])
     return out.getvalue()
 
 
-def _finals(found: Comparison) -> Iterable[list[Any]]:
-    groups, ended = found.told()["groups"], found.ends()
-    yield [
-        "setting",
-        "measure",
-        "seeds",
-        "mean",
-        "half_of_95_interval",
-        "difference_to_first",
-        "half_of_difference",
-        "pairs",
-    ]
+def _finals(found: Comparison, base: str | None) -> Iterable[list[Any]]:
+    groups, ended = found.told()["groups"], found.ends(base)
+    head = ["setting", "measure", "seeds", "mean", "half_of_95_interval"]
+    yield [*head, "difference", "half_of_difference", "pairs", "difference_to"]
     for group in groups:
         row = ended["rows"][group["name"]]
         for measure in ended["measures"]:
             if measure in row:
                 one = row[measure]
                 more = [one.get(key) for key in ("mean", "half", "difference", "difference_half", "pairs")]
-                yield [group["name"], measure, len(one["values"]), *more]
+                yield [group["name"], measure, len(one["values"]), *more, ended["base"] if "pairs" in one else None]
 
 
 def _settings(found: Comparison) -> Iterable[list[Any]]:
@@ -152,8 +150,9 @@ def _settings(found: Comparison) -> Iterable[list[Any]]:
 
 
 def _curves(found: Comparison, metrics: Sequence[str], axis: str) -> Iterable[list[Any]]:
+    """The interval as it was computed: nothing is cut off where values end."""
     yield ["metric", "setting", "seeds", axis, "mean", "low", "high"]
-    for metric, lines in found.curves(metrics, axis).items():
+    for metric, lines in found.curves(metrics, axis, drawn=False).items():
         for name, line in lines["groups"].items():
             empty = [None] * len(line["x"])
             for values in zip(line["x"], line["mean"], line.get("low", empty), line.get("high", empty), strict=True):

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ascent.diagnose.statistics import t_975
-from ascent.viewer.charts import CHARTS
+from ascent.viewer.compare.bounds import bounds
 from ascent.viewer.digest import Buckets, Digest, merged
 
 AXES = {"step": None, "samples": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
 """What a curve may be drawn over, and the metric whose running sum that is."""
-SHARES = frozenset(metric for chart in CHARTS if chart.share for metric, _ in chart.series)
 DIGITS = 6
 
 
@@ -88,25 +87,40 @@ def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def overlay(
-    groups: Mapping[str, Sequence[str]], digests: Mapping[str, Digest], metric: str, axis: str, points: int
+    groups: Mapping[str, Sequence[str]],
+    digests: Mapping[str, Digest],
+    metric: str,
+    axis: str,
+    points: int,
+    drawn: bool = True,
 ) -> dict:
-    """A metric of every group, and of every run, as lines to draw. The band of a share stays within 0 and 1."""
-    made: dict[str, Any] = {"metric": metric, "x": axis, "groups": {}, "runs": {}}
+    """A metric of every group, and of every run, as lines: to draw, or (`drawn` false) with all their digits.
+
+    A drawn band ends where the metric's values do: at 0 and 1 for a share, at 0 for what cannot be negative.
+    """
+    low, high = bounds(metric) if drawn else (None, None)
+    numbers = listed if drawn else unrounded
+    made: dict[str, Any] = {"metric": metric, "x": axis, "bounds": [low, high], "groups": {}, "runs": {}}
     for name, ids in groups.items():
         found = {id: c for id in ids if (c := curve(digests[id], metric, axis)) is not None}
         if not found:
             continue
         x, values, bucket = aligned(list(found.values()), points)
         mean, half = band(values)
-        line = {"x": listed(x), "mean": listed(mean), "seeds": len(found), "bucket": bucket}
+        line = {"x": numbers(x), "mean": numbers(mean), "seeds": len(found), "bucket": bucket}
         if half is not None:
-            low, high = (0.0, 1.0) if metric in SHARES else (-np.inf, np.inf)
-            line |= {"low": listed((mean - half).clip(low, None)), "high": listed((mean + half).clip(None, high))}
+            line["low"] = numbers(np.maximum(mean - half, -np.inf if low is None else low))
+            line["high"] = numbers(np.minimum(mean + half, np.inf if high is None else high))
             for id, one in found.items():
                 x, own, bucket = aligned([one], points)
-                made["runs"][id] = {"x": listed(x), "mean": listed(own[0]), "bucket": bucket}
+                made["runs"][id] = {"x": numbers(x), "mean": numbers(own[0]), "bucket": bucket}
         made["groups"][name] = line | {"nonfinite": odd(found, digests, metric) if axis == "step" else []}
     return made
+
+
+def unrounded(values: np.ndarray) -> list[float | None]:
+    """Numbers with all their digits; None where a sum was too large to be one."""
+    return [value if np.isfinite(value) else None for value in values.tolist()]
 
 
 def odd(ids: Mapping[str, Any], digests: Mapping[str, Digest], metric: str) -> list[Any]:

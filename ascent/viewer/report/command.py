@@ -15,7 +15,7 @@ from ascent.viewer import about
 from ascent.viewer.curves import Library, curves
 from ascent.viewer.exact import Exact
 from ascent.viewer.places import Place, kind_of
-from ascent.viewer.report import tokens
+from ascent.viewer.report import steps, tokens
 from ascent.viewer.report.page import GENERATOR, Facts, page
 
 POINTS = 300
@@ -112,8 +112,8 @@ def report(place: Place) -> str:
         exact = Exact(digest)
         rows = {c["key"]: exact.lines([one["metric"] for one in c["series"]], LINES) for c in told["charts"]}
         last = {metric: value for metric in metrics if (value := exact.last(metric))}
-    shown = tokens.section(*tokens.gather(place.folder, place.kind))
-    return page(Facts(told, drawn, rows, last, shown, version=_version()))
+        made = steps.gather(place.folder, place.kind, told["events"], digest)
+    return page(Facts(told, drawn, rows, last, tokens.section(made), made.anchors(), version=_version()))
 
 
 def _version() -> str | None:

@@ -54,24 +54,36 @@ def escaped(value: Any) -> str:
     return html.escape(text.encode("utf-8", "replace").decode())
 
 
-def shown(value: Any, digits: int = 5) -> str:
-    """A number as people read it: few digits, and a minus that is one."""
+def shown(value: Any, digits: int = 4) -> str:
+    """A number as the pages show it: four digits that matter, 15,100 with its comma, and a minus that is one."""
     if value is None:
         return "·"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}".replace("-", "−")
-    return f"{value:.{digits}g}".replace("-", "−")
+    size = abs(value)
+    if size and (size < 1e-4 or size >= 1e7):
+        text = f"{value:.2e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    elif value == int(value) or size >= 1000 or float(f"{size:.{digits}g}") >= 1000:
+        text = f"{round(value):,}"
+    else:
+        text = f"{value:.{digits}g}"
+    return text.replace("-", "−")
 
 
-def number(value: Any, digits: int = 5) -> Markup:
+def percent(value: Any) -> str:
+    """A share: 0.123 as 12.3%."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return shown(value)
+    return shown(float(f"{100 * value:.3g}"), 3) + "%"
+
+
+def number(value: Any, share: bool = False) -> Markup:
     """A number as people read it, with exactly what the file holds in its `value`."""
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return joined([shown(value)])
-    return tag("data", shown(value, digits), value=exact(value))
+    return tag("data", percent(value) if share else shown(value), value=exact(value))
 
 
 def exact(value: Any) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ascent.viewer.compare.bounds import SHARES
 from ascent.viewer.report.html import Markup, joined, number, shown, table, tag
+from ascent.viewer.report.steps import MOST_FLAGS, Seen, flag_anchor, seen_of
 from ascent.viewer.report.style import style
 from ascent.viewer.report.svg import Series, chart, swatch
 
@@ -40,6 +42,8 @@ class Facts:
     last: Mapping[str, tuple[Any, Any]]
     """Of each metric the last value, and its step."""
     completions: Markup
+    seen: Mapping[Seen, str] = field(default_factory=dict)
+    """Of what flags point at, the anchor at which it is shown."""
     written: float = field(default_factory=time.time)
     version: str | None = None
 
@@ -48,7 +52,7 @@ def page(facts: Facts) -> str:
     about = facts.about
     name = title(about)
     sections = [
-        ("flags", "Flags and events", flags(about)),
+        ("flags", "Flags and events", flags(about, facts.seen)),
         ("curves", "Curves", charts(facts)),
         ("objective", "Objective", objective(about)),
         ("completions", "Completions", facts.completions),
@@ -124,7 +128,10 @@ def headlines(facts: Facts) -> Markup | None:
             most = facts.about.get("max_reward") if metric in OF_REWARD else None
             more = f" of {shown(most)}" if most is not None else ""
             inner = tag(
-                "dd", number(value, 4), tag("small", more) if more else None, tag("small", f" · step {shown(step)}")
+                "dd",
+                number(value, metric in SHARES),
+                tag("small", more) if more else None,
+                tag("small", f" · step {shown(step)}"),
             )
             found.append(tag("div", tag("dt", label), inner))
     return tag("dl", *found, class_="numbers") if found else None
@@ -155,9 +162,10 @@ def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
         found = curves["metrics"].get(one["metric"], {"mean": [None] * len(curves["x"])})
         bad = curves.get("nonfinite", {}).get(one["metric"], [])
         end, _ = facts.last.get(one["metric"], (None, None))
-        series.append(Series(one["label"], curves["x"], found["mean"], found.get("low"), found.get("high"), bad, end))
+        drawn = Series(one["label"], curves["x"], found["mean"], found.get("low"), found.get("high"), bad, end)
+        series.append(replace(drawn, share=one["metric"] in SHARES))
     ends = (curves["first"], curves["last"]) if curves.get("first") is not None else None
-    drawn = chart(about["title"], series, bool(about.get("share")), ends)
+    picture = chart(about["title"], series, bool(about.get("share")), ends)
     unit = about.get("unit")
     told = len(series) > 1 or any(s.label.lower() not in about["title"].lower() for s in series)
     legend = [tag("li", swatch(i), s.label) for i, s in enumerate(series)] if told else []
@@ -166,14 +174,15 @@ def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
         tag("p", f"✕ marks {bad} step{'s' * (bad > 1)} whose number was not finite.", class_="quiet") if bad else None
     )
     rows = [
-        [shown(step), *(number(value, 6) for value in values)] for step, *values in facts.rows.get(about["key"], [])
+        [shown(step), *(number(value, s.share) for value, s in zip(values, series, strict=True))]
+        for step, *values in facts.rows.get(about["key"], [])
     ]
     numbers = table(["step", *(s.label for s in series)], rows)
     return tag(
         "figure",
         tag("figcaption", about["title"], " ", tag("span", unit) if unit else None),
         tag("ul", *legend, class_="legend") if legend else None,
-        drawn,
+        picture,
         wrong,
         tag("details", tag("summary", f"Numbers of {len(rows)} step{'s' * (len(rows) != 1)}"), numbers),
     )
@@ -182,14 +191,14 @@ def one_chart(facts: Facts, about: Mapping[str, Any]) -> Markup:
 # ---- words --------------------------------------------------------------------------------------------
 
 
-def flags(about: Mapping[str, Any]) -> Markup | None:
+def flags(about: Mapping[str, Any], seen: Mapping[Seen, str]) -> Markup | None:
     """Flags with their evidence, then whatever else was noted down."""
     events = [event for event in sequence(about.get("events")) if isinstance(event, Mapping)]
     flagged = [event for event in events if event.get("event") == "flag"]
     others = [event for event in events if event.get("event") != "flag"]
-    cards = [one_flag(event) for event in flagged[:MOST_EVENTS]]
+    cards = [one_flag(event, flag_anchor(i), seen) for i, event in enumerate(flagged[:MOST_FLAGS])]
     rows = [[shown(e.get("step")), e.get("event", ""), e.get("text", "")] for e in others[:MOST_EVENTS]]
-    left = max(0, len(flagged) - MOST_EVENTS) + max(0, len(others) - MOST_EVENTS)
+    left = max(0, len(flagged) - MOST_FLAGS) + max(0, len(others) - MOST_EVENTS)
     if not events:
         return None
     first = (
@@ -201,32 +210,39 @@ def flags(about: Mapping[str, Any]) -> Markup | None:
     return joined([first, *cards, table(["step", "event", "what was said"], rows) if rows else None, more])
 
 
-def one_flag(event: Mapping[str, Any]) -> Markup:
+def one_flag(event: Mapping[str, Any], anchor: str, seen: Mapping[Seen, str]) -> Markup:
     evidence = mapping(event.get("evidence"))
     metrics = mapping(evidence.get("metrics"))
     rows = []
     for name, pair in metrics.items():
         before, now = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, pair)
-        rows.append([name, number(before, 4), number(now, 4)])
-    steps, seen = evidence.get("steps"), evidence.get("rollouts")
+        rows.append([name, number(before, name in SHARES), number(now, name in SHARES)])
+    steps = evidence.get("steps")
     span = (
         f"over steps {shown(steps[0])} to {shown(steps[1])}"
         if isinstance(steps, list | tuple) and len(steps) == 2
         else ""
     )
-    where = None
-    if isinstance(seen, Mapping):
-        show, text = seen.get("show") or "all", seen.get("q")
-        holding = f" that contain “{text}”" if text else ""
-        where = f"Seen in the completions of step {shown(seen.get('step'))}: {show} responses{holding}."
     return tag(
         "article",
         tag("h3", f"{str(event.get('name', 'flag')).replace('-', ' ')}, step {shown(event.get('step'))}"),
         tag("p", event.get("text", "")),
         table(["", "before", "now"], rows, f"Evidence {span}".strip()) if rows else None,
-        tag("p", where, class_="quiet") if where else None,
+        where(event, seen),
         class_="flag",
+        id=anchor,
     )
+
+
+def where(event: Mapping[str, Any], seen: Mapping[Seen, str]) -> Markup | None:
+    """Which completions a flag points at: a link to them where they are in this file."""
+    named = seen_of(event)
+    if named is None:
+        return None
+    words = f"completions of step {shown(named.step)}: {named.words}"
+    if named in seen:
+        return tag("p", "Seen in the ", tag("a", words, href=f"#{seen[named]}"), ".", class_="quiet")
+    return tag("p", f"Seen in the {words}, which are not in this file.", class_="quiet")
 
 
 def objective(about: Mapping[str, Any]) -> Markup | None:

@@ -71,6 +71,7 @@ pre { margin: 0 0 0.6rem; } pre.formula { background: var(--sunk); border-radius
 .by legend { font-size: 0.85rem; color: var(--quiet); float: left; padding: 0; } .by label { font-size: 0.92rem; white-space: nowrap; }
 .by p { flex-basis: 100%; margin: 0 0 0.3rem; font-size: 0.85rem; min-height: 1.3em; } .by span { display: none; }
 :focus-visible { outline: 2.5px solid var(--a); outline-offset: 2px; }
+section section { scroll-margin-top: 6.5rem; } .flag { scroll-margin-top: 1rem; } section section:target > h3, .flag:target h3 { text-decoration: underline; }
 footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 0.8rem; color: var(--quiet); font-size: 0.85rem; }
 @media (max-width: 560px) { main { padding: 1.2rem 0.9rem 3rem; } h1 { font-size: 1.45rem; } .numbers { gap: 0.5rem 1.4rem; } .chart { font-size: 15px; }
   .by { position: static; } figure { padding: 0.7rem 0.6rem 0.4rem; } }

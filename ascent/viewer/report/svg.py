@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ascent.viewer.report.html import Markup, shown, tag
+from ascent.viewer.report.html import Markup, percent, shown, tag
 
 WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 50, 66, 12, 26
@@ -36,6 +36,11 @@ class Series:
     """(step, "nan" or "inf") where a number was not finite."""
     end: Number | None = None
     """The last value, where the last point is a mean."""
+    share: bool = False
+    """Its numbers lie between 0 and 1, and are said in percent."""
+
+    def say(self, value: Any) -> str:
+        return percent(value) if self.share else shown(value, 3)
 
     def points(self) -> list[tuple[float, float]]:
         return [(float(x), bounded(y)) for x, y in zip(self.x, self.mean, strict=True) if y is not None]
@@ -90,11 +95,14 @@ def chart(
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
 
     parts: list[Any] = [tag("title", said(title, series))]
+    shares = bool(series) and all(s.share for s in series)
     base, edge = HEIGHT - BOTTOM, WIDTH - RIGHT
     for y in ticks(low, high):
         at = round(sy(y), 1)
         parts.append(tag("path", d=f"M{LEFT} {at}H{edge}", class_="grid"))
-        parts.append(tag("text", label(y), x=LEFT - 7, y=at, dy="0.33em", class_="tick end"))
+        parts.append(
+            tag("text", percent(round(y, 12)) if shares else label(y), x=LEFT - 7, y=at, dy="0.33em", class_="tick end")
+        )
     for x in ticks(left, right, 6, whole=True):
         parts.append(tag("text", label(x), x=round(sx(x), 1), y=base + 17, class_="tick middle"))
     parts += [tag("path", d=outline(s, sx, sy), class_=f"band c{i % STYLES}") for i, s in enumerate(series) if s.band()]
@@ -131,7 +139,7 @@ def labels(series: Sequence[Series], sy: Any) -> list[tuple[int, float, str]]:
     found = []
     for i, s in enumerate(series):
         if points := s.points():
-            found.append([i % STYLES, sy(points[-1][1]), shown(last(s), 3)])
+            found.append([i % STYLES, sy(points[-1][1]), s.say(last(s))])
     found.sort(key=lambda one: one[1])
     for above, one in pairwise(found):
         one[1] = max(one[1], above[1] + GAP)
@@ -152,7 +160,7 @@ def said(title: str, series: Sequence[Series]) -> str:
     for s in series:
         known = [y for y in s.mean if y is not None]
         if known:
-            words.append(f"{s.label} from {shown(known[0], 3)} to {shown(last(s), 3)}")
+            words.append(f"{s.label} from {s.say(known[0])} to {s.say(last(s))}")
     return f"{title}: {'; '.join(words)}" if words else f"{title}: nothing was measured"
 
 

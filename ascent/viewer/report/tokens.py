@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ascent.viewer.report.html import Markup, joined, shown, table, tag
+from ascent.viewer.report.steps import Gathered, Part
 
-GROUPS = 3
-"""Groups of a step."""
 TOKENS = 200
 """Tokens of a response that are shown with their numbers; what follows is text."""
 LONGEST = 4_000
@@ -67,7 +66,7 @@ def classes(known: Mapping[str, Any], largest: float) -> str:
 def told(known: Mapping[str, Any]) -> str:
     """The numbers of a token in words."""
     names = {"advantage": "δ", "logp_ref": "log-prob of the reference", "logp": "log-prob"}
-    said = [f"{names.get(name, name)} {shown(value, 4)}" for name, value in known.items() if value is not None]
+    said = [f"{names.get(name, name)} {shown(value)}" for name, value in known.items() if value is not None]
     return ", ".join(said)
 
 
@@ -106,7 +105,7 @@ def every_number(row: Mapping[str, Any] | None) -> Markup | None:
         return None
     head = ["token", *("δ" if name == "advantage" else "log-prob" if name == "logp" else name for name in names)]
     rows = (
-        [repr(piece)[1:-1], *(shown(k.get(name), 4) for name in names)] for piece, k in zip(pieces, known, strict=True)
+        [repr(piece)[1:-1], *(shown(k.get(name)) for name in names)] for piece, k in zip(pieces, known, strict=True)
     )
     return tag("details", tag("summary", "Numbers of its tokens"), table(head, rows, class_="small"))
 
@@ -128,7 +127,7 @@ def response(found: Mapping[str, Any], row: Mapping[str, Any] | None, rank: str,
     )
     facts = [f"reward {shown(reward)}" if reward is not None else "no reward", marks(found)]
     if found.get("advantage") is not None:
-        facts.append(f"δ {shown(found['advantage'], 4)}")
+        facts.append(f"δ {shown(found['advantage'])}")
     facts += [f"{found['length']} tokens"] if found.get("length") is not None else []
     return tag(
         "div",
@@ -141,65 +140,46 @@ def response(found: Mapping[str, Any], row: Mapping[str, Any] | None, rank: str,
     )
 
 
-def ends(responses: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The best and the worst response of a group, or its only kind."""
-    known = [r for r in responses if r.get("reward") is not None] or list(responses)
-    if not known:
-        return []
-    ranked = sorted(known, key=lambda r: real(r.get("reward")) or 0.0)
-    if ranked[-1].get("reward") == ranked[0].get("reward"):
-        return [("All rewards are equal; one response:", ranked[-1])]
-    return [("Best:", ranked[-1]), ("Worst:", ranked[0])]
-
-
-def step_section(page: Mapping[str, Any], rows: Mapping[tuple[int, int], Any], largest: float) -> Markup:
-    """The groups of one step."""
-    groups = []
-    for group in page["groups"]:
+def step_section(part: Part, largest: float) -> Markup:
+    """Some groups of one step."""
+    groups, seen = [], part.seen
+    for group in part.page["groups"]:
         size = group.get("size") or len(group["responses"])
         spread = f"{size} responses" if size != 1 else "1 response"
-        if group.get("mean") is not None:
-            spread += (
-                f", mean reward {shown(group['mean'], 4)} ± {shown(group['std'], 3)}"
-                if group.get("std") is not None
-                else ""
-            )
+        if group.get("mean") is not None and group.get("std") is not None:
+            spread += f", mean reward {shown(group['mean'])}, spread {shown(group['std'])} (standard deviation)"
+        spread += f"; {group['shown']} match" if seen is not None else ""
         picked = [
-            response(one, rows.get((group["group"], one["sample"])), rank, largest)
-            for rank, one in ends(group["responses"])
+            response(one, part.rows.get((group["group"], one["sample"])), rank, largest)
+            for rank, one in part.picked[group["group"]]
         ]
         head = [tag("h4", f"Group {group['group']}: {spread}"), tag("pre", cut(group["prompt"]), class_="text prompt")]
         groups.append(tag("article", *head, *picked, class_="group"))
-    return tag("section", tag("h3", f"Step {page['step']}"), *groups)
+    title = f"Step {shown(part.page['step'])}" + (f", to which a flag points: {seen.words}" if seen else "")
+    none = tag("p", "None of the recorded responses is so.", class_="quiet") if seen and not groups else None
+    back = [[" ", tag("a", "back to the flag", href=f"#{flag}")] for flag in part.flags]
+    about = tag("p", kept(part), back, class_="quiet")
+    return tag(
+        "section", tag("h3", title), about, none, *groups, id=seen.anchor if seen else f"step-{part.page['step']}"
+    )
 
 
-def clip_words(found: Mapping[str, Any]) -> str:
-    words = str((found.get("clip") or {}).get("words", ""))
-    return f"Clipped, {words}" if words.startswith("low:") else words
+def kept(part: Part) -> str:
+    """How much of the step is in its file, and how much of that is here."""
+    shares = part.page.get("shares") or {}
+    rows, groups = shares.get("all") or 0, shares.get("groups") or 0
+    of = f" of the {shown(part.sampled)} responses" if part.sampled is not None else " responses"
+    if part.sampled == rows:
+        words = f"All {shown(rows)} responses of the step were recorded, in {plural(groups, 'group')}."
+    else:
+        words = f"Recorded: {shown(rows)}{of} of the step, in {plural(groups, 'group')}."
+    if part.seen is not None:
+        words += f" {plural(part.page.get('responses') or 0, 'response')} of them match; here are a few."
+    return words
 
 
-def gather(folder: Any, kind: str) -> tuple[list[tuple[Any, dict]], list[str], list[str]]:
-    """The first, a middle and the last recorded step with what is shown of them; what went wrong; what to know."""
-    from ascent.types import Refused
-    from ascent.viewer import completions, recorded, tokens
-
-    steps = list(recorded.steps(folder, kind))
-    picked = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    found: list[tuple[Any, dict]] = []
-    problems: list[str] = []
-    notes: dict[str, None] = {}
-    for step in picked:
-        try:
-            page = completions.page(folder, kind, step, count=GROUPS)
-            wanted = [(g["group"], one["sample"]) for g in page["groups"] for _, one in ends(g["responses"])]
-            made = [tokens.tokens(folder, kind, step, [group], sample) for group, sample in wanted]
-        except (Refused, OSError, ValueError) as error:
-            problems.append(f"step {step}: {error}")
-            continue
-        problems += page.get("problems") or []
-        found.append((page, {(row["group"], row["sample"]): row for one in made for row in one["rows"]}))
-        notes |= dict.fromkeys(text for one in made for text in [*one["missing"].values(), clip_words(one)] if text)
-    return found, problems, list(notes)
+def plural(number: int, one: str) -> str:
+    return f"{shown(number)} {one}{'s' * (number != 1)}"
 
 
 def choice(ways: Iterable[str]) -> Markup:
@@ -217,14 +197,16 @@ def choice(ways: Iterable[str]) -> Markup:
     )
 
 
-def section(found: Sequence[tuple[Any, dict]], problems: Sequence[str], notes: Sequence[str] = ()) -> Markup:
-    rows = [row for _, made in found for row in made.values()]
+def section(made: Gathered) -> Markup:
+    found, problems = made.parts, made.problems
+    rows = [row for part in found for row in part.rows.values()]
     largest = max(
         (abs(v) for row in rows for a in row.get("advantage") or () if (v := real(a)) is not None), default=0.0
     )
     names = [name for name, *_ in WAYS[:-1] if any(row.get(name) is not None for row in rows)]
-    steps = [step_section(page, made, largest) for page, made in found]
+    steps = [step_section(part, largest) for part in found]
     none = tag("p", "No completions were recorded.", class_="quiet") if not found and not problems else None
     trouble = tag("ul", *(tag("li", text) for text in problems), class_="problems") if problems else None
-    known = tag("p", ". ".join(text[0].upper() + text[1:] for text in notes) + ".", class_="quiet") if notes else None
+    notes = ". ".join(text[0].upper() + text[1:] for text in made.notes)
+    known = tag("p", f"{notes}.", class_="quiet") if notes else None
     return joined([none, trouble, choice(names) if names else None, known, *steps])

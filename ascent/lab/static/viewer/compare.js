@@ -1,15 +1,17 @@
 // The page /compare?id=A&id=B…: curves of several runs one upon another, seeds of a setting as a band, what differs in their
 // settings, how they ended, and one prompt side by side. All of its state is in the address.
-import { Chart, Cursor, Swatch } from "./chart.js";
+import { Cursor } from "./chart.js";
+import { CompareChart } from "./compare_chart.js";
+import { Chips, Chosen, Smoothing } from "./compare_chosen.js";
 import { Differences, Ends } from "./compare_tables.js";
 import { SideBySide } from "./compare_prompt.js";
-import { asked, askedAll, compareLink, Component, count, Failure, get, html, poll, queryOf, ready, render, runLink, tell } from "./shared.js";
+import { asked, askedAll, compareLink, Component, count, Failure, get, html, poll, queryOf, ready, render, tell } from "./shared.js";
 
-const MOST = 50;
 const PAUSE = 5000; // ms between two looks while a run is going on
 const FEW = 4; // metrics that are asked for at once, after the first
 const AXES = { step: "steps", samples: "samples", tokens: "tokens", seconds: "seconds" };
-const BAND = "band: 95 % interval over seeds";
+// What a band is, and where it ends: values of a share lie between 0 and 1, others may not be negative.
+const bandOf = ([low, high] = []) => `band: 95 % interval over seeds${high != null ? ", drawn within 0 and 1" : low != null ? ", drawn down to 0" : ""}`;
 const number = (name) => (/^\d+$/.test(asked(name)) ? +asked(name) : null);
 const filled = (values) => Float64Array.from(values, (value) => value ?? NaN);
 const NONE = [];
@@ -17,19 +19,19 @@ const MANY = 8; // lines beyond which a chart gives them marks instead of dashes
 const shortOf = (id) => id.split("/").pop();
 
 // A line of the answer as a chart draws it; on another axis than steps a point is as wide as its distance to the next.
-function lineOf(found, axis, label, colour) {
+function lineOf(found, axis, label, full, colour) {
   const x = filled(found.x);
   const apart = x.length > 1 ? (x[x.length - 1] - x[0]) / (x.length - 1) : 1;
   const bucket = axis === "step" ? found.bucket : Math.max(apart, 1e-9);
   const low = found.low ? filled(found.low) : null;
   const high = found.low ? filled(found.high) : null;
-  return { label, colour, x, y: filled(found.mean), low, high, bucket, odd: found.nonfinite ?? [], gap: Infinity };
+  return { label, full, colour, x, y: filled(found.mean), low, high, bucket, odd: found.nonfinite ?? [], gap: Infinity };
 }
 
 // What the address says.
 const addressed = () => ({
   ids: [...new Set(askedAll("id"))], chosen: askedAll("metric"), x: AXES[asked("x")] ? asked("x") : "step", seeds: asked("seeds") === "lines" ? "lines" : "band",
-  from: number("from"), to: number("to"), key: asked("key"), at: number("at"),
+  from: number("from"), to: number("to"), key: asked("key"), at: number("at"), base: asked("base"), smooth: number("smooth") ?? 0, of: askedAll("of"),
 });
 
 class Compare extends Component {
@@ -71,8 +73,13 @@ class Compare extends Component {
   }
 
   async ends(asking) {
-    const ends = await get("/api/view/compare", { id: this.state.ids, part: "ends" });
+    const ends = await get("/api/view/compare", { id: this.state.ids, part: "ends", base: this.state.base });
     if (this.asking === asking) this.setState({ ends });
+  }
+
+  setBase(base) {
+    tell({ base: base === this.state.ids[0] ? null : base });
+    this.setState({ base }, () => this.ends(this.asking).catch((error) => this.setState({ error: error.message })));
   }
 
   async rest(asking, missing) {
@@ -95,8 +102,8 @@ class Compare extends Component {
         const line = answer.groups[group.name];
         if (!line) return [];
         const own = group.ids.filter((id) => answer.runs[id]);
-        if (seeds !== "lines" || !own.length) return [lineOf(line, x, several ? `${group.name}, ${count(line.seeds, "seed")}` : group.name, i)];
-        return own.map((id) => lineOf(answer.runs[id], x, `${group.name}: ${shortOf(id)}`, i));
+        if (seeds !== "lines" || !own.length) return [lineOf(line, x, several ? `${group.short}, ${count(line.seeds, "seed")}` : group.short, group.title, i)];
+        return own.map((id) => lineOf(answer.runs[id], x, `${group.short}: ${shortOf(id)}`, `${group.name}: ${id}`, i));
       });
       made[metric] = { answer, lines };
     }
@@ -117,8 +124,9 @@ class Compare extends Component {
 
   setIds(ids) {
     window.lab = { ...window.lab, whole: false };
-    this.setState({ ids, curves: {}, adding: false }, () => this.look());
-    tell({ id: ids }, true);
+    const [base, of] = [ids.includes(this.state.base) ? this.state.base : "", this.state.of.filter((id) => ids.includes(id))];
+    this.setState({ ids, base, of, curves: {}, adding: false }, () => this.look());
+    tell({ id: ids, base, of }, true);
   }
 
   setSeeds(seeds) {
@@ -168,12 +176,12 @@ class Compare extends Component {
 
   // What a file is asked for: the runs and what is seen of them.
   file(kind, more = {}) {
-    const { ids, x, seeds } = this.state;
-    return `/api/view/compare.${kind}?${queryOf({ id: ids, metric: this.metrics().slice(0, 12), x, seeds, ...more })}`;
+    const { ids, x, seeds, base } = this.state;
+    return `/api/view/compare.${kind}?${queryOf({ id: ids, metric: this.metrics(), x, seeds, base, ...more })}`;
   }
 
   charts() {
-    const { curves, found, from, to, x } = this.state;
+    const { curves, found, from, to, x, smooth } = this.state;
     const whole = this.whole();
     const range = [from ?? whole[0], to ?? whole[1]];
     const same = this.range?.[0] === range[0] && this.range?.[1] === range[1];
@@ -184,13 +192,13 @@ class Compare extends Component {
       const { chart, series } = places.find((place) => place.series.metric === metric) ?? { chart: { title: metric, unit: "", series: [1] }, series: {} };
       const said = !series.label || chart.title.toLowerCase().includes(series.label.toLowerCase());
       const title = said ? chart.title : `${chart.title}, ${series.label}`;
-      return html`<${Chart} key=${metric} name=${metric} title=${title} unit=${x === "step" ? chart.unit : `${chart.unit ? `${chart.unit}, ` : ""}over ${AXES[x]}`} share=${chart.share}
-        lines=${curves[metric]?.lines ?? NONE} range=${this.range} whole=${whole} cursor=${this.cursor} band=${BAND} note=${alone}
+      return html`<${CompareChart} key=${metric} name=${metric} title=${title} unit=${x === "step" ? chart.unit : `${chart.unit ? `${chart.unit}, ` : ""}over ${AXES[x]}`} share=${chart.share || curves[metric]?.answer.bounds[1] === 1}
+        lines=${curves[metric]?.lines ?? NONE} range=${this.range} whole=${whole} cursor=${this.cursor} smooth=${x === "step" ? smooth : 0} band=${bandOf(curves[metric]?.answer.bounds)} note=${alone}
         onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => x === "step" && this.set({ at: step }, false)} />`;
     });
   }
 
-  render(_, { ids, found, ends, error, x, seeds, adding, key, at }) {
+  render(_, { ids, found, ends, error, x, seeds, adding, key, at, smooth, of }) {
     return html`<div>
       <p class="where"><a href=${`/runs?${queryOf({ pick: ids })}`}>All runs</a></p>
       <h1>Compare runs</h1>
@@ -202,6 +210,7 @@ class Compare extends Component {
           <span class="choice" role="group" aria-label="Seeds">Seeds
             ${[["band", "as a band"], ["lines", "one by one"]].map(([name, words]) => html`<button type="button" aria-pressed=${String(seeds === name)} disabled=${!found.groups.some((g) => g.ids.length > 1)} onClick=${() => this.setSeeds(name)}>${words}</button>`)}</span>
           <label>Over <select id="x" value=${x} onChange=${(e) => this.set({ x: e.target.value, from: null, to: null })}>${found.axes.map((axis) => html`<option value=${axis}>${AXES[axis]}</option>`)}</select></label>
+          <${Smoothing} smooth=${smooth} whole=${this.whole()} off=${x !== "step"} onSmooth=${(steps) => (this.setState({ smooth: steps }), tell({ smooth: steps || null }))} />
           ${x !== "step" && this.without().length > 0 && html`<span class="note">did not count ${AXES[x]}: ${this.without().join(", ")}</span>`}
           ${this.state.from != null && html`<button type="button" onClick=${() => this.zoom(null)}>Zoom out</button>`}
           <span class="files">Save <a href=${this.file("png")} download>PNG</a> <a href=${this.file("svg")} download>SVG</a> <a href=${this.file("csv", { table: "curves" })} download>curves as CSV</a></span>
@@ -209,54 +218,12 @@ class Compare extends Component {
         <${Chips} charts=${found.charts} shown=${this.metrics()} onToggle=${(metric) => this.toggle(metric)} />
         <div class="charts">${this.charts()}</div>
         ${found.charts.length === 0 && html`<p class="note">None of these runs has numbers to draw.</p>`}
-        ${ends && found.groups.every((g) => ends.rows[g.name]) && html`<${Ends} found=${found} ends=${ends} marked=${this.marked} href=${this.file("csv", { table: "finals" })} />`}
+        ${ends && found.groups.every((g) => ends.rows[g.name]) && html`<${Ends} found=${found} ends=${ends} marked=${this.marked} href=${this.file("csv", { table: "finals" })} onBase=${(id) => this.setBase(id)} />`}
         <${Differences} found=${found} href=${this.file("csv", { table: "settings" })} />
-        <${SideBySide} found=${found} marked=${this.marked} chosen=${key} at=${at} onSet=${(changes) => this.set(changes, false)} />`}
+        <${SideBySide} found=${found} marked=${this.marked} chosen=${key} at=${at} of=${of} onSet=${(changes) => this.set(changes, false)} />`}
     </div>`;
   }
 }
-
-// The groups with their runs; each can be taken away, others added.
-class Chosen extends Component {
-  async componentDidUpdate(before) {
-    if (!this.props.adding || before.adding) return;
-    try {
-      const { runs } = await get("/api/view/runs");
-      this.setState({ rows: runs, error: "" });
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
-    document.getElementById("add-run")?.focus();
-  }
-
-  add(value) {
-    const { ids, onIds } = this.props;
-    if (this.state.rows.some((row) => row.id === value) && !ids.includes(value)) onIds([...ids, value]);
-  }
-
-  render({ ids, found, marked, adding, onAdd, onIds }, { rows, error }) {
-    const groups = found ? found.groups.map((g) => ({ ...g, ids: g.ids.filter((id) => ids.includes(id)) })) : [];
-    const free = (rows ?? []).filter((row) => !ids.includes(row.id));
-    return html`<ul class="chosen" aria-label="Runs">
-      ${groups.filter((g) => g.ids.length).map((g, i) => html`<li key=${g.name}>
-        <${Swatch} colour=${i} marked=${marked} /><b>${g.title}</b>
-        <span class="members">${g.ids.map((id) => html`<span key=${id} class="member"><a href=${runLink(id)} title=${`${id}: ${found.runs[id]?.said}`}>${shortOf(id)}</a><button type="button" class="plain" aria-label=${`Take ${id} away`} onClick=${() => onIds(ids.filter((other) => other !== id))}>×</button></span>`)}</span>
-      </li>`)}
-      ${ids.length < MOST && html`<li class="adding"><button type="button" aria-expanded=${String(adding)} onClick=${onAdd}>${adding ? "Done" : "Add a run"}</button>
-        ${adding && html`<input id="add-run" list="other-runs" placeholder=${rows ? `one of ${count(free.length, "other run")}` : "…"} aria-label="Add a run" onChange=${(e) => this.add(e.target.value)} />
-          <datalist id="other-runs">${free.slice(0, 500).map((row) => html`<option key=${row.id} value=${row.id}>${[row.task, row.label, row.status].filter(Boolean).join(", ")}</option>`)}</datalist>`}
-        <${Failure} text=${error} /></li>`}
-    </ul>`;
-  }
-}
-
-// Which metrics are drawn: the charts in their order, each with its series.
-const Chips = ({ charts, shown, onToggle }) => html`<details class="fold chips">
-  <summary>Charts <span>${shown.length} of ${charts.reduce((n, chart) => n + chart.series.length, 0)}</span></summary>
-  <div>${charts.map((chart) => html`<span class="choice" role="group" aria-label=${chart.title} key=${chart.key}>
-    ${chart.series.length > 1 && html`<span>${chart.title}</span>`}
-    ${chart.series.map((s) => html`<button type="button" key=${s.metric} aria-pressed=${String(shown.includes(s.metric))} onClick=${() => onToggle(s.metric)}>${chart.series.length > 1 ? s.label : chart.title}</button>`)}</span>`)}</div>
-</details>`;
 
 export { compareLink };
 const place = document.getElementById("main");

@@ -1,8 +1,8 @@
 // One prompt side by side: what the runs said to it at about the same step.
 import { Swatch } from "./chart.js";
-import { completionsLink, Component, count, Failure, get, html, nearest, num } from "./shared.js";
+import { completionsLink, Component, count, Failure, get, html, nearest, num, runLink } from "./shared.js";
 
-const COLUMNS = 6; // runs beside one another: the first of each group
+const COLUMNS = 6; // runs beside one another: one of each group
 
 class SideBySide extends Component {
   constructor() {
@@ -11,7 +11,13 @@ class SideBySide extends Component {
   }
 
   get ids() {
-    return this.props.found.groups.slice(0, COLUMNS).map((group) => group.ids[0]);
+    return this.props.found.groups.slice(0, COLUMNS).map((group) => group.ids.find((id) => this.props.of.includes(id)) ?? group.ids[0]);
+  }
+
+  // Another seed of a group: the runs that are not the first of theirs stand in the address.
+  pick(group, id) {
+    const others = this.props.of.filter((one) => !group.ids.includes(one));
+    this.props.onSet({ of: id === group.ids[0] ? others : [...others, id] });
   }
 
   componentDidMount() {
@@ -74,21 +80,27 @@ class SideBySide extends Component {
           ${steps.length > 1 && html`<label>Step <input id="at" type="range" min="0" max=${steps.length - 1} value=${place} aria-valuetext=${`step ${step}`} onInput=${(e) => onSet({ at: steps[+e.target.value] })} /><output>${num(step)}</output></label>`}
         </div>
         <pre class="asked">${prompt.prompt}</pre>
-        <div class="columns">${ids.map((id, i) => html`<${Column} key=${id} colour=${i} marked=${marked} id=${id} name=${found.groups[i].name} told=${told[id]} step=${step} />`)}</div>
-        ${found.groups.length > COLUMNS && html`<p class="note">The first runs of the first ${COLUMNS} settings.</p>`}`}
+        <div class="columns">${ids.map((id, i) => html`<${Column} key=${id} colour=${i} marked=${marked} id=${id} group=${found.groups[i]} run=${found.runs[id]} told=${told[id]} step=${step} onPick=${(other) => this.pick(found.groups[i], other)} />`)}</div>
+        ${found.groups.length > COLUMNS && html`<p class="note">The first ${COLUMNS} settings, one run of each.</p>`}`}
     </section>`;
   }
 }
 
 const words = (r) => [`reward ${num(r.reward)}`, r.correct == null ? "" : r.correct ? "✓ right" : "✗ not right", r.truncated ? "✂ cut off" : ""].filter(Boolean).join(", ");
 
-function Column({ id, name, told, step, colour, marked }) {
+const shortOf = (id) => id.split("/").pop();
+
+function Column({ id, group, run, told, step, colour, marked, onPick }) {
+  const seed = run?.seed != null && ` (seed ${run.seed})`;
   const near = told && nearest(told.steps.map((s) => s.step), step);
   const here = told?.steps.find((s) => s.step === near);
   return html`<article>
-    <h3><${Swatch} colour=${colour} marked=${marked} /> ${name}</h3>
+    <h3 title=${group.name}><${Swatch} colour=${colour} marked=${marked} /> ${group.short}</h3>
+    <p class="note">${group.ids.length > 1
+      ? html`<label>Run <select value=${id} aria-label=${`Run of ${group.name}`} onChange=${(e) => onPick(e.target.value)}>${group.ids.map((one, i) => html`<option key=${one} value=${one}>${shortOf(one)}${group.seeds[i] != null && ` (seed ${group.seeds[i]})`}</option>`)}</select></label>`
+      : html`Run <a href=${runLink(id)} title=${id}>${shortOf(id)}</a>${seed}`}</p>
     ${!here ? html`<p class="note">…</p>` : html`
-      <p class="note"><a href=${completionsLink(id, here.step)}>step ${num(here.step)}</a>${here.step !== step && " (the nearest)"}: ${count(here.size, "response")}, reward ${num(here.mean)}${here.std != null && ` ± ${num(here.std)}`}${here.right != null && `, ${here.right} right`}</p>
+      <p class="note"><a href=${completionsLink(id, here.step)}>step ${num(here.step)}</a>${here.step !== step && " (the nearest)"}: ${count(here.size, "response")}, reward: mean ${num(here.mean)}${here.std != null && `, spread ${num(here.std)} (standard deviation)`}${here.right != null && `, ${here.right} right`}</p>
       ${here.best && html`<h4>Best <span>${words(here.best)}</span></h4><pre>${here.best.text}</pre>`}
       ${here.common && here.common.text !== here.best?.text && html`<h4>Most common <span>× ${here.common.count}, ${words(here.common)}</span></h4><pre>${here.common.text}</pre>`}`}
   </article>`;

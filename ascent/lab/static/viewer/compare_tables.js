@@ -23,22 +23,25 @@ function said(measure, mean, half, sign = false) {
   return size > 0 ? html`${text} <span class="half">± ${fixed(half)}</span>` : text;
 }
 
-export const Ends = ({ found, ends, href, marked }) => {
-  const { measures, rows, notes } = ends;
+export const Ends = ({ found, ends, href, marked, onBase }) => {
+  const { measures, rows, notes, cautions, base } = ends;
   if (!measures.length) return null;
   const several = found.groups.length > 1;
+  const chosen = found.groups.find((group) => group.name === base) ?? found.groups[0];
   return html`<section class="ends">
+    ${cautions.length > 0 && html`<div class="cautions" role="note"><b>Before you subtract</b><ul>${cautions.map((text) => html`<li key=${text}>${text}</li>`)}</ul></div>`}
     <h2>How they ended <a class="file" href=${href} download>as CSV</a></h2>
+    ${several && html`<p class="tool-row plain"><label>Differences to <select id="base" value=${chosen.ids[0]} onChange=${(e) => onBase(e.target.value)}>${found.groups.map((g) => html`<option key=${g.name} value=${g.ids[0]} title=${g.name}>${g.short}</option>`)}</select></label></p>`}
     <div class="scroll" role="region" tabindex="0" aria-label="How they ended">
       <table><thead><tr><th scope="col">setting</th>${measures.map((m) => html`<th scope="col" key=${m}>${TITLES[m] ?? m}</th>`)}</tr></thead>
         <tbody>${found.groups.map((group, i) => html`<tr key=${group.name}>
-          <th scope="row"><${Swatch} colour=${i} marked=${marked} /> ${group.title}</th>
+          <th scope="row" title=${group.title}><${Swatch} colour=${i} marked=${marked} /> ${group.short}${group.ids.length > 1 && ` × ${group.ids.length} seeds`}</th>
           ${measures.map((m) => {
             const cell = rows[group.name][m];
-            return html`<td key=${m}>${cell ? html`<div>${said(m, cell.mean, cell.half)}</div>` : "–"}${cell?.difference != null && html`<div class="gap" title=${`to ${found.groups[0].name}, paired over ${cell.pairs} seeds`}>${said(m, cell.difference, cell.difference_half, true)}</div>`}</td>`;
+            return html`<td key=${m}>${cell ? html`<div>${said(m, cell.mean, cell.half)}</div>` : "–"}${cell?.difference != null && html`<div class="gap" title=${`to ${base}, paired over ${cell.pairs} seeds`}>${said(m, cell.difference, cell.difference_half, true)}</div>`}</td>`;
           })}</tr>`)}</tbody></table>
     </div>
-    <p class="note">Last values: means over seeds ± half of the 95 % interval (Student's t).${several && html` Below them, the difference to <b>${found.groups[0].name}</b>, paired by seed.`}${notes.map((text) => html` ${text}`)}</p>
+    <p class="note">Last values: means over seeds ± half of the 95 % interval (Student's t).${several && html` Below them, the difference to <b>${base}</b>, paired by seed, where task and reward are the same.`}${notes.map((text) => html` ${text}`)}</p>
   </section>`;
 };
 
@@ -54,8 +57,7 @@ function cells(row, groups, order) {
 }
 
 export const Differences = ({ found, href }) => {
-  const { difference, groups, runs } = found;
-  const ids = Object.keys(runs);
+  const { difference, groups, order: ids } = found;
   if (ids.length < 2) return null;
   if (!difference.length) return html`<section><h2>Settings</h2><p class="note">All settings of these runs are the same, as far as they are known.</p></section>`;
   const order = new Map(ids.map((id, i) => [id, i]));
@@ -63,7 +65,7 @@ export const Differences = ({ found, href }) => {
     <h2>Settings that differ <span>${difference.length}</span> <a class="file" href=${href} download>as CSV</a></h2>
     <div class="scroll" role="region" tabindex="0" aria-label="Settings that differ">
       <table><thead>
-        <tr><th scope="col" rowspan="2">setting</th>${groups.map((g) => html`<th scope="colgroup" colspan=${g.ids.length} key=${g.name}>${g.title}</th>`)}</tr>
+        <tr><th scope="col" rowspan="2">setting</th>${groups.map((g) => html`<th scope="colgroup" colspan=${g.ids.length} key=${g.name} title=${g.title}>${g.short}${g.ids.length > 1 && ` × ${g.ids.length} seeds`}</th>`)}</tr>
         <tr>${groups.flatMap((g) => g.ids.map((id) => html`<th scope="col" key=${id}><a href=${runLink(id)} title=${id}>${id.split("/").pop()}</a></th>`))}</tr>
       </thead><tbody>${difference.map((row) => html`<tr key=${row.name}><th scope="row">${row.name}</th>
         ${cells(row, groups, order).map((cell) => html`<td colspan=${cell.span}>${cell.value ?? html`<span class="none" aria-label="no such setting">–</span>`}</td>`)}</tr>`)}</tbody></table>
