@@ -280,3 +280,16 @@ def test_looking_whether_a_run_is_locked_does_not_keep_it_from_being_resumed(tmp
     finally:
         stop.set()
         watcher.join()
+
+
+def test_a_line_that_one_seed_lacks_costs_a_comparison_one_point(tmp_path: Path, root: Path) -> None:
+    for seed, missing in ((0, None), (1, 5)):
+        run = shutil.copytree(root / "good", tmp_path / f"s{seed}")
+        for name in ("run.json", "config.json"):
+            (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | {"seed": seed}))
+        with open(run / "metrics.jsonl", "w") as file:
+            file.writelines(json.dumps({"step": s, "reward": s + seed}) + "\n" for s in range(3_000) if s != missing)
+    with Comparison(tmp_path, ["s0", "s1"], Library()) as found:
+        (line,) = found.curves(["reward"], points=300)["reward"]["groups"].values()
+    assert line["seeds"] == 2 and 180 <= len(line["mean"]) <= 300
+    assert line["mean"][10] == pytest.approx(line["x"][10] + 0.5)

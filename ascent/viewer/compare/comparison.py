@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from ascent.viewer.compare.overlay import AXES, overlay
 from ascent.viewer.curves import POINTS, Library, measured
 from ascent.viewer.digest import Digest
 from ascent.viewer.places import Place, find
-from ascent.viewer.status import status_of
+from ascent.viewer.reading import number, read_object
 
 MOST = 50
 """Runs that are compared at once."""
@@ -61,27 +60,12 @@ def sides(root: Path, ids: Sequence[str]) -> list[Side]:
     found = []
     for id in wanted:
         place = find(root, id)
-        config, _ = about.read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
-        found.append(Side(place, brief(place), {k: v for k, v in config.items() if k not in about.SAID}))
+        config, _ = read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
+        row = {key: value for key, value in about.row(place).items() if key in BRIEF}
+        if row["seed"] is None:  # run.json may be damaged where config.json is not
+            row["seed"] = number(config.get("seed"))
+        found.append(Side(place, row, {k: v for k, v in config.items() if k not in about.SAID}))
     return found
-
-
-def brief(place: Place) -> dict[str, Any]:
-    """What a comparison says of a run by itself."""
-    if place.kind != "ascent":
-        return {key: value for key, value in about.row(place).items() if key in BRIEF}
-    run, problem = about.read_object(place.folder / "run.json")
-    status, said = ("unreadable", problem) if problem else status_of(place.folder, run)
-    told = {key: simple(run.get(key)) for key in ("task", "label", "seed", "step", "steps")}
-    result = run.get("result") if isinstance(run.get("result"), dict) else {}
-    told["max_reward"] = simple((result or {}).get("max_reward"))
-    return {"id": place.id, "kind": place.kind, "status": status, "said": said} | told
-
-
-def simple(value: Any) -> int | float | str | None:
-    """A number or a text; whatever else a damaged file holds, as text."""
-    fine = value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
-    return value if fine else json.dumps(value)
 
 
 def dotted(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -17,13 +17,13 @@ DIGITS = 6
 
 
 class Curve(NamedTuple):
-    """One metric of one run: sums over consecutive lines, as its digest has them."""
+    """One metric of one run: sums over steps that follow one another, as its digest has them."""
 
-    first: np.ndarray
-    last: np.ndarray
+    place: np.ndarray
+    """Which steps a bucket is for: those from place × width on."""
     buckets: Buckets
     width: int
-    """Lines a bucket; a power of two."""
+    """Steps a bucket; a power of two."""
     x: np.ndarray
     """Where each bucket lies on the chosen axis."""
 
@@ -33,9 +33,8 @@ def curve(digest: Digest, metric: str, axis: str = "step") -> Curve | None:
     buckets = digest.metrics.get(metric)
     if buckets is None or not buckets.number.any():
         return None
-    first, last = digest.first, digest.last
-    x = (first + last) / 2 if AXES[axis] is None else spent(digest, AXES[axis] or "")
-    return None if x is None else Curve(first, last, buckets, digest.width, x)
+    x = digest.first / 2 + digest.last / 2 if AXES[axis] is None else spent(digest, AXES[axis] or "")
+    return None if x is None else Curve(digest.index, buckets, digest.width, x)
 
 
 def spent(digest: Digest, metric: str) -> np.ndarray | None:
@@ -47,34 +46,32 @@ def spent(digest: Digest, metric: str) -> np.ndarray | None:
 
 
 def coarser(curve: Curve, times: int) -> Curve:
-    """So many neighbouring buckets as one."""
-    if times <= 1 or not len(curve.first):
+    """Buckets of so many times as many steps."""
+    if times <= 1 or not len(curve.place):
         return curve
-    cuts = np.arange(0, len(curve.first), times)
-    ends = np.append(cuts[1:], len(curve.first)) - 1
-    weight = np.ones(len(curve.x))
-    x = np.add.reduceat(curve.x, cuts) / np.add.reduceat(weight, cuts)
-    return Curve(curve.first[cuts], curve.last[ends], merged(curve.buckets, cuts), curve.width * times, x)
+    index = curve.place // times
+    cuts = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
+    x = np.add.reduceat(curve.x, cuts) / np.diff(np.append(cuts, len(index)))
+    return Curve(index[cuts], merged(curve.buckets, cuts), curve.width * times, x)
 
 
 def aligned(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """x and [run point] values at the steps that all of some runs have, at most so many; and the lines of a point.
+    """x and [run point] values at the steps that all of some runs have, at most so many; and the steps of a point.
 
-    Where a bucket holds several lines, it counts if it spans the same steps, and as many measured ones, in all runs.
+    Where a bucket holds several steps, it counts if it has as many measured ones in all runs.
     """
     width = max(curve.width for curve in curves)
-    size = min(-(-len(curve.first) // (width // curve.width)) for curve in curves)
-    times = max(1, -(-size // points))
-    same = [coarser(curve, width // curve.width * times) for curve in curves]
-    keys = [np.stack([c.first, c.last, c.buckets.number.astype(float)], 1) for c in same]
-    known = {tuple(key) for key in keys[0][keys[0][:, 2] > 0].tolist()} if len(keys) > 1 else set()
-    for other in keys[1:]:
-        known &= {tuple(key) for key in other.tolist()}
+    same = [coarser(curve, width // curve.width) for curve in curves]
+    times = max(1, -(-min(len(curve.place) for curve in same) // points))
+    same = [coarser(curve, times) for curve in same]
+    keys = [list(zip(c.place.tolist(), c.buckets.number.tolist(), strict=True)) for c in same]
+    known = {key for key in set.intersection(*map(set, keys)) if key[1] > 0}
     xs, rows = [], []
     for c, key in zip(same, keys, strict=True):
-        keep = np.array([tuple(one) in known for one in key.tolist()], bool) if len(keys) > 1 else key[:, 2] > 0
+        keep = np.array([one in known for one in key], bool)
         xs.append(c.x[keep])
-        rows.append(c.buckets.sum[keep] / c.buckets.number[keep])
+        with np.errstate(invalid="ignore"):
+            rows.append(c.buckets.sum[keep] / c.buckets.number[keep])
     return np.mean(xs, axis=0), np.stack(rows), width * times
 
 
