@@ -381,6 +381,7 @@ def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("nines")
     reward = own(folder, "sum(x == 9 for x in response)")
     more = {**SMALL, "reward": reward, "steps": 44, "checkpoint_every": 18, "keep": 9, "record_every": 10, "lr": 2e-2}
+    more |= {"eval_prompts": 20}
     said = io.StringIO()
     with redirect_stderr(said):
         run = ascent.train("sort", out=folder / "run", **more)
@@ -405,7 +406,7 @@ def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
 
 @pytest.mark.slow
 def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
-    more = {"length": 20, "end": True, "steps": 48, **SMALL, "lr": 4e-3}
+    more = {"length": 20, "end": True, "steps": 40, "eval_prompts": 20, **SMALL, "lr": 4e-3}
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
     before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
     assert now > 1.5 * before
