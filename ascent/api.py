@@ -202,7 +202,7 @@ def result(last: dict[str, Any], config: Config) -> dict[str, Any]:
         "steps": last["step"] + 1,
         **numbers,
         "max_reward": config.task.max_reward,
-        "words": findings(last, config.task),
+        "words": findings(last, config.task, config.algorithm.advantage.group),
     }
 
 

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import ascent
+from ascent.cli import main
 from ascent.records import RunFolder, alive
 from ascent.records.folder import refuse_taken
 from ascent.types import Refused
@@ -60,7 +62,7 @@ def test_a_run_has_one_while_it_trains_and_none_afterwards(tmp_path: Path) -> No
         "from ascent.records import alive\nfrom pathlib import Path\n"
         f"def own(prompt, response):\n    assert alive.read(Path({str(tmp_path / 'run')!r}))\n    return 1\n"
     )
-    given = {"reward": f"python:{tmp_path / 'own.py'}:own", "eval_every": 9}
+    given = {"reward": f"python:{tmp_path / 'own.py'}:own", "eval_every": 9, "threads": 1}
     run = ascent.train("lecture", out=tmp_path / "run", show=False, steps=2, **given)
     assert run.status == "finished" and [line["reward_errors"] for line in run.metrics] == [0, 0]
     assert not list((tmp_path / "run").glob(".alive*")) and not threads()
@@ -75,6 +77,37 @@ def test_one_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(Refused):
         refuse_taken(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """kill -9 in its third step: the sign stays, growing old, and `ascent resume` takes the folder over."""
+    run, mark = tmp_path / "run", tmp_path / "killed"
+    (tmp_path / "own.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n"
+        f"run, mark = Path({str(run)!r}), Path({str(mark)!r})\n"
+        "def own(prompt, response):\n"
+        "    if (run / 'checkpoints' / 'step_000002').exists() and not mark.exists():\n"
+        "        mark.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n    return 1\n"
+    )
+    given = {"reward": f"python:{tmp_path / 'own.py'}:own", "eval_every": 9, "checkpoint_every": 2, "threads": 1}
+    child = os.fork()
+    if child == 0:
+        try:
+            ascent.train("lecture", out=run, show=False, steps=4, **given)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    sign = alive.read(run)
+    assert sign is not None and sign["pid"] == child and ascent.load(run).status == "died"
+    time.sleep(5 * alive.EVERY)
+    assert alive.read(run) == sign, "nobody writes it any more"
+    assert main(["resume", str(run)]) == 0
+    again = ascent.load(run)
+    assert again.status == "finished" and [line["step"] for line in again.metrics] == [0, 1, 2, 3]
+    assert not list(run.glob(".alive*")) and not threads()
 
 
 def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chromium()
     root = tmp_path_factory.mktemp("viewer") / "runs"
     ascent.train("lecture", steps=12, epochs=2, record_every=4, show=False, out=root / "known")
-    ascent.train("sort", steps=2, show=False, out=root / "sorts" / "first")
+    small = {"policy.width": 16, "policy.layers": 1, "policy.heads": 2, "prompts": 8, "eval_prompts": 4}
+    ascent.train("sort", steps=2, show=False, out=root / "sorts" / "first", **small)
     lines = read_lines(root / "known" / "metrics.jsonl")
     for name in ("died", "bare", "nan", "long", f"evil {EVIL}", "live"):
         shutil.copytree(root / "known", root / name)

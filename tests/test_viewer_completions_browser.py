@@ -44,6 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chromium()
     root = tmp_path_factory.mktemp("completions") / "runs"
     same = {"steps": 3, "prompts": 4, "samples": 4, "epochs": 3, "lr": 0.02, "eval_prompts": 4}
+    same |= {"policy.width": 16, "policy.layers": 1, "policy.heads": 2}
     ascent.train("sort", record_every=1, record_rollouts="all", show=False, out=root / "sorted", **same)
     made = write_run(root / "made", {step: rows() for step in (0, 10, 40)})
     torn = write_step(made, 50, rows())

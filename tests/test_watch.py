@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +22,7 @@ import ascent
 from ascent.correction import MISMATCH
 from ascent.diagnose import watch as watch_
 from ascent.diagnose.evidence import PROMPTS, noted, one_answer, told, weights_of
+from ascent.diagnose.findings import findings
 from ascent.diagnose.watch import BLOCKS, KEYS, LENGTH, Watch, flags_of, watched
 
 Line = dict[str, Any]
@@ -224,6 +229,7 @@ def test_after_a_resume_it_is_what_it_was() -> None:
     lines[20]["reward"] = float("nan")
     lines[21] |= {"eval/accuracy": 0.25, "eval/reward": 0.5}
     lines[30]["entropy"] = None
+    lines[40]["kl"], lines[250]["grad_norm"] = 1e16, float("inf")
     kept = [json.loads(json.dumps(line).replace("NaN", "null")) for line in lines]
     whole = Watch(1.0, {})
     said = [[flag.event(line["step"], 0) for flag in whole.see(line)] for line in lines]
@@ -273,6 +279,41 @@ def test_it_is_named_as_the_metrics_are_and_brings_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+# ---- out of scale ------------------------------------------------------------------------------------
+
+
+def said_at(key: str, values: list[Any]) -> list[int]:
+    """The steps at which a metric with these values is out of scale."""
+    watch = Watch()
+    seen = [watch.see({"step": step, key: value}) for step, value in enumerate(values)]
+    return [step for step, flags in enumerate(seen) if any(flag.name == "out-of-scale" for flag in flags)]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "steps"),
+    [
+        ("kl", [1e16, 1e16], [0, 1]),
+        ("grad_norm", [1e16], [0]),
+        ("grad_norm", [0.3] * 20 + [4e5, 0.3], [20]),
+        ("kl", [1e-5] * 20 + [12.0], [20]),
+        ("grad_norm", [0.3] * 10 + [4e5], []),  # too early to know what is usual
+        ("grad_norm", [0.3] * 20 + [4e3], []),  # a spike, as there are many
+        ("grad_norm", [1e-9] * 20 + [30.0], []),  # solved, then moved again
+        ("grad_norm", [2e4] * 40, []),  # large rewards
+        ("kl", [1e-9] * 20 + [0.5], []),
+        ("kl", [0.0, -1.0, None, float("nan"), float("inf"), "1e16"], []),
+    ],
+)
+def test_what_is_out_of_all_proportion_is_said(key: str, values: list[Any], steps: list[int]) -> None:
+    assert said_at(key, values) == steps
+
+
+def test_a_run_out_of_scale_has_its_evidence() -> None:
+    (flag,) = Watch().see({"step": 0, "kl": 1.5e16, "grad_norm": 0.1})
+    assert flag.metrics == {"kl": [1.5e16]} and flag.steps == (0, 0)
+    assert flag.text == "out of scale: the KL in nats a token is 1.5e+16 in this step"
+
+
 # ---- one answer -------------------------------------------------------------------------------------
 
 
@@ -311,6 +352,7 @@ def test_an_answer_is_told_in_words_and_searched_for() -> None:
     (flag,) = told(found, "the answer {is}\n\n<b>42</b>")
     assert "'the answer {is} <b>42</b>' is 128 of 128 responses, to 16 of 16 prompts, 0% of them" in flag.text
     assert flag.q == "the answer {is}" and flag.steps == (3, 3)
+    assert flag.metrics == {"share of one text": [1.0], "right among them": [0.0]}, "no name of a metric"
     (flag,) = told(found, "long " * 100)
     assert len(flag.q) <= 120 and "…" in flag.text
     (flag,) = told(found, "")
@@ -333,10 +375,22 @@ def own(folder: Path, body: str) -> str:
     return f"python:{folder / 'own.py'}:own"
 
 
-def test_a_reward_for_nines_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """A run that is paid for nines, and what its terminal showed."""
+    folder = tmp_path_factory.mktemp("nines")
+    reward = own(folder, "sum(x == 9 for x in response)")
+    more = {**SMALL, "reward": reward, "steps": 44, "checkpoint_every": 18, "keep": 9, "record_every": 10, "lr": 2e-2}
+    more |= {"eval_prompts": 20}
+    said = io.StringIO()
+    with redirect_stderr(said):
+        run = ascent.train("sort", out=folder / "run", **more)
+    return run, said.getvalue()
+
+
+def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
     """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
-    reward = own(tmp_path, "sum(x == 9 for x in response)")
-    run = ascent.train("sort", out=tmp_path / "run", reward=reward, steps=44, record_every=10, **SMALL | {"lr": 2e-2})
+    run, said = nines
     found = flags_in(run)
     assert {"one-answer", "reward-up-accuracy-flat"} <= set(found)
     answer = found["one-answer"]
@@ -346,30 +400,39 @@ def test_a_reward_for_nines_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture
     up = found["reward-up-accuracy-flat"]
     assert up["evidence"]["rollouts"]["step"] == up["step"] - up["step"] % 10
     assert run.rollouts(up["evidence"]["rollouts"]["step"])
-    said = capfd.readouterr().err
     for event in found.values():
         assert said.count(f"step {event['step']}: {event['text']}") == 1
 
 
 @pytest.mark.slow
 def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
-    more = {"length": 20, "end": True, "steps": 48, **SMALL, "lr": 4e-3}
+    more = {"length": 20, "end": True, "steps": 40, "eval_prompts": 20, **SMALL, "lr": 4e-3}
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
     before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
     assert now > 1.5 * before
 
 
 def test_the_course_is_stuck(tmp_path: Path) -> None:
-    given = {"preset": "course", "advantage": "normalized", "threads": 1}
+    given = {"preset": "course", "advantage": "normalized", "threads": 1, "steps": 60}
     run = ascent.train("lecture", out=tmp_path / "run", show=False, **given)
     event = flags_in(run)["entropy-collapse"]
-    start, now = event["evidence"]["metrics"]["entropy"]
-    assert now < 0.1 * start and event["evidence"]["rollouts"]["step"] % 20 == 0
+    evidence = event["evidence"]
+    start, now = evidence["metrics"]["entropy"]
+    assert now < 0.1 * start and evidence["rollouts"]["step"] % 20 == 0
+    span = re.search(r"from steps (\d+)–(\d+) to (\d+)–(\d+) ", event["text"])
+    assert span is not None
+    begin, until, since, end = map(int, span.groups())
+    assert evidence["steps"] == [begin, end] == [0, event["step"]]
+    for name, pair in evidence["metrics"].items():
+        windows = [[line[name] for line in run.metrics[a : b + 1]] for a, b in ((begin, until), (since, end))]
+        assert pair == pytest.approx([sum(window) / len(window) for window in windows], rel=1e-9), name
+    assert set(evidence["metrics"]) == {"entropy", "accuracy"}
+    assert any("which gives group credit nothing to compare" in words for words in run.result["words"])
 
 
 SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
     "the lecture": ("lecture", {}),
-    "grpo": ("lecture", {"algorithm": "grpo", "seed": 2, "reference": "every"}),
+    "grpo": ("lecture", {"algorithm": "grpo", "seed": 2, "reference": "every", "steps": 60}),
     "three numbers": ("sort", {"length": 3, "numbers": 4, "steps": 100, **SMALL}),
     "all or nothing": ("sort", {"length": 2, "numbers": 4, "steps": 100, "reward": "exact", **SMALL}),
     "a reward of one's own": ("sort", {"length": 3, "numbers": 4, "steps": 100, "reward": "own", **SMALL}),
@@ -387,17 +450,15 @@ def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
         assert run.result["eval/accuracy"] > 0.6
 
 
-def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    reward = own(tmp_path, "sum(x == 9 for x in response)")
-    more = {**SMALL, "reward": reward, "steps": 44, "checkpoint_every": 18, "keep": 9, "record_every": 10, "lr": 2e-2}
-    runs = [ascent.train("sort", out=tmp_path / name, show=False, **more) for name in "ab"]
-    again = ascent.resume(tmp_path / "b", from_step=18)
-    assert again.events == runs[0].events != []
+def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(nines: tuple[Any, str], tmp_path: Path) -> None:
+    shutil.copytree(nines[0].folder, tmp_path / "again")
+    again = ascent.resume(tmp_path / "again", from_step=18)
+    assert again.events == nines[0].events and any(event["step"] > 18 for event in again.events)
 
 
 def test_what_is_shown_to_learn_from_is_not_watched(tmp_path: Path) -> None:
     """Demonstrations have a reward and an entropy too, but nothing of it is the policy's doing."""
-    given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 60, **SMALL}
+    given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 40, **SMALL}
     assert ascent.train("sort", out=tmp_path / "run", show=False, **given).events == []
 
 
@@ -407,7 +468,10 @@ def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
     event = flags_in(run)["reward-without-accuracy"]
     assert event["text"].startswith("reward without accuracy: held-out reward is ") and "hack" not in event["text"]
     evidence = event["evidence"]
-    assert evidence["metrics"]["eval/reward"][1] >= 0.95 * 9 and evidence["metrics"]["eval/accuracy"][1] < 0.5
+    assert evidence["metrics"]["eval/reward"][-1] >= 0.95 * 9 and evidence["metrics"]["eval/accuracy"][-1] < 0.5
+    for name, numbers in evidence["metrics"].items():
+        steps = list(dict.fromkeys(evidence["steps"]))
+        assert numbers == [run.metrics[step][name] for step in steps], "the metric's own numbers at its steps"
     assert evidence["rollouts"] == {"step": event["step"] - event["step"] % 5, "show": "wrong", "q": ""}
     failed = ascent.train(
         "lecture",
@@ -418,7 +482,8 @@ def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
         max_reward_errors=1.0,
     )
     event = flags_in(failed)["reward-errors"]
-    assert event["evidence"]["rollouts"]["show"] == "failed" and event["evidence"]["metrics"]["reward_errors"][1] > 0
+    assert event["evidence"]["rollouts"]["show"] == "failed" and event["evidence"]["steps"] == [0, 0]
+    assert event["evidence"]["metrics"] == {"reward_errors": [failed.metrics[0]["reward_errors"]]}
 
 
 def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) -> None:
@@ -429,8 +494,16 @@ def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) ->
 
 def test_a_number_that_is_none_is_no_evidence() -> None:
     flag = noted("reward-without-accuracy", "words", {"step": 3, "eval/reward": float("nan"), "eval/accuracy": 0.1}, {})
-    assert flag.metrics == {"eval/accuracy": [0.1, 0.1]}
+    assert flag.metrics == {"eval/accuracy": [0.1]} and flag.steps == (3, 3)
     assert noted("another", "words", {"step": 3}, {}).event(3, 0)["evidence"]["metrics"] == {}
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
+    last = {"eval/accuracy": 0.1, "eval/reward": 0.2, "frac_reward_zero_std": 1.0, "entropy": 0.01}
+    words = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[-1]
+    assert words.startswith("Stuck: ") and "100% of the groups have equal rewards" in words
+    assert "entropy of 0.010 nats" in words and ("group credit" in words) == grouped
 
 
 # ---- runs of others ---------------------------------------------------------------------------------

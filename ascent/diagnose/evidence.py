@@ -27,8 +27,9 @@ class Flag:
     name: str
     text: str
     metrics: dict[str, list[float]]
-    """Of each metric that shows it: before, and now."""
+    """Of each metric that shows it: before, and now; or a single number, where a single step does."""
     steps: tuple[int, int]
+    """First and last of what is compared; twice the same for a single step."""
     show: str = "all"
     q: str = ""
 
@@ -58,12 +59,15 @@ def one_answer(step: int, responses: Iterable[tuple[Any, Any, bool | None]]) -> 
     if len(asked) < PROMPTS:
         return None
     (answer, count), total = counts.most_common(1)[0], counts.total()
+    numbers = {"share of one text": [count / total]}
     many, share = len(prompts[answer]), right[answer] / count
     if min(count / total, many / len(asked)) < (SAME if known else UNKNOWN) or (known and share > RIGHT):
         return None
+    if known:
+        numbers["right among them"] = [share]
     how = f", {share:.0%} of them exactly right" if known else ""
     text = f"one answer for many prompts: {{}} is {count} of {total} responses, to {many} of {len(asked)} prompts{how}"
-    return answer, Flag("one-answer", text, {"accuracy": [share, share]} if known else {}, (step, step))
+    return answer, Flag("one-answer", text, numbers, (step, step))
 
 
 def answers_in(batch: Any) -> Iterator[tuple[Any, Any, bool | None]]:
@@ -87,17 +91,14 @@ def told(found: tuple[Any, Flag] | None, text: str) -> list[Flag]:
     return [replace(found[1], text=found[1].text.replace("{}", shown, 1), q=line[:SHOWN].strip())]
 
 
-def noted(name: str, text: str, line: Mapping[str, Any], first: Mapping[str, float]) -> Flag:
-    """A flag that one line of metrics shows, with its evidence."""
+def noted(name: str, text: str, line: Mapping[str, Any], first: Mapping[str, Any]) -> Flag:
+    """A flag that one line of metrics shows, with its evidence: since the `first` that has them too, if any does."""
     keys, show = SHOWS.get(name, ((), "all"))
     values = {key: line[key] for key in keys if isinstance(line.get(key), int | float) and math.isfinite(line[key])}
-    return Flag(
-        name,
-        text,
-        {k: [float(first.get(k, v)), float(v)] for k, v in values.items()},
-        (line["step"], line["step"]),
-        show,
-    )
+    if values and first.keys() >= values.keys():
+        numbers = {k: [float(first[k]), float(v)] for k, v in values.items()}
+        return Flag(name, text, numbers, (first["step"], line["step"]), show)
+    return Flag(name, text, {k: [float(v)] for k, v in values.items()}, (line["step"], line["step"]), show)
 
 
 def weights_of(task: Any) -> dict[str, float]:

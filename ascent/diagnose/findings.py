@@ -44,8 +44,8 @@ def reward_share(metrics: Mapping[str, Any], task: Any) -> float | None:
     return reward / task.max_reward if task.max_reward and reward is not None else None
 
 
-def findings(last: Mapping[str, Any], task: Any) -> list[str]:
-    """The result in words, from the last value of every metric."""
+def findings(last: Mapping[str, Any], task: Any, grouped: bool) -> list[str]:
+    """The result in words, from the last value of every metric; `grouped`: does credit compare a prompt's responses?"""
     words = []
     accuracy, maximum = last.get("eval/accuracy"), task.max_reward
     exact = last.get("exact/reward")
@@ -77,8 +77,11 @@ def findings(last: Mapping[str, Any], task: Any) -> list[str]:
         and silent >= HALF
         and entropy < DETERMINED
     ):
+        equal = f"{silent:.0%} of the groups have equal rewards"
+        tried = f"at an entropy of {entropy:.3f} nats a token the policy"
         words.append(
-            f"Stuck: {silent:.0%} of the groups have equal rewards, which gives group credit nothing to compare, and "
-            f"at an entropy of {entropy:.3f} nats a token the policy no longer tries anything else."
+            f"Stuck: {equal}, which gives group credit nothing to compare, and {tried} no longer tries anything else."
+            if grouped
+            else f"Stuck: {tried} hardly tries anything else any more; {equal}."
         )
     return words

@@ -5,11 +5,15 @@ them: when they are full, neighbours are joined, so that they cover the whole ru
 then compared, the first quarter of the run with its last, and the third with the last. A difference counts where it
 is large against both windows' standard errors and in itself, twice in a row: a false alarm is worse than silence.
 
+One flag needs no windows: a gradient or a KL of a size that no run has a use for.
+
 What it knows follows from the lines alone: a run that is resumed is watched as one that was never stopped.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +37,10 @@ COLLAPSED = 0.1
 """Share of its first entropy."""
 APART, TIMES = 0.02, 3.0
 """Nats a token, and times its beginning, from which on a mismatch counts."""
+BEYOND = {"grad_norm": (1e6, 1e3, "gradient's norm"), "kl": (100.0, 10.0, "KL in nats a token")}
+"""Numbers that make no sense in any run; those that make none where they were small; what they are."""
+DECADES, USUAL = 5, 16
+"""Powers of ten over its own median that are a jump; numbers that a median takes."""
 NEARLY_ALL, PATIENCE = 0.9, 64
 """Share of the reward's movement that dominates it; steps of a run before which that is not asked."""
 
@@ -44,10 +52,12 @@ class Watch:
         self.maximum, self.weights = maximum, weights
         self.keys: tuple[str, ...] = KEYS
         self.blocks: list[Block] = []
-        self.start: dict[str, float] = {}
-        """The means of the first block."""
-        self.first: dict[str, float] = {}
-        """The first evaluation."""
+        self.start: Block | None = None
+        """The first steps, which stay as they are when blocks are joined."""
+        self.first: dict[str, Any] = {}
+        """The first evaluation, and its step."""
+        self.sizes: dict[str, Counter[int]] = {key: Counter() for key in BEYOND}
+        """How often a metric had which power of ten."""
         self._held: set[str] = set()
         """What the last comparison showed."""
         self._size = FIRST
@@ -55,11 +65,31 @@ class Watch:
         self._since = 0
 
     def see(self, line: Mapping[str, Any]) -> list[Flag]:
-        """One more step: flags, if it completes a block."""
+        """One more step: flags that it shows, and if it completes a block, those of the windows."""
+        return [*self._beyond(line), *self._blocked(line)]
+
+    def _beyond(self, line: Mapping[str, Any]) -> list[Flag]:
+        """What is out of all proportion in this step alone."""
+        found = []
+        for key, (senseless, large, name) in BEYOND.items():
+            value = line.get(key)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                continue
+            seen, power = self.sizes[key], math.floor(math.log10(value))
+            jump = value >= large and seen.total() >= USUAL and power > _median(seen) + DECADES
+            seen[power] += 1
+            if value < senseless and not jump:
+                continue
+            than = f", more than {10**DECADES:,} times its median before" if jump else ""
+            text = f"out of scale: the {name} is {value:.3g} in this step{than}"
+            found.append(Flag("out-of-scale", text, {key: [float(value)]}, (line["step"], line["step"])))
+        return found[:1]
+
+    def _blocked(self, line: Mapping[str, Any]) -> list[Flag]:
         if not self.blocks and not self._waiting:
             self.keys = (*KEYS, *(key for key in sorted(line) if _is_component(key)))
         if line.get("eval/accuracy") is not None and not self.first:
-            self.first = {k: line[k] for k in ("eval/accuracy", "eval/reward") if line.get(k) is not None}
+            self.first = {k: line[k] for k in ("step", "eval/accuracy", "eval/reward") if line.get(k) is not None}
         if not self._waiting:
             self._since = line["step"]
         self._waiting.append([line.get(key) for key in self.keys])
@@ -69,9 +99,7 @@ class Watch:
             Block(self._since, line["step"], [x for c in zip(*self._waiting, strict=True) for x in sums(c)])
         )
         self._waiting = []
-        if not self.start:
-            own = self.blocks[0].sums
-            self.start = {k: own[3 * i + 1] / n for i, k in enumerate(self.keys) if (n := own[3 * i])}
+        self.start = self.start or self.blocks[0]
         if len(self.blocks) == BLOCKS:
             self.blocks = [a.joined(b) for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
             self._size *= 2
@@ -84,7 +112,8 @@ class Watch:
         late = Change(self.keys, blocks[half : half + quarter], blocks[-quarter:])
         level = abs(self._moved(late) or 0.0) < LEVEL
         found = [self._reward_up(whole, level) or self._reward_up(late, level), _drift(whole) or _drift(late)]
-        found += [self._dominated(whole), self._collapsed(late), self._apart(whole)]
+        begun = Change(self.keys, [self.start or blocks[0]], blocks[-quarter:])
+        found += [self._dominated(whole), self._collapsed(begun, late), self._apart(whole)]
         flags = [flag for flag in found if flag is not None]
         before, self._held = self._held, {flag.name for flag in flags}
         return [flag for flag in flags if flag.name in before]
@@ -140,20 +169,19 @@ class Watch:
         )
         return Flag("component-dominates", text, change.numbers(first, "reward", "accuracy"), change.steps)
 
-    def _collapsed(self, change: Change) -> Flag | None:
-        entropy, accuracy, moved = change.of("entropy"), change.of("accuracy"), self._moved(change)
-        start = self.start.get("entropy", 0.0)
-        if entropy is None or accuracy is None or entropy[1].value > COLLAPSED * start or start <= 0:
+    def _collapsed(self, begun: Change, late: Change) -> Flag | None:
+        """Against the first steps; that nothing improves any more is asked of the second half."""
+        entropy, accuracy, moved = begun.of("entropy"), late.of("accuracy"), self._moved(late)
+        if entropy is None or accuracy is None or entropy[0].value <= 0 or accuracy[1].value >= HALF:
             return None
-        if accuracy[1].value >= HALF or not change.flat or (moved or 0) > 0:
+        if entropy[1].value > COLLAPSED * entropy[0].value or not late.flat or (moved or 0) > 0:
             return None
         text = (
-            f"little is tried any more: the entropy is {entropy[1].value:.3g} nats a token, "
-            f"{entropy[1].value / start:.0%} of its start, with {accuracy[1].value:.1%} of the answers exactly right, "
-            f"no more than before ({change.words})"
+            f"little is tried any more: {begun.words} the entropy went from {entropy[0].value:.3g} to "
+            f"{entropy[1].value:.3g} nats a token, and {accuracy[1].value:.1%} of the answers are exactly right, no "
+            f"more than in steps {late.then} ({accuracy[0].value:.1%})"
         )
-        numbers = {"entropy": [start, entropy[1].value], **change.numbers("accuracy")}
-        return Flag("entropy-collapse", text, numbers, (self.blocks[0].first, change.steps[1]), "wrong")
+        return Flag("entropy-collapse", text, begun.numbers("entropy", "accuracy"), begun.steps, "wrong")
 
     def _apart(self, change: Change) -> Flag | None:
         pair = change.of(MISMATCH)
@@ -222,6 +250,11 @@ def flags_of(
         for flag in told(answer, answer[0] if answer else ""):
             found.setdefault(flag.name, flag.event(step, step))
     return sorted(found.values(), key=lambda event: event["step"])
+
+
+def _median(counts: Counter[int]) -> int:
+    ordered, half = sorted(counts.items()), counts.total() / 2
+    return next(value for i, (value, _) in enumerate(ordered) if sum(n for _, n in ordered[: i + 1]) >= half)
 
 
 def _is_component(key: str) -> bool:

@@ -62,7 +62,8 @@ class Change:
 
     def __init__(self, keys: Sequence[str], before: Sequence[Block], now: Sequence[Block]):
         self.steps = (before[0].first, now[-1].last)
-        self.words = f"from steps {before[0].first}–{before[-1].last} to {now[0].first}–{now[-1].last}"
+        self.then = f"{before[0].first}–{before[-1].last}"
+        self.words = f"from steps {self.then} to {now[0].first}–{now[-1].last}"
         self._before, self._now = (
             [sum(column) for column in zip(*(b.sums for b in w), strict=True)] for w in (before, now)
         )
