@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ascent.viewer import foreign, notes
-from ascent.viewer.charts import charts_of
+from ascent.viewer.charts import charts_of, greedy_of
 from ascent.viewer.curves import Library, measured
 from ascent.viewer.places import Place
-from ascent.viewer.status import begun, status_of
+from ascent.viewer.status import begun, brief, going_on, status_of
 
 END = 1 << 17
 """Bytes at the end of metrics.jsonl in which a list looks for the last values."""
@@ -26,7 +26,6 @@ def row(place: Place) -> dict[str, Any]:
     run, problem = read_object(place.folder / "run.json")
     result = run.get("result") if isinstance(run.get("result"), dict) else {}
     last = last_values(place.folder / "metrics.jsonl")
-    accuracy = last.get("eval/accuracy", last.get("accuracy"))
     if problem:
         status, said = "unreadable", problem
         if not (place.folder / "run.json").exists():
@@ -40,15 +39,25 @@ def row(place: Place) -> dict[str, Any]:
         "seed": run.get("seed"),
         "status": status,
         "said": said,
+        "brief": brief(status, said),
         "step": last.get("step", -1) + 1,
         "steps": run.get("steps"),
         "started": begun(run),
         "updated": changed(place.folder / "metrics.jsonl") or changed(place.folder / "run.json"),
-        "accuracy": accuracy,
-        "reward": last.get("eval/reward", last.get("reward")),
+        **_last_of(last, greedy_of(run.get("task"))),
         "max_reward": (result or {}).get("max_reward"),
         "flags": list(dict.fromkeys(e["name"] for e in events(place) if e.get("event") == "flag" and "name" in e)),
     }
+
+
+def _last_of(last: dict[str, Any], greedy: str) -> dict[str, Any]:
+    """The last share of right answers and reward, each with what it was measured on."""
+    found: dict[str, Any] = {}
+    for name in ("accuracy", "reward"):
+        evaluated = f"eval/{name}" in last
+        found[name] = last[f"eval/{name}"] if evaluated else last.get(name)
+        found[f"{name}_of"] = greedy if evaluated else "sampled"
+    return found
 
 
 def _common(place: Place) -> dict[str, Any]:
@@ -69,12 +78,12 @@ def _foreign_row(place: Place) -> dict[str, Any]:
         "seed": None,
         "status": "foreign" if lines else "unreadable",
         "said": problems[0] if problems and not lines else said,
+        "brief": problems[0] if problems and not lines else said,
         "step": int(last.get("step", -1)) + 1,
         "steps": None,
         "started": min(times, default=None),
         "updated": max(times, default=None),
-        "accuracy": last.get("eval/accuracy", last.get("accuracy")),
-        "reward": last.get("reward"),
+        **_last_of(last, "evaluated"),
         "max_reward": None,
         "flags": [event["name"] for event in foreign.events(place.folder)],
     }
@@ -86,7 +95,7 @@ def page(place: Place, library: Library) -> dict[str, Any]:
     config, config_problem = read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
     problems = [problem for problem in (run_problem, config_problem) if problem]
     with library.digest(place) as digest:
-        charts = charts_of(measured(digest))
+        charts = charts_of(measured(digest), "evaluated" if place.kind != "ascent" else greedy_of(run.get("task")))
         problems += [f"metrics.jsonl: {text}" for text in digest.bad[:3]]
         if digest.bad_count > 3:
             problems.append(f"metrics.jsonl: {digest.bad_count:,} lines in all cannot be read, and are left out")
@@ -100,8 +109,10 @@ def page(place: Place, library: Library) -> dict[str, Any]:
     elif not (place.folder / "metrics.jsonl").exists():
         problems.append("metrics.jsonl is missing, so there are no curves")
     result = run.get("result") if isinstance(run.get("result"), dict) else {}
+    about = row(place)
     return {
-        **row(place),
+        **about,
+        "going_on": going_on(place.folder, about["status"]),
         "words": (result or {}).get("words", []),
         "objective": config.get("objective", ""),
         "formula": config.get("formula", ""),

@@ -70,6 +70,17 @@ export function tell(changes, push = false) {
   if (address !== location.pathname + location.search) history[push ? "pushState" : "replaceState"](null, "", address);
 }
 
+// Where the reader was on the page, by address and tab: kept when the page is left. What it gives goes back there, once
+// the page is drawn, if the reader came by Back or reloaded.
+export function keepScroll() {
+  const key = () => `scroll ${location.pathname}${location.search}`;
+  const came = performance.getEntriesByType("navigation")[0]?.type;
+  history.scrollRestoration = "manual";
+  addEventListener("pagehide", () => sessionStorage.setItem(key(), scrollY));
+  const kept = came === "back_forward" || came === "reload" ? sessionStorage.getItem(key()) : null;
+  return () => kept && requestAnimationFrame(() => requestAnimationFrame(() => scrollTo(0, +kept)));
+}
+
 // ---- words for numbers ----
 const minus = (text) => text.replace("-", "−").replace("e+", "e");
 
