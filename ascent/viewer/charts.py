@@ -14,7 +14,7 @@ GREEDY = "greedy answers"
 HOLDS_NOTHING_OUT = ("lecture",)
 """Tasks that are evaluated on the prompts that they train on."""
 UPDATES = "mean over the step's updates"
-COLOURS = {"eval/accuracy": 0, "accuracy": 1, "eval/reward": 0, "reward": 1}
+COLOURS = {"eval/accuracy": 0, "accuracy": 1, "eval/reward": 0, "reward": 1, "reward_std": 1}
 """Series of one name have one colour and dash in the charts where they stand together; others go by their place."""
 
 

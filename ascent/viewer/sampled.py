@@ -22,5 +22,6 @@ def of_step(place: Place, library: Library, step: int | None) -> dict[str, int] 
         return None
     responses = int(counts[-1])
     samples = read_object(place.folder / "config.json")[0].get("samples")
-    whole = isinstance(samples, int) and samples > 0 and responses % samples == 0
-    return {"responses": responses} | ({"groups": responses // samples} if whole else {})
+    if not isinstance(samples, int) or samples < 1 or responses % samples:
+        return {"responses": responses}
+    return {"responses": responses, "groups": responses // samples}

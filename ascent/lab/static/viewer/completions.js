@@ -29,6 +29,15 @@ function sampleOf({ shares, of, kind }) {
     : `A sample: ${grouped(shares.all)} of ${count(of.responses, "response")} of this step were recorded, in ${groups}`;
 }
 
+// Why no ratio differs from 1, where all that are on the page are so: then nothing can be clipped.
+function alike(tokens) {
+  const rows = [...tokens.values()].filter((row) => row.ratio?.length);
+  if (!rows.length || rows.some((row) => row.ratio.some((v) => typeof v !== "number" || Math.abs(v - 1) > 1e-4))) return "";
+  return rows.every((row) => row.updates === 1)
+    ? "All ratios here are 1: each response was seen by one update, whose policy is the one that logp_old is of."
+    : "All ratios here are 1: the updates of this step did not move these log-probs.";
+}
+
 // All recorded steps as a small axis: marks, and a slider over them.
 function Steps({ found, go }) {
   const { recorded, step } = found;
@@ -195,7 +204,7 @@ class Page extends Component {
       ${about && Object.entries(about.missing).map(([name, text]) => html`<p class="note" key=${name}>${text}.</p>`)}
       <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.step}/${group.group}`} id=${now.id} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} />`)}</div>
       ${this.pages(found)}
-      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
+      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} note=${now.colour === "ratio" || now.colour === "clipped" ? alike(tokens) : ""} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
   }
 }
 
