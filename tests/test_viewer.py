@@ -24,12 +24,12 @@ from ascent.lab.server import application
 from ascent.records import RunFolder
 from ascent.types import Refused
 from ascent.viewer import about, digest, notes
-from ascent.viewer.charts import CHARTS, charts_of
+from ascent.viewer.charts import CHARTS, charts_of, greedy_of
 from ascent.viewer.curves import Library, curves, measured, spark
 from ascent.viewer.digest import Digest
 from ascent.viewer.parsing import parse
 from ascent.viewer.places import Place, find, places
-from ascent.viewer.status import status_of
+from ascent.viewer.status import brief, going_on, status_of
 
 
 def written(path: Path, lines: list[dict[str, Any]], mode: str = "w") -> Path:
@@ -221,6 +221,7 @@ def test_charts_come_in_order_with_the_loss_last() -> None:
         "kl",
         "clip",
         "signal",
+        "extremes",
         "grad",
         "mismatch",
     ]
@@ -228,6 +229,38 @@ def test_charts_come_in_order_with_the_loss_last() -> None:
     assert keys.index("mismatch") < keys.index("speed") < keys.index("time") < keys.index("loss") == len(keys) - 1
     found = charts_of({"loss", "reward"})
     assert [chart["key"] for chart in found] == ["reward", "loss"] and len(found[0]["series"]) == 1
+
+
+def test_series_are_named_and_coloured_for_what_they_are() -> None:
+    names = {
+        "eval/accuracy",
+        "accuracy",
+        "eval/reward",
+        "reward",
+        "eval/lenient",
+        "frac_reward_zero_std",
+        "frac_all_right",
+    }
+    charts = {c["key"]: c for c in charts_of(names, greedy_of("sort"))}
+    colours = {key: {s["label"]: s["colour"] for s in charts[key]["series"]} for key in ("accuracy", "reward")}
+    assert colours["accuracy"] == {"held out, greedy": 0, "sampled": 1, "held out, greedy, any form": 3}
+    assert colours["reward"] == {"held out, greedy": 0, "sampled": 1}
+    assert [s["metric"] for s in charts["signal"]["series"]] == ["frac_reward_zero_std"], "all right may have signal"
+    assert [s["metric"] for s in charts["extremes"]["series"]] == ["frac_all_right"]
+    assert greedy_of("lecture") == "greedy", "it holds nothing out"
+    assert greedy_of("my.py:Task") == greedy_of(None) == greedy_of({"a": 1}) == "greedy answers", "nobody knows"
+
+
+def test_a_list_does_not_say_status_and_steps_twice_and_a_page_says_how_to_go_on(tmp_path: Path) -> None:
+    said = "died after 7 of 12 steps: no process here is writing it any more, last sign of life 3 h ago"
+    assert brief("died", said) == "no process here is writing it any more, last sign of life 3 h ago"
+    assert brief("running", "running, 7 of 12 steps, last sign of life 3 s ago") == "last sign of life 3 s ago"
+    assert brief("interrupted", "stopped and saved after 7 of 12 steps") == "stopped and saved"
+    assert brief("failed", "failed after 7 of ? steps") == ""
+    assert going_on(tmp_path, "finished") is None and going_on(tmp_path, "running") is None
+    assert "command" not in (going_on(tmp_path, "died") or {})
+    (tmp_path / "a run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    assert (going_on(tmp_path / "a run", "died") or {})["command"] == f"ascent resume '{tmp_path}/a run'"
 
 
 def test_parsing_many_lines_at_once_is_parsing_each(tmp_path: Path) -> None:

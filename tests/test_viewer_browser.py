@@ -170,6 +170,13 @@ def test_the_list_sorts_filters_and_keeps_it_in_the_address(screen: Screen) -> N
     screen.page.reload()
     screen.page.wait_for_selector("body[data-ready]")
     assert ids(screen) == ["known"] and query(screen)["status"] == ["finished"]
+    screen.page.fill("#filter", "seed:0")
+    assert ids(screen) == ["sorts/first"]
+    assert row(screen, "sorts/first").locator(".c-id small").inner_text() == "sorts/"
+    assert "held out" in row(screen, "sorts/first").locator(".c-accuracy").inner_text()
+    screen.page.fill("#filter", "known")
+    assert " of 5" in row(screen, "known").locator(".c-reward").inner_text()
+    assert row(screen, "known").locator(".c-accuracy small").inner_text() == "greedy", "the lecture holds nothing out"
     screen.page.fill("#filter", "nothing like it")
     assert "None of the 8 runs fits" in screen.text(".empty")
     screen.page.click(".empty button")
@@ -352,6 +359,71 @@ def test_a_long_run_is_drawn_in_means_and_exactly_when_zoomed(screen: Screen) ->
     screen.page.click("#out")
     until(lambda: "to" not in query(screen))
     assert screen.page.locator("#out").is_disabled()
+
+
+def test_back_undoes_a_zoom_and_comes_back_to_where_one_was(screen: Screen) -> None:
+    opened(screen, "/run?id=long&from=-5&to=9999")
+    until(lambda: "from" not in query(screen))  # more than the run has is all of it
+    opened(screen, "/run?id=long&from=5000&to=100")
+    until(lambda: query(screen)["from"] == ["100"] and query(screen)["to"] == ["1499"])
+    opened(screen, "/run?id=long")
+    screen.page.fill("#to", "100")
+    screen.page.press("#to", "Enter")
+    until(lambda: query(screen).get("to") == ["100"])
+    screen.page.fill("#from", "200")
+    screen.page.press("#from", "Enter")
+    until(lambda: (query(screen)["from"], query(screen)["to"]) == (["100"], ["200"]))  # in either order
+    screen.page.go_back()
+    until(lambda: (screen.page.input_value("#from"), screen.page.input_value("#to")) == ("0", "100"))
+    screen.page.go_back()
+    until(lambda: screen.page.input_value("#to") == str(STEPS - 1))
+    screen.page.mouse.wheel(0, 700)
+    until(lambda: screen.page.evaluate("scrollY") > 500)
+    screen.page.wait_for_timeout(400)
+    before = screen.page.evaluate("scrollY")
+    screen.page.evaluate("location.assign('/completions?id=long&step=4')")
+    screen.page.wait_for_selector(".c-group")
+    screen.page.go_back()
+    screen.page.wait_for_selector("body[data-ready] [data-chart]")
+    until(lambda: abs(screen.page.evaluate("scrollY") - before) < 3)
+
+
+def test_a_flag_of_one_step_is_seen_with_what_is_around_it(screen: Screen, runs: Path) -> None:
+    flag = FLAG | {"step": 400, "evidence": {"metrics": {}, "steps": [400, 400]}}
+    (runs / "long" / "events.jsonl").write_text(json.dumps(flag) + "\n")
+    opened(screen, "/run?id=long")
+    assert screen.text(".flag button") == "see step 400"
+    screen.page.click(".flag button")
+    until(lambda: (query(screen).get("from"), query(screen).get("to")) == (["355"], ["445"]))
+    until(lambda: "step 400" in screen.text(".at"))
+    until(lambda: screen.page.evaluate("scrollY") > 0)
+    history = len(json.loads((runs / "long" / "run.json").read_text())["history"])
+    assert screen.text(".fold:last-of-type summary").startswith(f"History {history} event"), "it counts what it lists"
+    assert screen.page.locator(".history li").count() == history
+
+
+def test_a_log_scale_for_what_is_not_below_zero(screen: Screen) -> None:
+    opened(screen, "/run?id=long")
+    canvas, picture = screen.page.locator("[data-chart=reward] canvas"), "e => e.toDataURL()"
+    until(lambda: canvas.count() == 1)
+    before = canvas.evaluate(picture)
+    screen.page.check("#log")
+    until(lambda: canvas.evaluate(picture) != before)
+    assert query(screen)["log"] == ["1"] and "log scale" in screen.text("[data-chart=reward]")
+    assert "log scale" not in screen.text("[data-chart=accuracy]"), "shares keep theirs"
+    assert "not on a log scale" in screen.text("[data-chart=loss]")
+    screen.page.locator("[data-chart=reward] .plot").press("l")
+    until(lambda: "log" not in query(screen) and canvas.evaluate(picture) == before)
+    powers = """async () => {
+      const { powersOf, powerTicks } = await import("/static/viewer/powers.js");
+      const line = (y) => [{ x: [0, 1, 2], y: Float64Array.from(y) }];
+      const of = (y) => powersOf(line(y), [0, 2]);
+      return [of([1, 0, 100]), of([1, -1, 2]), of([0, 0, 0]),
+        powerTicks(-0.1, 2.1), powerTicks(-3, 16), powerTicks(0.01, 0.02).length];
+    }"""
+    found = screen.page.evaluate(powers)
+    assert found[0] == [pytest.approx(-0.14), pytest.approx(2.14)] and found[1] is None and found[2] is None
+    assert found[3] == [0, 1, 2] and found[4] == [0, 4, 8, 12, 16] and found[5] >= 2
 
 
 SMOOTHED = """async () => {

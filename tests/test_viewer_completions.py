@@ -387,3 +387,17 @@ def test_routes(client: TestClient) -> None:
 def test_what_cannot_be_answered_is_said(client: TestClient, path: str) -> None:
     answer = client.get(f"/api/view/{path}")
     assert answer.status_code == 400 and answer.json()["error"]
+
+
+def test_how_large_a_part_of_the_step_was_recorded(client: TestClient, tmp_path: Path) -> None:
+    def told() -> Any:
+        return client.get("/api/view/completions?id=deep/r&step=3&show=right").json()["of"]
+
+    assert told() is None, "an older metrics.jsonl does not count them"
+    folder = next(path.parent for path in tmp_path.rglob("run.json"))
+    lines = [{"step": 2, "num_responses": 7}, {"step": 3, "num_responses": 512}, {"step": 4, "num_responses": 9}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert told() == {"responses": 512}, "config.json does not say how many make a group"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"samples": 8}))
+    assert told() == {"responses": 512, "groups": 64}

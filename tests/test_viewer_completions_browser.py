@@ -50,6 +50,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torn = write_step(made, 50, rows())
     torn.write_bytes(torn.read_bytes()[:-300])
     write_run(root / "none", {})
+    write_run(root / "once", {0: [row(0, s, float(s), "a b", logp_update=[0], logp=[[-1.0, -1.0]]) for s in (0, 1)]})
+    (root / "once" / "metrics.jsonl").write_text(json.dumps({"step": 0, "num_responses": 512}) + "\n")
+    config = json.loads((root / "once" / "config.json").read_text())
+    (root / "once" / "config.json").write_text(json.dumps(config | {"samples": 2}))
     old = [{k: v for k, v in r.items() if k not in ("pieces", "entropy", "status")} for r in rows()[:2]]
     write_run(root / "old", {0: old})
     many = [row(g, s, float(s % 2), pieces=[" word"] * 512) for g in range(8) for s in range(16)]
@@ -404,3 +408,15 @@ def test_a_real_model(view: View, runs: Path, tmp_path: Path) -> None:
         assert shown.text_content().replace("∅", "") == recorded[sample]["response_text"]
         assert shown.locator(".t").count() == len(recorded[sample]["response"])
     assert "What is" in view.text(".c-prompt") and "tokens" in view.text(".c-response")
+
+
+def test_a_sample_is_called_one_and_ratios_of_one_are_explained(view: View) -> None:
+    view.open("id=once&step=0&colour=ratio&show=right").tokens()
+    assert "1 of 256 groups of this step were recorded (2 of 512 responses)" in view.text(".found")
+    assert "Shown: 1 response in 1 group" in view.text(".found")
+    until(lambda: "seen by one update" in view.text(".c-legend"))
+    view.open("id=sorted&step=1")
+    assert "All 4 groups of this step were recorded (16 responses)" in view.text(".found")
+    view.open("id=made&step=10&colour=ratio").tokens()
+    assert "how many the step had is not known" in view.text(".found")
+    assert view.page.locator(".c-legend .why").count() == 0

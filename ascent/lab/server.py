@@ -45,7 +45,7 @@ def routes(runs: Path) -> list[BaseRoute]:
         Route("/api/trainings", _start(trainings), methods=["POST"]),
         Route("/api/trainings/{run}/{command}", _command(trainings), methods=["POST"]),
         *viewer.routes(runs, library),
-        *viewer_completions.routes(runs),
+        *viewer_completions.routes(runs, library),
         *viewer_compare.routes(runs, library),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]

@@ -10,14 +10,15 @@ from starlette.routing import BaseRoute, Route
 
 from ascent.lab.viewer import answer, many, number, one
 from ascent.types import Refused
-from ascent.viewer import completions, prompts, tokens
+from ascent.viewer import completions, prompts, sampled, tokens
+from ascent.viewer.curves import Library
 from ascent.viewer.places import Place, find
 
 MOST_GROUPS = completions.MOST
 LONGEST_PROMPT = 50_000
 
 
-def routes(runs: Path) -> list[BaseRoute]:
+def routes(runs: Path, library: Library) -> list[BaseRoute]:
     def place(request: Request) -> Place:
         return find(runs, one(request, "id"))
 
@@ -26,7 +27,7 @@ def routes(runs: Path) -> list[BaseRoute]:
         choices: dict[str, Any] = {name: given[name] for name in ("sort", "show", "q") if given.get(name)}
         numbers: dict[str, Any] = {name: n for name in ("offset", "count") if (n := whole(request, name)) is not None}
         found = completions.page(where.folder, where.kind, whole(request, "step"), **choices, **numbers)
-        return {"id": where.id, **found}
+        return {"id": where.id, **found, "of": sampled.of_step(where, library, found["step"])}
 
     def token(request: Request) -> dict[str, Any]:
         where, step = place(request), whole(request, "step")

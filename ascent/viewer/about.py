@@ -9,12 +9,12 @@ from typing import Any
 
 from ascent.records.folder import is_locked
 from ascent.viewer import foreign, notes
-from ascent.viewer.charts import charts_of
+from ascent.viewer.charts import charts_of, greedy_of
 from ascent.viewer.curves import Library, measured
 from ascent.viewer.places import MOST, Place
 from ascent.viewer.reading import changed, loads, number, opened, read_object, text
 from ascent.viewer.recorded import steps as steps_of
-from ascent.viewer.status import begun, status_of
+from ascent.viewer.status import begun, brief, going_on, status_of
 
 MOST_EVENTS = 1 << 20
 """Bytes of events.jsonl that are read."""
@@ -47,17 +47,12 @@ def row(place: Place) -> dict[str, Any]:
     run, problem = read_object(place.folder / "run.json")
     result = run.get("result") if isinstance(run.get("result"), dict) else {}
     last = last_values(place.folder / "metrics.jsonl")
-    accuracy = last.get("eval/accuracy", last.get("accuracy"))
     if problem:
         status, said = "unreadable", problem
         if not (place.folder / "run.json").exists():
-            begins = is_locked(place.folder)
-            said = (
-                "starting: its process is there"
-                if begins
-                else "killed before its first step; only its settings are here"
-            )
-            status = "running" if begins else "died"
+            status, said = "died", "killed before its first step; only its settings are here"
+            if is_locked(place.folder):
+                status, said = "running", "starting: its process is there"
     else:
         status, said = status_of(place.folder, run | {"step": last.get("step", -1) + 1})
     return {
@@ -67,26 +62,30 @@ def row(place: Place) -> dict[str, Any]:
         "seed": number(run.get("seed")),
         "status": status,
         "said": said,
+        "brief": brief(status, said),
         "step": last.get("step", -1) + 1,
         "steps": number(run.get("steps")),
         "started": begun(run),
         "updated": changed(place.folder / "metrics.jsonl") or changed(place.folder / "run.json"),
-        "accuracy": accuracy,
-        "reward": last.get("eval/reward", last.get("reward")),
+        **_last_of(last, greedy_of(run.get("task"))),
         "max_reward": number((result or {}).get("max_reward")),
-        "flags": list(
-            dict.fromkeys(
-                e["name"] for e in events(place) if e.get("event") == "flag" and isinstance(e.get("name"), str)
-            )
-        ),
+        "flags": flagged(events(place)),
     }
 
 
 def flagged(found: list[dict[str, Any]]) -> list[str]:
     """The names of flags, each once."""
-    return list(
-        dict.fromkeys(str(event["name"]) for event in found if event.get("event") == "flag" and "name" in event)
-    )
+    return list(dict.fromkeys(text(e["name"]) for e in found if e.get("event") == "flag" and "name" in e))
+
+
+def _last_of(last: dict[str, Any], greedy: str) -> dict[str, Any]:
+    """The last share of right answers and reward, each with what it was measured on."""
+    found: dict[str, Any] = {}
+    for name in ("accuracy", "reward"):
+        evaluated = f"eval/{name}" in last
+        found[name] = last[f"eval/{name}"] if evaluated else last.get(name)
+        found[f"{name}_of"] = greedy if evaluated else "sampled"
+    return found
 
 
 def _common(place: Place) -> dict[str, Any]:
@@ -107,12 +106,12 @@ def _foreign_row(place: Place) -> dict[str, Any]:
         "seed": None,
         "status": "foreign" if lines else "unreadable",
         "said": problems[0] if problems and not lines else said,
+        "brief": problems[0] if problems and not lines else said,
         "step": int(last.get("step", -1)) + 1,
         "steps": None,
         "started": min(times, default=None),
         "updated": max(times, default=None),
-        "accuracy": last.get("eval/accuracy", last.get("accuracy")),
-        "reward": last.get("reward"),
+        **_last_of(last, "evaluated"),
         "max_reward": None,
         "flags": [event["name"] for event in foreign.events(place.folder)],
     }
@@ -124,7 +123,7 @@ def page(place: Place, library: Library) -> dict[str, Any]:
     config, config_problem = read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
     problems = [problem for problem in (run_problem, config_problem) if problem]
     with library.digest(place) as digest:
-        charts = charts_of(measured(digest))
+        charts = charts_of(measured(digest), "evaluated" if place.kind != "ascent" else greedy_of(run.get("task")))
         problems += [f"metrics.jsonl: {text}" for text in (digest.problem, *digest.bad[:3]) if text]
         if digest.bad_count > 3:
             problems.append(f"metrics.jsonl: {digest.bad_count:,} lines in all cannot be read, and are left out")
@@ -138,8 +137,10 @@ def page(place: Place, library: Library) -> dict[str, Any]:
     elif not (place.folder / "metrics.jsonl").exists():
         problems.append("metrics.jsonl is missing, so there are no curves")
     result = run.get("result") if isinstance(run.get("result"), dict) else {}
+    about = row(place)
     return {
-        **row(place),
+        **about,
+        "going_on": going_on(place.folder, about["status"]),
         "words": (result or {}).get("words", []),
         "objective": config.get("objective", ""),
         "formula": config.get("formula", ""),

@@ -9,6 +9,14 @@ from typing import Any
 from ascent.correction import MISMATCH
 from ascent.records.display import PHASES
 
+GREEDY = "greedy answers"
+"""What an evaluation is called where nobody knows whether its prompts were held out."""
+HOLDS_NOTHING_OUT = ("lecture",)
+"""Tasks that are evaluated on the prompts that they train on."""
+UPDATES = "mean over the step's updates"
+COLOURS = {"eval/accuracy": 0, "accuracy": 1, "eval/reward": 0, "reward": 1, "reward_std": 1}
+"""Series of one name have one colour and dash in the charts where they stand together; others go by their place."""
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -27,10 +35,10 @@ CHARTS = (
         "Exactly right",
         "share of answers",
         (
-            ("eval/accuracy", "held out, greedy"),
+            ("eval/accuracy", GREEDY),
             ("accuracy", "sampled"),
             ("lenient", "sampled, any form"),
-            ("eval/lenient", "held out, any form"),
+            ("eval/lenient", f"{GREEDY}, any form"),
         ),
         share=True,
     ),
@@ -47,7 +55,7 @@ CHARTS = (
         "reward",
         "Reward",
         "",
-        (("reward", "sampled"), ("eval/reward", "held out, greedy"), ("exact/reward", "E[R], enumerated")),
+        (("reward", "sampled"), ("eval/reward", GREEDY), ("exact/reward", "E[R], enumerated")),
     ),
     Chart("spread", "Spread of the reward", "standard deviation", (("reward_std", "sampled"),)),
     Chart(
@@ -63,16 +71,27 @@ CHARTS = (
         (("completions/clipped_ratio", "cut off"),),
         share=True,
     ),
-    Chart("entropy", "Entropy", "nats a token", (("entropy", "entropy"),)),
-    Chart("kl", "KL to the reference", "a token", (("kl", "KL"),)),
+    Chart("entropy", "Entropy", f"nats a token, {UPDATES}", (("entropy", "entropy"),)),
+    Chart("kl", "KL to the reference", f"a token, {UPDATES}", (("kl", "KL"),)),
     Chart(
-        "clip", "Clipped tokens", "share of tokens", (("clip_ratio/low_mean", "low"), ("clip_ratio/high_mean", "high"))
+        "clip",
+        "Clipped tokens",
+        f"share of tokens, {UPDATES}",
+        (("clip_ratio/low_mean", "low"), ("clip_ratio/high_mean", "high")),
+        share=True,
     ),
     Chart(
         "signal",
-        "Groups without signal",
+        "Groups with equal rewards",
+        "share of groups, no signal for group credit",
+        (("frac_reward_zero_std", "equal rewards"),),
+        share=True,
+    ),
+    Chart(
+        "extremes",
+        "Groups all right, all wrong",
         "share of groups",
-        (("frac_reward_zero_std", "equal rewards"), ("frac_all_right", "all right"), ("frac_all_wrong", "all wrong")),
+        (("frac_all_right", "all right"), ("frac_all_wrong", "all wrong")),
         share=True,
     ),
     Chart("grad", "Gradient norm", "before clipping", (("grad_norm", "norm"),)),
@@ -91,11 +110,26 @@ CHARTS = (
 DRAWN = tuple(metric for chart in CHARTS for metric, _ in chart.series)
 
 
-def charts_of(metrics: Collection[str]) -> list[dict[str, Any]]:
+def greedy_of(task: Any) -> str:
+    """How to call a run's evaluation, by its task's name: the lecture holds nothing out; of one's own nobody knows."""
+    from ascent.menu import name_of
+    from ascent.tasks import TASKS
+
+    name = str(task).partition(":")[0]
+    if name not in {name_of(cls) for cls in TASKS}:
+        return GREEDY
+    return "greedy" if name in HOLDS_NOTHING_OUT else "held out, greedy"
+
+
+def charts_of(metrics: Collection[str], greedy: str = GREEDY) -> list[dict[str, Any]]:
     """The charts for which there are numbers, each with the series that have some."""
     found = []
     for chart in CHARTS:
-        series = [{"metric": metric, "label": label} for metric, label in chart.series if metric in metrics]
+        series = [
+            {"metric": metric, "label": label.replace(GREEDY, greedy), "colour": COLOURS.get(metric, place)}
+            for place, (metric, label) in enumerate(chart.series)
+            if metric in metrics
+        ]
         if series:
             found.append({**asdict(chart), "series": series})
     return found

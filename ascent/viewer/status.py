@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import socket
 import time
 from datetime import datetime
@@ -40,6 +43,24 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
         return "running", f"running on {sign['host']}, {done}, {said}"
     where = f"on {sign['host']}" if elsewhere else "here"
     return "died", f"died after {done}: no process {where} is writing it any more, {said}"
+
+
+def brief(status: str, said: str) -> str:
+    """Why, without what a list says in other columns: the status and the steps."""
+    short = re.sub(r"(,| after) \d+ of \S+ steps", "", said, count=1)
+    return re.sub(rf"^{re.escape(status)}(, |: |$)", "", short)
+
+
+def going_on(folder: Path, status: str) -> dict[str, str] | None:
+    """How to go on with a run that came to no end: a command, or why there is none."""
+    if status not in ("died", "interrupted", "failed"):
+        return None
+    if not any(re.fullmatch(r"step_\d+", path.name) for path in (folder / "checkpoints").glob("step_*")):
+        return {"words": "It left no checkpoint, so there is nothing to go on from."}
+    here = Path.cwd()
+    path = folder.resolve()
+    shown = os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
+    return {"words": "To go on from its last checkpoint:", "command": f"ascent resume {shlex.quote(shown)}"}
 
 
 def read_sign(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from ascent.menu import nearest
 from ascent.types import Refused
 from ascent.viewer import about
-from ascent.viewer.charts import DRAWN, charts_of
+from ascent.viewer.charts import DRAWN, GREEDY, charts_of, greedy_of
 from ascent.viewer.compare.ended import finals, seed_of
 from ascent.viewer.compare.overlay import AXES, overlay
 from ascent.viewer.curves import POINTS, Library, measured
@@ -173,7 +173,9 @@ class Comparison:
 
     def charts(self) -> list[dict[str, Any]]:
         """What there is to draw, in order."""
-        return charts_of(set().union(*(measured(digest) for digest in self.digests.values())))
+        called = {greedy_of(run.row["task"]) for run in self.runs}
+        have = set().union(*(measured(digest) for digest in self.digests.values()))
+        return charts_of(have, called.pop() if len(called) == 1 else GREEDY)
 
     def told(self) -> dict[str, Any]:
         """Everything but the curves, and how they ended."""

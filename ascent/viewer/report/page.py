@@ -215,14 +215,14 @@ def one_flag(event: Mapping[str, Any], anchor: str, seen: Mapping[Seen, str]) ->
     metrics = mapping(evidence.get("metrics"))
     rows = []
     for name, pair in metrics.items():
-        before, now = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, pair)
+        values = pair if isinstance(pair, list | tuple) else [pair]
+        before, now = (None, *values)[-2:] if values else (None, None)  # one number: at this step
         rows.append([name, number(before, name in SHARES), number(now, name in SHARES)])
     steps = evidence.get("steps")
-    span = (
-        f"over steps {shown(steps[0])} to {shown(steps[1])}"
-        if isinstance(steps, list | tuple) and len(steps) == 2
-        else ""
-    )
+    span = ""
+    if isinstance(steps, list | tuple) and len(steps) == 2:
+        several = f"over steps {shown(steps[0])} to {shown(steps[1])}"
+        span = f"at step {shown(steps[0])}" if steps[0] == steps[1] else several
     return tag(
         "article",
         tag("h3", f"{str(event.get('name', 'flag')).replace('-', ' ')}, step {shown(event.get('step'))}"),

@@ -4,14 +4,14 @@ import { Badge, completionsLink, Component, count, date, html, num, Tags, words 
 
 const said = (name) => words(name).replaceAll(/[_-]/g, " ");
 
-const Flag = ({ flag, id, onZoom }) => {
+const Flag = ({ flag, id, onSee }) => {
   const { metrics, steps, rollouts } = flag.evidence ?? {};
   const show = rollouts?.show && rollouts.show !== "all" ? `, ${rollouts.show}` : "";
   return html`<li class="flag">
     <p><i aria-hidden="true">⚑</i> <b>${said(flag.name)}</b> <span class="note">step ${num(flag.step)}</span><br />${words(flag.text)}</p>
     ${flag.evidence && html`<p class="evidence">
-      ${Object.entries(metrics ?? {}).map(([name, [before, now] = []]) => html`<span key=${name}><code>${name}</code> ${num(before)} → ${num(now)}</span>`)}
-      ${steps?.length === 2 && html`<button type="button" class="plain" onClick=${() => onZoom(steps[0], steps[1])}>zoom to steps ${num(steps[0])} to ${num(steps[1])}</button>`}
+      ${Object.entries(metrics ?? {}).map(([name, values]) => html`<span key=${name}><code>${name}</code> ${[values ?? []].flat().map((value) => num(value)).join(" → ")}</span>`)}
+      ${steps?.length === 2 && html`<button type="button" class="plain" onClick=${() => onSee(steps, flag.step)}>${steps[0] === steps[1] ? `see step ${num(steps[0])}` : `zoom to steps ${num(steps[0])} to ${num(steps[1])}`}</button>`}
       ${rollouts?.step != null && html`<a href=${completionsLink(id, rollouts.step, { show: rollouts.show, q: rollouts.q })}>completions that show it (step ${num(rollouts.step)}${show}${rollouts.q ? `, “${rollouts.q}”` : ""})</a>`}
     </p>`}
   </li>`;
@@ -30,14 +30,15 @@ class Notes extends Component {
 // Many events of one kind (a flag that was raised again) are folded after the first few.
 const FEW = 4;
 
-export const Top = ({ about, onZoom, onNoted }) => {
+export const Top = ({ about, onSee, onNoted }) => {
   const flags = about.events.filter((event) => event.event === "flag");
   const facts = [words(about.task), words(about.label), about.seed == null ? "" : `seed ${words(about.seed)}`, about.started ? `started ${date(about.started)}` : ""];
-  const item = (flag, i) => html`<${Flag} key=${i} flag=${flag} id=${about.id} onZoom=${onZoom} />`;
+  const item = (flag, i) => html`<${Flag} key=${i} flag=${flag} id=${about.id} onSee=${onSee} />`;
   return html`<header class="run-top">
     <p class="where"><a href="/runs">All runs</a></p>
     <div class="title-row"><h1>${about.id}</h1><${Badge} status=${about.status} /><span class="said" role="status">${about.said}</span></div>
     <p class="facts">${facts.filter(Boolean).join(" · ")}</p>
+    ${about.going_on && html`<p class="going-on">${about.going_on.words}${about.going_on.command && html` <code>${about.going_on.command}</code>`}</p>`}
     ${about.problems.length > 0 && html`<ul class="problems" aria-label="Problems">${about.problems.map((text) => html`<li key=${text}><i aria-hidden="true">!</i> ${text}</li>`)}</ul>`}
     ${flags.length > 0 && html`<section aria-label="Flags"><h2>${count(flags.length, "flag")} <span>evidence to look at, no verdict</span></h2>
       <ul class="flags">${flags.slice(0, FEW).map(item)}</ul>
@@ -59,8 +60,10 @@ const Pairs = ({ of }) => html`<dl class="pairs">${flat(of).map(([name, value]) 
 
 const Fold = ({ title, note, open, children }) => html`<details class="fold" open=${open}><summary>${title} <span>${note}</span></summary>${children}</details>`;
 
+const notFlag = (event) => event.event !== "flag"; // flags stand above the charts
+
 const History = ({ about }) => {
-  const rest = about.events.filter((event) => event.event !== "flag");
+  const rest = about.events.filter(notFlag);
   return html`<ul class="history">
     ${about.history.map((entry) => html`<li><b>${said(entry.event)}</b> ${words(entry.time)} <span class="note">${flat({ ...entry, event: undefined, time: undefined }).filter(([, v]) => v !== undefined).map(([k, v]) => `${k} ${v}`).join(", ")}</span></li>`)}
     ${rest.map((event) => html`<li><b>${said(event.name ?? event.event)}</b> step ${num(event.step)} <span class="note">${words(event.text)}</span></li>`)}
@@ -75,6 +78,6 @@ export const Below = ({ about }) => {
     ${some(about.config) && html`<${Fold} title="Config" note=${count(flat(about.config).length, "setting")}><${Pairs} of=${about.config} /><//>`}
     ${some(about.versions) && html`<${Fold} title="Versions" note=${flat(about.versions).slice(0, 3).map(([k, v]) => `${k} ${v}`).join(", ")}><${Pairs} of=${about.versions} /><//>`}
     ${some(about.machine) && html`<${Fold} title="System" note=${flat(about.machine).slice(0, 3).map(([k, v]) => `${k} ${v}`).join(", ")}><${Pairs} of=${about.machine} /><//>`}
-    <${Fold} title="History" note=${count(about.history.length + about.events.length, "event")}><${History} about=${about} /><//>
+    <${Fold} title="History" note=${count(about.history.length + about.events.filter(notFlag).length, "event")}><${History} about=${about} /><//>
   </section>`;
 };

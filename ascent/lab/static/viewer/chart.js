@@ -4,6 +4,7 @@ import { Component } from "../vendor/preact.mjs";
 import uPlot from "../vendor/uplot.mjs";
 import { html } from "../store.js";
 import { drawBand, drawLine, drawMarked, drawMarks, drawOdd, lastOf, rangeOf, smoothed, valueAt } from "./curves.js";
+import { powersOf, powerTicks } from "./powers.js";
 import { Behind } from "./behind.js";
 import { grouped, num, percent } from "./shared.js";
 
@@ -62,7 +63,7 @@ const MARKS = ["M8 4a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "M8 1h6v6h-6z", "M11 0l3.6 7h
 export const Swatch = ({ colour, marked }) => html`<svg class=${`swatch s${colour % COLOURS}`} width="22" height="8" aria-hidden="true">
   <line x1="0" x2="22" y1="4" y2="4" stroke-dasharray=${marked ? "" : DASHES[colour % DASHES.length].join(" ")} />${marked && html`<path d=${MARKS[colour % MARKS.length]} />`}</svg>`;
 
-/* Props: name, title, unit, share (numbers from 0 to 1, said in percent), lines (of `lineOf`; null ones are left out),
+/* Props: name, title, unit, share (numbers from 0 to 1, said in percent), log (a log scale where that is possible), lines (of `lineOf`; null ones are left out),
    range [from, to], whole [first, last], smooth (steps), cursor (a Cursor), marks (steps at which something was noticed),
    note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
 export class Chart extends Component {
@@ -76,13 +77,13 @@ export class Chart extends Component {
 
   options(width) {
     const axis = { stroke: () => colourOf("--quiet"), font: FONT, grid: { stroke: () => colourOf("--line"), width: 1 }, ticks: { show: false } };
-    const ticks = (_, values, __, ___, apart) => values.map((v) => (v == null ? "" : this.props.share ? `${tick(100 * v, 100 * apart)}%` : tick(v, apart)));
+    const ticks = (_, values, __, ___, apart) => values.map((v) => (v == null ? "" : this.powers ? num(+(10 ** v).toPrecision(3)) : this.props.share ? `${tick(100 * v, 100 * apart)}%` : tick(v, apart)));
     return {
       width, height: this.props.height ?? HIGH,
       padding: [9, 18, 0, 0],
       legend: { show: false },
       cursor: { x: false, y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 5 }, bind: { dblclick: () => () => this.props.onZoom?.(null) } },
-      scales: { x: { time: false, range: () => this.span() }, y: { range: () => rangeOf(this.lines, this.span(), this.props.share) } },
+      scales: { x: { time: false, range: () => this.span() }, y: { range: () => this.powers ?? rangeOf(this.lines, this.span(), this.props.share) } },
       axes: [
         { ...axis, size: 25, gap: 7, space: 56, incrs: INCREMENTS, values: (_, v) => v.map((n) => num(n)) },
         { ...axis, size: (_, texts) => Math.max(50, 10 + 7 * Math.max(0, ...(texts ?? []).map((t) => t.length))), gap: 4, space: 30, values: ticks },
@@ -90,6 +91,12 @@ export class Chart extends Component {
       series: [{}, { show: true, points: { show: false } }],
       hooks: { draw: [(u) => this.draw(u)], setSelect: [(u) => this.selected(u)] },
     };
+  }
+
+  // The range in log10 where a log scale is asked for and possible. Shares have their own scale.
+  get powers() {
+    const { log, share, lines } = this.props;
+    return log && !share ? powersOf(lines, this.span()) : null;
   }
 
   // What is on the x axis: half a step of room where there is only one.
@@ -101,7 +108,7 @@ export class Chart extends Component {
   draw(u) {
     const { ctx, bbox } = u;
     const [y, x] = [u.scales.y, u.scales.x];
-    const at = { ctx, left: bbox.left, top: bbox.top, width: bbox.width, height: bbox.height, x: [x.min, x.max], y: [y.min, y.max], px: devicePixelRatio };
+    const at = { ctx, left: bbox.left, top: bbox.top, width: bbox.width, height: bbox.height, x: [x.min, x.max], y: [y.min, y.max], log: this.powers != null, px: devicePixelRatio };
     const many = this.lines.length > MANY;
     ctx.save();
     ctx.beginPath();
@@ -160,6 +167,9 @@ export class Chart extends Component {
 
   make() {
     this.plot = new uPlot(this.options(Math.max(160, this.place.clientWidth)), this.frame(), this.place);
+    const axis = this.plot.axes[1];
+    const linear = axis.splits;
+    axis.splits = (u, i, low, high, ...more) => (this.powers ? powerTicks(low, high) : linear(u, i, low, high, ...more));
     this.hair = this.plot.over.appendChild(Object.assign(document.createElement("div"), { className: "hair", hidden: true }));
     this.listen(this.plot.over);
   }
@@ -174,8 +184,8 @@ export class Chart extends Component {
   }
 
   componentDidUpdate(before) {
-    const { lines, range, smooth } = this.props;
-    if (before.lines !== lines || before.range[0] !== range[0] || before.range[1] !== range[1]) this.refresh(() => this.plot.setData(this.frame()));
+    const { lines, range, smooth, log } = this.props;
+    if (before.lines !== lines || before.log !== log || before.range[0] !== range[0] || before.range[1] !== range[1]) this.refresh(() => this.plot.setData(this.frame()));
     else if (before.smooth !== smooth || before.marks?.length !== this.props.marks?.length) this.refresh(() => this.plot.redraw(false));
     this.point(this.props.cursor.step);
   }
@@ -256,6 +266,12 @@ export class Chart extends Component {
     event.stopPropagation();
   }
 
+  scaled() {
+    const { log, share, lines } = this.props;
+    if (!log || share || !lines.length) return "";
+    return this.powers ? "log scale" : "not on a log scale: not all is above 0";
+  }
+
   render({ name, title, unit, note, lines, height, band: words }) {
     const strange = lines.reduce((n, line) => n + line.odd.length, 0);
     const wide = lines.find((line) => line.low);
@@ -270,6 +286,7 @@ export class Chart extends Component {
       <${Behind} title=${title} lines=${lines} say=${(v) => this.say(v)}>
         ${strange > 0 && html`<b>${strange} not finite, marked at the edge</b>`}
         ${wide && html`<span>${words ?? `mean of ${num(wide.bucket)} steps${band}`}</span>`}
+        ${this.scaled() && html`<span>${this.scaled()}</span>`}
         ${note && html`<span>${note}</span>`}
       <//>
     </figure>`;

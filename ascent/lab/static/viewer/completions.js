@@ -17,6 +17,27 @@ const read = () => ({
   ...Object.fromEntries(Object.entries(DEFAULTS).map(([name, value]) => [name, asked(name, value)])),
 });
 
+// What was recorded is a part of the step, as a rule: it is said how large a part.
+function sampleOf({ shares, of, kind }) {
+  if (!shares.all) return "";
+  const [groups, responses] = [count(shares.groups, "group"), count(shares.all, "response")];
+  if (kind !== "ascent") return `${groups}, ${responses}`;
+  if (!of) return `${groups}, ${responses} recorded; how many the step had is not known`;
+  if (of.responses <= shares.all) return `All ${groups} of this step were recorded (${responses})`;
+  return of.groups
+    ? `A sample: ${grouped(shares.groups)} of ${count(of.groups, "group")} of this step were recorded (${grouped(shares.all)} of ${count(of.responses, "response")})`
+    : `A sample: ${grouped(shares.all)} of ${count(of.responses, "response")} of this step were recorded, in ${groups}`;
+}
+
+// Why no ratio differs from 1, where all that are on the page are so: then nothing can be clipped.
+function alike(tokens) {
+  const rows = [...tokens.values()].filter((row) => row.ratio?.length);
+  if (!rows.length || rows.some((row) => row.ratio.some((v) => typeof v !== "number" || Math.abs(v - 1) > 1e-4))) return "";
+  return rows.every((row) => row.updates === 1)
+    ? "All ratios here are 1: each response was seen by one update, whose policy is the one that logp_old is of."
+    : "All ratios here are 1: the updates of this step did not move these log-probs.";
+}
+
 // All recorded steps as a small axis: marks, and a slider over them.
 function Steps({ found, go }) {
   const { recorded, step } = found;
@@ -158,11 +179,10 @@ class Page extends Component {
       <button type="button" disabled=${last >= found.total} onClick=${() => turn(last)}>Next groups →</button></nav>`;
   }
 
-  said(found, now) {
+  said(found) {
     if (!found.groups.length) return found.shares.all ? "No response is like that: show all, or search for something else." : "";
     const filtered = found.responses !== found.shares.all;
-    const all = `${count(found.shares.groups, "group")}, ${count(found.shares.all, "response")}`;
-    return filtered ? `${count(found.responses, "response")} in ${count(found.total, "group")} found, of ${all}` : all;
+    return filtered ? `Shown: ${count(found.responses, "response")} in ${count(found.total, "group")} of what was recorded.` : "";
   }
 
   render(_, state) {
@@ -180,11 +200,11 @@ class Page extends Component {
       ${found.step != null && html`<${Steps} found=${found} go=${(step) => this.go(step)} />`}
       ${found.asked != null && found.asked !== found.step && found.step != null && html`<p class="note" role="status">Nothing was recorded at step ${grouped(found.asked)}; this is the nearest one.</p>`}
       ${found.shares.all > 0 && this.controls(found, state)}
-      <p class="note found" role="status">${this.said(found, now)}</p>
+      <p class="note found" role="status"><b>${sampleOf(found)}</b> ${this.said(found)}</p>
       ${about && Object.entries(about.missing).map(([name, text]) => html`<p class="note" key=${name}>${text}.</p>`)}
       <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.step}/${group.group}`} id=${now.id} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} />`)}</div>
       ${this.pages(found)}
-      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
+      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} note=${now.colour === "ratio" || now.colour === "clipped" ? alike(tokens) : ""} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
   }
 }
 

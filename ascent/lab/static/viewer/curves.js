@@ -110,15 +110,20 @@ export function lastOf(line, to = Infinity) {
   return null;
 }
 
-// ---- drawing, in the pixels of a canvas: `at` is {ctx, left, top, width, height, x: [from, to], y: [low, high], px} ----
+// ---- drawing, in the pixels of a canvas: `at` is {ctx, left, top, width, height, x: [from, to], y: [low, high], log, px};
+// with `log`, y is in log10 ----
+const down = (at, value) => {
+  const y = !at.log ? value : value > 0 ? Math.max(Math.log10(value), at.y[0]) : at.y[0];
+  return at.top + ((at.y[1] - y) * at.height) / (at.y[1] - at.y[0]);
+};
+
 function trace(at, line, y, each) {
   const kx = at.width / (at.x[1] - at.x[0]);
-  const ky = at.height / (at.y[1] - at.y[0]);
   const { x, gap } = line;
   let before = NaN;
   for (let i = 0; i < x.length; i += 1) {
     if (Number.isNaN(y[i])) continue;
-    each(at.left + (x[i] - at.x[0]) * kx, at.top + (at.y[1] - y[i]) * ky, !(x[i] - before <= gap), i);
+    each(at.left + (x[i] - at.x[0]) * kx, down(at, y[i]), !(x[i] - before <= gap), i);
     before = x[i];
   }
 }
@@ -131,20 +136,19 @@ export function drawBand(at, line, colour, alpha) {
     back.length = 0;
   };
   const kx = at.width / (at.x[1] - at.x[0]);
-  const ky = at.height / (at.y[1] - at.y[0]);
   const half = 0.6 * at.px;
   let before = NaN;
   ctx.beginPath();
   for (let i = 0; i < line.x.length; i += 1) {
     if (Number.isNaN(line.low[i])) continue;
     const px = at.left + (line.x[i] - at.x[0]) * kx;
-    const top = at.top + (at.y[1] - line.high[i]) * ky - half;
+    const top = down(at, line.high[i]) - half;
     if (line.x[i] - before <= line.gap) ctx.lineTo(px, top);
     else {
       close();
       ctx.moveTo(px, top);
     }
-    back.push(px, at.top + (at.y[1] - line.low[i]) * ky + half);
+    back.push(px, down(at, line.low[i]) + half);
     before = line.x[i];
   }
   close();

@@ -2,23 +2,35 @@
 import { Chart, Cursor } from "./chart.js";
 import { lineOf } from "./curves.js";
 import { Below, Top } from "./about.js";
-import { asked, completionsLink, Component, Failure, get, html, nearest, num, poll, ready, render, tell } from "./shared.js";
+import { asked, completionsLink, Component, Failure, get, html, keepScroll, nearest, num, poll, ready, render, tell } from "./shared.js";
 
 const PAUSE = 2000; // ms between two looks at a run that runs
 const SMOOTH = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
-const KEYS = [["← →", "in a chart: move the cursor by a point (with Shift by ten)"], ["+ −", "zoom in and out around the cursor"], ["0", "zoom out wholly"], ["Enter", "open the completions of the step"], ["Esc", "take the cursor away"]];
-const number = (name) => (/^\d+$/.test(asked(name)) ? +asked(name) : null);
+const KEYS = [["← →", "in a chart: move the cursor by a point (with Shift by ten)"], ["+ −", "zoom in and out around the cursor"], ["0", "zoom out wholly"], ["l", "log scale on and off"], ["Enter", "open the completions of the step"], ["Esc", "take the cursor away"]];
+const AROUND = 10; // steps on either side of one that is to be seen, at least
+const number = (name) => (/^-?\d+$/.test(asked(name)) ? +asked(name) : null);
+const read = () => {
+  const [from, to] = [number("from"), number("to")];
+  return { from: to == null ? null : from, to: from == null ? null : to, smooth: Math.max(0, number("smooth") ?? 0), log: asked("log") === "1" };
+};
 
 class Run extends Component {
   constructor() {
     super();
     this.id = asked("id");
     this.cursor = new Cursor();
-    this.state = { about: null, curves: null, lines: [], error: "", from: number("from"), to: number("to"), smooth: number("smooth") ?? 0 };
+    this.state = { about: null, curves: null, lines: [], error: "", ...read() };
   }
 
   async componentDidMount() {
+    const back = keepScroll();
     await this.look(true);
+    if (this.state.curves && this.state.from != null) this.show(this.fit(this.state.from, this.state.to));
+    back();
+    addEventListener("popstate", () => this.back());
+    addEventListener("keydown", (event) => {
+      if (event.key === "l" && !event.ctrlKey && !event.metaKey && !event.altKey && !event.target.closest("input, select, textarea, dialog")) this.set({ log: !this.state.log });
+    });
     this.cursor.set(number("step"));
     this.cursor.follow((step) => {
       clearTimeout(this.telling);
@@ -60,7 +72,7 @@ class Run extends Component {
   take(curves, about = this.state.about) {
     const now = curves ?? this.state.curves;
     const same = !curves && JSON.stringify(about.charts) === JSON.stringify(this.state.about?.charts);
-    const lines = same ? this.state.lines : about.charts.map((chart) => chart.series.map((s, i) => lineOf(now, s.metric, s.label, i)).filter(Boolean));
+    const lines = same ? this.state.lines : about.charts.map((chart) => chart.series.map((s, i) => lineOf(now, s.metric, s.label, s.colour ?? i)).filter(Boolean));
     const marks = about.events.filter((e) => e.event === "flag").map((e) => e.step);
     this.setState({ curves: now, about, lines, marks, error: "" });
   }
@@ -75,15 +87,47 @@ class Run extends Component {
     return [this.state.from ?? first, this.state.to ?? last];
   }
 
-  // Draws what is there in the new range at once, and asks for its exact points.
-  async zoom(from, to) {
+  // Two steps in either order as a part of the run that has some width; nulls: all of it.
+  fit(from, to) {
     const [first, last] = this.whole();
-    const low = from == null ? first : Math.max(first, Math.min(from, last));
-    const high = from == null ? last : Math.min(last, Math.max(to, low + 1));
-    const all = low <= first && high >= last;
-    const next = { from: all ? null : low, to: all ? null : high };
+    if (from == null) return { from: null, to: null };
+    const clamp = (step) => Math.max(first, Math.min(step, last));
+    const high = clamp(Math.max(from, to, first + 1));
+    const low = clamp(Math.min(from, to, high - 1));
+    return low <= first && high >= last ? { from: null, to: null } : { from: low, to: high };
+  }
+
+  // A zoom is an entry of its own in the history: Back undoes it.
+  zoom(from, to) {
+    this.show(this.fit(from, to), true);
+  }
+
+  back() {
+    const { from, to, smooth, log } = read();
+    this.setState({ smooth, log });
+    this.show(this.fit(from, to));
+  }
+
+  // Steps that a flag names, and some around them where it names one; the cursor goes to the step it was raised at.
+  see([from, to], step) {
+    const [first, last] = this.whole();
+    const around = from === to ? Math.max(AROUND, Math.round(0.03 * (last - first))) : 0;
+    this.zoom(from - around, to + around);
+    this.cursor.set(Math.max(from, Math.min(step, to)));
+    document.querySelector(".charts").scrollIntoView({ block: "start" });
+  }
+
+  set(changes) {
+    this.setState(changes);
+    tell(Object.fromEntries(Object.entries(changes).map(([name, value]) => [name, value === true ? 1 : value || null])));
+  }
+
+  // Draws what is there in the new range at once, and asks for its exact points.
+  async show(next, push = false) {
+    const same = next.from === this.state.from && next.to === this.state.to;
     this.setState(next);
-    tell(next);
+    tell(next, push);
+    if (same) return;
     this.asking?.abort();
     this.asking = new AbortController();
     try {
@@ -100,16 +144,16 @@ class Run extends Component {
     if (at != null) location.assign(completionsLink(this.id, at));
   }
 
-  render(_, { about, curves, lines, marks, error, from, smooth }) {
+  render(_, { about, curves, lines, marks, error, from, smooth, log }) {
     if (!about) return html`<div><p><a href="/runs">All runs</a></p><h1>${this.id || "Which run?"}</h1><${Failure} text=${this.id ? error : "The address names no run: it needs id=…"} /></div>`;
     const range = this.range();
     return html`<div>
       <${Failure} text=${error} />
-      <${Top} about=${about} onZoom=${(a, b) => this.zoom(a, b)} onNoted=${(notes) => this.take(null, { ...this.state.about, notes })} />
+      <${Top} about=${about} onSee=${(steps, step) => this.see(steps, step)} onNoted=${(notes) => this.take(null, { ...this.state.about, notes })} />
       ${about.charts.length > 0 && html`<${Tools} cursor=${this.cursor} range=${range} whole=${this.whole()} zoomed=${from != null} smooth=${smooth} about=${about}
-        onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => (this.setState({ smooth: steps }), tell({ smooth: steps || null }))} />`}
+        onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => this.set({ smooth: steps })} log=${log} onLog=${(on) => this.set({ log: on })} />`}
       <div class="charts">${about.charts.map((chart, i) => html`<${Chart} key=${chart.key} name=${chart.key} title=${chart.title} unit=${chart.unit} share=${chart.share}
-        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step)} />`)}</div>
+        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step)} />`)}</div>
       ${about.charts.length === 0 && html`<p class="note">No curves ${about.status === "running" ? "yet: they come with the first step." : "to draw."}</p>`}
       <${Below} about=${about} revision=${curves?.revision} />
     </div>`;
@@ -142,13 +186,14 @@ class Tools extends Component {
       onInput=${(e) => this.setState({ draft: { which, text: e.target.value } })} onChange=${(e) => this.typed(which, e)} />`;
   }
 
-  render({ whole, zoomed, smooth, about, onZoom, onSmooth }, { step }) {
+  render({ whole, zoomed, smooth, log, about, onZoom, onSmooth, onLog }, { step }) {
     const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
     const place = steps.indexOf(smooth) < 0 ? 0 : steps.indexOf(smooth);
     const at = step == null ? null : nearest(about.recorded, step);
     return html`<div class="tool-row" role="toolbar" aria-label="Charts">
       <label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" value=${place} aria-valuetext=${smooth ? `${smooth} steps` : "none"} onInput=${(e) => onSmooth(steps[+e.target.value])} />
         <output>${smooth ? `${num(smooth)} steps` : "none"}</output></label>
+      <label><input id="log" type="checkbox" checked=${log} onChange=${(e) => onLog(e.target.checked)} /> Log scale</label>
       <span class="range">Steps ${this.field(0)} to ${this.field(1)}
         <button type="button" id="out" disabled=${!zoomed} onClick=${() => onZoom(null)}>Zoom out</button></span>
       <span class=${step == null ? "at" : "at on"}>${step == null

@@ -1,13 +1,13 @@
 // The page /runs: every run below the folder, sorted, filtered, marked and compared; it refreshes itself.
 import { Row, COLUMNS } from "./row.js";
 import { Sparks } from "./spark.js";
-import { asked, askedAll, compareLink, Component, count, Failure, get, html, poll, ready, render, STATUSES, tell } from "./shared.js";
+import { asked, askedAll, compareLink, Component, count, Failure, get, html, poll, ready, render, STATUSES, tell, words } from "./shared.js";
 
 const PAUSE = 3000; // ms between two looks
 const MORE = 100; // rows that are drawn at once, and that come when the end is scrolled to
 const MOST = 50; // runs that one comparison takes
 
-const textOf = (row) => [row.id, row.task, row.label, row.status, row.note, ...row.tags, ...row.flags].join(" ").toLowerCase();
+const textOf = (row) => [row.id, ...["task", "label", "status", "seed"].flatMap((k) => [words(row[k]), `${k === "label" ? "method" : k}:${words(row[k])}`]), row.note, row.said, ...row.tags, ...row.flags].join(" ").toLowerCase();
 
 class Runs extends Component {
   constructor() {
@@ -113,7 +113,7 @@ class Runs extends Component {
     const statuses = tally(rows.map((row) => row.status));
     const tags = [...tally(rows.flatMap((row) => row.tags))].sort((a, b) => b[1] - a[1]).slice(0, 14);
     return html`<div class="filters" role="search">
-      <input type="search" id="filter" placeholder="Filter by name, task, method, tag, note" aria-label="Filter the runs" value=${q} onInput=${(e) => this.set({ q: e.target.value })} />
+      <input type="search" id="filter" placeholder="Filter: name, task, method, seed:0, tag, note" aria-label="Filter the runs" value=${q} onInput=${(e) => this.set({ q: e.target.value })} />
       <div class="quick" role="group" aria-label="Only one status">${STATUSES.filter((s) => statuses.has(s)).map((s) => html`<button type="button" key=${s} aria-pressed=${s === status}
         onClick=${() => this.set({ status: s === status ? "" : s })}>${s} <span>${statuses.get(s)}</span></button>`)}</div>
       ${tags.length > 0 && html`<div class="quick" role="group" aria-label="Only one tag">${tags.map(([t, n]) => html`<button type="button" class="tag" key=${t} aria-pressed=${t === tag}
@@ -139,7 +139,7 @@ class Runs extends Component {
     const { sort, order } = this.state;
     return html`<thead role="rowgroup"><tr role="row"><th role="columnheader" scope="col" class="c-tick"><span class="sr">Compare</span></th>
       ${COLUMNS.map((c) => html`<th role="columnheader" scope="col" key=${c.key} class=${`c-${c.key}`} aria-sort=${c.key === sort ? (order === "up" ? "ascending" : "descending") : "none"}>
-        <button type="button" title=${`Sort by ${c.title}`} onClick=${() => this.sortBy(c.key)}>${c.title}<i aria-hidden="true">${c.key === sort ? (order === "up" ? "▲" : "▼") : ""}</i></button></th>`)}</tr></thead>`;
+        <button type="button" title=${`Sort by ${c.title}`} onClick=${() => this.sortBy(c.key)}>${c.title}<i aria-hidden="true">${c.key === sort ? (order === "up" ? "▲" : "▼") : ""}</i>${c.small && html`<small>${c.small}</small>`}</button></th>`)}</tr></thead>`;
   }
 
   render(_, { rows, root, error, picked, editing, shown, minute, tag }) {

@@ -70,6 +70,28 @@ export function tell(changes, push = false) {
   if (address !== location.pathname + location.search) history[push ? "pushState" : "replaceState"](null, "", address);
 }
 
+const SETTLING = 600; // ms in which charts are drawn and captions filled, and the page still changes its height
+
+// Where the reader was on the page, by address and tab: kept when the page is left. What it gives goes back there, once
+// the page is drawn, if the reader came by Back or reloaded.
+export function keepScroll() {
+  const key = () => `scroll ${location.pathname}${location.search}`;
+  const came = performance.getEntriesByType("navigation")[0]?.type;
+  history.scrollRestoration = "manual";
+  addEventListener("pagehide", () => sessionStorage.setItem(key(), scrollY));
+  const kept = came === "back_forward" || came === "reload" ? sessionStorage.getItem(key()) : null;
+  return () => {
+    let until = kept == null ? 0 : Date.now() + SETTLING;
+    for (const own of ["wheel", "pointerdown", "keydown"]) addEventListener(own, () => (until = 0), { once: true, passive: true });
+    const again = () => {
+      if (Date.now() > until) return;
+      scrollTo(0, +kept);
+      requestAnimationFrame(again);
+    };
+    requestAnimationFrame(again);
+  };
+}
+
 // ---- words for numbers ----
 const minus = (text) => text.replace("-", "−").replace("e+", "e");
 

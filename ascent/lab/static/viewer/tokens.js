@@ -162,7 +162,8 @@ export class Readout extends Component {
   }
 }
 
-export const Legend = ({ scale, absent }) => html`<div class="c-legend">
+export const Legend = ({ scale, absent, note }) => html`<div class="c-legend">
   <span class="c-ramp" aria-hidden="true"><span>${scale.ends[0]}</span>${scale.classes.map((name, i) => html`<i class=${`t ${name}${scale.field === "clipped" && name !== "z" ? ` clip ${i ? "high" : "low"}` : ""}`} key=${name}>a</i>`)}<span>${scale.ends[2]}</span></span>
   <span class="note">${absent ?? scale.words}</span>
+  ${note && html`<span class="note why">${note}</span>`}
 </div>`;
