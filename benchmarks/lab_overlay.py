@@ -3,7 +3,7 @@
     python -m benchmarks.lab_overlay [--runs 20] [--points 5000] [--repeats 9]
 
 Four settings with five seeds each, 5,000 steps a run, opened as `/compare` with every seed a line of its own.
-`value` is the median of the milliseconds from asking the lab for the runs (their settings, their ends, and the
+`value` is the median of the milliseconds from asking the lab for the runs (their settings, and the curves of the
 first chart) until that chart is on the screen, in Chromium, with the files read before (target: 200); `opened` is
 from opening the page, with its scripts, `cold` the first time, when the lab still has to read every file. There is
 no peer.

@@ -22,7 +22,18 @@ sys.path.insert(0, str(ROOT))
 
 LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
 SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
-SMALL = (*SMALL, "credit_variance", "sort_samples", "trpo", "rlhf", "ceiling", "map", "lab_latency")
+SMALL = (
+    *SMALL,
+    "credit_variance",
+    "sort_samples",
+    "trpo",
+    "rlhf",
+    "ceiling",
+    "map",
+    "lab_latency",
+    "lab_overlay",
+    "lab_large",
+)
 ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "scaling_gpu", "learn")
 NAMES = SMALL + LANGUAGE + ON_GPU
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
@@ -143,6 +154,23 @@ def test_the_latency_of_every_figure_is_measured(capsys: pytest.CaptureFixture[s
     assert closing["value"] == max(
         closing[name] for name in ("clip", "baselines", "variance", "trajectory", "training")
     )
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("lab_overlay", ["--runs", "4", "--points", "50", "--repeats", "1"]),
+        ("lab_large", ["--steps", "5000", "--grow", "2"]),
+    ],
+)
+def test_pages_are_measured_in_a_browser(name: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.browser import chromium
+
+    chromium()
+    closing, _ = run(name, capsys, *flags)
+    assert closing["value"] > 0
 
 
 def test_stacked_runs_are_the_runs_alone(tmp_path: Path) -> None:

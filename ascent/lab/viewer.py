@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -64,21 +65,27 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
         given = (asked.get("text"), asked.get("tags"), asked.get("revision"))
         return Json(await run_in_threadpool(notes.write, place.folder, *given))
 
+    def read_ahead(ids: list[str]) -> None:
+        """While the browser still loads its scripts, the files that they will ask for."""
+        for id in ids[:MOST_RUNS]:
+            with suppress(Refused), library.digest(find(runs, id)):
+                pass
+
+    def page(name: str) -> Callable:
+        async def shown(request: Request) -> Response:
+            ids = request.query_params.getlist("id") if name in ("run", "compare") else []
+            return HTMLResponse(viewer_pages.shell(name), background=BackgroundTask(read_ahead, ids))
+
+        return shown
+
     return [
-        *(Route(f"/{name}", _page(name)) for name in viewer_pages.PAGES),
+        *(Route(f"/{name}", page(name)) for name in viewer_pages.PAGES),
         Route("/api/view/runs", answer(listed)),
         Route("/api/view/run", answer(whole)),
         Route("/api/view/curves", answer(drawn)),
         Route("/api/view/spark", answer(sparks)),
         Route("/api/view/notes", noted, methods=["POST"]),
     ]
-
-
-def _page(name: str) -> Callable:
-    async def page(_: Request) -> Response:
-        return HTMLResponse(viewer_pages.shell(name))
-
-    return page
 
 
 def answer(make: Callable[[Request], Any]) -> Callable:

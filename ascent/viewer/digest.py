@@ -19,7 +19,7 @@ from ascent.viewer.parsing import NOTHING, Parsed, parse
 from ascent.viewer.reading import opened
 
 MOST_BUCKETS = 2048
-CHUNK = 1 << 23
+CHUNK = 1 << 24
 """Bytes that are parsed at a time."""
 TAIL = 64
 """Bytes before the end of what was read, by which a file that was cut back and went on is recognised."""

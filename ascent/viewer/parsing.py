@@ -38,14 +38,15 @@ def parse(data: bytes, offset: int = 0, number: int = 0) -> Parsed:
     found = None if nested else _columns(data, len(ends))
     if found is None:
         return _one_by_one([json_of(line) for line in data.split(b"\n")[: len(ends)]], starts + offset, number)
-    columns, raw = found
+    columns, raw, marked = found
     steps = columns.pop("step")
-    nonfinite = [(name, float(steps[i]), str(value)) for name, i, value in raw]
-    return Parsed(steps, starts + offset, columns, _marked(data, starts, ends) + nonfinite, [])
+    nonfinite = _marked(data, starts, ends) if marked else []
+    nonfinite += [(name, float(steps[i]), str(value)) for name, i, value in raw]
+    return Parsed(steps, starts + offset, columns, nonfinite, [])
 
 
-def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple[str, int, float]]] | None:
-    """By pyarrow, on all cores, with what is written as NaN or Infinity: metric, line, value.
+def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple[str, int, float]], bool] | None:
+    """By pyarrow, on all cores; what is written as NaN or Infinity (metric, line, value); and are there marks of such?
 
     None where a line is not as all others are, and each has to be looked at.
     """
@@ -70,7 +71,8 @@ def _columns(data: bytes, lines: int) -> tuple[dict[str, np.ndarray], list[tuple
         elif pa.types.is_null(column.type):
             found[name] = np.full(lines, np.nan)
     steps = found.get("step")
-    return (found, raw) if steps is not None and (np.abs(steps) < FARTHEST).all() else None
+    known = steps is not None and bool((np.abs(steps) < FARTHEST).all())
+    return (found, raw, "nonfinite" in table.column_names) if known else None
 
 
 def _marked(data: bytes, starts: np.ndarray, ends: np.ndarray) -> list[tuple[str, float, str]]:
