@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ def chromium() -> str:
     if found is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
     return found
+
+
+@contextmanager
+def launched(*flags: str) -> Iterator[Any]:
+    """A Chromium without a window."""
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", *flags])
+        yield found
+        found.close()
 
 
 def until(what: Callable[[], Any], seconds: float = 60) -> None:

@@ -20,7 +20,7 @@ from ascent import cli
 from ascent.lab.figures import FIGURES, training
 from ascent.lab.runs import said_of
 from ascent.records.folder import read_lines
-from tests.browser import Lab, Screen, chromium, contrast, until
+from tests.browser import Lab, Screen, chromium, contrast, launched, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 PAGES = ["/", *(f"/figure/{name}" for name in FIGURES), "/lesson/which-method"]
@@ -37,15 +37,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--host-resolver-rules=MAP *.test 127.0.0.1"]
-        )
+    with launched("--host-resolver-rules=MAP *.test 127.0.0.1") as found:
         yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")

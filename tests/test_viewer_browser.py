@@ -16,7 +16,7 @@ import pytest
 
 import ascent
 from ascent.records.folder import read_lines
-from tests.browser import Lab, Screen, chromium, until
+from tests.browser import Lab, Screen, chromium, launched, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<img src=x onerror=document.title=1><script>document.title=1<"
@@ -82,13 +82,8 @@ def lab(runs: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with launched() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")

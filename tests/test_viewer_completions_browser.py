@@ -16,7 +16,7 @@ from viewed import row, write_run, write_step
 
 import ascent
 from ascent.records import rollouts
-from tests.browser import Lab, Screen, chromium, until
+from tests.browser import Lab, Screen, chromium, launched, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -74,13 +74,8 @@ def lab(runs: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with launched() as found:
         yield found
-        found.close()
 
 
 class View(Screen):
