@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ascent.viewer.charts import GREEDY, greedy_of
 from ascent.viewer.compare.bounds import SHARES
 from ascent.viewer.report.html import Markup, joined, number, shown, table, tag
 from ascent.viewer.report.steps import MOST_FLAGS, Seen, flag_anchor, seen_of
@@ -19,11 +20,11 @@ GENERATOR = "ascent report"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 MOST_EVENTS = 60
 HEADLINES = (
-    ("eval/accuracy", "exactly right, held out"),
+    ("eval/accuracy", f"exactly right, {GREEDY}"),
     ("accuracy", "exactly right, sampled"),
     ("eval/pairs/accuracy", "held-out pairs right"),
     ("exact/reward", "E[R], enumerated"),
-    ("eval/reward", "held-out reward"),
+    ("eval/reward", f"reward, {GREEDY}"),
     ("reward", "sampled reward"),
     ("entropy", "entropy, nats a token"),
     ("completions/mean_length", "tokens a response"),
@@ -122,6 +123,7 @@ def top(facts: Facts, name: str) -> Markup:
 
 def headlines(facts: Facts) -> Markup | None:
     found: list[Markup] = []
+    greedy = greedy_of(facts.about.get("task"))
     for metric, label in HEADLINES:
         if metric in facts.last and len(found) < HEADED:
             value, step = facts.last[metric]
@@ -133,7 +135,7 @@ def headlines(facts: Facts) -> Markup | None:
                 tag("small", more) if more else None,
                 tag("small", f" · step {shown(step)}"),
             )
-            found.append(tag("div", tag("dt", label), inner))
+            found.append(tag("div", tag("dt", label.replace(GREEDY, greedy)), inner))
     return tag("dl", *found, class_="numbers") if found else None
 
 

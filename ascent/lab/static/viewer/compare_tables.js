@@ -3,8 +3,8 @@ import { Swatch } from "./chart.js";
 import { html, num, percent, runLink } from "./shared.js";
 
 const TITLES = {
-  "eval/accuracy": "exactly right, held out", accuracy: "exactly right, sampled", "eval/pairs/accuracy": "held-out pairs right", "eval/logp": "held-out log-prob",
-  "exact/reward": "E[R]", "eval/reward": "held-out reward", reward: "sampled reward", entropy: "entropy", kl: "KL", "completions/mean_length": "tokens a response",
+  "eval/accuracy": "exactly right, greedy", accuracy: "exactly right, sampled", "eval/pairs/accuracy": "held-out pairs right", "eval/logp": "held-out log-prob",
+  "exact/reward": "E[R]", "eval/reward": "reward, greedy", reward: "sampled reward", entropy: "entropy", kl: "KL", "completions/mean_length": "tokens a response",
   frac_reward_zero_std: "groups without signal", steps: "steps", responses: "responses", tokens: "tokens", seconds: "seconds",
 };
 const SHARES = ["eval/accuracy", "accuracy", "eval/pairs/accuracy", "frac_reward_zero_std"];
