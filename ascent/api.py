@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,14 +184,12 @@ def _trouble(error: Exception, folder: Path) -> Exception:
 
 
 def _close(folder: RunFolder, config: Config) -> None:
-    """The last word in run.json. On a full disk it cannot be said: the run then reads as died, and can go on."""
+    """How far it came and what came of it, and the last word in run.json."""
     metrics = Run(folder.path).metrics
     last = {k: v for line in metrics for k, v in line.items() if v is not None}
     folder.run["step"] = len(metrics)
     folder.run["result"] = result(last, config) if metrics else None
-    with suppress(OSError):
-        folder.note(folder.run["status"])
-    folder.close()
+    folder.close(folder.run["status"])
 
 
 def result(last: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -362,6 +362,11 @@ def test_status_is_what_is_heard_of_a_run(tmp_path: Path) -> None:
     assert status(there | {"time": 1000.0}, 1000.0 + 7200)[0] == "died"
     assert "2 h ago" in status(there | {"time": 1000.0}, 1000.0 + 7200)[1]
     assert status(None, 1001.0)[0] == "died"
+    run["machine"] = {"host": "elsewhere"}
+    assert status(None, 1001.0) == ("running", "running on elsewhere, 3 of 9 steps, last sign of life 1 s ago")
+    assert "died" in status(None, 1000.0 + 7200)[0]
+    run["machine"] = {"host": ["no", "name"]}
+    assert status(None, 1001.0)[0] == "died"
     (tmp_path / ".alive").write_text("torn")
     assert status_of(tmp_path, run, 1001.0)[0] == "died"
     folder = RunFolder(tmp_path)

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -160,10 +161,14 @@ class RunFolder:
         for path in [*(self.path / name for name in LINES), *self._rollouts(step)]:
             shutil.copy2(path, kept)
 
-    def close(self) -> None:
+    def close(self, last_word: str | None = None) -> None:
+        """Its sign of life goes before its last word: whenever it is killed, a run that ended leaves none behind."""
         if self._alive is not None:
             self._alive.stop()
             self._alive = None
+        if last_word is not None:
+            with suppress(OSError):  # a full disk: it reads as died, and can go on
+                self.note(last_word)
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -22,7 +22,8 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
     """A status, and why: a run that says it is running is so only while something is heard of it.
 
     On this machine the lock says it. Of a run on another machine, whose lock is not seen here, only the file
-    `.alive` is known, which its process renews every few seconds however long a step takes.
+    `.alive` is known, which its process renews every few seconds however long a step takes; before it comes and
+    when it has just gone, the time in run.json.
     """
     now = time.time() if now is None else now
     status = str(run.get("status", "unreadable"))
@@ -38,11 +39,19 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
     said = f"last sign of life {ago(age)}" if age is not None else "no sign of life"
     if is_locked(folder):
         return "running", f"running, {done}, {said}"
-    elsewhere = sign.get("host") not in (None, socket.gethostname())
+    host = sign.get("host") or host_of(run)
+    elsewhere = host not in (None, socket.gethostname())
     if elsewhere and age is not None and age < SILENT:
-        return "running", f"running on {sign['host']}, {done}, {said}"
-    where = f"on {sign['host']}" if elsewhere else "here"
+        return "running", f"running on {host}, {done}, {said}"
+    where = f"on {host}" if elsewhere else "here"
     return "died", f"died after {done}: no process {where} is writing it any more, {said}"
+
+
+def host_of(run: dict[str, Any]) -> str | None:
+    """The machine that run.json names."""
+    machine = run.get("machine")
+    host = machine.get("host") if isinstance(machine, dict) else None
+    return host if isinstance(host, str) else None
 
 
 def brief(status: str, said: str) -> str:
