@@ -68,7 +68,7 @@ class FusedStats(torch.autograd.Function):
             if g_hidden is not None:
                 torch.mm(g, weight, out=g_hidden[part])
             if g_weight is not None:
-                g_weight += ops.product(g.t(), hidden[part])
+                ops.add_product(g_weight, g.t(), hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0, dtype=wide)
         narrow = (None if g is None else g.to(weight.dtype) for g in (g_weight, g_bias))
@@ -83,8 +83,8 @@ class Formulas:
     """What the kernels compute, in plain torch."""
 
     @staticmethod
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
+    def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+        total += a @ b
 
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ascent.engines.language.fused_head import FusedStats, fits
 
-CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**30}
+CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
 """What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
 KEEP_BYTES = 384 * 2**20
 """Probabilities that the backward pass may find kept rather than compute again. Memory against time."""

@@ -14,13 +14,13 @@ WRITE = 2048
 """Logits of one program of `_slope`."""
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """A matrix product of half-precision tensors, in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32)
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a matrix product of half-precision tensors to a float32 one, inside the product's own kernel."""
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    z = product(hidden, weight.t())
+    z = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return z if bias is None else z.add_(bias)
 
 
