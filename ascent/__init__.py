@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ascent.api import load, resume
-    from ascent.exporting import export
     from ascent.records import Run
-    from ascent.sampling import sample
+    from ascent.trained.exporting import export
+    from ascent.trained.sampling import sample
     from ascent.types import Refused, Trouble
 
 __version__ = "0.1.0"
 __all__ = ["Refused", "Run", "Trouble", "evaluate", "export", "load", "resume", "sample", "train"]
 
 _AT = {"load": "api", "resume": "api", "Run": "records", "Refused": "types", "Trouble": "types"}
-_AT |= {"sample": "sampling", "export": "exporting"}
+_AT |= {"sample": "trained.sampling", "export": "trained.exporting"}
 
 
 def __getattr__(name: str) -> Any:
@@ -44,7 +44,7 @@ class _Ascent(ModuleType):
 
     @property
     def evaluate(self) -> Any:
-        return import_module("ascent.held_out").evaluate
+        return import_module("ascent.trained.held_out").evaluate
 
     @evaluate.setter
     def evaluate(self, module: ModuleType) -> None:

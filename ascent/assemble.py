@@ -14,13 +14,13 @@ from ascent.engines import Learner, LocalLearner, LocalSampler, Sampler
 from ascent.engines.given import Given, LocalRater
 from ascent.engines.stepwise import LocalStepper
 from ascent.evaluate import evaluator, pair_evaluator
-from ascent.learned import bound, reward_model
+from ascent.learned.process import steps_evaluator
+from ascent.learned.rewards import bound, reward_model
 from ascent.losses import LogProb
 from ascent.menu import name_of
 from ascent.policies import CausalLM, LanguageModel, Policy
 from ascent.policies.base import ValueFunction
 from ascent.preferences import PairLoss
-from ascent.process import steps_evaluator
 from ascent.records import Run, checkpoint
 from ascent.tasks import Task
 from ascent.tasks.examples import Exhibited

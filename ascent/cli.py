@@ -90,14 +90,14 @@ def train(
     args: list[str], prog: str = "ascent train", after: Callable | None = None, display: Display | None = None
 ) -> int:
     from ascent.api import start
-    from ascent.flags import parse_train
+    from ascent.commands.flags import parse_train
     from ascent.records.display import for_stream
 
     config, options = parse_train(args, prog)
     if options.dry_run:
         from ascent.api import assemble, default_folder
+        from ascent.commands.terminal import plan
         from ascent.records.folder import refuse_taken
-        from ascent.report import plan
 
         folder = options.out or default_folder(config)
         refuse_taken(folder)
@@ -107,26 +107,11 @@ def train(
     return _ended(lambda: start(config, options.out, display or for_stream(), options.preflight), after)
 
 
-def _learn(row: str) -> Callable[[list[str]], int]:
-    def command(args: list[str]) -> int:
-        from ascent.commands_learned import learn
-
-        return learn(args, row)
-
-    return command
-
-
-def pairs(args: list[str]) -> int:
-    from ascent.commands_learned import pairs
-
-    return pairs(args)
-
-
 def preflight(args: list[str]) -> int:
     from ascent.assemble import assemble
-    from ascent.flags import parse_train
+    from ascent.commands.flags import parse_train
+    from ascent.commands.terminal import plan
     from ascent.policies import LanguageModel
-    from ascent.report import plan
 
     config, options = parse_train(args, "ascent preflight")
     parts = assemble(config)
@@ -146,7 +131,7 @@ def preflight(args: list[str]) -> int:
 
 def resume(args: list[str]) -> int:
     from ascent.api import resume
-    from ascent.flags import parse_resume
+    from ascent.commands.flags import parse_resume
     from ascent.records import Run
 
     options = parse_resume(args)
@@ -158,8 +143,8 @@ def resume(args: list[str]) -> int:
 
 def _ended(work: Callable, after: Callable | None = None) -> int:
     """Carry out a run; say how it ended, in words and with what to type next, and what comes `after` it."""
+    from ascent.commands.terminal import ending
     from ascent.records import Run
-    from ascent.report import ending
 
     run: Run = work()
     if run.status == "finished":
@@ -180,9 +165,9 @@ def plot(run: object) -> Path:
 
 
 def show(args: list[str]) -> int:
-    from ascent.flags import parse_show
+    from ascent.commands.flags import parse_show
+    from ascent.commands.terminal import responses, summary
     from ascent.records import Run
-    from ascent.report import responses, summary
 
     options = parse_show(args)
     run = Run(options.run)
@@ -231,24 +216,6 @@ def _asks_for_help(args: list[str]) -> bool:
     return "-h" in args or "--help" in args
 
 
-def compare(args: list[str]) -> int:
-    from ascent.compare import main
-
-    return main(args)
-
-
-def evaluate(args: list[str]) -> int:
-    from ascent.commands import evaluate
-
-    return evaluate(args)
-
-
-def sample(args: list[str]) -> int:
-    from ascent.commands import sample
-
-    return sample(args)
-
-
 def demo(args: list[str]) -> int:
     if _asks_for_help(args):
         print(
@@ -258,7 +225,7 @@ def demo(args: list[str]) -> int:
         return 0
     if args:
         raise Refused(f"ascent demo takes nothing more, but was given {' '.join(args)}")
-    from ascent.demo import main
+    from ascent.commands.demo import main
 
     return main()
 
@@ -270,23 +237,23 @@ def _of(module: str, name: str = "command") -> Callable[[list[str]], int]:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
-    "sft": _learn("sft"),
-    "dpo": _learn("dpo"),
-    "reward-model": _learn("reward-model"),
-    "pairs": pairs,
-    "label": _of("labelling"),
-    "label-steps": _of("stepping"),
-    "process-reward": _of("stepping", "process_reward"),
-    "rounds": _of("rounds_command"),
+    "sft": _of("commands.learn", "sft"),
+    "dpo": _of("commands.learn", "dpo"),
+    "reward-model": _of("commands.learn", "reward_model"),
+    "process-reward": _of("commands.learn", "process_reward"),
+    "pairs": _of("commands.data", "pairs"),
+    "label": _of("commands.data", "label"),
+    "label-steps": _of("commands.data", "label_steps"),
+    "rounds": _of("commands.rounds"),
     "preflight": preflight,
-    "compare": compare,
+    "compare": _of("commands.compare"),
     "explain": explain,
     "resume": resume,
     "show": show,
     "report": _of("viewer.report.command"),
-    "eval": evaluate,
-    "sample": sample,
-    "export": _of("commands", "export"),
+    "eval": _of("commands.ask", "evaluate"),
+    "sample": _of("commands.ask", "sample"),
+    "export": _of("commands.ask", "export"),
     "list": list_menu,
     "demo": demo,
     "lab": _of("lab.command", "main"),

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ascent.compare import draw, run_all, summarize
+from ascent.commands.compare import draw, run_all, summarize
 from ascent.settings import configure
 from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
 
@@ -31,7 +31,7 @@ SHOWN = {"sft": "demonstrations", "dpo": "pairs"}
 
 def picture(runs: dict[str, Any], found: dict[str, Any]) -> None:
     """Accuracy against labels and against seconds, and the sizes of both."""
-    from ascent.compare import _spent
+    from ascent.commands.compare import _spent
     from ascent.records.plot import series
 
     fig, axes = figure(1, 3, (14.0, 4.4))

@@ -59,7 +59,7 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
 
     from ascent.engines import LocalSampler
     from ascent.engines.local import chosen, log_probs
-    from ascent.learned import load_reward_model
+    from ascent.learned.rewards import load_reward_model
     from ascent.records import Run
     from ascent.tasks import sorting
 
@@ -80,8 +80,8 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
 
 def prepare(root: Path, options: argparse.Namespace) -> Any:
     """Demonstrations → SFT → pairs → the reward model."""
-    from ascent.assess import assess
-    from ascent.pairing import make_pairs
+    from ascent.learned.assess import assess
+    from ascent.learned.pairing import make_pairs
 
     train(root / "sft", algorithm="sft", steps=options.sft)
     make_pairs(root / "sft", root / "pairs.jsonl", options.pairs)

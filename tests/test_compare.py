@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from ascent import compare
 from ascent.cli import main
+from ascent.commands import compare
 from ascent.diagnose.statistics import interval, t_975
 from ascent.records import Run
 

@@ -13,8 +13,8 @@ import pytest
 
 from ascent.algorithms import ALGORITHMS
 from ascent.cli import COMMANDS
+from ascent.commands.flags import Options, parse_train
 from ascent.config import Config
-from ascent.flags import Options, parse_train
 from ascent.menu import hyperparameters, name_of
 from ascent.settings import CHOICES, PLAIN, SHORT
 from ascent.tasks import TASKS

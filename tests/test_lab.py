@@ -385,7 +385,7 @@ def test_a_reward_comes_at_the_end_and_not_before() -> None:
 
 
 def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:
-    from ascent.flags import parse_train
+    from ascent.commands.flags import parse_train
     from ascent.settings import configure
 
     state = "world=sort&a.credit=gae&a.kl=0.1&a.entropy=0.3&b.loss=sequence-ratio&b.reward=exact"

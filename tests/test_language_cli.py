@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import ascent as library
-from ascent.asked import vote_of
 from ascent.cli import main
 from ascent.diagnose.statistics import estimate, pass_at, powers, wilson
-from ascent.held_out import Evaluation, majority, results
 from ascent.policies import LanguageModel
 from ascent.records import Run
-from ascent.sampling import printable
 from ascent.tasks.text import Jsonl, Problem, ReasoningGym
 from ascent.tasks.text.tokenized import Tokenized
+from ascent.trained.asked import vote_of
+from ascent.trained.held_out import Evaluation, majority, results
+from ascent.trained.sampling import printable
 from ascent.types import Refused
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -617,7 +617,7 @@ def test_the_functions_of_the_package_are_functions_whatever_was_imported_first(
         "print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ascent.held_out", "ascent.sampling", "ascent.exporting"]
+    assert done.stdout.split() == ["ascent.trained.held_out", "ascent.trained.sampling", "ascent.trained.exporting"]
 
 
 def test_an_evaluation_reads_well(run: Run) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import ascent
-from ascent import cli, compare
+from ascent import cli
 from ascent.assemble import assemble
-from ascent.flags import parse_train
-from ascent.pairing import make_pairs
+from ascent.commands import compare
+from ascent.commands.flags import parse_train
+from ascent.learned.pairing import make_pairs
 from ascent.settings import configure
 from ascent.tasks.examples import Exhibited
 from ascent.tasks.sort import Sort

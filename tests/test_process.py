@@ -21,10 +21,10 @@ from ascent.algorithms import ALGORITHMS
 from ascent.assemble import assemble
 from ascent.diagnose.exact import Table
 from ascent.engines import LocalSampler
-from ascent.process import SmallProcess, Step, WordProcess, cut, gains, load_process
+from ascent.learned.process import SmallProcess, Step, WordProcess, cut, gains, load_process
+from ascent.learned.stepping import Labeller, Prefix, continuations, label_steps
 from ascent.records import Run
 from ascent.settings import configure
-from ascent.stepping import Labeller, Prefix, continuations, label_steps
 from ascent.tasks import Sort
 from ascent.tasks.steps import Stepwise
 from ascent.types import Outputs, Refused
@@ -351,7 +351,7 @@ def test_a_run_with_a_process_reward_of_words(algorithm: str, scorer: Path, tiny
 
 
 def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp_path: Path) -> None:
-    from ascent.loaded import of_config
+    from ascent.trained.loaded import of_config
 
     config = configure(f"jsonl:{sums(tmp_path / 'sums.jsonl')}", {**SMALL, "policy.model": str(tiny_folder)})
     loaded = of_config(config)

@@ -15,7 +15,7 @@ import ascent
 from ascent import cli
 from ascent.assemble import assemble
 from ascent.diagnose.calibration import calibration, text
-from ascent.learned import Rated, bound, load_reward_model
+from ascent.learned.rewards import Rated, bound, load_reward_model
 from ascent.settings import configure
 from ascent.tasks.sort import Sort
 from ascent.types import Refused

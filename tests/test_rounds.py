@@ -19,9 +19,10 @@ from test_judge import longer
 from test_label import judge_file
 from test_text_tasks import sums
 
-from ascent import cli, rounds
+from ascent import cli
+from ascent.learned import rounds
+from ascent.learned.rounds import Plan, Rounds, begin, carry_out, reopen
 from ascent.records import Run
-from ascent.rounds import Plan, Rounds, begin, carry_out, reopen
 from ascent.settings import configure
 from ascent.types import Refused, Trouble
 
@@ -178,7 +179,7 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
 SLOWED = """
 import sys, time
 from pathlib import Path
-from ascent.rounds import carry_out, reopen
+from ascent.learned.rounds import carry_out, reopen
 loop = sys.modules["ascent.train"]
 summarize = loop.summarize
 loop.summarize = lambda *args: (time.sleep(0.05), summarize(*args))[1]

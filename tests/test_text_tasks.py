@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascent.flags import parse_train
+from ascent.commands.flags import parse_train
 from ascent.settings import configure, field_docs, flatten
 from ascent.tasks.text import Countdown, Dataset, Graded, Gsm8k, Jsonl, Problem, ReasoningGym, Text
 from ascent.tasks.text.answers import exact, last_number, loosely, math, number, same_number, stated, value_of

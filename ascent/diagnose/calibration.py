@@ -75,7 +75,7 @@ def calibration(margin: Float[Tensor, "pair"], bins: int = BINS) -> Calibration:
 
 def text(found: Calibration) -> str:
     """The figures and the bins, as a person reads them."""
-    from ascent.report import table
+    from ascent.layout import table
 
     head = (
         f"{found.pairs} held-out pairs: {found.accuracy:.1%} right, log-loss {found.log_loss:.3f} (knowing nothing: "

@@ -114,8 +114,8 @@ def policy_of(config: Config, path: Path) -> Any:
     """The policy of a checkpoint, without whatever only training needs."""
     if getattr(config.algorithm.loss, "trains", "policy") != "policy":
         raise Refused(
-            f"{path.parent.parent} trained a reward and no policy: ascent.learned.load_reward_model loads a "
-            "reward model, and ascent.process.load_process a process reward"
+            f"{path.parent.parent} trained a reward and no policy: ascent.learned.rewards.load_reward_model loads a "
+            "reward model, and ascent.learned.process.load_process a process reward"
         )
     given = checkpoint.params(path)
     if isinstance(config.policy, CausalLM):

@@ -6,21 +6,18 @@ and the pairs are written once, whole, when all are labelled.
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from ascent.candidates import Candidate, Row, candidates, side_file
-from ascent.judge import Asker, Judge, JudgeError, Preference, Unparsed, compare, read_judge
+from ascent.judge import Asker, Judge, JudgeError, Preference, Unparsed, compare
 from ascent.judge.cache import Answers
+from ascent.learned.candidates import Candidate, Row, candidates, side_file
 from ascent.tasks.text.preferences import write_pairs
 from ascent.types import Refused, Trouble
 
@@ -159,63 +156,3 @@ def interruptible(asker: Asker, out: Path) -> Iterator[None]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-
-
-# ---- the command ------------------------------------------------------------------------------------
-
-LABEL = """Pairs of responses, labelled by a language model (RLAIF).
-
-  ascent label candidates.jsonl pairs.jsonl --judge judge.toml
-  ascent label RUN pairs.jsonl --prompts 200 --judge judge.toml
-  ascent dpo pairs.jsonl --model MODEL
-
-  A line of candidates has a prompt and responses, of which every two are
-  compared; pairs (chosen, rejected) are labelled anew. A RUN's policy draws
-  its own. Each pair is asked in both orders: where the verdicts disagree it is
-  a tie. Answers are kept beside FILE as they come, so that the same command
-  goes on after an interruption. The key is read from an environment variable."""
-
-
-Flat = tyro.conf.OmitArgPrefixes[Judge]
-"""A judge's settings as flags of their own: --url and not --by.url."""
-
-
-@dataclass
-class LabelOptions:
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CANDIDATES|RUN")]
-    """A JSONL file, or the folder of a run."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The file to write."""
-    judge: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """A judge's settings as TOML (url, model, criteria, …); flags count more."""
-    prompts: int = 64
-    """Of a run: training prompts to draw."""
-    samples: int = 2
-    """Of a run: responses to each, every two of which are compared."""
-    seed: int = 0
-    """Of a run: decides what is drawn."""
-    ties: Literal["keep", "drop"] = "keep"
-    """Pairs without a winner: in a file of their own (FILE.ties.jsonl), or nowhere. They are counted either way."""
-    max_failed: float = 0.1
-    """Share of pairs on which the judge may fail before nothing is written. They are kept in FILE.failed.jsonl."""
-
-
-def command(args: list[str]) -> int:
-    kind = dataclasses.make_dataclass("Options", [("by", Flat, field(default=judge_of(args)))], bases=(LabelOptions,))
-    options: Any = tyro.cli(kind, prog="ascent label", description=LABEL, args=args)
-    names = ("prompts", "samples", "seed", "ties", "max_failed")
-    done = label(options.source, options.out, options.by, **{name: getattr(options, name) for name in names})
-    print(
-        f"{done.text()}\nThen: ascent reward-model {done.file} --model MODEL, or ascent dpo {done.file} --model MODEL"
-    )
-    return 0
-
-
-def judge_of(args: list[str]) -> Judge:
-    """The judge of --judge FILE, before anything else is parsed: its settings are the flags' defaults."""
-    for i, arg in enumerate(args):
-        if arg.startswith("--judge="):
-            return read_judge(arg.partition("=")[2])
-        if arg == "--judge" and i + 1 < len(args):
-            return read_judge(args[i + 1])
-    return Judge()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ascent.loaded import Loaded, of_run
 from ascent.tasks.text import Text
 from ascent.tasks.text.preferences import write_pairs
 from ascent.tasks.text.tokenized import Tokenized
+from ascent.trained.loaded import Loaded, of_run
 from ascent.types import Refused, Rollouts, Trouble
 
 Label = Callable[[Any, Any, Any], bool | None]

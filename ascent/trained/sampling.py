@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.asked import Row, rows_of, scored_rows
-from ascent.loaded import Loaded, of_model, of_run
 from ascent.policies import LanguageModel
 from ascent.settings import configure
 from ascent.tasks import Task
 from ascent.tasks.text import Problem
 from ascent.tasks.text.tokenized import padded
+from ascent.trained.asked import Row, rows_of, scored_rows
+from ascent.trained.loaded import Loaded, of_model, of_run
 from ascent.types import Refused
 
 OWN = "own"

@@ -25,23 +25,23 @@ import torch
 
 from ascent.api import resume, start
 from ascent.assemble import source_of
-from ascent.candidates import drawn
 from ascent.config import Config
 from ascent.judge import read_judge
-from ascent.labelling import label as label_by_judge
-from ascent.loaded import Loaded, changed, of_config
+from ascent.learned.candidates import drawn
+from ascent.learned.labelling import label as label_by_judge
+from ascent.learned.pairing import _pairs as drawn_pairs
+from ascent.learned.plan import Plan
+from ascent.learned.stepping import write_rows
 from ascent.menu import hyperparameters, to_dict
-from ascent.pairing import _pairs as drawn_pairs
 from ascent.records import Run
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, read_json, write_json
 from ascent.records.run import policy_of
-from ascent.rounds_plan import Plan
 from ascent.settings import configure, flatten
-from ascent.stepping import write_rows
 from ascent.tasks.text import Text
 from ascent.tasks.text.jsonl import read_lines
 from ascent.train import Streams
+from ascent.trained.loaded import Loaded, changed, of_config
 from ascent.types import Refused, Trouble
 
 PLAN = "rounds.json"

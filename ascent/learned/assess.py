@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ascent.diagnose import calibration as by
-from ascent.learned import SmallRater, load_reward_model
+from ascent.learned.rewards import SmallRater, load_reward_model
 from ascent.preferences import margin_of
 from ascent.records import Run
 from ascent.records.folder import write_json

@@ -45,7 +45,7 @@ class Loaded:
 
     def task(self) -> Task:
         """The task; a language world bound to the model's tokenizer. Who asks for it closes it."""
-        from ascent.learned import bound
+        from ascent.learned.rewards import bound
 
         lm = self.policy if isinstance(self.policy, LanguageModel) else None
         if lm is not None:

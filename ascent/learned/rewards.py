@@ -139,7 +139,7 @@ class Rated:
 
 def bound(task: Any, lm: LanguageModel | None) -> Task:
     """The task as the loop calls it: one in words bound to the model's tokenizer, and either to its learned rewards."""
-    from ascent.process import stepped_numbers, stepped_words
+    from ascent.learned.process import stepped_numbers, stepped_words
 
     if isinstance(task, Text):
         assert lm is not None

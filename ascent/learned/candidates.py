@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ascent.judge.verdicts import Prompt
-from ascent.loaded import Loaded, of_run
 from ascent.tasks.text.jsonl import read_lines
 from ascent.tasks.text.preferences import write_pairs
 from ascent.tasks.text.rows import prompt_of
+from ascent.trained.loaded import Loaded, of_run
 from ascent.types import Refused
 
 Row = dict[str, Any]

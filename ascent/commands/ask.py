@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from ascent.flags import parse_train
-from ascent.loaded import Loaded, of_config, of_model, of_run
+from ascent.commands.flags import parse_train
 from ascent.menu import hyperparameters, name_of, nearest
 from ascent.settings import find_task
 from ascent.tasks.text import Text
+from ascent.trained.loaded import Loaded, of_config, of_model, of_run
 from ascent.types import Refused
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -78,7 +78,7 @@ EVAL = """Greedy and sampled scores on held-out prompts, of a run or of a bare m
 
 
 def evaluate(args: list[str]) -> int:
-    from ascent.held_out import measure
+    from ascent.trained.held_out import measure
 
     source, args = _leading(args)
     options, rest = _parse(EvalOptions, "eval RUN|TASK", EVAL, args)
@@ -143,7 +143,7 @@ class SampleWithWords(SampleOptions, Words):
 
 
 def sample(args: list[str]) -> int:
-    from ascent.sampling import ask, problems, text
+    from ascent.trained.sampling import ask, problems, text
 
     names = [arg.partition("=")[0] for arg in args]
     if "--task" in names:  # a task's flags stand beside ours, so that nothing else may stand alone
@@ -192,7 +192,7 @@ EXPORT = """A run's language model as an ordinary Hugging Face folder, adapters 
 
 
 def export(args: list[str]) -> int:
-    from ascent.exporting import export
+    from ascent.trained.exporting import export
 
     options = tyro.cli(ExportOptions, prog="ascent export", description=EXPORT, args=args)
     folder = export(options.run, options.folder, step=options.step, best=options.best)

@@ -1,12 +1,8 @@
-"""`ascent sft`, `ascent dpo`, `ascent reward-model` and `ascent pairs`: what is learned from what somebody wrote."""
+"""`ascent sft`, `dpo`, `reward-model` and `process-reward`: what is learned from what somebody wrote or labelled."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
 
 from ascent.records import Run
 from ascent.types import Refused
@@ -36,9 +32,31 @@ takes the options of `ascent train` (`ascent explain reward-model`).
 Then it is a reward like any other: ascent train TASK --reward own 0.5*model:RUN
 (for sort: --reward model:RUN)"""
 
+PROCESS_REWARD = """usage: ascent process-reward FILE --model NAME_OR_FOLDER …
+       ascent process-reward sort --labels FILE …
 
-def learn(args: list[str], row: str) -> int:
-    """One of the three commands: FILE for a language model, or TASK for what a task shows itself."""
+Train a process reward, a head that scores every step of a response, on a
+JSONL file of labelled steps, {"prompt": …, "steps": […], "labels": […]}:
+people's, or those of `ascent label-steps`. It takes the options of
+`ascent train` (`ascent train steps --help`).
+Then it is a reward per token: ascent train TASK --reward own 0.5*process:RUN
+(for sort: --reward process:RUN, or positions+0.5*process:RUN)"""
+
+
+def sft(args: list[str]) -> int:
+    return _learn(args, "sft")
+
+
+def dpo(args: list[str]) -> int:
+    return _learn(args, "dpo")
+
+
+def reward_model(args: list[str]) -> int:
+    return _learn(args, "reward-model")
+
+
+def _learn(args: list[str], row: str) -> int:
+    """One of the three: FILE for a language model, or TASK for what a task shows itself."""
     from ascent.cli import train
 
     about = {"sft": SFT, "dpo": DPO, "reward-model": REWARD_MODEL}[row]
@@ -68,47 +86,17 @@ def is_task(given: str) -> bool:
 
 
 def _assessed(run: Run) -> None:
-    from ascent.assess import write_assessment
+    from ascent.learned.assess import write_assessment
 
     print(write_assessment(run))
 
 
-@dataclass
-class PairsOptions:
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run whose policy answers."""
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The JSONL file to make."""
-    count: int = 1000
-    """How many pairs."""
-    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="REWARD …", help_behavior_hint="")] = ()
-    """Whose labels: a reward in place of the run's own, for a policy that was trained on a learned one."""
-    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """The checkpoint of this step. Default: the newest."""
-    seed: int = 0
-    """Decides prompts and responses."""
+def process_reward(args: list[str]) -> int:
+    from ascent.cli import train
 
-
-PAIRS = """Preference pairs from a run's policy, labelled by the true reward.
-
-  ascent pairs RUN pairs.jsonl --count 2000
-  ascent reward-model pairs.jsonl --model FOLDER
-  ascent reward-model sort --pairs pairs.jsonl
-
-  Two responses to each training prompt: the one with the higher reward is
-  chosen, the other rejected. Pairs that earn the same are left out."""
-
-
-def pairs(args: list[str]) -> int:
-    from ascent.pairing import make_pairs
-    from ascent.tasks.text import Text
-
-    options = tyro.cli(PairsOptions, prog="ascent pairs", description=PAIRS, args=args)
-    reward: Any = options.reward or None
-    if reward is not None and not isinstance(Run(options.run).config.task, Text):
-        if len(reward) > 1:
-            raise Refused(f"--reward {' '.join(reward)}: sort has one reward; name one")
-        reward = reward[0]
-    file = make_pairs(options.run, options.file, options.count, options.seed, reward=reward, step=options.step)
-    print(f"{options.count} pairs: {file}")
-    return 0
+    asks = bool({"-h", "--help"} & set(args))
+    if asks or not args or args[0].startswith("-"):
+        print(PROCESS_REWARD)
+        return 0 if asks else 2
+    task = [args[0], "--algorithm", "process-reward"] if is_task(args[0]) else [f"steps:{args[0]}"]
+    return train([*task, *args[1:]], "ascent process-reward")

@@ -11,25 +11,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import tyro
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ascent.candidates import shown_prompt, side_file
-from ascent.labelling import check_out, progress
-from ascent.loaded import Loaded, of_run
+from ascent.learned.candidates import shown_prompt, side_file
+from ascent.learned.labelling import check_out, progress
+from ascent.learned.process import cut, pieces_in
 from ascent.policies.base import Policy, draw
-from ascent.process import cut, pieces_in
 from ascent.records.folder import read_lines
 from ascent.tasks.steps import END
 from ascent.tasks.text.steps import SEPARATOR
 from ascent.tasks.text.tokenized import padded
 from ascent.train import scored
+from ascent.trained.loaded import Loaded, of_run
 from ascent.types import Refused, Rollouts, Trouble
 
 AT_ONCE = 8
@@ -216,66 +214,3 @@ def continuations(
         fresh = (length <= t)[:, None]
         response[:, :, t] = torch.where(fresh, token.view(len(prefixes), count), response[:, :, t])
     return response
-
-
-# ---- the command --------------------------------------------------------------------------------------------
-
-ABOUT = """What a response is worth after each of its steps, from roll-outs of a run's own policy.
-
-  ascent label-steps RUN steps.jsonl --prompts 200 --rollouts 8
-  ascent process-reward steps.jsonl --model MODEL
-
-  Each response is cut into steps (lines; in the small worlds, numbers), and
-  every prefix is continued so many times: the mean reward is its label. The
-  same command goes on after an interruption."""
-
-
-@dataclass
-class Options:
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The file to write."""
-    prompts: int = 64
-    """Training prompts to draw."""
-    samples: int = 1
-    """Responses to each."""
-    rollouts: int = 8
-    """Continuations of each prefix."""
-    seed: int = 0
-    """Decides what is drawn."""
-    separator: str = SEPARATOR
-    """What stands between two steps, in words. Default: a newline."""
-
-
-def command(args: list[str]) -> int:
-    options = tyro.cli(Options, prog="ascent label-steps", description=ABOUT, args=args)
-    names = ("prompts", "samples", "rollouts", "seed", "separator")
-    out = label_steps(options.run, options.out, **{name: getattr(options, name) for name in names})
-    print(
-        f"Written: {out}\nThen: ascent process-reward {out} --model MODEL; or ascent process-reward sort --labels {out}"
-    )
-    return 0
-
-
-PROCESS_REWARD = """usage: ascent process-reward FILE --model NAME_OR_FOLDER …
-       ascent process-reward sort --labels FILE …
-
-Train a process reward, a head that scores every step of a response, on a
-JSONL file of labelled steps, {"prompt": …, "steps": […], "labels": […]}:
-people's, or those of `ascent label-steps`. It takes the options of
-`ascent train` (`ascent train steps --help`).
-Then it is a reward per token: ascent train TASK --reward own 0.5*process:RUN
-(for sort: --reward process:RUN, or positions+0.5*process:RUN)"""
-
-
-def process_reward(args: list[str]) -> int:
-    from ascent.cli import train
-    from ascent.commands_learned import is_task
-
-    asks = bool({"-h", "--help"} & set(args))
-    if asks or not args or args[0].startswith("-"):
-        print(PROCESS_REWARD)
-        return 0 if asks else 2
-    task = [args[0], "--algorithm", "process-reward"] if is_task(args[0]) else [f"steps:{args[0]}"]
-    return train([*task, *args[1:]], "ascent process-reward")

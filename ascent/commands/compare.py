@@ -20,10 +20,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from ascent.commands.flags import COMPARE, parse_train
 from ascent.config import Config
 from ascent.diagnose.seeds import known, over_seeds
 from ascent.diagnose.statistics import interval
-from ascent.flags import COMPARE, parse_train
 from ascent.menu import name_of
 from ascent.records import Run
 from ascent.records.folder import write_json
@@ -51,7 +51,7 @@ ABOUT = (
 )
 
 
-def main(args: list[str]) -> int:
+def command(args: list[str]) -> int:
     """Parse, run, print the table, draw the picture."""
     named = bool(args) and not args[0].startswith("-")
     parsed, rest = tyro.cli(
@@ -205,7 +205,7 @@ def _final(run: Run) -> dict[str, Any]:
 
 def lines(result: Mapping[str, Any], seeds: int) -> list[str]:
     """The table, in words that a person reads."""
-    from ascent.report import table, width, wrapped
+    from ascent.layout import table, width, wrapped
 
     titles = {"exact/reward": "E[R]", "eval/reward": "held-out reward", "eval/accuracy": "exactly right"}
     shown = [m for m in titles if all(m in row for row in result.values())]
@@ -271,4 +271,4 @@ def _spent(run: Run, labels: str) -> dict[str, list[Any]]:
     return {name: list(itertools.accumulate(values)) for name, values in costs.items()}
 
 
-__all__ = ["interval", "main", "run_all", "summarize"]
+__all__ = ["command", "interval", "run_all", "summarize"]

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from ascent.api import start
+from ascent.layout import wrapped
 from ascent.records import Run
 from ascent.records.display import for_stream
 from ascent.records.plot import COLORS, figure, series
-from ascent.report import wrapped
 from ascent.settings import configure
 
 RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from ascent.config import Config
 from ascent.diagnose.explain import formula, objective_in_words
+from ascent.layout import table, width, wrapped
 from ascent.menu import spell
 from ascent.records import Run
 from ascent.settings import label
@@ -47,16 +46,6 @@ def ending(run: Run) -> str:
         after = [f"Interrupted after {run.info['step']} of {run.info['steps']} steps, and saved."]
         after += [f"Go on with: ascent resume {run.folder}"]
     return "\n".join([*map(wrapped, words), *after])
-
-
-def width() -> int:
-    """Columns of the terminal; plenty where there is none."""
-    return shutil.get_terminal_size(fallback=(160, 24)).columns
-
-
-def wrapped(text: str, indent: int = 0) -> str:
-    """A paragraph, its later lines set in."""
-    return textwrap.fill(text, min(width(), 120), subsequent_indent=" " * indent, break_long_words=False)
 
 
 COLUMNS = (
@@ -135,19 +124,6 @@ def responses(rows: list[dict[str, Any]]) -> str:
         mark = "right" if row["correct"] else ("failed" if not row["valid"] else "")
         lines.append(f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}".rstrip())
     return "\n".join(lines).strip()
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns set flush right (the first one left if it holds words)."""
-    words = any(row[0] and not row[0].replace(".", "").lstrip("-").isdigit() for row in rows)
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-
-    def line(cells: list[str]) -> str:
-        return "  ".join(
-            c.ljust(w) if i == 0 and words else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-
-    return [line(head), *(line(row) for row in rows)]
 
 
 def _number(value: Any) -> str:

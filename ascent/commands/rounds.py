@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from ascent.flags import parse_train
-from ascent.report import table
-from ascent.rounds import PLAN, Plan, begin, carry_out, reopen
+from ascent.commands.flags import parse_train
+from ascent.layout import table
+from ascent.learned.rounds import PLAN, Plan, begin, carry_out, reopen
 from ascent.types import Refused
 
 ABOUT = """Iterative GRPO: rounds of pairs, a reward model on them, and a policy on its reward.

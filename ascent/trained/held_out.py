@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.asked import Row, scored_rows
 from ascent.diagnose.statistics import Estimate, estimate, pass_at, powers
 from ascent.engines import Sampler
-from ascent.loaded import Loaded, of_model, of_run
-from ascent.report import table, wrapped
+from ascent.layout import table, wrapped
 from ascent.settings import configure
 from ascent.tasks import Task
+from ascent.trained.asked import Row, scored_rows
+from ascent.trained.loaded import Loaded, of_model, of_run
 from ascent.types import Refused, Rollouts, Trouble
 
 MEASURES = ("strict", "lenient", "reward")

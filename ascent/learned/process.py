@@ -122,7 +122,7 @@ class WordProcess:
 
 def load_process(run: str | Path, device: str | None = None, batch: int = BATCH) -> SmallProcess | WordProcess:
     """The process reward of a run: of its best held-out evaluation where that was kept, else its newest."""
-    from ascent.learned import _best, reward_model
+    from ascent.learned.rewards import _best, reward_model
 
     found = Run(run)
     config = found.config
