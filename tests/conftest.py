@@ -6,8 +6,12 @@ Numbers are float64 throughout, so that a golden number is one to 1e-12 and not 
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any, Protocol
+
+# Before torch is imported, here and in the processes that tests start: two workers share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
