@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +114,7 @@ class Sort:
     def held_out(self, count: int) -> Prompts:
         generator = torch.Generator().manual_seed(0)
         if self._count <= ENUMERABLE:
-            numbers = range(self.numbers)
-            if self.distinct:
-                every = torch.tensor(list(itertools.permutations(numbers, self.length)))
-            else:
-                every = torch.tensor(list(itertools.product(numbers, repeat=self.length)))
+            every = self._every()
             every = every[self._held_out(every)]
             return every[torch.randperm(len(every), generator=generator)[:count]]
         found = torch.empty(0, self.length, dtype=torch.long)
@@ -132,6 +127,16 @@ class Sort:
     def _count(self) -> int:
         """How many prompts there are."""
         return math.perm(self.numbers, self.length) if self.distinct else self.numbers**self.length
+
+    def _every(self) -> Prompts:
+        """All prompts, in the order of a dictionary."""
+        found = torch.empty(1, 0, dtype=torch.long)
+        for _ in range(self.length):
+            last = torch.arange(self.numbers).repeat(len(found))
+            found = torch.cat([found.repeat_interleave(self.numbers, 0), last.unsqueeze(1)], 1)
+            if self.distinct:
+                found = found[(found[:, :-1] != last.unsqueeze(1)).all(1)]
+        return found
 
     def _any(self, count: int, generator: torch.Generator) -> Prompts:
         if self.distinct:
