@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from jaxtyping import install_import_hook
 Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
 install_import_hook("ascent", "beartype.beartype")
 
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -36,6 +38,16 @@ from ascent.types import Batch, Rollouts, Space  # noqa: E402
 torch.set_num_threads(1)
 settings.register_profile("ascent", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ascent")
+
+
+@pytest.fixture(autouse=True)
+def checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shapes are checked, but not where the same is computed thousands of times: in slow tests and unchecked ones."""
+    repeats = any(request.node.get_closest_marker(mark) for mark in ("slow", "unchecked"))
+    jaxtyping.config.update("jaxtyping_disable", repeats)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
 
 F64 = torch.float64
 FIXED = Space(prompt_length=3, vocab=4, limit=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    began = time.monotonic()
     assert main(["demo"]) == 0
-    took = time.monotonic() - began
     out = capsys.readouterr().out
     (folder,) = Path("runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-demo", folder.name)
@@ -46,7 +43,6 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
         assert str(run.folder) in out
     assert f"{stuck['exact/reward']:.2f} of 5" in out and f"{solved['exact/reward']:.2f}" in out
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert took < 120, "under a minute on two quiet cores; twice that where tests share them"
 
     for line in out.splitlines():
         if line.strip().startswith("ascent show "):
