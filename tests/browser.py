@@ -45,7 +45,7 @@ def until(what: Callable[[], Any], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 class Lab:

@@ -609,13 +609,13 @@ def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys
     flags = (
         "lecture",
         "--steps",
-        250,
+        120,
         "--epochs",
         2,
         "--minibatches",
         3,
         "--checkpoint-every",
-        20,
+        10,
         "--threads",
         1,
         "--seed",
@@ -624,17 +624,17 @@ def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys
     run = tmp_path / "run"
 
     process = ascent("train", *flags, "--out", run)
-    wait_for_steps(process, run, 30)
+    wait_for_steps(process, run, 15)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130
     assert f"Go on with: ascent resume {run}" in text and "Traceback" not in text
     stopped = Run(run)
-    assert stopped.status == "interrupted" and 30 <= stopped.info["step"] < 250
+    assert stopped.status == "interrupted" and 15 <= stopped.info["step"] < 120
     assert checkpoint.step_of(stopped.checkpoints[-1]) == stopped.info["step"] == len(stopped.metrics)
 
     process = ascent("resume", run)
-    wait_for_steps(process, run, stopped.info["step"] + 40)
+    wait_for_steps(process, run, stopped.info["step"] + 20)
     process.kill()
     process.wait()
     assert Run(run).status == "died"
