@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ascent.tasks.text.filed import split
 from ascent.tasks.text.jsonl import read_lines
-from ascent.tasks.text.steps import labelled, split
+from ascent.tasks.text.steps import labelled
 from ascent.types import Refused, Rollouts, Scores, Space
 
 END = "end"

@@ -10,7 +10,6 @@ prompt, chosen and rejected are whole chats, and the prompt is what they share. 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Iterable
@@ -18,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from ascent.tasks.text.base import DEFAULT, Graded, Message, Problem, Text, held_out, refuse
-from ascent.tasks.text.jsonl import read_lines, stamp_of
-from ascent.tasks.text.rows import ONE_IN, prompt_of
+from ascent.tasks.text.base import DEFAULT, Message, Problem, refuse
+from ascent.tasks.text.filed import Filed
+from ascent.tasks.text.jsonl import read_lines
+from ascent.tasks.text.rows import prompt_of
 
 
 class Pair(NamedTuple):
@@ -83,7 +83,7 @@ def _words(value: Any, where: str) -> str:
 
 
 @dataclass(frozen=True)
-class Preferences(Text):
+class Preferences(Filed):
     """preferences:FILE: pairs of responses, one chosen, one rejected, for `ascent dpo` and `ascent reward-model`."""
 
     source: str = ""
@@ -102,46 +102,10 @@ class Preferences(Text):
     }
     presets["reward-model"] = presets["default"] | {"algorithm": "reward-model", "lr": 1e-5}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.source:
-            object.__setattr__(self, "source", str(Path(self.source).expanduser().resolve()))
+    def missing(self) -> str:
+        return "preferences need a file: ascent dpo FILE, or ascent reward-model FILE"
 
-    @property
-    def rows(self) -> tuple[list[Problem], list[Problem]]:
-        """Pairs to learn from, and those of one prompt in ten, held out. The chosen response is the answer."""
-        return _rows(self.source, stamp_of(self.source))
-
-    @property
-    def size(self) -> int | None:
-        return len(self.rows[0])
-
-    def train(self, index: int) -> Problem:
-        return self.rows[0][index]
-
-    def test(self, count: int) -> list[Problem]:
-        return self.rows[1][:count]
-
-    def grade(self, problem: Problem, response: str) -> Graded:
-        """The same words as the chosen response's."""
-        same = response.strip() == (problem.answer or "").strip()
-        return self.graded(same, same)
-
-    def verify(self) -> None:
-        super().verify()
-        _ = self.rows
-
-
-@functools.lru_cache(maxsize=2)
-def _rows(source: str, stamp: object) -> tuple[list[Problem], list[Problem]]:  # noqa: ARG001 (the key's)
-    if not source:
-        refuse("preferences need a file: ascent dpo FILE, or ascent reward-model FILE")
-    found = [Problem(pair.prompt, pair.chosen, {"rejected": pair.rejected}) for pair in read_pairs(source)]
-    kept = [problem for problem in found if not held_out(problem.prompt, ONE_IN)]
-    tested = [problem for problem in found if held_out(problem.prompt, ONE_IN)]
-    if not kept or not tested:  # a small file: its last prompt is the one that is held out
-        last = found[-1].prompt
-        kept, tested = [p for p in found if p.prompt != last], [p for p in found if p.prompt == last]
-    if not kept:
-        refuse(f"{source}: there has to be something to learn and something to test with: at least two prompts")
-    return kept, tested
+    def problem(self, row: dict[str, Any], where: str) -> Problem:
+        """The chosen response is the answer."""
+        pair = _pair(row, where)
+        return Problem(pair.prompt, pair.chosen, {"rejected": pair.rejected})
