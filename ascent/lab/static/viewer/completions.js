@@ -21,7 +21,7 @@ const read = () => ({
 // What was recorded is a part of the step, as a rule: it is said how large a part.
 function sampleOf({ shares, of, kind, set, greedy }) {
   if (!shares.all) return "";
-  if (set === HELD) return `${count(shares.all, "answer")} (${greedy}), to the first prompts of the evaluation${shares.right == null ? "" : `: ${grouped(shares.right)} right`}`;
+  if (set === HELD) return `${count(shares.all, "answer")} recorded (${greedy})${shares.right == null ? "" : `, ${grouped(shares.right)} right`}`;
   const [groups, responses] = [count(shares.groups, "group"), count(shares.all, "response")];
   if (kind !== "ascent") return `${groups}, ${responses}`;
   if (!of) return `${groups}, ${responses} recorded; how many the step had is not known`;
