@@ -45,8 +45,7 @@ def _pairs(path: Path) -> list[tuple[int, str]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            if not {"group", "prompt_text"} <= set(file.schema_arrow.names):
-                raise Refused(f"{path.name} has no prompts")
+            recorded.refuse_odd(path, file.schema_arrow, ("group", "prompt_text"))
             table = file.read(columns=["group", "prompt_text"], use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise recorded.broken(path, error) from None

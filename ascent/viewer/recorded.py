@@ -83,9 +83,7 @@ def _read(path: Path, columns: tuple[str, ...] | None) -> Any:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            missing = [name for name in NEEDED if name not in schema.names]
-            if missing:
-                raise Refused(f"{path.name} has no column {', '.join(missing)}: it is not one of ours")
+            refuse_odd(path, schema, NEEDED)
             names = [
                 f.name for f in schema if not pa.types.is_nested(f.type) and (columns is None or f.name in columns)
             ]
@@ -101,6 +99,24 @@ def _read(path: Path, columns: tuple[str, ...] | None) -> Any:
     except (OSError, pa.ArrowException) as error:
         raise broken(path, error) from None
     return table
+
+
+def refuse_odd(path: Path, schema: Any, needed: Iterable[str]) -> None:
+    """Refuse a file without these columns, or with others under their names."""
+    from pyarrow import types
+
+    held = {field.name: field.type for field in schema}
+    missing = [name for name in needed if name not in held]
+    if missing:
+        raise Refused(f"{path.name} has no column {', '.join(missing)}: it is not one of ours")
+    for name in needed:
+        kind = held[name]
+        whole, text = types.is_integer(kind), types.is_string(kind) or types.is_large_string(kind)
+        if not {
+            **{"group": whole, "sample": whole, "reward": whole or types.is_floating(kind)},
+            **{"prompt_text": text, "response_text": text},
+        }[name] and not types.is_null(kind):
+            raise Refused(f"{path.name} has a column {name} of the type {str(kind)[:40]}: it is not one of ours")
 
 
 def broken(path: Path, error: Exception) -> Refused:

@@ -36,7 +36,7 @@ def _readable(folder: Path, steps: list[int], problems: list[str]) -> tuple[int,
     for step in steps:
         try:
             rows = recorded.brief(folder, "ascent", step, COLUMNS, recorded.HELD_OUT)
-        except (Refused, OSError, ValueError) as error:
+        except (Refused, OSError) as error:
             problems.append(str(error))
             continue
         return step, {(row["group"], row["prompt_text"]): row for row in rows}
