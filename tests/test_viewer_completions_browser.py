@@ -144,7 +144,7 @@ def test_held_out_answers(view: View, runs: Path) -> None:
     view.page.click("text=This prompt over the steps >> nth=2")
     view.page.wait_for_selector(".c-answers")
     assert view.asked("set") == "held-out" and view.texts(".c-answers th a") == ["0", "1", "2"]
-    assert view.page.locator(".c-strip a").count() == 3 and answers[2]["prompt_text"] in view.text(".c-prompt")
+    assert view.page.locator(".c-strip span").count() == 3 and answers[2]["prompt_text"] in view.text(".c-prompt")
     view.page.click(".c-answers th a >> nth=1")
     until(lambda: view.asked("step") == "1" and view.asked("set") == "held-out")
     view.page.wait_for_selector(".c-group")
@@ -410,10 +410,11 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, la
     whole = None if theme == "light" else only  # only colours change
     other = "ratio" if theme == "light" else "entropy"
     paths = {"id=made&step=10": whole, f"id=made&step=10&colour={other}": only}
-    for path, rules in {**paths, "id=verl": None, "id=old": None, "over the steps": whole}.items():
-        if path == "over the steps":
-            view.open("id=made&step=10").page.click(".c-group a")
-            view.page.wait_for_selector(".c-over li")
+    over = {"id=made&step=10": ".c-over li", "id=sorted&set=held-out": ".c-answers"}
+    for path, rules in {**paths, "id=verl": None, "id=old": None, **{f"over {one}": whole for one in over}}.items():
+        if path.startswith("over "):
+            view.open(path[5:]).page.click(".c-group a")
+            view.page.wait_for_selector(over[path[5:]])
         else:
             view.open(path)
             until(lambda: view.page.locator(".t").count() or "single tokens" in view.text("main"))

@@ -18,8 +18,8 @@ const SAID = { right: "✓ right", wrong: "✗ wrong", failed: "! no reward", un
 
 // The greedy answer at each evaluation: a mark each in a strip, then a table. An answer like the one before it is said to be so.
 const Answers = ({ found, link }) => html`<div class="c-strip" role="img" aria-label=${`Right in ${found.steps.filter((s) => s.right).length} of ${count(found.steps.length, "evaluation")}`}>
-    ${found.steps.map((s) => html`<a key=${s.step} class=${stateOf(s)} href=${link(s.step)} tabindex="-1" title=${`step ${s.step}: ${SAID[stateOf(s)]}`}>${MARKS[stateOf(s)]}</a>`)}</div>
-  <div class="scroll"><table class="c-answers"><thead><tr><th scope="col">Step</th><th scope="col"></th><th scope="col">Reward</th><th scope="col">Answer</th></tr></thead>
+    ${found.steps.map((s) => html`<span key=${s.step} class=${stateOf(s)} title=${`step ${s.step}: ${SAID[stateOf(s)]}`}>${MARKS[stateOf(s)]}</span>`)}</div>
+  <div class="scroll"><table class="c-answers"><thead><tr><th scope="col">Step</th><th scope="col">Right</th><th scope="col">Reward</th><th scope="col">Answer</th></tr></thead>
     <tbody>${found.steps.map((s, i) => html`<tr key=${s.step} data-step=${s.step} class=${stateOf(s)}>
       <th scope="row"><a href=${link(s.step)}>${grouped(s.step)}</a></th>
       <td><span class=${`c-mark ${stateOf(s)}`}>${SAID[stateOf(s)]}</span>${s.common.truncated && html` <span class="c-mark cut">✂ cut off</span>`}</td>
