@@ -149,7 +149,7 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
                 display.say(note)
-            evaluate = parts.evaluator()
+            evaluate = parts.evaluator(writer.held_out)
             loop(config, parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
         done = len(Run(folder.path).metrics) >= config.steps
         folder.run["status"] = "finished" if done else "interrupted"

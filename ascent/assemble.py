@@ -13,7 +13,7 @@ from ascent.config import Config
 from ascent.engines import Learner, LocalLearner, LocalSampler, Sampler
 from ascent.engines.given import Given, LocalRater
 from ascent.engines.stepwise import LocalStepper
-from ascent.evaluate import evaluator, pair_evaluator
+from ascent.evaluate import Keep, evaluator, pair_evaluator
 from ascent.learned.process import steps_evaluator
 from ascent.learned.rewards import bound, reward_model
 from ascent.losses import LogProb
@@ -48,7 +48,7 @@ class Parts:
     judged: tuple[Task, Sampler] | None = None
     """What held-out answers are drawn with and scored by, where the loop's own sampler and task only show some."""
 
-    def evaluator(self) -> Callable[[], Metrics]:
+    def evaluator(self, keep: Keep | None = None) -> Callable[[], Metrics]:
         loss, found = self.config.algorithm.loss, []
         if isinstance(loss, PairLoss):
             pairs = self.sampler.generate(self.task.held_out(self.config.eval_prompts), 2)
@@ -64,7 +64,7 @@ class Parts:
         task, sampler = self.judged or (self.task, self.sampler)
         if self.judged is not None or not found:
             small = self.policy if isinstance(self.policy, Policy) else None
-            found.append(evaluator(self.config, task, sampler, small))
+            found.append(evaluator(self.config, task, sampler, small, keep))
         return lambda: {name: value for evaluate in found for name, value in evaluate().items()}
 
     def close(self) -> None:

@@ -16,13 +16,18 @@ from ascent.engines.base import Sampler
 from ascent.policies import Policy
 from ascent.preferences import PairLoss, margin_of
 from ascent.tasks import Task
+from ascent.train import scored
 from ascent.types import Batch, Metrics, Outputs, Rollouts, Terms, to_batch
 
+Keep = Callable[[Task, Batch], None]
+"""Where the scored answers of an evaluation go, with the task that scored them."""
 ENUMERABLE = 5_000
 """Prompts × responses up to which E[R] is enumerated at every evaluation."""
 
 
-def evaluator(config: Config, task: Task, sampler: Sampler, policy: Policy | None) -> Callable[[], Metrics]:
+def evaluator(
+    config: Config, task: Task, sampler: Sampler, policy: Policy | None, keep: Keep | None = None
+) -> Callable[[], Metrics]:
     """What the loop calls: held-out accuracy and reward of greedy answers, and E[R] if the policy is small."""
     prompt = task.held_out(config.eval_prompts)
     small = policy is not None and len(prompt) * task.space.vocab**task.space.limit <= ENUMERABLE
@@ -30,13 +35,17 @@ def evaluator(config: Config, task: Task, sampler: Sampler, policy: Policy | Non
     every = every_response(task.space, prompt, config.temperature) if small else None
 
     def evaluate() -> Metrics:
-        scores = task.score(sampler.generate(prompt, 1, greedy=True))
-        metrics: Metrics = {"eval/reward_errors": len(scores.errors)} if scores.errors else {}
-        if bool(scores.valid.any()):
-            assert scores.correct is not None
-            metrics["eval/accuracy"] = scores.correct[scores.valid].double().mean().item()
-            metrics["eval/reward"] = scores.reward.sum(-1)[scores.valid].double().mean().item()
-            metrics |= {f"eval/{k}": v[scores.valid].double().mean().item() for k, v in scores.measures.items()}
+        answers, errors = scored(task, sampler.generate(prompt, 1, greedy=True), None)
+        if keep is not None:
+            keep(task, answers.add(errors=tuple(errors)))
+        metrics: Metrics = {"eval/reward_errors": len(errors)} if errors else {}
+        if bool(answers.valid.any()):
+            assert answers.correct is not None
+            metrics["eval/accuracy"] = answers.correct[answers.valid].double().mean().item()
+            metrics["eval/reward"] = answers.reward.sum(-1)[answers.valid].double().mean().item()
+            if answers.measures is not None:
+                means = answers.measures[answers.valid].double().mean(0).tolist()
+                metrics |= {f"eval/{name}": mean for name, mean in zip(answers.measured, means, strict=True)}
         if table is not None and every is not None and policy is not None:
             with torch.no_grad():
                 metrics["exact/reward"] = (probability(policy, every) * table).sum().item() / len(prompt)

@@ -45,7 +45,7 @@ def test_every_row_trains_a_language_model(
     assert run.status == "finished"
     assert all(0 < line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in run.metrics)
     assert run.metrics[0]["grad_norm"] > 0
-    rows = run.rollouts(0)
+    rows = run.rollouts(0) + run.held_out(1)
     assert all("counted" in row["reason"] for row in rows)
     assert all(row["response_text"] is not None and "lenient" in row for row in rows)
 
@@ -70,7 +70,7 @@ def test_a_language_model_resumes_to_the_same_bits(
     again = ascent.api.resume(tmp_path / "b", from_step=2)
     for a, b in zip(whole.metrics, again.metrics, strict=True):
         assert {k: v for k, v in a.items() if "time" not in k} == {k: v for k, v in b.items() if "time" not in k}
-    assert whole.rollouts(3) == again.rollouts(3)
+    assert whole.rollouts(3) == again.rollouts(3) and whole.held_out(3) == again.held_out(3)
     for name in ("params", "optimizer"):
         one, two = (p / "checkpoints" / "step_000004" / f"{name}.safetensors" for p in (tmp_path / "a", tmp_path / "b"))
         assert one.read_bytes() == two.read_bytes()

@@ -92,7 +92,8 @@ def bits(run: Path) -> dict[str, Any]:
         found |= {f"{path.stem} {k}": v.numpy().tobytes() for k, v in load_file(path).items()}
     state = json.loads((last / "state.json").read_text())
     found["state"] = (last.name, state["step"], state["state"])
-    found |= {path.name: pq.read_table(path).to_pylist() for path in (run / "rollouts").iterdir()}
+    for where in folder.BY_STEP:
+        found |= {f"{where} {path.name}": pq.read_table(path).to_pylist() for path in (run / where).iterdir()}
     return found
 
 
@@ -116,6 +117,7 @@ class Moments:
         (checkpoint, "save"),
         (checkpoint, "save_file"),
         (rollouts, "write"),
+        (rollouts, "write_answers"),
         (Writer, "_line"),
     )
 

@@ -300,7 +300,7 @@ def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Scr
     plot.focus()
     plot.press("ArrowRight")
     until(lambda: says(screen, "reward")["sampled"] == f"{lines[4]['reward']:.4g}")
-    box = screen.page.locator("[data-chart=accuracy] .u-over").bounding_box()
+    box = screen.page.locator("[data-chart=reward] .u-over").bounding_box()
     screen.page.mouse.move(box["x"] + box["width"] * 7 / 11, box["y"] + 30)
     until(lambda: says(screen, "spread")["sampled"] == f"{lines[7]['reward_std']:.4g}")
     hairs = screen.page.locator(".hair:not([hidden])")
@@ -316,7 +316,8 @@ def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Scr
     plot.press("Home")
     plot.press("Enter")
     screen.page.wait_for_url("**/completions?*")
-    assert query(screen)["step"] == ["0"]
+    held = sorted(int(path.stem.split("_")[1]) for path in (runs / "known" / "held_out").iterdir())
+    assert query(screen) == {"id": ["known"], "step": [str(held[0])], "set": ["held-out"]}, "what accuracy is of"
 
 
 def test_a_long_run_is_drawn_in_means_and_exactly_when_zoomed(screen: Screen) -> None:

@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evil = Path(shutil.copytree(root / "cmp/grpo-s0", root / f"evil {EVIL.replace('/', '')}"))
     for name, changes in (("run.json", {"label": EVIL}), ("config.json", {EVIL: EVIL, "seed": 9})):
         (evil / name).write_text(json.dumps(json.loads((evil / name).read_text()) | changes))
-    for path in evil.glob("rollouts/*.parquet"):
+    for path in evil.glob("*/step_*.parquet"):
         rows = [row | {"response_text": EVIL} for row in pq.read_table(path).to_pylist()]
         pq.write_table(pa.Table.from_pylist(rows), path)
     short = Path(shutil.copytree(root / "cmp/grpo-s0", root / "short"))
@@ -232,10 +232,20 @@ def test_bands_and_smoothing_say_what_they_are(screen: Screen) -> None:
     assert screen.page.locator("#smooth").is_disabled() and "over steps only" in screen.text(".smooth")
 
 
+def sampled(screen: Screen, place: int) -> str:
+    """Choose one of the prompts whose sampled responses were recorded; its key."""
+    options = screen.page.locator("#prompt optgroup[label=sampled] option")
+    until(lambda: options.count() > place)
+    value = options.nth(place).get_attribute("value")
+    screen.page.select_option("#prompt", value)
+    return str(value).split(" ")[1]
+
+
 def test_another_seed_is_chosen_side_by_side(screen: Screen) -> None:
     opened(screen, ALL)
     screen.page.locator(".beside").scroll_into_view_if_needed()
     columns = screen.page.locator(".columns article")
+    sampled(screen, 0)
     until(lambda: columns.count() == 2 and "(standard deviation)" in columns.nth(0).inner_text())
     assert "±" not in columns.nth(0).inner_text()
     assert columns.nth(0).locator("select").input_value() == "cmp/grpo-s0"
@@ -279,10 +289,11 @@ def test_one_prompt_side_by_side_and_evil_is_text(screen: Screen, runs: Path) ->
     columns = screen.page.locator(".columns article")
     assert columns.count() == 2 and EVIL in columns.nth(1).inner_text() and EVIL not in columns.nth(0).inner_text()
     assert f"step {STEPS - 1}" in columns.nth(0).inner_text()
+    sampled(screen, 0)
+    until(lambda: "Best" in columns.nth(0).inner_text() and EVIL in columns.nth(1).inner_text())
     screen.page.locator("#at").fill("0")
     until(lambda: "step 0" in columns.nth(0).inner_text() and "at=0" in screen.query())
-    second = screen.page.locator("#prompt option").nth(1).get_attribute("value")
-    screen.page.select_option("#prompt", second)
+    second = sampled(screen, 1)
     until(lambda: f"key={second}" in screen.query())
     assert (
         screen.page.title() == "Compare runs · Ascent lab" and screen.page.locator("main img, main script").count() == 0

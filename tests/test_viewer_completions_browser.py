@@ -43,9 +43,10 @@ def rows() -> list[dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chromium()
     root = tmp_path_factory.mktemp("completions") / "runs"
-    same = {"steps": 3, "prompts": 4, "samples": 4, "epochs": 3, "lr": 0.02, "eval_prompts": 4}
+    same = {"steps": 3, "prompts": 4, "samples": 4, "epochs": 3, "lr": 0.02, "eval_prompts": 4, "eval_every": 1}
     same |= {"policy.width": 16, "policy.layers": 1, "policy.heads": 2}
     ascent.train("sort", record_every=1, record_rollouts="all", show=False, out=root / "sorted", **same)
+    ascent.train("sort", algorithm="rloo", seed=1, show=False, out=root / "twin", **same)
     made = write_run(root / "made", {step: rows() for step in (0, 10, 40)})
     torn = write_step(made, 50, rows())
     torn.write_bytes(torn.read_bytes()[:-300])
@@ -120,6 +121,49 @@ def view(browser: Any, lab: Lab) -> Iterator[View]:
     assert not [error for error in screen.errors if "400" not in error], screen.errors
     assert screen.page.evaluate("window.hacked") is None
     context.close()
+
+
+def test_held_out_answers(view: View, runs: Path) -> None:
+    """From what was sampled to the answers of a step, one prompt over the steps, and the same side by side."""
+    view.open("id=sorted&step=1&show=mixed&colour=entropy")
+    view.page.click("[data-set=held-out]")
+    until(lambda: view.asked("set") == "held-out" and view.page.locator(".c-group").count() == 4)
+    view.tokens()
+    answers = rollouts.read(runs / "sorted", 1, rollouts.HELD_OUT)
+    assert view.asked("step") == "1" and view.asked("show") == "" and view.samples() == [[0]] * 4
+    right = sum(one["correct"] for one in answers)
+    assert view.text(".found") == f"4 answers recorded (held out, greedy), {right} right"
+    assert view.texts(".c-group h2") == [f"Prompt {i}" for i in range(4)]
+    assert view.texts("#colour option") == ["log-prob"] and view.page.locator("#sort").count() == 0
+    assert "spread" not in view.text("#main") and "advantage" not in view.text("#main")
+    view.page.hover(".c-tokens .t >> nth=0")
+    until(lambda: list(view.numbers()) == ["log-prob"])
+    assert float(view.numbers()["log-prob"].split(" ")[0].replace("−", "-")) == pytest.approx(
+        answers[0]["logp_sampler"][0], rel=1e-3
+    )
+    view.page.click("text=This prompt over the steps >> nth=2")
+    view.page.wait_for_selector(".c-answers")
+    assert view.asked("set") == "held-out" and view.texts(".c-answers th a") == ["0", "1", "2"]
+    assert view.page.locator(".c-strip span").count() == 3 and answers[2]["prompt_text"] in view.text(".c-prompt")
+    view.page.click(".c-answers th a >> nth=1")
+    until(lambda: view.asked("step") == "1" and view.asked("set") == "held-out")
+    view.page.wait_for_selector(".c-group")
+    view.page.click("[data-set=sampled]")
+    until(lambda: view.asked("set") == "" and view.page.locator("#sort").count() == 1)
+    view.page.go_back()
+    until(lambda: view.asked("set") == "held-out" and view.page.locator("#sort").count() == 0)
+    view.page.goto(f"{view.lab.base}/compare?id=sorted&id=twin")
+    view.page.wait_for_selector("body[data-ready]")
+    view.page.locator(".beside").scroll_into_view_if_needed()
+    view.page.wait_for_selector("#prompt optgroup[label='held out, greedy'] >> nth=0", state="attached")
+    view.page.select_option("#prompt", index=1)
+    until(lambda: view.asked("set") == "held-out" and view.asked("key") != "")
+    last = {name: rollouts.read(runs / name, 2, rollouts.HELD_OUT)[1]["response_text"] for name in ("sorted", "twin")}
+    until(lambda: view.texts(".beside article pre") == list(last.values()))
+    view.page.reload()
+    view.page.wait_for_selector("body[data-ready]")
+    view.page.locator(".beside").scroll_into_view_if_needed()
+    until(lambda: view.texts(".beside article pre") == list(last.values()))
 
 
 def test_a_real_run_step_by_step(view: View, runs: Path) -> None:
@@ -366,10 +410,11 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, la
     whole = None if theme == "light" else only  # only colours change
     other = "ratio" if theme == "light" else "entropy"
     paths = {"id=made&step=10": whole, f"id=made&step=10&colour={other}": only}
-    for path, rules in {**paths, "id=verl": None, "id=old": None, "over the steps": whole}.items():
-        if path == "over the steps":
-            view.open("id=made&step=10").page.click(".c-group a")
-            view.page.wait_for_selector(".c-over li")
+    over = {"id=made&step=10": ".c-over li", "id=sorted&set=held-out": ".c-answers"}
+    for path, rules in {**paths, "id=verl": None, "id=old": None, **{f"over {one}": whole for one in over}}.items():
+        if path.startswith("over "):
+            view.open(path[5:]).page.click(".c-group a")
+            view.page.wait_for_selector(over[path[5:]])
         else:
             view.open(path)
             until(lambda: view.page.locator(".t").count() or "single tokens" in view.text("main"))

@@ -280,7 +280,7 @@ def test_what_a_run_holds_is_text(run: Path, made: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for path in run.glob("rollouts/*.parquet"):
+    for path in run.glob("*/step_*.parquet"):
         rows = pq.read_table(path).to_pylist()
         rows = [
             r | {"response_text": EVIL, "prompt_text": EVIL, "reason": EVIL, "pieces": [EVIL] * len(r["response"])}
@@ -331,7 +331,7 @@ def test_files_that_are_missing_or_damaged_are_said(run: Path, made: Any) -> Non
     (run / "metrics.jsonl").unlink()
     page = made(run)
     assert "metrics.jsonl is missing" in page.text and "no numbers to draw" in page.text
-    for path in run.glob("rollouts/*.parquet"):
+    for path in run.glob("*/step_*.parquet"):
         path.write_bytes(b"torn")
     (run / "events.jsonl").write_text("no json\n")
     (run / "config.json").write_text("{")

@@ -29,11 +29,17 @@ def row(group: int, sample: int, reward: float, text: str = "", **more: Any) -> 
     return made | more
 
 
-def write_step(folder: Path, step: int, rows: list[dict[str, Any]], **options: Any) -> Path:
+def answer(group: int, reward: float, text: str, **more: Any) -> dict[str, Any]:
+    """A recorded greedy answer: no update saw it."""
+    known = row(group, 0, reward, text, **more)
+    return {k: v for k, v in known.items() if k not in ("logp_old", "advantage", "logp_update", "logp", "entropy")}
+
+
+def write_step(folder: Path, step: int, rows: list[dict[str, Any]], where: str = "rollouts", **options: Any) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = folder / "rollouts" / f"step_{step:06d}.parquet"
+    path = folder / where / f"step_{step:06d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist([r | {"step": step} for r in rows]), path, **options)
     return path

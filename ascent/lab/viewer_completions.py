@@ -10,9 +10,11 @@ from starlette.routing import BaseRoute, Route
 
 from ascent.lab.viewer import answer, many, number, one
 from ascent.types import Refused
-from ascent.viewer import completions, prompts, sampled, tokens
+from ascent.viewer import completions, prompts, recorded, sampled, tokens
+from ascent.viewer.charts import greedy_of
 from ascent.viewer.curves import Library
 from ascent.viewer.places import Place, find
+from ascent.viewer.reading import read_object
 
 MOST_GROUPS = completions.MOST
 LONGEST_PROMPT = 50_000
@@ -26,27 +28,33 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
         where, given = place(request), request.query_params
         choices: dict[str, Any] = {name: given[name] for name in ("sort", "show", "q") if given.get(name)}
         numbers: dict[str, Any] = {name: n for name in ("offset", "count") if (n := whole(request, name)) is not None}
-        found = completions.page(where.folder, where.kind, whole(request, "step"), **choices, **numbers)
-        return {"id": where.id, **found, "of": sampled.of_step(where, library, found["step"])}
+        found = completions.page(
+            where.folder, where.kind, whole(request, "step"), **choices, **numbers, which=which(request)
+        )
+        of = sampled.of_step(where, library, found["step"]) if found["set"] == recorded.SAMPLED else None
+        return {"id": where.id, **found, "of": of, "greedy": greedy_of(task_of(where))}
 
     def token(request: Request) -> dict[str, Any]:
         where, step = place(request), whole(request, "step")
         if step is None:
             raise Refused("step= is missing")
         groups = [_whole("group", given) for given in many(request, "group", MOST_GROUPS)]
-        return {"id": where.id, **tokens.tokens(where.folder, where.kind, step, groups, whole(request, "sample"))}
+        given = (step, groups, whole(request, "sample"), which(request))
+        return {"id": where.id, **tokens.tokens(where.folder, where.kind, *given)}
 
     def prompt(request: Request) -> dict[str, Any]:
         where, given = place(request), request.query_params
         if len(given.get("prompt", "")) > LONGEST_PROMPT:
             raise Refused(f"prompt: at most {LONGEST_PROMPT:,} characters")
         place_of = (given.get("key", ""), given.get("prompt", ""), whole(request, "step"), whole(request, "group") or 0)
-        key = prompts.find(where.folder, where.kind, *place_of)
-        return {"id": where.id, **prompts.same(where.folder, where.kind, key)}
+        key = prompts.find(where.folder, where.kind, *place_of, which(request))
+        found = prompts.same(where.folder, where.kind, key, which(request))
+        return {"id": where.id, **found, "greedy": greedy_of(task_of(where))}
 
     def every(request: Request) -> dict[str, Any]:
-        where = place(request)
-        return {"id": where.id, **prompts.every(where.folder, where.kind, request.query_params.get("q", ""))}
+        where, given = place(request), request.query_params
+        found = prompts.every(where.folder, where.kind, given.get("q", ""), given.get("set", ""))
+        return {"id": where.id, **found, "greedy": greedy_of(task_of(where))}
 
     return [
         Route("/api/view/completions", answer(page)),
@@ -54,6 +62,15 @@ def routes(runs: Path, library: Library) -> list[BaseRoute]:
         Route("/api/view/prompt", answer(prompt)),
         Route("/api/view/prompts", answer(every)),
     ]
+
+
+def which(request: Request) -> str:
+    """The set of responses that the address names: what was sampled, or greedy answers to held-out prompts."""
+    return request.query_params.get("set") or recorded.SAMPLED
+
+
+def task_of(place: Place) -> Any:
+    return read_object(place.folder / "run.json")[0].get("task") if place.kind == "ascent" else None
 
 
 def whole(request: Request, name: str) -> int | None:

@@ -4,6 +4,7 @@ run.json       status, result, versions; replaced as a whole
 config.json    every setting, resolved, with the objective in words
 metrics.jsonl  one line a step        updates.jsonl  one line an optimizer update
 events.jsonl   flags and trouble      rollouts/      sampled responses, one Parquet file a step
+held_out/      greedy answers to held-out prompts, one Parquet file an evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
 .alive         who writes here, and when it last gave a sign of life
 """
@@ -24,6 +25,8 @@ from ascent.records import alive
 from ascent.types import Refused
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
+BY_STEP = ("rollouts", "held_out")
+"""Folders with a file a step."""
 UNBEGUN = {".lock", alive.NAME, alive.ASIDE, "config.json", ".config.json.new", ".run.json.new"}
 """All that a folder can hold before its run.json is there: a run that was killed before it began."""
 
@@ -100,7 +103,7 @@ class RunFolder:
         return folder
 
     def furnish(self) -> None:
-        for name in ("checkpoints", "rollouts"):
+        for name in ("checkpoints", *BY_STEP):
             (self.path / name).mkdir(exist_ok=True)
         for name in LINES:
             (self.path / name).touch()
@@ -144,22 +147,23 @@ class RunFolder:
         """Take the records back to where they were at a checkpoint, so that a resume writes them once."""
         for name in LINES:
             os.truncate(self.path / name, sizes.get(name, 0))
-        for path in self._rollouts(step):
-            path.unlink()
+        for where in BY_STEP:
+            for path in self._files(where, step):
+                path.unlink()
 
-    def _rollouts(self, step: int) -> list[Path]:
-        """Our own files of rollouts from this step on, half-written ones included; nobody else's."""
-        found = (
-            (path, re.fullmatch(r"(\.?)step_(\d+)\.parquet", path.name)) for path in (self.path / "rollouts").iterdir()
-        )
+    def _files(self, where: str, step: int) -> list[Path]:
+        """Our own files of responses from this step on, half-written ones included; nobody else's."""
+        found = ((path, re.fullmatch(r"(\.?)step_(\d+)\.parquet", path.name)) for path in (self.path / where).iterdir())
         return [path for path, name in found if name and (name[1] or int(name[2]) >= step)]
 
     def set_aside(self, step: int) -> None:
         """Keep a copy of the records that going back to an older checkpoint will cut."""
         kept = self.path / f"replaced-{time.time_ns()}"
-        kept.mkdir()
-        for path in [*(self.path / name for name in LINES), *self._rollouts(step)]:
+        (kept / "held_out").mkdir(parents=True)  # its files have the names of those of rollouts
+        for path in [*(self.path / name for name in LINES), *self._files("rollouts", step)]:
             shutil.copy2(path, kept)
+        for path in self._files("held_out", step):
+            shutil.copy2(path, kept / "held_out")
 
     def close(self, last_word: str | None = None) -> None:
         """Its sign of life goes before its last word: whenever it is killed, a run that ended leaves none behind."""

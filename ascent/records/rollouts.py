@@ -1,4 +1,4 @@
-"""Sampled responses as Parquet, one file a step and one row a response."""
+"""Responses as Parquet, one file a step and one row a response: sampled ones, and held-out answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from ascent.records.pieces import Pieces
 from ascent.tasks import Task
 from ascent.types import Batch, Refused
 
+SAMPLED, HELD_OUT = "rollouts", "held_out"
+"""The folders in a run's folder."""
+ANSWERS = 64
+"""Held-out prompts whose answers are recorded, where not all are."""
 ROWS = 64
 """In a part of a file, about."""
+MORE = "They are recorded at every evaluation (--eval-every), but for --record-rollouts none"
+Row = dict[str, Any]
 
 
-def path_of(folder: Path, step: int) -> Path:
-    return folder / "rollouts" / f"step_{step:06d}.parquet"
+def path_of(folder: Path, step: int, where: str = SAMPLED) -> Path:
+    return folder / where / f"step_{step:06d}.parquet"
 
 
 def write(
@@ -35,7 +41,25 @@ def write(
     if which != "all":
         groups = min(groups, int(which))
     assert batch.index is not None and batch.logp_old is not None and batch.advantage is not None
-    by_update = _by_update(minis, updates, groups)
+    by_update, entropy = _by_update(minis, updates, groups), _first_entropy(minis, updates, groups)
+    rows = _rows(step, batch, groups, task, pieces or Pieces(task))
+    for row in rows:
+        p, s, cut = row["group"], row["sample"], slice(len(row["response"]))
+        row["logp_update"] = [i for i, _ in by_update[p]]
+        row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
+        row |= {} if entropy[p] is None else {"entropy": entropy[p][s][cut]}
+    _save(path_of(folder, step), rows, batch.mask.shape[1])
+
+
+def write_answers(folder: Path, step: int, batch: Batch, which: str, task: Task, pieces: Pieces | None = None) -> None:
+    """The greedy answers of an evaluation: all of them, or those to the first prompts."""
+    prompts = batch.prompt.shape[0] if which == "all" else min(batch.prompt.shape[0], ANSWERS)
+    rows = _rows(step, batch, prompts, task, pieces or Pieces(task))
+    _save(path_of(folder, step, HELD_OUT), rows, batch.mask.shape[1])
+
+
+def _rows(step: int, batch: Batch, groups: int, task: Task, pieces: Pieces) -> list[Row]:
+    """What is known of the responses of the first groups, whatever has become of them since."""
     columns: dict[str, Any] = {
         "prompt": batch.prompt,
         "response": batch.response,
@@ -53,12 +77,11 @@ def write(
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
     per_token = [name for name in lists if name.startswith(("logp", "advantage", "value"))]
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
-    pieces, entropy, failed = pieces or Pieces(task), _first_entropy(minis, updates, groups), _failed(batch)
-    rows = []
+    failed, rows = _failed(batch), []
     for p in range(groups):
         for s in range(batch.mask.shape[1]):
             cut = slice(lists["length"][p][s])
-            row: dict[str, Any] = {"step": step, "group": p, "sample": s}
+            row: Row = {"step": step, "group": p, "sample": s}
             row["prompt"] = [i for i in lists["prompt"][p] if i >= 0]
             row["prompt_text"] = task.text(row["prompt"])
             row["response"] = lists["response"][p][s][cut]
@@ -70,14 +93,11 @@ def write(
             row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
             row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}
             row |= {name: lists[name][p][s][cut] for name in per_token}
-            row["logp_update"] = [i for i, _ in by_update[p]]
-            row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
-            row |= {} if entropy[p] is None else {"entropy": entropy[p][s][cut]}
             rows.append(row)
-    _save(path_of(folder, step), rows, batch.mask.shape[1])
+    return rows
 
 
-def _save(final: Path, rows: list[dict[str, Any]], samples: int) -> None:
+def _save(final: Path, rows: list[Row], samples: int) -> None:
     """Whole, or not at all; in parts of whole groups, so that one group can be read without the others."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -120,17 +140,17 @@ def _failed(batch: Batch) -> Callable[[int, int], bool]:
     return failed
 
 
-def read(folder: Path, step: int) -> list[dict[str, Any]]:
+def read(folder: Path, step: int, where: str = SAMPLED) -> list[Row]:
     """The recorded rows of a step; refused, with what there is, where nothing was recorded."""
     import pyarrow.parquet as pq
 
-    path = path_of(folder, step)
+    path = path_of(folder, step, where)
     if not path.exists():
-        steps = sorted(int(p.stem.split("_")[1]) for p in (folder / "rollouts").glob("step_*.parquet"))
+        steps = sorted(int(p.stem.split("_")[1]) for p in (folder / where).glob("step_*.parquet"))
         there = ", ".join(map(str, steps[:20])) + (" …" if len(steps) > 20 else "")
         raise Refused(
-            f"--step {step}: {folder} has no rollouts of that step. "
+            f"--step {step}: {folder} has no {'rollouts' if where == SAMPLED else 'held-out answers'} of that step. "
             + (f"Recorded are {there}. " if steps else "None were recorded. ")
-            + "Train with --record-rollouts all to keep every step"
+            + ("Train with --record-rollouts all to keep every step" if where == SAMPLED else MORE)
         )
     return pq.read_table(path).to_pylist()

@@ -71,6 +71,10 @@ class Run:
         """The recorded responses of a step, one dictionary each."""
         return rollouts.read(self.folder, step)
 
+    def held_out(self, step: int) -> list[dict[str, Any]]:
+        """The recorded greedy answers of the evaluation in a step, one dictionary each."""
+        return rollouts.read(self.folder, step, rollouts.HELD_OUT)
+
     @property
     def checkpoints(self) -> list[Path]:
         return checkpoint.complete(self.folder / "checkpoints")

@@ -73,7 +73,13 @@ class Writer:
         self.best_step, self._fresh_best = best_of(lines), False
         self.last: dict[str, Any] = {}
         """The last known value of every metric."""
+        self._answers: tuple[Task, Batch] | None = None
         self._beat = time.monotonic()
+
+    def held_out(self, task: Task, answers: Batch) -> None:
+        """Greedy answers to held-out prompts, which are kept with the step whose line has their numbers."""
+        if self.config.record_rollouts != "none":
+            self._answers = task, answers
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
         for i, update in enumerate(updates):
@@ -96,6 +102,10 @@ class Writer:
         if self._recorded(step):
             which = self.config.record_rollouts
             rollouts.write(self.folder.path, step, batch, minis, updates, which, self.task, self.pieces)
+        if self._answers is not None:
+            (task, answers), self._answers = self._answers, None
+            own = self.pieces if task is self.task else None
+            rollouts.write_answers(self.folder.path, step, answers, self.config.record_rollouts, task, own)
         for file in self.files.values():
             file.flush()
         self.last = {**self.last, **{k: v for k, v in line.items() if v is not None}}

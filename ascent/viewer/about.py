@@ -13,6 +13,7 @@ from ascent.viewer.charts import charts_of, greedy_of
 from ascent.viewer.curves import Library, measured
 from ascent.viewer.places import MOST, Place
 from ascent.viewer.reading import changed, loads, number, opened, read_object, text
+from ascent.viewer.recorded import HELD_OUT
 from ascent.viewer.recorded import steps as steps_of
 from ascent.viewer.status import begun, brief, going_on, status_of
 
@@ -151,6 +152,8 @@ def page(place: Place, library: Library) -> dict[str, Any]:
         "events": events(place),
         "charts": charts,
         "recorded": recorded(place),
+        "held_out": steps_of(place.folder, place.kind, HELD_OUT),
+        "greedy": greedy_of(run.get("task")),
         "notes": notes.read(place.folder),
         "problems": problems,
     }

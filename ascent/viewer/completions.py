@@ -20,6 +20,12 @@ COUNT, MOST = 8, 32
 """Groups on a page, as a rule and at most."""
 LONGEST = 1000
 """Characters that are searched for."""
+NONE = {
+    recorded.SAMPLED: "No responses were recorded. `--record-rollouts 4` (the default) keeps four groups every "
+    "--record-every steps",
+    recorded.HELD_OUT: "No answers to held-out prompts were recorded. Every evaluation records them, but for "
+    "`--record-rollouts none` and in runs of older versions",
+}
 PLAIN = {"step", "group", "sample", "prompt_text", "response_text", "reward", "valid", "correct", "truncated"}
 PLAIN |= {"length", "advantage", "status", "reason", "parts", "said", "answer"}
 """What is no component of the reward."""
@@ -48,20 +54,22 @@ def page(
     q: str = "",
     offset: int = 0,
     count: int = COUNT,
+    which: str = recorded.SAMPLED,
 ) -> dict[str, Any]:
     """Some groups of a step (the newest, if not told; the nearest, if that one was not recorded)."""
     _check(sort, show, q)
-    steps = recorded.steps(folder, kind)
+    check_set(which)
+    steps = recorded.steps(folder, kind, which)
     answer: dict[str, Any] = {"kind": kind, "recorded": steps, "asked": step, "sort": sort, "show": show, "q": q}
+    answer |= {"set": which, "sets": {name: len(recorded.steps(folder, kind, name)) for name in recorded.SETS}}
     if not steps:
-        words = "No responses were recorded. `--record-rollouts 4` (the default) keeps four groups every --record-every"
-        return _nothing() | answer | {"problems": [f"{words} steps"]}
+        return _nothing() | answer | {"problems": [NONE[which]]}
     chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
     at = steps.index(chosen)
     answer |= {"step": chosen, "previous": steps[at - 1] if at else None}
     answer["next"] = steps[at + 1] if at + 1 < len(steps) else None
     try:
-        rows = recorded.brief(folder, kind, chosen)
+        rows = recorded.brief(folder, kind, chosen, which=which)
     except Refused as error:
         return _nothing() | answer | {"problems": [str(error)]}
     groups = grouped(rows)
@@ -84,6 +92,11 @@ def page(
 def _nothing() -> dict[str, Any]:
     empty = {"step": None, "previous": None, "next": None, "offset": 0, "count": COUNT, "total": 0, "responses": 0}
     return empty | {"shares": {}, "columns": [], "groups": []}
+
+
+def check_set(which: str) -> None:
+    if which not in recorded.SETS:
+        raise Refused(f"set={which[:40]}: there are {' and '.join(recorded.SETS)}")
 
 
 def _check(sort: str, show: str, q: str) -> None:
@@ -123,7 +136,7 @@ def _group(place: int, members: list[Row], parts: list[str]) -> Row:
     group |= {"mean": None, "std": None}
     if rewards:
         with suppress(OverflowError):  # rewards so large that they have no sum
-            group |= {"mean": statistics.fmean(rewards), "std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0}
+            group |= {"mean": statistics.fmean(rewards), "std": statistics.stdev(rewards) if len(rewards) > 1 else None}
     group |= {"low": min(rewards, default=None), "high": max(rewards, default=None)}
     group |= {"right": sum(strict) if strict else None, "of": len(strict), "failed": _failed(responses)}
     return group | {"kind": _kind(rewards, strict), "responses": responses}

@@ -14,7 +14,7 @@ DEEP = 4
 MOST = 5_000
 """Runs that one list shows."""
 LONGEST = 500
-INSIDE = frozenset({"checkpoints", "rollouts", "tensorboard", "wandb", "mlflow"})
+INSIDE = frozenset({"checkpoints", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
 """What is in a run's folder and is no run."""
 
 

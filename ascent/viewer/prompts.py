@@ -8,7 +8,7 @@ from typing import Any
 
 from ascent.types import Refused
 from ascent.viewer import foreign, recorded
-from ascent.viewer.completions import LONGEST, grouped, key_of
+from ascent.viewer.completions import LONGEST, check_set, grouped, key_of
 from ascent.viewer.kept import Kept
 
 MOST = 200
@@ -28,10 +28,6 @@ def index(folder: Path, kind: str, step: int, path: Path) -> dict[str, int]:
     return _indexes(path, lambda: _index(folder, kind, step, path), weight=lambda found: len(found) + 1)
 
 
-def paths(folder: Path, kind: str) -> dict[int, Path]:
-    return recorded.files(folder) if kind == "ascent" else foreign.by_step(folder)
-
-
 def _index(folder: Path, kind: str, step: int, path: Path) -> dict[str, int]:
     if kind != "ascent":
         pairs = [(row["group"], row["prompt_text"]) for row in foreign.rows(folder, step)]
@@ -49,18 +45,17 @@ def _pairs(path: Path) -> list[tuple[int, str]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            if not {"group", "prompt_text"} <= set(file.schema_arrow.names):
-                raise Refused(f"{path.name} has no prompts")
+            recorded.refuse_odd(path, file.schema_arrow, ("group", "prompt_text"))
             table = file.read(columns=["group", "prompt_text"], use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise recorded.broken(path, error) from None
     return list(zip(table.column("group").to_pylist(), table.column("prompt_text").to_pylist(), strict=True))
 
 
-def _indexed(folder: Path, kind: str) -> tuple[dict[int, dict[str, int]], list[str]]:
+def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, dict[str, int]], list[str]]:
     """The prompts of every recorded step, and the files that could not be read."""
     found, problems = {}, []
-    for step, path in paths(folder, kind).items():
+    for step, path in recorded.paths(folder, kind, which).items():
         try:
             found[step] = index(folder, kind, step, path)
         except (Refused, OSError) as error:
@@ -68,23 +63,30 @@ def _indexed(folder: Path, kind: str) -> tuple[dict[int, dict[str, int]], list[s
     return found, problems
 
 
-def same(folder: Path, kind: str, key: str) -> dict[str, Any]:
-    """A prompt's groups over the steps: mean reward, how many right, its best and its most common response."""
-    indexed, problems = _indexed(folder, kind)
+def same(folder: Path, kind: str, key: str, which: str = recorded.SAMPLED) -> dict[str, Any]:
+    """A prompt's groups over the steps: mean reward, how many right, its best and its most common response.
+
+    `sets` has how many steps of each set hold the prompt.
+    """
+    check_set(which)
+    indexed, problems = _indexed(folder, kind, which)
     steps = [step for step, keys in indexed.items() if key in keys]
     if not steps:
         raise Refused("this prompt is in none of the recorded steps")
-    told, prompt, there = [], "", paths(folder, kind)
+    told, prompt, there = [], "", recorded.paths(folder, kind, which)
     for step in spread(steps, MOST):
         group = indexed[step][key]
         try:
-            made = _summaries(there[step], lambda s=step, g=group: _summary(folder, kind, s, g), group)  # type: ignore[misc]
+            made = _summaries(there[step], lambda s=step, g=group: _summary(folder, kind, s, g, which), group)  # type: ignore[misc]
         except (Refused, OSError, KeyError) as error:
             problems.append(str(error))
             continue
         prompt = made["prompt"]
         told.append({k: v for k, v in made.items() if k != "prompt"})
+    other = recorded.SETS[1 - recorded.SETS.index(which)]
+    elsewhere = sum(key in keys for keys in _indexed(folder, kind, other)[0].values())
     return {
+        **{"set": which, "sets": {which: len(steps), other: elsewhere}},
         **{"key": key, "prompt": prompt, "recorded": len(indexed), "found": len(steps), "steps": told},
         "left_out": len(steps) - len(told),
         "problems": problems,
@@ -98,10 +100,10 @@ def spread(steps: list[int], most: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def _summary(folder: Path, kind: str, step: int, place: int) -> Row:
+def _summary(folder: Path, kind: str, step: int, place: int, which: str) -> Row:
     """A group in a few words."""
     columns = ("group", "sample", "prompt_text", "response_text", "reward", "valid", "correct", "truncated", "status")
-    rows = [row for row in _light(folder, kind, step, columns) if row["group"] == place]
+    rows = [row for row in _light(folder, kind, step, columns, which) if row["group"] == place]
     group = grouped(rows)[0]
     scored = [r for r in group["responses"] if r["status"] == "ok" and isinstance(r["reward"], int | float)]
     best = max(scored, key=lambda r: (r["reward"], -r["sample"]), default=None)
@@ -115,8 +117,8 @@ def _summary(folder: Path, kind: str, step: int, place: int) -> Row:
     }
 
 
-def _light(folder: Path, kind: str, step: int, columns: tuple[str, ...]) -> list[Row]:
-    return recorded.brief(folder, kind, step, columns if kind == "ascent" else None)
+def _light(folder: Path, kind: str, step: int, columns: tuple[str, ...], which: str) -> list[Row]:
+    return recorded.brief(folder, kind, step, columns if kind == "ascent" else None, which)
 
 
 def _told(r: Row) -> Row:
@@ -125,26 +127,50 @@ def _told(r: Row) -> Row:
     return {"text": text, **{k: r[k] for k in ("sample", "reward", "correct", "truncated")}}
 
 
-def find(folder: Path, kind: str, key: str = "", prompt: str = "", step: int | None = None, group: int = 0) -> str:
+def find(
+    folder: Path,
+    kind: str,
+    key: str = "",
+    prompt: str = "",
+    step: int | None = None,
+    group: int = 0,
+    which: str = recorded.SAMPLED,
+) -> str:
     """The key of a prompt that is given by its key, its text, or a place where it stands."""
+    check_set(which)
     if key:
         return key
     if prompt:
         return key_of(prompt)
     if step is None:
         raise Refused("which prompt? Give its key, its text, or a step and a group")
-    there = paths(folder, kind)
+    there = recorded.paths(folder, kind, which)
     found = [k for k, g in index(folder, kind, step, there[step]).items() if g == group] if step in there else []
     if not found:
         raise Refused(f"step {step} has no group {group}")
     return found[0]
 
 
-def every(folder: Path, kind: str, q: str = "") -> dict[str, Any]:
-    """The prompts of a run, those that were recorded most often first."""
+def every(folder: Path, kind: str, q: str = "", which: str = "") -> dict[str, Any]:
+    """The prompts of a run, held-out ones first, or those of one set."""
     if len(q) > LONGEST:
         raise Refused(f"q: at most {LONGEST} characters are searched for, here are {len(q)}")
-    indexed, problems = _indexed(folder, kind)
+    if which:
+        check_set(which)
+    found = [_every(folder, kind, q, one) for one in (recorded.HELD_OUT, recorded.SAMPLED) if which in ("", one)]
+    return {
+        "prompts": [told for one in found for told in one["prompts"]],
+        **{
+            "total": sum(one["total"] for one in found),
+            "problems": [text for one in found for text in one["problems"]],
+        },
+    }
+
+
+def _every(folder: Path, kind: str, q: str, which: str) -> dict[str, Any]:
+    """The prompts of one set, those that were recorded most often first."""
+    indexed, problems = _indexed(folder, kind, which)
+    texts: dict[int, dict[int, str]] = {}
     steps: dict[str, list[int]] = {}
     for step, keys in indexed.items():
         for key in keys:
@@ -153,11 +179,16 @@ def every(folder: Path, kind: str, q: str = "") -> dict[str, Any]:
     for key, where in sorted(steps.items(), key=lambda item: (-len(item[1]), item[1][0])):
         if len(told) == MOST:
             break
-        place = indexed[where[0]][key]
-        rows = _light(folder, kind, where[0], ("group", "sample", "prompt_text", "response_text", "reward"))
-        prompt = next(row["prompt_text"] for row in rows if row["group"] == place)
+        first, last = where[0], where[-1]
+        try:
+            if first not in texts:
+                rows = _light(folder, kind, first, recorded.NEEDED, which)
+                texts[first] = {row["group"]: row["prompt_text"] or "" for row in rows}
+            prompt = texts[first][indexed[first][key]]
+        except (Refused, OSError, KeyError) as error:
+            problems += [text for text in (str(error),) if text not in problems]
+            continue
         if q.casefold() in prompt.casefold():
-            told.append(
-                {"key": key, "prompt": prompt[:SHORT], "steps": len(where), "first": where[0], "last": where[-1]}
-            )
+            about = {"set": which, "key": key, "prompt": prompt[:SHORT]}
+            told.append(about | {"steps": len(where), "first": first, "last": last})
     return {"prompts": told, "total": len(steps), "problems": problems}

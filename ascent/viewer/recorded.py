@@ -1,4 +1,7 @@
-"""The recorded responses of a run, whosever it is: which steps there are, and their rows, no more than is asked for."""
+"""The recorded responses of a run, whosever it is: which steps there are, and their rows, no more than is asked for.
+
+There are two sets of them: what was sampled, and the greedy answers to held-out prompts.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from ascent.types import Refused
 from ascent.viewer import foreign
 from ascent.viewer.kept import Kept
 
+SAMPLED, HELD_OUT = SETS = ("sampled", "held-out")
+FOLDERS = {SAMPLED: "rollouts", HELD_OUT: "held_out"}
 NAME = re.compile(r"step_(\d{6,12})\.parquet")
 NEEDED = ("group", "sample", "prompt_text", "response_text", "reward")
 AT_ONCE = 64
@@ -20,32 +25,43 @@ _tables = Kept(256_000_000)
 """The light columns of the last files, in bytes."""
 
 
-def files(folder: Path) -> dict[int, Path]:
+def files(folder: Path, which: str = SAMPLED) -> dict[int, Path]:
     """The files of one of our own runs by step."""
     try:
-        found = {int(m[1]): path for path in (folder / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}
+        found = {int(m[1]): path for path in (folder / FOLDERS[which]).iterdir() if (m := NAME.fullmatch(path.name))}
     except OSError:
         return {}
     return dict(sorted(found.items()))
 
 
-def steps(folder: Path, kind: str = "ascent") -> list[int]:
+def paths(folder: Path, kind: str, which: str = SAMPLED) -> dict[int, Path]:
+    """The files of any run by step. What others leave was sampled."""
+    if kind == "ascent":
+        return files(folder, which)
+    return foreign.by_step(folder) if which == SAMPLED else {}
+
+
+def steps(folder: Path, kind: str = "ascent", which: str = SAMPLED) -> list[int]:
     """The steps with recorded responses, ascending."""
-    return list(files(folder)) if kind == "ascent" else foreign.steps(folder)
+    if kind == "ascent":
+        return list(files(folder, which))
+    return foreign.steps(folder) if which == SAMPLED else []
 
 
-def path_of(folder: Path, step: int) -> Path:
-    path = folder / "rollouts" / f"step_{step:06d}.parquet"
+def path_of(folder: Path, step: int, which: str = SAMPLED) -> Path:
+    path = folder / FOLDERS[which] / f"step_{step:06d}.parquet"
     if not path.exists():
         raise Refused(f"step {step}: nothing was recorded for it")
     return path
 
 
-def brief(folder: Path, kind: str, step: int, columns: tuple[str, ...] | None = None) -> list[Row]:
+def brief(
+    folder: Path, kind: str, step: int, columns: tuple[str, ...] | None = None, which: str = SAMPLED
+) -> list[Row]:
     """The rows of a step without what is there for each token; `length` and `advantage` are one number each."""
     if kind != "ascent":
         return [_light(row) for row in foreign.rows(folder, step)]
-    path = path_of(folder, step)
+    path = path_of(folder, step, which)
     try:
         table = _tables(path, lambda: _read(path, columns), columns, weight=lambda t: t.nbytes)
     except FileNotFoundError:
@@ -67,9 +83,7 @@ def _read(path: Path, columns: tuple[str, ...] | None) -> Any:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            missing = [name for name in NEEDED if name not in schema.names]
-            if missing:
-                raise Refused(f"{path.name} has no column {', '.join(missing)}: it is not one of ours")
+            refuse_odd(path, schema, NEEDED)
             names = [
                 f.name for f in schema if not pa.types.is_nested(f.type) and (columns is None or f.name in columns)
             ]
@@ -85,6 +99,24 @@ def _read(path: Path, columns: tuple[str, ...] | None) -> Any:
     except (OSError, pa.ArrowException) as error:
         raise broken(path, error) from None
     return table
+
+
+def refuse_odd(path: Path, schema: Any, needed: Iterable[str]) -> None:
+    """Refuse a file without these columns, or with others under their names."""
+    from pyarrow import types
+
+    held = {field.name: field.type for field in schema}
+    missing = [name for name in needed if name not in held]
+    if missing:
+        raise Refused(f"{path.name} has no column {', '.join(missing)}: it is not one of ours")
+    for name in needed:
+        kind = held[name]
+        whole, text = types.is_integer(kind), types.is_string(kind) or types.is_large_string(kind)
+        if not {
+            **{"group": whole, "sample": whole, "reward": whole or types.is_floating(kind)},
+            **{"prompt_text": text, "response_text": text},
+        }[name] and not types.is_null(kind):
+            raise Refused(f"{path.name} has a column {name} of the type {str(kind)[:40]}: it is not one of ours")
 
 
 def broken(path: Path, error: Exception) -> Refused:
@@ -106,7 +138,9 @@ def _means(lists: Any) -> Any:
         return pa.array(np.bincount(rows, weights=values, minlength=len(column)) / count)
 
 
-def whole(folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None) -> list[Row]:
+def whole(
+    folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None, which: str = SAMPLED
+) -> list[Row]:
     """All that is known of the rows of some groups. Parts of the file without them are not decoded."""
     wanted = set(groups)
     if kind != "ascent":
@@ -116,7 +150,7 @@ def whole(folder: Path, kind: str, step: int, groups: Iterable[int], sample: int
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    path, found = path_of(folder, step), list[Row]()
+    path, found = path_of(folder, step, which), list[Row]()
     try:
         with pq.ParquetFile(path) as file:
             if not {"group", "sample"} <= set(file.schema_arrow.names):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ascent.types import Refused
 from ascent.viewer import recorded
-from ascent.viewer.completions import number
+from ascent.viewer.completions import check_set, number
 from ascent.viewer.reading import read_object
 
 Row = dict[str, Any]
@@ -24,20 +24,37 @@ ABSENT = {
     "entropy": f"No entropy: {OLD}, or the engine does not know it",
     "ratio": "No ratio: no update saw these responses",
 }
+UNSEEN = "No update saw these answers"
 FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
 
 
-def tokens(folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None) -> dict[str, Any]:
+def tokens(
+    folder: Path,
+    kind: str,
+    step: int,
+    groups: Iterable[int],
+    sample: int | None = None,
+    which: str = recorded.SAMPLED,
+) -> dict[str, Any]:
     """The tokens of some groups of a step, in columns; `missing` says what no row has, and why."""
-    rows = recorded.whole(folder, kind, step, groups, sample)
+    check_set(which)
+    held = which == recorded.HELD_OUT
+    rows = recorded.whole(folder, kind, step, groups, sample, which)
     if kind != "ascent":
         return {"step": step, "missing": {"tokens": FOREIGN}, "clip": {"words": FOREIGN}, "rows": []}
-    loss, clip = loss_of(folder)
-    made = [of_row(row, loss) for row in rows]
-    missing = {name: words for name, words in ABSENT.items() if made and all(row[name] is None for row in made)}
+    loss, clip = (None, {"words": UNSEEN}) if held else loss_of(folder)
+    made = [of_answer(row) if held else of_row(row, loss) for row in rows]
+    absent = {"pieces": ABSENT["pieces"]} if held else ABSENT
+    missing = {name: words for name, words in absent.items() if made and all(row[name] is None for row in made)}
     for row in made:
         row["pieces"] = row["pieces"] if row["pieces"] is not None else [f"⟨{i}⟩" for i in row["ids"]]
     return {"step": step, "missing": missing, "clip": clip, "rows": made}
+
+
+def of_answer(row: Row) -> Row:
+    """One greedy answer: nothing but the log-prob of its tokens is known, and that is the sampler's."""
+    made = of_row({k: row.get(k) for k in ("group", "sample", "response", "pieces", "logp_sampler")}, None)
+    return made | {"logp": made["logp_sampler"], "logp_sampler": None}
 
 
 def of_row(row: Row, loss: Any) -> Row:

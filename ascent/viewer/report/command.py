@@ -15,7 +15,7 @@ from ascent.viewer import about
 from ascent.viewer.curves import Library, curves
 from ascent.viewer.exact import Exact
 from ascent.viewer.places import Place, kind_of
-from ascent.viewer.report import steps, tokens
+from ascent.viewer.report import answers, steps, tokens
 from ascent.viewer.report.page import GENERATOR, Facts, page
 
 POINTS = 300
@@ -113,7 +113,8 @@ def report(place: Place) -> str:
         rows = {c["key"]: exact.lines([one["metric"] for one in c["series"]], LINES) for c in told["charts"]}
         last = {metric: value for metric in metrics if (value := exact.last(metric))}
         made = steps.gather(place.folder, place.kind, told["events"], digest)
-    return page(Facts(told, drawn, rows, last, tokens.section(made), made.anchors(), version=_version()))
+    greedy = answers.section(place.folder, place.kind, told["greedy"])
+    return page(Facts(told, drawn, rows, last, tokens.section(made), made.anchors(), greedy, version=_version()))
 
 
 def _version() -> str | None:

@@ -45,6 +45,7 @@ class Facts:
     completions: Markup
     seen: Mapping[Seen, str] = field(default_factory=dict)
     """Of what flags point at, the anchor at which it is shown."""
+    answers: Markup | None = None
     written: float = field(default_factory=time.time)
     version: str | None = None
 
@@ -56,6 +57,7 @@ def page(facts: Facts) -> str:
         ("flags", "Flags and events", flags(about, facts.seen)),
         ("curves", "Curves", charts(facts)),
         ("objective", "Objective", objective(about)),
+        ("answers", "Greedy answers, first and last", facts.answers),
         ("completions", "Completions", facts.completions),
         ("settings", "Settings", settings(mapping(about.get("config")))),
         ("system", "Versions, machine and history", system(about)),

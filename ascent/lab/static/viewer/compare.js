@@ -31,7 +31,7 @@ function lineOf(found, axis, label, full, colour) {
 // What the address says.
 const addressed = () => ({
   ids: [...new Set(askedAll("id"))], chosen: askedAll("metric"), x: AXES[asked("x")] ? asked("x") : "step", seeds: asked("seeds") === "lines" ? "lines" : "band",
-  from: number("from"), to: number("to"), key: asked("key"), at: number("at"), base: asked("base"), smooth: number("smooth") ?? 0, of: askedAll("of"),
+  from: number("from"), to: number("to"), key: asked("key"), set: asked("set"), at: number("at"), base: asked("base"), smooth: number("smooth") ?? 0, of: askedAll("of"),
 });
 
 class Compare extends Component {
@@ -198,7 +198,7 @@ class Compare extends Component {
     });
   }
 
-  render(_, { ids, found, ends, error, x, seeds, adding, key, at, smooth, of }) {
+  render(_, { ids, found, ends, error, x, seeds, adding, key, set, at, smooth, of }) {
     return html`<div>
       <p class="where"><a href=${`/runs?${queryOf({ pick: ids })}`}>All runs</a></p>
       <h1>Compare runs</h1>
@@ -220,7 +220,7 @@ class Compare extends Component {
         ${found.charts.length === 0 && html`<p class="note">None of these runs has numbers to draw.</p>`}
         ${ends && found.groups.every((g) => ends.rows[g.name]) && html`<${Ends} found=${found} ends=${ends} marked=${this.marked} href=${this.file("csv", { table: "finals" })} onBase=${(id) => this.setBase(id)} />`}
         <${Differences} found=${found} href=${this.file("csv", { table: "settings" })} />
-        <${SideBySide} found=${found} marked=${this.marked} chosen=${key} at=${at} of=${of} onSet=${(changes) => this.set(changes, false)} />`}
+        <${SideBySide} found=${found} marked=${this.marked} chosen=${key} set=${set} at=${at} of=${of} onSet=${(changes) => this.set(changes, false)} />`}
     </div>`;
   }
 }

@@ -1,7 +1,9 @@
 // One prompt side by side: what the runs said to it at about the same step.
 import { Swatch } from "./chart.js";
-import { completionsLink, Component, count, Failure, get, html, nearest, num, runLink } from "./shared.js";
+import { completionsLink, Component, count, Failure, get, HELD, html, nearest, num, runLink, setOf } from "./shared.js";
 
+const nameOf = ({ set, key }) => `${set} ${key}`;
+const placeOf = (name) => ({ set: setOf(name.split(" ")[0]), key: name.split(" ")[1] });
 const COLUMNS = 6; // runs beside one another: one of each group
 
 class SideBySide extends Component {
@@ -42,41 +44,52 @@ class SideBySide extends Component {
     this.asked = ids.join("\n");
     try {
       const lists = await Promise.all(ids.map((id) => get("/api/view/prompts", { id })));
-      const keys = lists.slice(1).map((list) => new Set(list.prompts.map((p) => p.key)));
-      if (this.asked === ids.join("\n")) this.setState({ prompts: lists[0].prompts.filter((p) => keys.every((set) => set.has(p.key))), error: "" });
+      const keys = lists.slice(1).map((list) => new Set(list.prompts.map(nameOf)));
+      if (this.asked === ids.join("\n")) this.setState({ prompts: lists[0].prompts.filter((p) => keys.every((set) => set.has(nameOf(p)))), greedy: lists[0].greedy, error: "" });
     } catch (error) {
       this.setState({ prompts: [], error: error.message });
     }
   }
 
-  get key() {
+  get chosen() {
     const { prompts } = this.state;
-    return prompts?.some((p) => p.key === this.props.chosen) ? this.props.chosen : prompts?.[0]?.key;
+    const named = nameOf({ set: setOf(this.props.set) ?? "sampled", key: this.props.chosen });
+    return prompts?.find((p) => nameOf(p) === named) ?? prompts?.[0];
+  }
+
+  get key() {
+    return this.chosen && nameOf(this.chosen);
   }
 
   async tell() {
-    const [ids, key] = [this.ids, this.key];
+    const [ids, key, chosen] = [this.ids, this.key, this.chosen];
     this.told = `${ids.join("\n")}\n${key}`;
     try {
-      const found = await Promise.all(ids.map((id) => get("/api/view/prompt", { id, key })));
+      const found = await Promise.all(ids.map((id) => get("/api/view/prompt", { id, set: setOf(chosen.set), key: chosen.key })));
       if (this.key === key) this.setState({ told: Object.fromEntries(ids.map((id, i) => [id, found[i]])), error: "" });
     } catch (error) {
       this.setState({ error: error.message });
     }
   }
 
-  render({ found, at, marked, onSet }, { prompts, told, error }) {
+  // The prompts of one set, as choices.
+  options(set) {
+    return this.state.prompts.filter((p) => p.set === set).map((p) => html`<option key=${nameOf(p)} value=${nameOf(p)}>${p.prompt.slice(0, 80)} (${count(p.steps, set === HELD ? "evaluation" : "step")})</option>`);
+  }
+
+  render({ found, at, marked, onSet }, { prompts, told, greedy, error }) {
     const ids = this.ids;
     const steps = [...new Set(ids.flatMap((id) => told[id]?.steps.map((s) => s.step) ?? []))].sort((a, b) => a - b);
     const step = at == null ? steps[steps.length - 1] : nearest(steps, at);
     const place = Math.max(0, steps.indexOf(step));
-    const prompt = prompts?.find((p) => p.key === this.key);
+    const prompt = this.chosen;
     return html`<section class="beside" ref=${(element) => (this.place = element)}>
       <h2>One prompt, side by side</h2>
       <${Failure} text=${error} />
       ${prompts?.length === 0 && !error && html`<p class="note">${ids.length > 1 ? "These runs have recorded no prompt in common." : "No prompt was recorded."} Runs of one task and seed draw the same prompts; <code>--record-rollouts all</code> keeps them all.</p>`}
       ${prompt && html`<div class="tool-row plain">
-          <label>Prompt <select id="prompt" value=${this.key} onChange=${(e) => onSet({ key: e.target.value })}>${prompts.map((p) => html`<option key=${p.key} value=${p.key}>${p.prompt.slice(0, 80)} (${count(p.steps, "step")})</option>`)}</select></label>
+          <label>Prompt <select id="prompt" value=${this.key} onChange=${(e) => onSet(placeOf(e.target.value))}>
+            ${prompts.some((p) => p.set === HELD) ? html`<optgroup label=${greedy}>${this.options(HELD)}</optgroup><optgroup label="sampled">${this.options("sampled")}</optgroup>` : this.options("sampled")}</select></label>
           ${steps.length > 1 && html`<label>Step <input id="at" type="range" min="0" max=${steps.length - 1} value=${place} aria-valuetext=${`step ${step}`} onInput=${(e) => onSet({ at: steps[+e.target.value] })} /><output>${num(step)}</output></label>`}
         </div>
         <pre class="asked">${prompt.prompt}</pre>
@@ -99,7 +112,9 @@ function Column({ id, group, run, told, step, colour, marked, onPick }) {
     <p class="note">${group.ids.length > 1
       ? html`<label>Run <select value=${id} aria-label=${`Run of ${group.name}`} onChange=${(e) => onPick(e.target.value)}>${group.ids.map((one, i) => html`<option key=${one} value=${one}>${shortOf(one)}${group.seeds[i] != null && ` (seed ${group.seeds[i]})`}</option>`)}</select></label>`
       : html`Run <a href=${runLink(id)} title=${id}>${shortOf(id)}</a>${seed}`}</p>
-    ${!here ? html`<p class="note">…</p>` : html`
+    ${!here ? html`<p class="note">…</p>` : told.set === HELD ? html`
+      <p class="note"><a href=${completionsLink(id, here.step, { set: HELD })}>step ${num(here.step)}</a>${here.step !== step && " (the nearest)"}: ${here.failed ? "no reward" : words(here.common)}</p>
+      <pre>${here.common.text}</pre>` : html`
       <p class="note"><a href=${completionsLink(id, here.step)}>step ${num(here.step)}</a>${here.step !== step && " (the nearest)"}: ${count(here.size, "response")}, reward: mean ${num(here.mean)}${here.std != null && `, spread ${num(here.std)} (standard deviation)`}${here.right != null && `, ${here.right} right`}</p>
       ${here.best && html`<h4>Best <span>${words(here.best)}</span></h4><pre>${here.best.text}</pre>`}
       ${here.common && here.common.text !== here.best?.text && html`<h4>Most common <span>× ${here.common.count}, ${words(here.common)}</span></h4><pre>${here.common.text}</pre>`}`}

@@ -1,5 +1,5 @@
 // The recorded responses of a step, token by token; or (with a key in the address) one prompt over the steps.
-import { asked, Component, count, Failure, get, grouped, html, nearest, poll, ready, render, runLink, tell } from "./shared.js";
+import { asked, Component, count, Failure, get, grouped, HELD, html, nearest, poll, ready, render, runLink, setOf, Sets, tell } from "./shared.js";
 import { Group } from "./group.js";
 import { Prompt } from "./prompt.js";
 import { COLOURS, scaleOf } from "./scales.js";
@@ -7,10 +7,11 @@ import { Legend, Readout } from "./tokens.js";
 
 const SHOWS = [["all", "all"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"], ["failed", "failed"], ["mixed", "mixed groups"]];
 const SORTS = [["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["sample", "sample"]];
-const DEFAULTS = { sort: "reward", show: "all", q: "", colour: "advantage", offset: "" };
+const DEFAULTS = { set: "sampled", sort: "reward", show: "all", q: "", colour: "advantage", offset: "" };
 const PAUSE = 250; // ms of quiet before a search is sent
 const AGAIN = 8000; // ms between two looks for further steps
 const MOST_TICKS = 300;
+const ANSWERS = 32; // greedy answers on a page: each is a group of its own
 
 const read = () => ({
   id: asked("id"), key: asked("key"), step: asked("step"),
@@ -18,8 +19,9 @@ const read = () => ({
 });
 
 // What was recorded is a part of the step, as a rule: it is said how large a part.
-function sampleOf({ shares, of, kind }) {
+function sampleOf({ shares, of, kind, set, greedy }) {
   if (!shares.all) return "";
+  if (set === HELD) return `${count(shares.all, "answer")} recorded (${greedy})${shares.right == null ? "" : `, ${grouped(shares.right)} right`}`;
   const [groups, responses] = [count(shares.groups, "group"), count(shares.all, "response")];
   if (kind !== "ascent") return `${groups}, ${responses}`;
   if (!of) return `${groups}, ${responses} recorded; how many the step had is not known`;
@@ -113,15 +115,15 @@ class Page extends Component {
   }
 
   async load(quiet = false) {
-    const { id, key, step, sort, show, q, offset } = this.state.asked;
+    const { id, key, set, step, sort, show, q, offset } = this.state.asked;
     if (key || (quiet && this.busy)) return;
     this.busy = (this.busy ?? 0) + 1;
     this.stop?.abort();
     this.stop = new AbortController();
     try {
-      const found = await get("/api/view/completions", { id, step, sort, show, q, offset }, this.stop.signal);
+      const found = await get("/api/view/completions", { id, set, step, sort, show, q, offset, count: set === HELD ? ANSWERS : null }, this.stop.signal);
       const before = this.state.found;
-      const fresh = !before || before.step !== found.step || before.id !== found.id;
+      const fresh = !before || before.step !== found.step || before.id !== found.id || before.set !== found.set;
       if (fresh) this.wanted.clear();
       if (quiet && !fresh && before.recorded.length === found.recorded.length) return void (this.state.error && this.setState({ error: "" }));
       if (found.step != null) tell({ step: found.step });
@@ -138,13 +140,13 @@ class Page extends Component {
 
   // The tokens of a group, or of one of its responses, once.
   async ask(group, sample) {
-    const { id, step } = this.state.found;
+    const { id, step, set } = this.state.found;
     const name = `${group}/${sample ?? ""}`;
     if (this.wanted.has(name) || this.wanted.has(`${group}/`)) return;
     this.wanted.add(name);
     try {
-      const found = await get("/api/view/tokens", { id, step, group, sample });
-      if (this.state.found.step !== step) return;
+      const found = await get("/api/view/tokens", { id, set: setOf(set), step, group, sample });
+      if (this.state.found.step !== step || this.state.found.set !== set) return;
       this.setState(({ tokens }) => {
         for (const row of found.rows) tokens.set(`${row.group}/${row.sample}`, row);
         return { tokens: new Map(tokens), about: { missing: found.missing, clip: found.clip } };
@@ -157,12 +159,13 @@ class Page extends Component {
 
   controls(found, { asked: now, typed }) {
     const { shares } = found;
-    const shows = SHOWS.map(([key, text]) => [key, shares[key] == null ? `${text}: not known` : `${text} (${grouped(shares[key])})`, shares[key] == null]);
+    const held = found.set === HELD;
+    const shows = SHOWS.filter(([key]) => !held || key !== "mixed").map(([key, text]) => [key, shares[key] == null ? `${text}: not known` : `${text} (${grouped(shares[key])})`, shares[key] == null]);
     return html`<div class="c-controls">
       <${Choice} name="show" label="Show" options=${shows} value=${now.show} set=${(show) => this.set({ show, offset: "" })} />
-      <${Choice} name="sort" label="Sort by" options=${SORTS} value=${now.sort} set=${(sort) => this.set({ sort })} />
+      ${!held && html`<${Choice} name="sort" label="Sort by" options=${SORTS} value=${now.sort} set=${(sort) => this.set({ sort })} />`}
       <label class="c-choice search">Search <input id="search" type="search" value=${typed ?? now.q} placeholder="in prompts and responses" onInput=${(e) => this.search(e.target.value)} /></label>
-      ${found.kind === "ascent" && html`<${Choice} name="colour" label="Colour" options=${COLOURS} value=${now.colour} set=${(colour) => this.set({ colour })} />`}
+      ${found.kind === "ascent" && html`<${Choice} name="colour" label="Colour" options=${COLOURS.filter(([key]) => !held || key === "logp")} value=${held ? "logp" : now.colour} set=${(colour) => this.set({ colour })} />`}
     </div>`;
   }
 
@@ -187,24 +190,27 @@ class Page extends Component {
 
   render(_, state) {
     const { asked: now, found, tokens, about, error } = state;
-    if (now.key) return html`<${Prompt} id=${now.id} name=${now.key} />`;
+    if (now.key) return html`<${Prompt} key=${now.set} id=${now.id} set=${now.set} name=${now.key} onSet=${(set) => this.set({ set }, true)} />`;
     const head = html`<header class="top-line"><p><a href=${runLink(now.id)}>← ${now.id || "runs"}</a></p><h1>Completions</h1></header>`;
     if (!found) return html`${head}<${Failure} text=${error} />${!error && html`<p class="note">Reading…</p>`}`;
     const largest = Math.max(0, ...found.groups.flatMap((g) => g.responses.map((r) => (typeof r.advantage === "number" ? Math.abs(r.advantage) : 0))));
-    const key = `${now.colour} ${largest}`;
-    if (this.scaled?.key !== key) this.scaled = { key, scale: scaleOf(now.colour, largest) ?? scaleOf("advantage", largest) };
+    const held = found.set === HELD;
+    const colour = held ? "greedy" : now.colour;
+    const key = `${colour} ${largest}`;
+    if (this.scaled?.key !== key) this.scaled = { key, scale: scaleOf(colour, largest) ?? scaleOf("advantage", largest) };
     const { scale } = this.scaled;
     const known = about?.missing.tokens ?? about?.missing[scale.field] ?? (scale.field === "clipped" ? about?.clip.words : null);
     return html`${head}<${Failure} text=${error} />
       ${found.problems.map((text) => html`<p class="error" role="alert" key=${text}>${text}</p>`)}
+      <${Sets} ...${found} go=${(set) => this.set({ set, offset: "", show: now.show === "mixed" ? "all" : now.show }, true)} />
       ${found.step != null && html`<${Steps} found=${found} go=${(step) => this.go(step)} />`}
       ${found.asked != null && found.asked !== found.step && found.step != null && html`<p class="note" role="status">Nothing was recorded at step ${grouped(found.asked)}; this is the nearest one.</p>`}
       ${found.shares.all > 0 && this.controls(found, state)}
       <p class="note found" role="status"><b>${sampleOf(found)}</b> ${this.said(found)}</p>
       ${about && Object.entries(about.missing).map(([name, text]) => html`<p class="note" key=${name}>${text}.</p>`)}
-      <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.step}/${group.group}`} id=${now.id} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} />`)}</div>
+      <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.set}/${found.step}/${group.group}`} id=${now.id} set=${found.set} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} />`)}</div>
       ${this.pages(found)}
-      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} note=${now.colour === "ratio" || now.colour === "clipped" ? alike(tokens) : ""} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
+      ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} note=${colour === "ratio" || colour === "clipped" ? alike(tokens) : ""} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
   }
 }
 

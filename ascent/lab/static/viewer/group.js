@@ -1,5 +1,5 @@
 // A group: its prompt, and its responses. Tokens are asked for and made when a response comes near the screen.
-import { Component, completionsLink, count, html, num } from "./shared.js";
+import { Component, completionsLink, count, HELD, html, num, setOf } from "./shared.js";
 import { FEW, Tokens } from "./tokens.js";
 
 const AT_ONCE = 20000; // tokens of one group that are asked for together
@@ -78,12 +78,12 @@ class Response extends Component {
   }
 
   render(props, state) {
-    const { r } = props;
+    const { r, held } = props;
     const parts = Object.entries(r.parts);
     return html`<li class=${`c-response ${r.status}`} data-sample=${r.sample} ref=${(place) => (this.place = place)}>
       <div class="c-about">
         <p class="c-reward"><b>${r.status === "failed" ? "–" : num(r.reward)}</b> <span>reward</span> <${Marks} r=${r} /></p>
-        <p class="c-small"><span>sample ${r.sample}</span>${r.length != null && html`<span>${count(r.length, "token")}</span>`}${r.advantage != null && html`<span title="advantage, mean over its tokens">advantage ${signed(r.advantage)}</span>`}</p>
+        <p class="c-small">${!held && html`<span>sample ${r.sample}</span>`}${r.length != null && html`<span>${count(r.length, "token")}</span>`}${r.advantage != null && html`<span title="advantage, mean over its tokens">advantage ${signed(r.advantage)}</span>`}</p>
         ${parts.length > 0 && html`<dl class="c-parts">${parts.map(([name, value]) => html`<div key=${name}><dt>${name.replace(/^rewards\//, "")}</dt><dd>${num(value)}</dd></div>`)}</dl>`}
         ${r.said && html`<dl class="c-parts">${Object.entries(r.said).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
         ${r.reason && html`<p class="c-reason">${r.reason}</p>`}
@@ -98,7 +98,14 @@ class Response extends Component {
 
 const KINDS = { "all right": "✓ all right", "all wrong": "✗ all wrong", mixed: "◐ mixed", equal: "= all equal" };
 
-/* Props: id, step, group, tokens (a Map "group/sample" -> row), ask(group, sample|null), scale, q, tell. */
+// The rewards of a group in numbers; one number has no spread.
+function rewards({ mean, std, low, high, size }) {
+  if (mean == null) return "no reward";
+  if (size === 1) return `reward ${num(mean)}`;
+  return std == null ? `reward: mean ${num(mean)}` : `reward: mean ${num(mean)}, spread ${num(std)}, ${num(low)} to ${num(high)}`;
+}
+
+/* Props: id, set, step, group, tokens (a Map "group/sample" -> row), ask(group, sample|null), scale, q, tell. */
 export class Group extends Component {
   need(sample) {
     const { group, ask, tokens } = this.props;
@@ -107,18 +114,19 @@ export class Group extends Component {
     ask(group.group, long ? sample : null);
   }
 
-  render({ id, step, group, tokens, scale, q, tell }) {
-    const right = group.right != null && `${group.right} of ${group.of} right`;
-    const spread = group.mean == null ? "no reward" : `mean ${num(group.mean)}, spread ${num(group.std)}, ${num(group.low)} to ${num(group.high)}`;
+  render({ id, set, group, tokens, scale, q, tell }) {
+    const held = set === HELD;
+    const right = group.right != null && group.size > 1 && `${group.right} of ${group.of} right`;
+    const about = held ? [] : [rewards(group), right, group.failed > 0 && `${group.failed} failed`];
     const left = group.size - group.shown;
     return html`<section class="c-group" aria-labelledby=${`group-${group.group}`} data-group=${group.group}>
-      <header><h2 id=${`group-${group.group}`}>Group ${group.group}</h2>
-        ${KINDS[group.kind] && html`<span class="c-kind">${KINDS[group.kind]}</span>`}
-        <span>${[`reward: ${spread}`, right, group.failed > 0 && `${group.failed} failed`].filter(Boolean).join(" · ")}</span>
-        <a href=${completionsLink(id, null, { key: group.key })}>This prompt over the steps</a></header>
+      <header><h2 id=${`group-${group.group}`}>${held ? "Prompt" : "Group"} ${group.group}</h2>
+        ${!held && KINDS[group.kind] && html`<span class="c-kind">${KINDS[group.kind]}</span>`}
+        <span>${about.filter(Boolean).join(" · ")}</span>
+        <a href=${completionsLink(id, null, { set: setOf(set), key: group.key })}>This prompt over the steps</a></header>
       <div class="c-prompt"><h3>Prompt</h3><${Long} text=${group.prompt} q=${q} name="of the prompt" /></div>
       ${group.answer != null && html`<div class="c-prompt"><h3>Wanted</h3><${Long} text=${group.answer} /></div>`}
-      <ol class="c-responses">${group.responses.map((r) => html`<${Response} key=${r.sample} r=${r} group=${group} row=${tokens?.get(`${group.group}/${r.sample}`)} scale=${scale} q=${q} tell=${tell} need=${(s) => this.need(s)} />`)}</ol>
+      <ol class="c-responses">${group.responses.map((r) => html`<${Response} key=${r.sample} held=${held} r=${r} group=${group} row=${tokens?.get(`${group.group}/${r.sample}`)} scale=${scale} q=${q} tell=${tell} need=${(s) => this.need(s)} />`)}</ol>
       ${left > 0 && html`<p class="note">${count(left, "more response")} of this group ${left === 1 ? "is" : "are"} not shown: ${left === 1 ? "it is" : "they are"} not what was asked for.</p>`}
     </section>`;
   }

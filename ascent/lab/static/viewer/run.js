@@ -2,7 +2,7 @@
 import { Chart, Cursor } from "./chart.js";
 import { lineOf } from "./curves.js";
 import { Below, Top } from "./about.js";
-import { asked, completionsLink, Component, Failure, get, html, keepScroll, nearest, num, poll, ready, render, tell } from "./shared.js";
+import { asked, completionsLink, Component, Failure, get, HELD, html, keepScroll, nearest, num, poll, ready, render, tell } from "./shared.js";
 
 const PAUSE = 2000; // ms between two looks at a run that runs
 const SMOOTH = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
@@ -138,10 +138,13 @@ class Run extends Component {
     }
   }
 
-  open(step) {
-    const at = nearest(this.state.about.recorded, step);
+  // The accuracy of an evaluation is that of its answers; every other chart leads to what was sampled.
+  open(step, chart) {
+    const { held_out: held, recorded } = this.state.about;
+    const answers = held.length > 0 && (chart === "accuracy" || !recorded.length);
+    const at = nearest(answers ? held : recorded, step);
     tell({ step });
-    if (at != null) location.assign(completionsLink(this.id, at));
+    if (at != null) location.assign(completionsLink(this.id, at, { set: answers ? HELD : null }));
   }
 
   render(_, { about, curves, lines, marks, error, from, smooth, log }) {
@@ -153,7 +156,7 @@ class Run extends Component {
       ${about.charts.length > 0 && html`<${Tools} cursor=${this.cursor} range=${range} whole=${this.whole()} zoomed=${from != null} smooth=${smooth} about=${about}
         onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => this.set({ smooth: steps })} log=${log} onLog=${(on) => this.set({ log: on })} />`}
       <div class="charts">${about.charts.map((chart, i) => html`<${Chart} key=${chart.key} name=${chart.key} title=${chart.title} unit=${chart.unit} share=${chart.share}
-        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step)} />`)}</div>
+        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step, chart.key)} />`)}</div>
       ${about.charts.length === 0 && html`<p class="note">No curves ${about.status === "running" ? "yet: they come with the first step." : "to draw."}</p>`}
       <${Below} about=${about} revision=${curves?.revision} />
     </div>`;
@@ -189,7 +192,8 @@ class Tools extends Component {
   render({ whole, zoomed, smooth, log, about, onZoom, onSmooth, onLog }, { step }) {
     const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
     const place = steps.indexOf(smooth) < 0 ? 0 : steps.indexOf(smooth);
-    const at = step == null ? null : nearest(about.recorded, step);
+    const [at, held] = step == null ? [] : [nearest(about.recorded, step), nearest(about.held_out, step)];
+    const some = about.recorded.length || about.held_out.length;
     return html`<div class="tool-row" role="toolbar" aria-label="Charts">
       <label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" value=${place} aria-valuetext=${smooth ? `${smooth} steps` : "none"} onInput=${(e) => onSmooth(steps[+e.target.value])} />
         <output>${smooth ? `${num(smooth)} steps` : "none"}</output></label>
@@ -197,8 +201,8 @@ class Tools extends Component {
       <span class="range">Steps ${this.field(0)} to ${this.field(1)}
         <button type="button" id="out" disabled=${!zoomed} onClick=${() => onZoom(null)}>Zoom out</button></span>
       <span class=${step == null ? "at" : "at on"}>${step == null
-        ? html`<span class="note">${about.recorded.length ? "Drag to zoom, click a step for its completions" : "Drag to zoom; no completions were recorded"}</span>`
-        : html`<b>step ${num(step)}</b> ${at != null && html`<a href=${completionsLink(about.id, at)}>completions${at === step ? "" : ` of step ${at}`}</a>`}`}</span>
+        ? html`<span class="note">${some ? "Drag to zoom, click a step for its completions" : "Drag to zoom; no completions were recorded"}</span>`
+        : html`<b>step ${num(step)}</b> ${at != null && html`<a href=${completionsLink(about.id, at)}>completions${at === step ? "" : ` of step ${at}`}</a>`} ${held != null && html`<a href=${completionsLink(about.id, held, { set: HELD })}>answers, ${about.greedy}${held === step ? "" : `, of step ${held}`}</a>`}`}</span>
     </div>`;
   }
 }

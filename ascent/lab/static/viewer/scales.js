@@ -38,6 +38,7 @@ export const CLIPS = { low: "clipped low ▼", high: "clipped high ▲", dual: "
 export function scaleOf(colour, largest) {
   const top = nice(largest);
   const edges = [0.02, 0.25, 0.5, 0.75].map((part) => part * top);
+  if (colour === "greedy") return { ...scaleOf("logp", largest), words: `probability of the token, in steps at ${SURE.map(percent).join(", ")}` };
   return {
     advantage: {
       field: "advantage", say: signed, classes: SIDES, ends: [`−${num(top)}`, "0", `+${num(top)}`],

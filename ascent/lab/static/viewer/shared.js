@@ -140,6 +140,14 @@ export const runLink = (id, more = {}) => `/run?${queryOf({ id, ...more })}`;
 export const completionsLink = (id, step, more = {}) => `/completions?${queryOf({ id, step, ...more })}`;
 export const compareLink = (ids, more = {}) => `/compare?${queryOf({ id: ids, ...more })}`;
 
+// The two sets of recorded responses; what was sampled needs no word in an address.
+export const HELD = "held-out";
+export const setOf = (set) => (set === HELD ? HELD : null);
+
+// A switch between the sets, where there are both.
+export const Sets = ({ sets, set, greedy, go }) => sets?.[HELD] > 0 && (sets.sampled > 0 || set !== HELD) ? html`<div class="c-sets" role="group" aria-label="Which responses">
+  ${[["sampled", "sampled"], [HELD, greedy]].map(([key, text]) => html`<button type="button" key=${key} data-set=${key} aria-pressed=${key === set} onClick=${() => key !== set && go(key)}>${text}</button>`)}</div>` : null;
+
 // The nearest of some sorted steps; null where there are none.
 export function nearest(steps, step) {
   if (!steps?.length) return null;
