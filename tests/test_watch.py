@@ -76,6 +76,13 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
         ({"reward": rising(0.3, 1.0, 0.6), "accuracy": rising(0.0, 0.4, 0.0, 0.3), "steps": 2000}, 1.0, {}),
         ({"reward": rising(0.2, 2.0, 0.0, 0.4), "accuracy": flat(0.0)}, None, {}),
     ],
+    "reward-up-accuracy-flat, though right answers begin": [
+        (
+            {"reward": rising(7.4, 8.95, 0, 0.3), "accuracy": rising(0.02, 0.1, 0, 0.3), "spread": 1.0, "steps": 64},
+            9.0,
+            {},
+        )
+    ],
     "length-drift": [
         ({"length": rising(100, 250)}, None, {}),
         ({"length": rising(100, 30)}, None, {}),
@@ -105,7 +112,7 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in FIRES.items() for i in range(len(cases))])
 def test_a_flag_is_raised_where_its_evidence_is(name: str, case: int, seed: int) -> None:
     shapes, maximum, weights = FIRES[name][case]
-    assert name in names(curve(seed=seed, **shapes), maximum, weights)
+    assert name.split(",")[0] in names(curve(seed=seed, **shapes), maximum, weights)
 
 
 SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] = {
@@ -135,6 +142,16 @@ SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] 
     "a reward in small parts, before the first right answer": (
         {"reward": rising(0.1, 0.5), "accuracy": rising(0.0, 0.02, 0.8), "spread": 0.1},
         1.0,
+        {},
+    ),
+    "the lecture: a third of what there is to gain, before the first right answer": (
+        {"reward": rising(2.6, 3.6, 0, 0.5), "accuracy": flat(0.0), "spread": 0.5, "steps": 100},
+        5.0,
+        {},
+    ),
+    "nearly all is earned, and right answers follow late": (
+        {"reward": rising(0.6, 4.9, 0, 0.5), "accuracy": rising(0.0, 0.9, 0.25, 1.0), "spread": 0.7},
+        5.0,
         {},
     ),
     "the same, with a reward of one's own": (
@@ -504,6 +521,26 @@ def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
     words = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[-1]
     assert words.startswith("Stuck: ") and "100% of the groups have equal rewards" in words
     assert "entropy of 0.010 nats" in words and ("group credit" in words) == grouped
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "entropy", "silent", "words"),
+    [
+        (0.0, 0.01, 1.0, "Stuck: "),
+        (0.49, 0.01, 0.5, "Stuck: "),
+        (0.5, 0.01, 1.0, "Settled at 50.0% right: "),
+        (0.95, 0.06, 0.9, "Settled at 95.0% right: at an entropy of 0.060 nats a token the policy hardly tries any"),
+        (0.99, 0.01, 1.0, "Solved."),
+        (0.95, 0.2, 0.9, ""),
+        (0.1, 0.01, 0.4, ""),
+        (0.1, None, 1.0, ""),
+    ],
+)
+def test_stuck_is_what_is_mostly_wrong(accuracy: float, entropy: Any, silent: float, words: str) -> None:
+    last = {"eval/accuracy": accuracy, "eval/reward": 0.6, "frac_reward_zero_std": silent, "entropy": entropy}
+    for grouped in (True, False):
+        found = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[1:]
+        assert len(found) == bool(words) and all(one.startswith(words) for one in found)
 
 
 # ---- runs of others ---------------------------------------------------------------------------------
