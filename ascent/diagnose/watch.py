@@ -157,8 +157,8 @@ class Watch:
         of = f" of {self.maximum:g}" if self.maximum else ""
         text = (
             f"reward up, accuracy {'flat' if change.flat else 'far behind'}: {change.words} the reward went from "
-            f"{reward[0].value:.3g} to {reward[1].value:.3g}{of}, and the share of exactly right answers from {accuracy[0].value:.1%} to "
-            f"{accuracy[1].value:.1%}"
+            f"{reward[0].value:.3g} to {reward[1].value:.3g}{of}, and the share of exactly right answers "
+            f"from {accuracy[0].value:.1%} to {accuracy[1].value:.1%}"
         )
         return Flag("reward-up-accuracy-flat", text, change.numbers("reward", "accuracy"), change.steps, "wrong")
 
