@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -24,6 +25,7 @@ from ascent.diagnose import watch as watch_
 from ascent.diagnose.evidence import PROMPTS, noted, one_answer, told, weights_of
 from ascent.diagnose.findings import findings
 from ascent.diagnose.watch import BLOCKS, KEYS, LENGTH, Watch, flags_of, watched
+from ascent.engines import LocalSampler
 
 Line = dict[str, Any]
 Shape = Callable[[float], float]
@@ -427,6 +429,39 @@ def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
     before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
     assert now > 1.5 * before
+
+
+class Stale(LocalSampler):
+    """Stops taking new parameters after a few versions."""
+
+    def __init__(self, policy: Any, *more: Any):
+        super().__init__(copy.deepcopy(policy), *more)
+
+    def load(self, params: Any, version: int) -> None:
+        if version < 4:
+            super().load(params, version)
+        self.version = version
+
+
+class Rounded(Stale):
+    """Has all parameters, in 16 bits."""
+
+    def load(self, params: Any, version: int) -> None:
+        self.policy.load_state_dict({name: p.bfloat16().to(p.dtype) for name, p in params.items()})
+        self.version = version
+
+
+@pytest.mark.parametrize("sampler", [Stale, Rounded])
+def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ascent.assemble.LocalSampler", sampler)
+    given = {**SMALL, "length": 3, "numbers": 4, "steps": 44, "eval_prompts": 20, "max_mismatch": 9.0}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
+    assert run.metrics[-1][MISMATCH] > 0, "it is another policy"
+    found = flags_in(run)
+    assert ("mismatch-rising" in found) == (sampler is Stale)
+    if found:
+        before, now = found["mismatch-rising"]["evidence"]["metrics"][MISMATCH]
+        assert now > 0.02 and now > 9 * before
 
 
 def test_the_course_is_stuck(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Watch:
         late = Change(self.keys, blocks[half : half + quarter], blocks[-quarter:])
         found = [self._reward_up(whole, late) or self._reward_up(late, late), _drift(whole) or _drift(late)]
         begun = Change(self.keys, [self.start or blocks[0]], blocks[-quarter:])
-        found += [self._dominated(whole), self._collapsed(begun, late), self._apart(whole)]
+        found += [self._dominated(whole), self._collapsed(begun, late), self._apart(whole) or self._apart(begun)]
         flags = [flag for flag in found if flag is not None]
         before, self._held = self._held, {flag.name for flag in flags}
         return [flag for flag in flags if flag.name in before]
@@ -198,6 +198,7 @@ class Watch:
         return Flag("entropy-collapse", text, begun.numbers("entropy", "accuracy"), begun.steps, "wrong")
 
     def _apart(self, change: Change) -> Flag | None:
+        """A sampler that stays behind is far away after a few steps: so it is also compared with the first ones."""
         pair = change.of(MISMATCH)
         if pair is None or pair[1].value < APART or pair[1].value < TIMES * pair[0].value:
             return None
