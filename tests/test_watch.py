@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from ascent.diagnose.evidence import PROMPTS, noted, one_answer, told, weights_o
 from ascent.diagnose.findings import findings
 from ascent.diagnose.watch import BLOCKS, KEYS, LENGTH, Watch, flags_of, watched
 from ascent.engines import LocalSampler
+from ascent.tasks import sorting
+from ascent.tasks.sort import Sort
 
 Line = dict[str, Any]
 Shape = Callable[[float], float]
@@ -429,6 +432,31 @@ def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
     before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
     assert now > 1.5 * before
+
+
+@pytest.mark.parametrize(("other", "fires"), [("exact", True), ("large", False)])
+def test_a_part_that_carries_the_reward_is_seen(
+    other: str, fires: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paid for what is right and for nines, a policy says nines. Where all large numbers pay too, two parts move."""
+
+    def score(task: Sort, rollouts: Any) -> Any:
+        right = sorting.score("exact", rollouts, task.space)
+        nines = (rollouts.response == 9).sum(-1).float()
+        beside = right.reward.sum(-1) if other == "exact" else (rollouts.response > 4).sum(-1).float()
+        parts = {"rewards/nines": nines, f"rewards/{other}": beside}
+        return replace(right, reward=(nines + beside).unsqueeze(-1), measures=parts)
+
+    monkeypatch.setattr(Sort, "score", score)
+    given = {**SMALL, "steps": 80, "eval_every": 80, "eval_prompts": 9, "record_rollouts": "none", "prompts": 8}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
+    nines = [line["rewards/nines"] for line in run.metrics]
+    assert nines[-1] > 4 > 1 > nines[0], "it was hacked"
+    found = flags_in(run)
+    assert ("component-dominates" in found) == fires
+    if fires:
+        before, now = found["component-dominates"]["evidence"]["metrics"]["rewards/nines"]
+        assert now > before and "rewards/nines went from" in found["component-dominates"]["text"]
 
 
 class Stale(LocalSampler):

@@ -114,7 +114,11 @@ class Watch:
         late = Change(self.keys, blocks[half : half + quarter], blocks[-quarter:])
         found = [self._reward_up(whole, late) or self._reward_up(late, late), _drift(whole) or _drift(late)]
         begun = Change(self.keys, [self.start or blocks[0]], blocks[-quarter:])
-        found += [self._dominated(whole), self._collapsed(begun, late), self._apart(whole) or self._apart(begun)]
+        found += [
+            self._dominated(whole) or self._dominated(begun),
+            self._collapsed(begun, late),
+            self._apart(whole) or self._apart(begun),
+        ]
         flags = [flag for flag in found if flag is not None]
         before, self._held = self._held, {flag.name for flag in flags}
         return [flag for flag in flags if flag.name in before]
