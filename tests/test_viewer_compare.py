@@ -315,6 +315,22 @@ def test_where_nothing_lies_nothing_is_seen(long: Any, compared: Any, run: Any, 
         assert len(table) == 1 and files.picture(found, ["reward"], view=(5000, 6000)).startswith(b"\x89PNG")
 
 
+def test_hostile_costs_and_a_file_that_goes_away_break_no_view(run: Any, root: Path, compared: Any, long: Any) -> None:
+    run(
+        "huge",
+        lambda t: {"reward": 1.0, "time/step": 1e308 if t % 2 else -3.0, "num_tokens": -1.0},
+        9,
+        loss={"name": "b"},
+    )
+    with compared("huge", "s0") as found:
+        (root / "s0/metrics.jsonl").unlink()
+        for axis in COSTS:
+            for view in ((0.5, 2.5), (-9.0, 1e300)):
+                json.dumps(found.curves(["reward"], axis, view=view), allow_nan=False)
+        *_, line = found.curves(["reward"], view=(500, 510))["reward"]["groups"].values()
+        assert line["x"] == [] and files.picture(found, ["reward"], view=(500, 510)).startswith(b"\x89PNG")
+
+
 def test_a_picture_of_a_view_ends_where_it_does(long: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib import pyplot
 

@@ -71,8 +71,9 @@ def _counted(digest: Digest, cost: str) -> bool:
 def spent(digest: Digest, piece: Piece, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """What a run had cost after the middle line of each bucket, and after its last."""
     cost = piece.metrics.get(metric, NO_BUCKETS)
-    so_far = digest.metrics[metric].sum[: piece.before].sum() + np.cumsum(cost.sum)
-    return so_far - cost.sum * (cost.number - 1) / (2 * np.maximum(cost.number, 1)), so_far
+    with np.errstate(over="ignore", invalid="ignore"):
+        so_far = digest.metrics[metric].sum[: piece.before].sum() + np.cumsum(cost.sum)
+        return so_far - cost.sum * (cost.number - 1) / (2 * np.maximum(cost.number, 1)), so_far
 
 
 def coarser(curve: Curve, times: int) -> Curve:
@@ -199,7 +200,8 @@ def overlay(
                 made["runs"][id] = own | {"mean": numbers(values[0])}
         made["groups"][name] = line | {"nonfinite": odd(have, exacts, metric) if axis == "step" else []}
     least, largest = min((e[0] for e in reach), default=np.inf), max((e[1] for e in reach), default=-np.inf)
-    return made | {"whole": [least, largest] if least <= largest else None}
+    known = least <= largest and np.isfinite([least, largest]).all()  # what was spent may be too large to be a number
+    return made | {"whole": [least, largest] if known else None}
 
 
 def unrounded(values: np.ndarray) -> list[float | None]:
