@@ -81,7 +81,7 @@ def test_buckets_hold_what_numpy_computes_whatever_was_read_when(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest, "MOST_BUCKETS", most)
         patch.setattr(digest, "CHUNK", 1000)
-        patch.setattr("ascent.viewer.curves.REREAD", 0)
+        patch.setattr("ascent.viewer.exact.REREAD", 0)
         found = read(written(path, lines[:cut]))
         written(path, lines[cut:], "a")
         found.update()

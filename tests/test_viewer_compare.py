@@ -229,6 +229,122 @@ def test_numbers_too_large_for_a_mean_are_none() -> None:
     assert found[:3] == [1.23457, None, 0.0] and found[3:] == pytest.approx([-1e300, 5e-324], rel=1e-6)
 
 
+# ---- a part of it, exactly ---------------------------------------------------------------------------------
+
+LONG, SEEDS = 1000, 3
+COSTS = {"step": None, "samples": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
+
+
+@pytest.fixture
+def long(run: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+    """Seeds whose digests have 16 steps a bucket, and whose steps take different times; their lines."""
+    monkeypatch.setattr("ascent.viewer.digest.MOST_BUCKETS", 64)
+
+    def line(t: int, s: int) -> dict[str, Any]:
+        measured = {"reward": math.sin(t * (s + 1)) + s, "eval/accuracy": (t + s) / 2000 if t % 50 == 0 else None}
+        return measured | {"num_responses": 8, "num_tokens": 30.0 + 7 * math.cos(t + s), "time/step": 0.1 * (s + 1)}
+
+    for s in range(SEEDS):
+        run(f"s{s}", lambda t, s=s: line(t, s), LONG, seed=s)
+    return [[{"step": t} | line(t, s) for t in range(LONG)] for s in range(SEEDS)]
+
+
+def lies_at(lines: list[dict[str, Any]], axis: str) -> np.ndarray:
+    """Where each line of a run lies: at its step, or at what had been spent after it."""
+    cost = COSTS[axis]
+    return np.arange(len(lines), dtype=float) if cost is None else np.cumsum([line[cost] for line in lines])
+
+
+@pytest.mark.parametrize("axis", COSTS)
+def test_a_view_has_the_exact_points(long: Any, compared: Any, axis: str) -> None:
+    """Of a band over seeds, of each seed, of what is measured rarely; and in the table no point that is not seen."""
+    at = np.mean([lies_at(lines, axis) for lines in long], axis=0)
+    view = (float(at[480]) - 0.01, float(at[520]) + 0.01)
+    with compared("s0", "s1", "s2") as found:
+        made = found.curves(["reward", "eval/accuracy"], axis, view=view)
+        table = rows(files.table(found, "curves", ["reward", "eval/accuracy"], axis, view=view))
+        assert made["reward"]["whole"] == found.curves(["reward"], axis)["reward"]["whole"]
+    line = made["reward"]["groups"]["grpo"]
+    assert line["bucket"] == 1 and line["x"] == pytest.approx(at[479:522].tolist(), rel=1e-5)
+    for i, t in enumerate(range(479, 522)):
+        mean, half = by_hand([lines[t]["reward"] for lines in long])
+        assert line["mean"][i] == pytest.approx(mean, rel=1e-4, abs=1e-5)
+        assert line["high"][i] - line["low"][i] == pytest.approx(2 * half, rel=1e-3)
+    for s, lines in enumerate(long):
+        own, x = made["reward"]["runs"][f"s{s}"], lies_at(lines, axis)
+        first = int(np.searchsorted(x, view[0])) - 1
+        assert own["x"][0] == pytest.approx(x[max(first, 0)], rel=1e-5) and own["bucket"] == 1
+        assert own["mean"][:5] == pytest.approx(
+            [one["reward"] for one in lines[max(first, 0) :][:5]], rel=1e-4, abs=1e-5
+        )
+    rare = made["eval/accuracy"]["groups"]["grpo"]
+    assert rare["x"] == pytest.approx(at[[450, 500, 550]].tolist(), rel=1e-5), "and the next ones beside the view"
+    assert [float(row[3]) for row in table[1:] if row[0] == "reward"] == pytest.approx(at[480:521].tolist(), rel=1e-12)
+    (seldom,) = [[float(cell) for cell in row[3:5]] for row in table[1:] if row[0] != "reward"]
+    assert seldom == pytest.approx([at[500], 0.2505], rel=1e-12)
+
+
+def test_a_view_of_more_than_can_be_drawn_says_how_many_steps_a_point_is(long: Any, compared: Any) -> None:
+    with compared("s0", "s1") as found:
+        line = found.curves(["reward"], points=10, view=(100, 400))["reward"]["groups"]["grpo"]
+        assert line["bucket"] == 32, "buckets of the digest are enough"
+        line = found.curves(["reward"], points=40, view=(100, 299))["reward"]["groups"]["grpo"]
+    assert 1 < line["bucket"] < 16 and 30 < sum(100 <= x <= 299 for x in line["x"]) <= 41
+    assert max(np.diff(line["x"])) <= line["bucket"]
+
+
+def test_only_so_many_lines_are_read_again(long: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlay, "TOGETHER", 3 * 60)
+    with compared("s0", "s1", "s2") as found:
+        assert found.curves(["reward"], view=(500, 510))["reward"]["groups"]["grpo"]["bucket"] == 1
+        assert found.curves(["reward"], view=(500, 600))["reward"]["groups"]["grpo"]["bucket"] == 16
+        rare = found.curves(["eval/accuracy"], view=(495, 510))["eval/accuracy"]["groups"]["grpo"]
+    assert rare["x"] == [500.0] and rare["bucket"] == 1, "its neighbours are too far away"
+
+
+def test_where_nothing_lies_nothing_is_seen(long: Any, compared: Any, run: Any, root: Path) -> None:
+    run("short", lambda _: {"reward": 1.0}, 4, label="short", loss={"name": "b"})
+    (root / "s2/metrics.jsonl").write_text((root / "s2/metrics.jsonl").read_text().replace('"num_tokens"', '"no"', 1))
+    with compared("short", "s0", "s2") as found:
+        made = found.curves(["reward"], view=(900, 950))["reward"]
+        assert made["groups"]["short"]["x"] == [3.0], "the point beside it"
+        assert len(made["groups"]["grpo"]["x"]) == 53 and made["whole"] == [0.0, 999.0]
+        over = found.curves(["reward"], "tokens", view=(1e9, 2e9))["reward"]
+        assert set(over["groups"]) == {"short", "grpo"} and over["groups"]["grpo"]["seeds"] == 1
+        table = rows(files.table(found, "curves", ["reward"], view=(5000, 6000)))
+        assert len(table) == 1 and files.picture(found, ["reward"], view=(5000, 6000)).startswith(b"\x89PNG")
+
+
+def test_hostile_costs_and_a_file_that_goes_away_break_no_view(run: Any, root: Path, compared: Any, long: Any) -> None:
+    run(
+        "huge",
+        lambda t: {"reward": 1.0, "time/step": 1e308 if t % 2 else -3.0, "num_tokens": -1.0},
+        9,
+        loss={"name": "b"},
+    )
+    with compared("huge", "s0") as found:
+        (root / "s0/metrics.jsonl").unlink()
+        for axis in COSTS:
+            for view in ((0.5, 2.5), (-9.0, 1e300)):
+                json.dumps(found.curves(["reward"], axis, view=view), allow_nan=False)
+        *_, line = found.curves(["reward"], view=(500, 510))["reward"]["groups"].values()
+        assert line["x"] == [] and files.picture(found, ["reward"], view=(500, 510)).startswith(b"\x89PNG")
+
+
+def test_a_picture_of_a_view_ends_where_it_does(long: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    with compared("s0", "s1") as found:
+        files.picture(found, ["reward", "eval/accuracy"], view=(480, 520))
+    monkeypatch.undo()
+    panel = kept[0].axes[0]
+    assert panel.get_xlim() == pytest.approx((479.2, 520.8))
+    assert list(panel.lines[0].get_xdata()) == list(range(479, 522))
+    pyplot.close(kept[0])
+
+
 # ---- how they ended ---------------------------------------------------------------------------------------
 
 
@@ -462,6 +578,8 @@ def test_the_routes(client: Any) -> None:
         ("id=a0&points=1", "points=1"),
         ("id=a0&points=x", "points=x"),
         ("id=a0&x=y", "x=y"),
+        ("id=a0&from=y", "from=y: a number is needed"),
+        ("id=a0&from=3&to=2", "from=3 is behind to=2"),
         ("id=a0&metric=y", "metric=y"),
         ("id=a0&" + "&".join(f"metric=m{i}" for i in range(61)), "61 metrics"),
     ],

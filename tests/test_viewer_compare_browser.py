@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<img src=x onerror=document.title=1><script>document.title=1</script>"
 ALL = "id=cmp/grpo-s0&id=cmp/grpo-s1&id=cmp/rloo-s0&id=cmp/rloo-s1"
 STEPS = 5
+LONG = 3000
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (short / file).write_text(json.dumps(json.loads((short / file).read_text()) | more))
     lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
     (short / "metrics.jsonl").write_text("".join(lines[:2]))
+    for seed in (0, 1):
+        about = {"task": "sort", "label": "long", "seed": seed, "status": "finished", "result": None, "history": []}
+        (root / f"long{seed}").mkdir()
+        for file, told in (("run.json", about), ("config.json", {"seed": seed, "task": "sort", "loss": "long"})):
+            (root / f"long{seed}" / file).write_text(json.dumps(told))
+        lines = [json.dumps(long_line(step, seed)) + "\n" for step in range(LONG)]
+        (root / f"long{seed}/metrics.jsonl").write_text("".join(lines))
     return root
+
+
+def long_line(step: int, seed: int) -> dict[str, Any]:
+    return {"step": step, "reward": (step % 7 + seed) / 10, "time/step": 0.001}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +157,41 @@ def test_curves_one_upon_another_with_seeds_as_a_band_and_one_by_one(screen: Scr
     assert colours == ["s0", "s0", "s1", "s1"]
 
 
+def test_a_zoom_shows_single_steps_and_files_hold_what_is_seen(screen: Screen) -> None:
+    """Over steps and, in parts of a second, over time; kept in the address; zoomed out it is as it was."""
+    opened(screen, "id=long0&id=long1&metric=reward")
+    chart, note = screen.page.locator('[data-chart="reward"]'), '[data-chart="reward"] .behind-chart p'
+    assert "a point is the mean of 6 steps: zoom in to see each" in screen.text(note)
+    dragged(screen, 0.4, 0.44)
+    assert "mean of" not in screen.text(note) and "from=" in screen.query()
+    begin, end = (int(screen.query().split(f"{name}=")[1].split("&")[0]) for name in ("from", "to"))
+    assert 1150 < begin < 1250 < end < 1400
+    href = screen.page.get_by_role("link", name="curves as CSV").get_attribute("href")
+    saved = list(csv.DictReader(io.StringIO(screen.page.request.get(screen.lab.base + href).text())))
+    assert [float(row["step"]) for row in saved] == list(range(begin, end + 1))
+    assert [float(row["mean"]) for row in saved] == pytest.approx([(t % 7 + 0.5) / 10 for t in range(begin, end + 1)])
+    screen.page.reload()
+    assert "mean of" not in settled(screen).text(note) and f"from={begin}&to={end}" in screen.query()
+    screen.page.get_by_role("button", name="Zoom out").click()
+    assert "mean of 6 steps" in settled(screen).text(note) and "from=" not in screen.query()
+    screen.page.select_option("#x", "seconds")
+    until(lambda: "over seconds" in chart.inner_text() and "mean of 6" in settled(screen).text(note))
+    dragged(screen, 0.5, 0.53)
+    query = screen.query()
+    assert "mean of" not in screen.text(note) and ("from=1.4" in query or "from=1.5" in query), query
+
+
+def dragged(screen: Screen, begin: float, end: float) -> None:
+    """Over a part of the first chart."""
+    screen.page.locator(".u-over").first.scroll_into_view_if_needed()
+    box = screen.page.locator(".u-over").first.bounding_box()
+    screen.page.mouse.move(box["x"] + begin * box["width"], box["y"] + 50)
+    screen.page.mouse.down()
+    screen.page.mouse.move(box["x"] + end * box["width"], box["y"] + 55, steps=3)
+    screen.page.mouse.up()
+    settled(screen)
+
+
 def test_axis_charts_and_runs_are_chosen_and_kept_in_the_address(screen: Screen) -> None:
     opened(screen, ALL)
     screen.page.select_option("#x", "samples")
@@ -161,7 +208,7 @@ def test_axis_charts_and_runs_are_chosen_and_kept_in_the_address(screen: Screen)
     assert "one seed: no band" in screen.text('[data-chart="reward"]') and "rloo-s1" not in screen.query()
     assert "One seed has no interval: rloo." in screen.text(".ends")
     screen.page.get_by_role("button", name="Add a run").click()
-    until(lambda: screen.page.locator("#other-runs option").count() == 3)
+    until(lambda: screen.page.locator("#other-runs option").count() == 5)
     screen.page.locator("#add-run").fill("cmp/rloo-s1")
     screen.page.keyboard.press("Enter")
     until(lambda: screen.page.locator(".chosen b").all_inner_texts() == ["grpo × 2 seeds", "rloo × 2 seeds"])

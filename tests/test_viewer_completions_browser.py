@@ -51,6 +51,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torn = write_step(made, 50, rows())
     torn.write_bytes(torn.read_bytes()[:-300])
     write_run(root / "none", {})
+    texts = ["no", *["the same answer"] * 7]
+    write_run(root / "alike", {0: [row(0, s, float(s > 0), text, advantage=[s / 8]) for s, text in enumerate(texts)]})
     write_run(root / "once", {0: [row(0, s, float(s), "a b", logp_update=[0], logp=[[-1.0, -1.0]]) for s in (0, 1)]})
     (root / "once" / "metrics.jsonl").write_text(json.dumps({"step": 0, "num_responses": 512}) + "\n")
     config = json.loads((root / "once" / "config.json").read_text())
@@ -333,9 +335,28 @@ def test_a_hostile_text_is_text(view: View) -> None:
     assert view.texts(".c-response .c-text")[0].startswith("<script>")
 
 
+def test_identical_responses_are_folded_and_opened_by_key(view: View) -> None:
+    """The same text and reward stand once; what is counted and said of the group stays; each has its own tokens."""
+    view.open("id=alike").tokens()
+    assert view.samples() == [[1, 0]] and view.texts(".c-times") == ["× 7"]
+    assert "7 of 8 right" in view.text(".c-group header") and "8 responses" in view.text(".found")
+    view.page.focus(".c-times")
+    assert view.page.get_by_role("button", name="7 identical responses, show each").count() == 1
+    view.page.keyboard.press("Enter")
+    until(lambda: view.samples() == [[1, 2, 3, 4, 5, 6, 7, 0]])
+    until(lambda: view.page.locator("[data-sample='5'] .t").count() == 3)
+    assert "advantage +0.625" in view.text("[data-sample='5']")
+    view.page.keyboard.press("Enter")
+    until(lambda: view.samples() == [[1, 0]])
+    view.page.select_option("#fold", "no")
+    until(lambda: len(view.samples()[0]) == 8 and view.asked("fold") == "no")
+    assert view.open("id=alike&fold=no&sort=sample").samples() == [list(range(8))] and not view.texts(".c-times")
+    assert view.open("id=alike&sort=sample").samples() == [[0, 1]] and view.open("id=alike&q=no").samples() == [[0]]
+
+
 def test_many_tokens_come_as_they_are_needed(view: View) -> None:
     """8 × 16 responses of 512 tokens: 65,536."""
-    view.open("id=large").tokens()
+    view.open("id=large&fold=no").tokens()
     assert len(view.samples()) == 8 and view.page.locator(".c-response").count() == 128
     assert 0 < view.page.locator(".t").count() < 20_000
     first = view.page.locator(".c-response").first

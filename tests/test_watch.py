@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,9 @@ from ascent.diagnose import watch as watch_
 from ascent.diagnose.evidence import PROMPTS, noted, one_answer, told, weights_of
 from ascent.diagnose.findings import findings
 from ascent.diagnose.watch import BLOCKS, KEYS, LENGTH, Watch, flags_of, watched
+from ascent.engines import LocalSampler
+from ascent.tasks import sorting
+from ascent.tasks.sort import Sort
 
 Line = dict[str, Any]
 Shape = Callable[[float], float]
@@ -76,6 +81,13 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
         ({"reward": rising(0.3, 1.0, 0.6), "accuracy": rising(0.0, 0.4, 0.0, 0.3), "steps": 2000}, 1.0, {}),
         ({"reward": rising(0.2, 2.0, 0.0, 0.4), "accuracy": flat(0.0)}, None, {}),
     ],
+    "reward-up-accuracy-flat, though right answers begin": [
+        (
+            {"reward": rising(7.4, 8.95, 0, 0.3), "accuracy": rising(0.02, 0.1, 0, 0.3), "spread": 1.0, "steps": 64},
+            9.0,
+            {},
+        )
+    ],
     "length-drift": [
         ({"length": rising(100, 250)}, None, {}),
         ({"length": rising(100, 30)}, None, {}),
@@ -105,7 +117,7 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in FIRES.items() for i in range(len(cases))])
 def test_a_flag_is_raised_where_its_evidence_is(name: str, case: int, seed: int) -> None:
     shapes, maximum, weights = FIRES[name][case]
-    assert name in names(curve(seed=seed, **shapes), maximum, weights)
+    assert name.split(",")[0] in names(curve(seed=seed, **shapes), maximum, weights)
 
 
 SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] = {
@@ -135,6 +147,16 @@ SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] 
     "a reward in small parts, before the first right answer": (
         {"reward": rising(0.1, 0.5), "accuracy": rising(0.0, 0.02, 0.8), "spread": 0.1},
         1.0,
+        {},
+    ),
+    "the lecture: a third of what there is to gain, before the first right answer": (
+        {"reward": rising(2.6, 3.6, 0, 0.5), "accuracy": flat(0.0), "spread": 0.5, "steps": 100},
+        5.0,
+        {},
+    ),
+    "nearly all is earned, and right answers follow late": (
+        {"reward": rising(0.6, 4.9, 0, 0.5), "accuracy": rising(0.0, 0.9, 0.25, 1.0), "spread": 0.7},
+        5.0,
         {},
     ),
     "the same, with a reward of one's own": (
@@ -412,6 +434,64 @@ def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
     assert now > 1.5 * before
 
 
+@pytest.mark.parametrize(("other", "fires"), [("exact", True), ("large", False)])
+def test_a_part_that_carries_the_reward_is_seen(
+    other: str, fires: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paid for what is right and for nines, a policy says nines. Where all large numbers pay too, two parts move."""
+
+    def score(task: Sort, rollouts: Any) -> Any:
+        right = sorting.score("exact", rollouts, task.space)
+        nines = (rollouts.response == 9).sum(-1).float()
+        beside = right.reward.sum(-1) if other == "exact" else (rollouts.response > 4).sum(-1).float()
+        parts = {"rewards/nines": nines, f"rewards/{other}": beside}
+        return replace(right, reward=(nines + beside).unsqueeze(-1), measures=parts)
+
+    monkeypatch.setattr(Sort, "score", score)
+    given = {**SMALL, "steps": 80, "eval_every": 80, "eval_prompts": 9, "record_rollouts": "none", "prompts": 8}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
+    nines = [line["rewards/nines"] for line in run.metrics]
+    assert nines[-1] > 4 > 1 > nines[0], "it was hacked"
+    found = flags_in(run)
+    assert ("component-dominates" in found) == fires
+    if fires:
+        before, now = found["component-dominates"]["evidence"]["metrics"]["rewards/nines"]
+        assert now > before and "rewards/nines went from" in found["component-dominates"]["text"]
+
+
+class Stale(LocalSampler):
+    """Stops taking new parameters after a few versions."""
+
+    def __init__(self, policy: Any, *more: Any):
+        super().__init__(copy.deepcopy(policy), *more)
+
+    def load(self, params: Any, version: int) -> None:
+        if version < 4:
+            super().load(params, version)
+        self.version = version
+
+
+class Rounded(Stale):
+    """Has all parameters, in 16 bits."""
+
+    def load(self, params: Any, version: int) -> None:
+        self.policy.load_state_dict({name: p.bfloat16().to(p.dtype) for name, p in params.items()})
+        self.version = version
+
+
+@pytest.mark.parametrize("sampler", [Stale, Rounded])
+def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ascent.assemble.LocalSampler", sampler)
+    given = {**SMALL, "length": 3, "numbers": 4, "steps": 44, "eval_prompts": 20, "max_mismatch": 9.0}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
+    assert run.metrics[-1][MISMATCH] > 0, "it is another policy"
+    found = flags_in(run)
+    assert ("mismatch-rising" in found) == (sampler is Stale)
+    if found:
+        before, now = found["mismatch-rising"]["evidence"]["metrics"][MISMATCH]
+        assert now > 0.02 and now > 9 * before
+
+
 def test_the_course_is_stuck(tmp_path: Path) -> None:
     given = {"preset": "course", "advantage": "normalized", "threads": 1, "steps": 60}
     run = ascent.train("lecture", out=tmp_path / "run", show=False, **given)
@@ -504,6 +584,26 @@ def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
     words = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[-1]
     assert words.startswith("Stuck: ") and "100% of the groups have equal rewards" in words
     assert "entropy of 0.010 nats" in words and ("group credit" in words) == grouped
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "entropy", "silent", "words"),
+    [
+        (0.0, 0.01, 1.0, "Stuck: "),
+        (0.49, 0.01, 0.5, "Stuck: "),
+        (0.5, 0.01, 1.0, "Settled at 50.0% right: "),
+        (0.95, 0.06, 0.9, "Settled at 95.0% right: at an entropy of 0.060 nats a token the policy hardly tries any"),
+        (0.99, 0.01, 1.0, "Solved."),
+        (0.95, 0.2, 0.9, ""),
+        (0.1, 0.01, 0.4, ""),
+        (0.1, None, 1.0, ""),
+    ],
+)
+def test_stuck_is_what_is_mostly_wrong(accuracy: float, entropy: Any, silent: float, words: str) -> None:
+    last = {"eval/accuracy": accuracy, "eval/reward": 0.6, "frac_reward_zero_std": silent, "entropy": entropy}
+    for grouped in (True, False):
+        found = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[1:]
+        assert len(found) == bool(words) and all(one.startswith(words) for one in found)
 
 
 # ---- runs of others ---------------------------------------------------------------------------------

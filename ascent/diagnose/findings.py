@@ -7,7 +7,7 @@ from typing import Any
 
 NEARLY_ALL = 0.95
 """Share of the largest reward from which a reward counts as earned."""
-HALF = 0.5
+HALF, SOLVED = 0.5, 0.99
 DETERMINED = 0.1
 """Entropy per token, in nats, below which a policy hardly explores."""
 
@@ -65,23 +65,23 @@ def findings(last: Mapping[str, Any], task: Any, grouped: bool) -> list[str]:
         words.append(f"The scores explain {last['eval/steps/explained']:.1%} of the variance of held-out labels.")
     flagged = [text for _, text in flags(last, task)]
     words += [text[0].upper() + text[1:] for text in flagged]
-    silent, entropy = last.get("frac_reward_zero_std"), last.get("entropy")
-    solved = accuracy is not None and accuracy >= 0.99
-    if solved:
+    if accuracy is not None and accuracy >= SOLVED:
         words.append("Solved.")
-    elif (
-        accuracy is not None
-        and not flagged
-        and silent is not None
-        and entropy is not None
-        and silent >= HALF
-        and entropy < DETERMINED
-    ):
-        equal = f"{silent:.0%} of the groups have equal rewards"
-        tried = f"at an entropy of {entropy:.3f} nats a token the policy"
-        words.append(
-            f"Stuck: {equal}, which gives group credit nothing to compare, and {tried} no longer tries anything else."
-            if grouped
-            else f"Stuck: {tried} hardly tries anything else any more; {equal}."
-        )
+    elif accuracy is not None and not flagged:
+        words += standstill(last, accuracy, grouped)
     return words
+
+
+def standstill(last: Mapping[str, Any], accuracy: float, grouped: bool) -> list[str]:
+    """That a policy hardly tries anything else: stuck where what it does is mostly wrong, settled where it is right."""
+    silent, entropy = last.get("frac_reward_zero_std"), last.get("entropy")
+    if silent is None or entropy is None or silent < HALF or entropy >= DETERMINED:
+        return []
+    equal = f"{silent:.0%} of the groups have equal rewards"
+    tried = f"at an entropy of {entropy:.3f} nats a token the policy"
+    if accuracy >= HALF:
+        return [f"Settled at {accuracy:.1%} right: {tried} hardly tries anything else any more; {equal}."]
+    if grouped:
+        why = "which gives group credit nothing to compare"
+        return [f"Stuck: {equal}, {why}, and {tried} no longer tries anything else."]
+    return [f"Stuck: {tried} hardly tries anything else any more; {equal}."]

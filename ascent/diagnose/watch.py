@@ -30,7 +30,9 @@ SURE = 5.0
 SOLVED, HALF = 0.9, 0.5
 """The accuracy of a task that is solved, and one of a task that is not."""
 EARNED, LEVEL, COUNTED = 0.6, 0.1, 0.02
-"""Share of the largest reward that is most of it; standard deviations that a level reward moves; a low accuracy."""
+"""Share of what there was to gain that is most of it; standard deviations that a level reward moves; a low accuracy."""
+BEHIND = 0.25
+"""Share of what there was to gain that an accuracy has which does not follow."""
 DRIFT, TOKENS = 1.5, 5.0
 """By which factor, and by how many tokens, lengths have drifted."""
 COLLAPSED = 0.1
@@ -110,10 +112,13 @@ class Watch:
         half = len(blocks) // 2
         whole = Change(self.keys, blocks[:quarter], blocks[-quarter:])
         late = Change(self.keys, blocks[half : half + quarter], blocks[-quarter:])
-        level = abs(self._moved(late) or 0.0) < LEVEL
-        found = [self._reward_up(whole, level) or self._reward_up(late, level), _drift(whole) or _drift(late)]
+        found = [self._reward_up(whole, late) or self._reward_up(late, late), _drift(whole) or _drift(late)]
         begun = Change(self.keys, [self.start or blocks[0]], blocks[-quarter:])
-        found += [self._dominated(whole), self._collapsed(begun, late), self._apart(whole)]
+        found += [
+            self._dominated(whole) or self._dominated(begun),
+            self._collapsed(begun, late),
+            self._apart(whole) or self._apart(begun),
+        ]
         flags = [flag for flag in found if flag is not None]
         before, self._held = self._held, {flag.name for flag in flags}
         return [flag for flag in flags if flag.name in before]
@@ -126,25 +131,38 @@ class Watch:
         rise, error = difference(*reward)
         return rise / spread[0].value if abs(rise) >= SURE * error else None
 
-    def _reward_up(self, change: Change, level: bool) -> Flag | None:
-        """A reward in small parts comes before the accuracy: an ordinary beginning, until most of it is earned.
+    def _gained(self, key: str, most: float) -> float:
+        """How much of what there was to gain after the first quarter has been gained by now: 1 is all."""
+        pair = Change(self.keys, self.blocks[: len(self.blocks) // 4], self.blocks[-1:]).of(key)
+        room = most - pair[0].value if pair else 0.0
+        return (pair[1].value - pair[0].value) / room if pair and room > 0 else 0.0
+
+    def _behind(self, change: Change, late: Change) -> bool:
+        """Has the accuracy not followed a reward of which most, or nearly all, is gained?"""
+        if not self.maximum:
+            return change.flat
+        gained = self._gained("reward", self.maximum)
+        if change.flat:
+            return gained >= EARNED
+        return late.flat and gained >= NEARLY_ALL and self._gained("accuracy", 1.0) < BEHIND
+
+    def _reward_up(self, change: Change, late: Change) -> Flag | None:
+        """A reward in small parts comes before the accuracy: an ordinary beginning, until most of it is gained.
 
         Where nobody knows how much there is, until it rises no more, or answers are right often enough to count them.
         """
-        if not change.flat:
-            return None
         moved, accuracy, reward = self._moved(change), change.of("accuracy"), change.of("reward")
         if moved is None or accuracy is None or reward is None or accuracy[1].value >= SOLVED:
             return None
-        enough = HALF if self.maximum else 1.0
-        late = reward[1].value >= EARNED * self.maximum if self.maximum else level or accuracy[1].value >= COUNTED
-        if moved < enough or not late:
+        level = abs(self._moved(late) or 0.0) < LEVEL
+        told = self.maximum or level or accuracy[1].value >= COUNTED
+        if moved < (HALF if self.maximum else 1.0) or not told or not self._behind(change, late):
             return None
         of = f" of {self.maximum:g}" if self.maximum else ""
         text = (
-            f"reward up, accuracy flat: {change.words} the reward went from {reward[0].value:.3g} to "
-            f"{reward[1].value:.3g}{of}, and the share of exactly right answers from {accuracy[0].value:.1%} to "
-            f"{accuracy[1].value:.1%}"
+            f"reward up, accuracy {'flat' if change.flat else 'far behind'}: {change.words} the reward went from "
+            f"{reward[0].value:.3g} to {reward[1].value:.3g}{of}, and the share of exactly right answers "
+            f"from {accuracy[0].value:.1%} to {accuracy[1].value:.1%}"
         )
         return Flag("reward-up-accuracy-flat", text, change.numbers("reward", "accuracy"), change.steps, "wrong")
 
@@ -184,6 +202,7 @@ class Watch:
         return Flag("entropy-collapse", text, begun.numbers("entropy", "accuracy"), begun.steps, "wrong")
 
     def _apart(self, change: Change) -> Flag | None:
+        """A sampler that stays behind is far away after a few steps: so it is also compared with the first ones."""
         pair = change.of(MISMATCH)
         if pair is None or pair[1].value < APART or pair[1].value < TIMES * pair[0].value:
             return None

@@ -13,9 +13,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ascent.lab.bodies import Json
+from ascent.lab.viewer import number
 from ascent.types import Refused
 from ascent.viewer.compare import files
 from ascent.viewer.compare.comparison import Comparison
+from ascent.viewer.compare.overlay import EVERYTHING, View
 from ascent.viewer.curves import POINTS, Library
 
 MOST_POINTS = 5_000
@@ -39,7 +41,8 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
             if part == "ends":
                 return found.ends(base(request))
             known = {} if part == "curves" else found.told()
-            return known | {"curves": found.curves(metrics(request, found), axis(request), points(request))}
+            wanted = metrics(request, found)
+            return known | {"curves": found.curves(wanted, axis(request), points(request), view=view(request))}
 
     def picture(kind: str) -> Callable[[Request], Response]:
         def made(request: Request) -> Response:
@@ -48,7 +51,7 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
                 raise Refused(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
             with compared(request) as found:
                 wanted = metrics(request, found)
-                data = files.picture(found, wanted, axis(request), kind, seeds)
+                data = files.picture(found, wanted, axis(request), kind, seeds, view(request))
             return attached(data, files.PICTURES[kind], name_of(wanted, len(found.runs)), kind)
 
         return made
@@ -56,7 +59,7 @@ def routes(runs: Path, library: Library | None = None) -> list[BaseRoute]:
     def table(request: Request) -> Response:
         what = request.query_params.get("table", "finals")
         with compared(request) as found:
-            text = files.table(found, what, metrics(request, found), axis(request), base(request))
+            text = files.table(found, what, metrics(request, found), axis(request), base(request), view(request))
         return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
 
     async def answered(request: Request) -> Response:
@@ -103,6 +106,15 @@ def base(request: Request) -> str | None:
 
 def axis(request: Request) -> str:
     return request.query_params.get("x", "step")
+
+
+def view(request: Request) -> View:
+    """From where to where on the axis; without it all of it."""
+    low, high = number(request, "from"), number(request, "to")
+    found = EVERYTHING[0] if low is None else low, EVERYTHING[1] if high is None else high
+    if found[0] > found[1]:
+        raise Refused(f"from={low:g} is behind to={high:g}: nothing lies between")
+    return found
 
 
 def points(request: Request) -> int:

@@ -13,14 +13,13 @@ import numpy as np
 
 from ascent.viewer import foreign
 from ascent.viewer.charts import DRAWN
-from ascent.viewer.digest import Buckets, Digest, fold, merged
+from ascent.viewer.digest import Buckets, Digest, merged
+from ascent.viewer.exact import Exact
 from ascent.viewer.parsing import Parsed, from_dicts
 from ascent.viewer.places import Place
 
 POINTS = 600
 """Points of a curve if nobody says how many: about the width of a chart."""
-REREAD = 20_000
-"""Lines that are read again where buckets would give fewer points than asked for; a longer part has to do with them."""
 MOST_BYTES = 1 << 27
 """Memory of all curves that are kept; the ones that were asked for longest ago go first."""
 DIGITS = 7
@@ -100,17 +99,8 @@ def curves(
         "nonfinite": {name: digest.nonfinite[name] for name in metrics if name in digest.nonfinite},
     }
     low, high = -np.inf if begin is None else begin, np.inf if end is None else end
-    keep = (digest.last >= low) & (digest.first <= high)
-    coarse = digest.width > 1 and np.count_nonzero(keep) < points
-    if coarse and np.count_nonzero(keep) * digest.width <= REREAD:
-        part = digest.part(low, high)
-        cuts = np.arange(len(part.steps))
-        first = last = part.steps
-        found = {name: fold(part.columns[name], cuts) for name in metrics if name in part.columns and len(cuts)}
-        width = 1
-    else:
-        first, last, width = digest.first[keep], digest.last[keep], digest.width
-        found = {n: Buckets(*(p[keep] for p in digest.metrics[n])) for n in metrics if n in digest.metrics}
+    piece = Exact(digest).piece(metrics, low, high, points)
+    found, first, last, width = dict(piece.metrics), piece.first, piece.last, piece.width
     together = -(-len(first) // max(points, 1)) or 1
     if together > 1:
         cuts = np.arange(0, len(first), together)

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ascent.viewer.digest import Digest
+from ascent.viewer.digest import Buckets, Digest, fold
 from ascent.viewer.parsing import Parsed
+
+REREAD = 20_000
+"""Lines that are read again where buckets would give fewer points than asked for; a longer part has to do with them."""
+KEPT = 4
+"""Parts of a file that are kept, of those that were read again."""
+
+
+class Piece(NamedTuple):
+    """Some steps of a run: its digest's buckets, or its lines, read again."""
+
+    place: np.ndarray
+    """Which steps each bucket is for: those from place × width on."""
+    first: np.ndarray
+    last: np.ndarray
+    width: int
+    metrics: Mapping[str, Buckets]
+    before: int
+    """Buckets of the digest that come before."""
 
 
 class Exact:
@@ -16,6 +35,37 @@ class Exact:
     def __init__(self, digest: Digest):
         self.digest = digest
         self._read: dict[int, Parsed] = {}
+        self._parts: dict[tuple[int | float, int | float], Parsed] = {}
+
+    def piece(
+        self,
+        metrics: Collection[str],
+        begin: int | float = -np.inf,
+        end: int | float = np.inf,
+        points: int | float = 0,
+        most: int | None = None,
+        rare: str | None = None,
+    ) -> Piece:
+        """The steps from one to another: line by line where buckets give fewer points than so many, else the buckets.
+
+        Not where that were more lines than `most`. Of a metric that is `rare` only buckets that have it are points.
+        """
+        digest = self.digest
+        keep = (digest.last >= begin) & (digest.first <= end)
+        before = int(np.argmax(keep)) if keep.any() else 0
+        there = keep if rare is None else keep & (digest.metrics[rare].number > 0)
+        few = digest.width > 1 and np.count_nonzero(there) < points
+        if few and np.count_nonzero(keep) * digest.width <= (REREAD if most is None else most):
+            return _singly(self._part(begin, end), metrics, before)
+        found = {n: Buckets(*(p[keep] for p in digest.metrics[n])) for n in metrics if n in digest.metrics}
+        return Piece(digest.index[keep], digest.first[keep], digest.last[keep], digest.width, found, before)
+
+    def _part(self, begin: int | float, end: int | float) -> Parsed:
+        if (begin, end) not in self._parts:
+            while len(self._parts) >= KEPT:
+                self._parts.pop(next(iter(self._parts)))
+            self._parts[begin, end] = self.digest.part(begin, end)
+        return self._parts[begin, end]
 
     def measured(self, metric: str) -> np.ndarray:
         """In which buckets a metric was measured."""
@@ -61,6 +111,15 @@ class Exact:
             step, values = self.line(bucket, rarest if bucket in rare else None, first=bucket == int(every[0]))
             found[step] = [step, *(values.get(metric) for metric in metrics)]
         return [found[step] for step in sorted(found)]
+
+
+def _singly(part: Parsed, names: Collection[str], before: int) -> Piece:
+    """Lines as buckets of one step each, as a digest of few lines has them."""
+    index = np.maximum.accumulate(np.floor(part.steps)).astype(np.int64)
+    cuts = np.flatnonzero(np.diff(index, prepend=index[0] - 1)) if len(index) else np.empty(0, int)
+    found = {name: fold(part.columns[name], cuts) for name in names if name in part.columns and len(cuts)}
+    last = part.steps[np.append(cuts[1:], len(index)) - 1] if len(index) else part.steps
+    return Piece(index[cuts], part.steps[cuts], last, 1, found, before)
 
 
 def spread(places: np.ndarray, most: int) -> list[int]:

@@ -14,9 +14,10 @@ from ascent.types import Refused
 from ascent.viewer import about
 from ascent.viewer.charts import DRAWN, GREEDY, charts_of, greedy_of
 from ascent.viewer.compare.ended import finals, seed_of
-from ascent.viewer.compare.overlay import AXES, overlay
+from ascent.viewer.compare.overlay import AXES, EVERYTHING, View, overlay
 from ascent.viewer.curves import POINTS, Library, measured
 from ascent.viewer.digest import Digest
+from ascent.viewer.exact import Exact
 from ascent.viewer.places import Place, find
 from ascent.viewer.reading import number, read_object
 
@@ -159,9 +160,14 @@ class Comparison:
         self.digests = {}
 
     def curves(
-        self, metrics: Sequence[str], axis: str = "step", points: int = POINTS, drawn: bool = True
+        self,
+        metrics: Sequence[str],
+        axis: str = "step",
+        points: int = POINTS,
+        drawn: bool = True,
+        view: View = EVERYTHING,
     ) -> dict[str, Any]:
-        """As they are drawn; or with all digits, and intervals that go where they go."""
+        """As they are drawn; or with all digits, and intervals that go where they go. Of a view, its exact points."""
         if axis not in AXES:
             raise Refused(f"x={axis[:20]}: there are {', '.join(AXES)}")
         ids = {name: [run.id for run in group] for name, group in self.groups.items()}
@@ -169,7 +175,8 @@ class Comparison:
         for metric in metrics:
             if metric not in known:
                 raise Refused(f"metric={metric[:80]}: none of these runs has it.{nearest(metric, known)}")
-        return {metric: overlay(ids, self.digests, metric, axis, points, drawn) for metric in metrics}
+        exacts = {id: Exact(digest) for id, digest in self.digests.items()}
+        return {metric: overlay(ids, exacts, metric, axis, points, drawn, view) for metric in metrics}
 
     def charts(self) -> list[dict[str, Any]]:
         """What there is to draw, in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from ascent.types import Refused
 from ascent.viewer.charts import CHARTS
 from ascent.viewer.compare.bounds import bounds
 from ascent.viewer.compare.comparison import Comparison
+from ascent.viewer.compare.overlay import EVERYTHING, View
 
 PICTURES = {"png": "image/png", "svg": "image/svg+xml"}
 TABLES = ("finals", "curves", "settings")
@@ -22,17 +24,22 @@ _drawing = threading.Lock()
 
 
 def picture(
-    found: Comparison, metrics: Sequence[str], axis: str = "step", kind: str = "png", seeds: str = "band"
+    found: Comparison,
+    metrics: Sequence[str],
+    axis: str = "step",
+    kind: str = "png",
+    seeds: str = "band",
+    view: View = EVERYTHING,
 ) -> bytes:
     """A panel a metric: a line a setting, the mean over its seeds with the 95 % interval, or a line a seed."""
     if not 1 <= len(metrics) <= MOST_PANELS:
         raise Refused(f"{len(metrics)} metrics: a picture has 1 to {MOST_PANELS}")
-    made = found.curves(metrics, axis)
+    made = found.curves(metrics, axis, view=view)
     with _drawing:
-        return _draw(found, made, axis, kind, seeds)
+        return _draw(found, made, axis, kind, seeds, view)
 
 
-def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: str) -> bytes:
+def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: str, view: View) -> bytes:
     import matplotlib
 
     from ascent.records.plot import figure
@@ -58,12 +65,14 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
         place.set_xlabel(axis)
         if share:
             place.set_ylim(-0.03, 1.03)
-    ends = [x for lines in made.values() for line in lines["groups"].values() for x in line["x"][:1] + line["x"][-1:]]
+        elif view != EVERYTHING:
+            _fit(place, view)
+    low, high = ends_of(made, view)
     for place in places:
         place.set_visible(place in places[: len(made)])
-        if ends and max(ends) > min(ends):  # all panels over the same steps, also what is measured late
-            room = 0.02 * (max(ends) - min(ends))
-            place.set_xlim(min(ends) - room, max(ends) + room)
+        if high > low:  # all panels over the same steps, also what is measured late
+            room = 0.02 * (high - low)
+            place.set_xlim(low - room, high + room)
     _legend(fig, found, seeds, [bounds(metric) for metric in made])
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ascent"}):
@@ -73,6 +82,24 @@ def _draw(found: Comparison, made: dict[str, Any], axis: str, kind: str, seeds: 
 
     pyplot.close(fig)
     return data.getvalue()
+
+
+def ends_of(made: dict[str, Any], view: View) -> View:
+    """From where to where something is to be seen: all panels together, or what was asked for of it."""
+    found = [lines["whole"] for lines in made.values() if lines["whole"]]
+    low, high = min((one[0] for one in found), default=0.0), max((one[1] for one in found), default=0.0)
+    return max(low, view[0]), min(high, view[1])
+
+
+def _fit(place: Any, view: View) -> None:
+    """What is in view fills the panel: lines go on beside it, and do not count."""
+    y = [v for line in place.lines for x, v in zip(*line.get_data(), strict=True) if view[0] <= x <= view[1]]
+    for area in place.collections:
+        y += [v for path in area.get_paths() for x, v in path.vertices if view[0] <= x <= view[1]]
+    known = [float(v) for v in y if v is not None and math.isfinite(v)]
+    if known:
+        room = 0.05 * (max(known) - min(known)) or 0.05 * abs(max(known)) or 0.05
+        place.set_ylim(min(known) - room, max(known) + room)
 
 
 def _legend(fig: Any, found: Comparison, seeds: str, ends: Sequence[tuple[Any, Any]]) -> None:
@@ -116,14 +143,21 @@ def plain(text: str) -> str:
 # ---- tables -------------------------------------------------------------------------------------------
 
 
-def table(found: Comparison, what: str, metrics: Sequence[str], axis: str = "step", base: str | None = None) -> str:
+def table(
+    found: Comparison,
+    what: str,
+    metrics: Sequence[str],
+    axis: str = "step",
+    base: str | None = None,
+    view: View = EVERYTHING,
+) -> str:
     """One of the tables as CSV, numbers in full."""
     if what not in TABLES:
         raise Refused(f"table={what[:20]}: there are {', '.join(TABLES)}")
     if what == "finals":
         rows = _finals(found, base)
     else:
-        rows = _settings(found) if what == "settings" else _curves(found, metrics, axis)
+        rows = _settings(found) if what == "settings" else _curves(found, metrics, axis, view)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([[cell(value) for value in row] for row in rows])
     return out.getvalue()
@@ -149,10 +183,10 @@ def _settings(found: Comparison) -> Iterable[list[Any]]:
         yield [row["name"], *row["values"]]
 
 
-def _curves(found: Comparison, metrics: Sequence[str], axis: str) -> Iterable[list[Any]]:
+def _curves(found: Comparison, metrics: Sequence[str], axis: str, view: View) -> Iterable[list[Any]]:
     """The interval as it was computed: nothing is cut off where values end."""
     yield ["metric", "setting", "seeds", axis, "mean", "low", "high"]
-    for metric, lines in found.curves(metrics, axis, drawn=False).items():
+    for metric, lines in found.curves(metrics, axis, drawn=False, view=view).items():
         for name, line in lines["groups"].items():
             empty = [None] * len(line["x"])
             for values in zip(line["x"], line["mean"], line.get("low", empty), line.get("high", empty), strict=True):

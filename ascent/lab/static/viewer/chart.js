@@ -75,6 +75,11 @@ export class Chart extends Component {
     return typeof value !== "number" ? String(value ?? "–") : this.props.share ? percent(value) : num(value);
   }
 
+  grain = 1; // the smallest part of the x axis that is told apart: a step
+  snap(x) {
+    return +(Math.round(x / this.grain) * this.grain).toPrecision(12);
+  }
+
   options(width) {
     const axis = { stroke: () => colourOf("--quiet"), font: FONT, grid: { stroke: () => colourOf("--line"), width: 1 }, ticks: { show: false } };
     const ticks = (_, values, __, ___, apart) => values.map((v) => (v == null ? "" : this.powers ? num(+(10 ** v).toPrecision(3)) : this.props.share ? `${tick(100 * v, 100 * apart)}%` : tick(v, apart)));
@@ -85,7 +90,7 @@ export class Chart extends Component {
       cursor: { x: false, y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 5 }, bind: { dblclick: () => () => this.props.onZoom?.(null) } },
       scales: { x: { time: false, range: () => this.span() }, y: { range: () => this.powers ?? rangeOf(this.lines, this.span(), this.props.share) } },
       axes: [
-        { ...axis, size: 25, gap: 7, space: 56, incrs: INCREMENTS, values: (_, v) => v.map((n) => num(n)) },
+        { ...axis, size: 25, gap: 7, space: 56, incrs: () => INCREMENTS.map((n) => n * Math.min(1, this.grain)), values: (_, v) => v.map((n) => num(n)) },
         { ...axis, size: (_, texts) => Math.max(50, 10 + 7 * Math.max(0, ...(texts ?? []).map((t) => t.length))), gap: 4, space: 30, values: ticks },
       ],
       series: [{}, { show: true, points: { show: false } }],
@@ -121,7 +126,7 @@ export class Chart extends Component {
       const smooth = smoothed(line, this.props.smooth);
       if (line.low && (!many || this.props.band)) drawBand(at, line, colour, (smooth ? 0.5 : 1) * (this.lines.length > 4 ? 0.06 : this.lines.length > 1 ? 0.12 : 0.17));
       const spread = line.x.length < 2 || (line.x.length - 1) * 8 * at.px < ((line.x[line.x.length - 1] - line.x[0]) * bbox.width) / (x.max - x.min);
-      const points = line.bucket === 1 && !many && (spread || line.gap < Infinity);
+      const points = (line.steps ?? line.bucket) === 1 && !many && (spread || line.gap < Infinity);
       drawLine(at, line, line.y, colour, { width: smooth ? 1 : many ? 1.4 : 1.9, dash: smooth ? [] : dash, alpha: smooth ? 0.32 : 1, points: points && !smooth });
       if (smooth) drawLine(at, line, smooth, colour, { width: many ? 1.6 : 2.1, dash });
       if (many) drawMarks(at, line, smooth ?? line.y, colour, line.colour);
@@ -136,9 +141,8 @@ export class Chart extends Component {
     u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     if (width < 5) return;
     const [from, to] = this.span();
-    const clip = (step) => Math.min(Math.ceil(to), Math.max(Math.floor(from), step));
-    const [low, high] = [clip(Math.round(u.posToVal(left, "x"))), clip(Math.round(u.posToVal(left + width, "x")))];
-    this.props.onZoom?.(low, Math.max(high, low + 1));
+    const [low, high] = [left, left + width].map((px) => this.snap(Math.min(to, Math.max(from, u.posToVal(px, "x")))));
+    this.props.onZoom?.(low, Math.max(high, low + this.grain));
   }
 
   // Drawn while it is near the screen; what changes elsewhere waits until it is.
@@ -201,7 +205,7 @@ export class Chart extends Component {
     const stepAt = (event) => {
       const box = over.getBoundingClientRect();
       const [from, to] = this.span();
-      return Math.round(Math.min(to, Math.max(from, this.plot.posToVal(event.clientX - box.left, "x"))));
+      return this.snap(Math.min(to, Math.max(from, this.plot.posToVal(event.clientX - box.left, "x"))));
     };
     let down = null;
     over.addEventListener("pointermove", (event) => this.props.cursor.set(stepAt(event)));
@@ -248,12 +252,12 @@ export class Chart extends Component {
     const { cursor, onZoom, onOpen } = this.props;
     const [from, to] = this.props.range;
     const step = cursor.step ?? to;
-    const one = Math.max(1, this.lines[0]?.bucket ?? 1) * (event.shiftKey ? 10 : 1);
-    const go = (next) => cursor.set(Math.round(Math.min(to, Math.max(from, next))));
+    const one = Math.max(this.grain, this.lines[0]?.bucket ?? 1) * (event.shiftKey ? 10 : 1);
+    const go = (next) => cursor.set(this.snap(Math.min(to, Math.max(from, next))));
     const zoom = (factor) => {
-      const wide = Math.max(1, (to - from) * factor);
-      const low = Math.round(step - ((step - from) / (to - from || 1)) * wide);
-      onZoom?.(low, Math.round(low + Math.max(1, wide)));
+      const wide = Math.max(this.grain, (to - from) * factor);
+      const low = this.snap(step - ((step - from) / (to - from || 1)) * wide);
+      onZoom?.(low, this.snap(low + wide));
     };
     const act = {
       ArrowLeft: () => go(step - one), ArrowRight: () => go(step + one), Home: () => go(from), End: () => go(to),

@@ -5,18 +5,28 @@ import { CompareChart } from "./compare_chart.js";
 import { Chips, Chosen, Smoothing } from "./compare_chosen.js";
 import { Differences, Ends } from "./compare_tables.js";
 import { SideBySide } from "./compare_prompt.js";
-import { asked, askedAll, compareLink, Component, count, Failure, get, html, poll, queryOf, ready, render, tell } from "./shared.js";
+import { asked, askedAll, compareLink, Component, count, Failure, get, html, num, poll, queryOf, ready, render, tell } from "./shared.js";
 
 const PAUSE = 5000; // ms between two looks while a run is going on
 const FEW = 4; // metrics that are asked for at once, after the first
 const AXES = { step: "steps", samples: "samples", tokens: "tokens", seconds: "seconds" };
 // What a band is, and where it ends: values of a share lie between 0 and 1, others may not be negative.
 const bandOf = ([low, high] = []) => `band: 95 % interval over seeds${high != null ? ", drawn within 0 and 1" : low != null ? ", drawn down to 0" : ""}`;
-const number = (name) => (/^\d+$/.test(asked(name)) ? +asked(name) : null);
+const number = (name, part = /^\d+$/) => (part.test(asked(name)) ? +asked(name) : null);
+const place = (name) => number(name, /^\d{1,15}(\.\d+)?$/);
 const filled = (values) => Float64Array.from(values, (value) => value ?? NaN);
 const NONE = [];
 const MANY = 8; // lines beyond which a chart gives them marks instead of dashes
 const shortOf = (id) => id.split("/").pop();
+
+// How finely seconds are told apart: a thousandth of all of them, or less.
+const grainOf = (x, [low, high]) => (x === "seconds" ? Math.min(1, 10 ** Math.floor(Math.log10((high - low || 1) / 1000))) : 1);
+
+// That a point is more than a step, if so.
+function meanOf(lines) {
+  const most = Math.max(1, ...lines.map((line) => line.steps));
+  return most > 1 && `a point is the mean of ${lines.some((line) => line.steps !== most) ? "up to " : ""}${num(most)} steps: zoom in to see each`;
+}
 
 // A line of the answer as a chart draws it; on another axis than steps a point is as wide as its distance to the next.
 function lineOf(found, axis, label, full, colour) {
@@ -25,13 +35,15 @@ function lineOf(found, axis, label, full, colour) {
   const bucket = axis === "step" ? found.bucket : Math.max(apart, 1e-9);
   const low = found.low ? filled(found.low) : null;
   const high = found.low ? filled(found.high) : null;
-  return { label, full, colour, x, y: filled(found.mean), low, high, bucket, odd: found.nonfinite ?? [], gap: Infinity };
+  return { label, full, colour, x, y: filled(found.mean), low, high, bucket, steps: found.bucket, odd: found.nonfinite ?? [], gap: Infinity };
 }
+
+const viewed = (from, to) => (from != null && to != null && from > to ? { from: to, to: from } : { from, to });
 
 // What the address says.
 const addressed = () => ({
   ids: [...new Set(askedAll("id"))], chosen: askedAll("metric"), x: AXES[asked("x")] ? asked("x") : "step", seeds: asked("seeds") === "lines" ? "lines" : "band",
-  from: number("from"), to: number("to"), key: asked("key"), set: asked("set"), at: number("at"), base: asked("base"), smooth: number("smooth") ?? 0, of: askedAll("of"),
+  ...viewed(place("from"), place("to")), key: asked("key"), set: asked("set"), at: number("at"), base: asked("base"), smooth: number("smooth") ?? 0, of: askedAll("of"),
 });
 
 class Compare extends Component {
@@ -54,19 +66,20 @@ class Compare extends Component {
 
   // The first chart comes with everything else in one request; the others after it is drawn.
   async look() {
-    const { ids, x } = this.state;
+    const { ids, x, from, to } = this.state;
     if (!ids.length) return this.setState({ found: null, curves: {}, error: "" });
     const asking = (this.asking = {});
     const began = performance.now();
     try {
       const first = this.state.chosen[0];
-      const found = await get("/api/view/compare", { id: ids, metric: first ?? null, x });
+      const found = await get("/api/view/compare", { id: ids, metric: first ?? null, x, from, to });
       if (this.asking !== asking) return;
-      this.setState({ found, curves: { ...this.state.curves, ...this.drawn(found, found.curves) }, error: "" });
+      const fresh = this.sees(from, to) ? this.drawn(found, found.curves) : {};
+      this.setState({ found, curves: { ...this.state.curves, ...fresh }, error: "" });
       await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
       this.took = performance.now() - began;
       window.lab = { ...window.lab, took: this.took, drawn: performance.now() };
-      await Promise.all([this.rest(asking, this.metrics().filter((metric) => !found.curves[metric])), this.ends(asking)]);
+      await Promise.all([this.rest(asking, this.metrics().filter((metric) => !fresh[metric])), this.ends(asking)]);
     } catch (error) {
       if (this.asking === asking) this.setState({ error: error.message });
     }
@@ -82,11 +95,17 @@ class Compare extends Component {
     this.setState({ base }, () => this.ends(this.asking).catch((error) => this.setState({ error: error.message })));
   }
 
-  async rest(asking, missing) {
+  sees(from, to) {
+    return this.state.from === from && this.state.to === to;
+  }
+
+  // Further curves, as long as they are what is looked at.
+  async rest(asking, missing, signal) {
+    const { ids, x, from, to } = this.state;
     for (let i = 0; i < missing.length; i += FEW) {
-      const found = await get("/api/view/compare", { id: this.state.ids, metric: missing.slice(i, i + FEW), x: this.state.x, part: "curves" });
-      if (this.asking !== asking) return;
-      this.setState((state) => ({ curves: { ...state.curves, ...this.drawn(state.found, found.curves) } }));
+      const found = await get("/api/view/compare", { id: ids, metric: missing.slice(i, i + FEW), x, from, to, part: "curves" }, signal);
+      if (this.asking !== asking || !this.sees(from, to)) return;
+      this.setState((state) => ({ curves: { ...state.curves, ...this.drawn(state.found, found.curves) }, error: "" }));
     }
     window.lab = { ...window.lab, whole: true };
     this.setState({});
@@ -143,24 +162,32 @@ class Compare extends Component {
     this.setState({ chosen }, () => this.rest(this.asking, chosen.filter((m) => !this.state.curves[m])).catch((error) => this.setState({ error: error.message })));
   }
 
+  // From where to where anything can be seen, zoomed or not.
   whole() {
-    let [low, high] = [Infinity, -Infinity];
-    for (const { lines } of Object.values(this.state.curves)) {
-      for (const { x } of lines) {
-        if (!x.length) continue;
-        low = Math.min(low, x[0]);
-        high = Math.max(high, x[x.length - 1]);
-      }
-    }
-    return low > high ? [0, 1] : [this.state.x === "step" ? Math.floor(low) : 0, Math.ceil(high)];
+    const { curves, x } = this.state;
+    const ends = Object.values(curves).flatMap(({ answer }) => answer.whole ?? []);
+    if (!ends.length) return [0, 1];
+    const [low, high] = [Math.min(...ends), Math.max(...ends)];
+    return x === "step" ? [Math.floor(low), Math.ceil(high)] : [0, x === "seconds" ? high : Math.ceil(high)];
   }
 
-  zoom(from, to) {
+  // Draws what is there in the new range at once, and asks for its exact points.
+  zoom(low, high) {
     const [first, last] = this.whole();
-    const out = from == null || (from <= first && to >= last);
-    const next = { from: out ? null : Math.max(first, from), to: out ? null : Math.min(last, to) };
-    this.setState(next);
+    const out = low == null || (low <= first && high >= last);
+    const next = { from: out ? null : Math.max(first, low), to: out ? null : Math.min(last, high) };
+    if (this.sees(next.from, next.to)) return;
+    window.lab = { ...window.lab, whole: false };
     tell(next);
+    this.setState(next, async () => {
+      this.zooming?.abort();
+      this.zooming = new AbortController();
+      try {
+        await this.rest(this.asking, this.metrics(), this.zooming.signal);
+      } catch (error) {
+        if (error.name !== "AbortError") this.setState({ error: error.message });
+      }
+    });
   }
 
   // The groups of which nothing can be drawn over this axis.
@@ -176,8 +203,8 @@ class Compare extends Component {
 
   // What a file is asked for: the runs and what is seen of them.
   file(kind, more = {}) {
-    const { ids, x, seeds, base } = this.state;
-    return `/api/view/compare.${kind}?${queryOf({ id: ids, metric: this.metrics(), x, seeds, base, ...more })}`;
+    const { ids, x, seeds, base, from, to } = this.state;
+    return `/api/view/compare.${kind}?${queryOf({ id: ids, metric: this.metrics(), x, seeds, base, from, to, ...more })}`;
   }
 
   charts() {
@@ -193,7 +220,7 @@ class Compare extends Component {
       const said = !series.label || chart.title.toLowerCase().includes(series.label.toLowerCase());
       const title = said ? chart.title : `${chart.title}, ${series.label}`;
       return html`<${CompareChart} key=${metric} name=${metric} title=${title} unit=${x === "step" ? chart.unit : `${chart.unit ? `${chart.unit}, ` : ""}over ${AXES[x]}`} share=${chart.share || curves[metric]?.answer.bounds[1] === 1}
-        lines=${curves[metric]?.lines ?? NONE} range=${this.range} whole=${whole} cursor=${this.cursor} smooth=${x === "step" ? smooth : 0} band=${bandOf(curves[metric]?.answer.bounds)} note=${alone}
+        lines=${curves[metric]?.lines ?? NONE} range=${this.range} whole=${whole} cursor=${this.cursor} smooth=${x === "step" ? smooth : 0} band=${bandOf(curves[metric]?.answer.bounds)} note=${[alone, meanOf(curves[metric]?.lines ?? NONE)].filter(Boolean).join("; ")} grain=${grainOf(x, whole)}
         onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => x === "step" && this.set({ at: step }, false)} />`;
     });
   }
@@ -226,6 +253,6 @@ class Compare extends Component {
 }
 
 export { compareLink };
-const place = document.getElementById("main");
-place.replaceChildren();
-render(html`<${Compare} />`, place);
+const main = document.getElementById("main");
+main.replaceChildren();
+render(html`<${Compare} />`, main);

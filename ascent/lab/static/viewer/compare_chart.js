@@ -3,6 +3,11 @@ import { Chart } from "./chart.js";
 import { lastOf } from "./curves.js";
 
 export class CompareChart extends Chart {
+  render(props) {
+    this.grain = props.grain;
+    return super.render(props);
+  }
+
   point(step) {
     super.point(step);
     if (!this.list || !this.plot) return;

@@ -7,7 +7,8 @@ import { Legend, Readout } from "./tokens.js";
 
 const SHOWS = [["all", "all"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"], ["failed", "failed"], ["mixed", "mixed groups"]];
 const SORTS = [["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["sample", "sample"]];
-const DEFAULTS = { set: "sampled", sort: "reward", show: "all", q: "", colour: "advantage", offset: "" };
+const FOLDS = [["yes", "folded"], ["no", "one by one"]];
+const DEFAULTS = { set: "sampled", sort: "reward", show: "all", q: "", colour: "advantage", offset: "", fold: "yes" };
 const PAUSE = 250; // ms of quiet before a search is sent
 const AGAIN = 8000; // ms between two looks for further steps
 const MOST_TICKS = 300;
@@ -101,7 +102,7 @@ class Page extends Component {
     const next = { ...this.state.asked, ...changes };
     const plain = Object.fromEntries(Object.entries(changes).map(([k, v]) => [k, v === DEFAULTS[k] ? null : v]));
     tell(plain, push);
-    this.setState({ asked: next }, () => "colour" in changes || this.load());
+    this.setState({ asked: next }, () => "colour" in changes || "fold" in changes || this.load());
   }
 
   go(step) {
@@ -166,6 +167,7 @@ class Page extends Component {
       ${!held && html`<${Choice} name="sort" label="Sort by" options=${SORTS} value=${now.sort} set=${(sort) => this.set({ sort })} />`}
       <label class="c-choice search">Search <input id="search" type="search" value=${typed ?? now.q} placeholder="in prompts and responses" onInput=${(e) => this.search(e.target.value)} /></label>
       ${found.kind === "ascent" && html`<${Choice} name="colour" label="Colour" options=${COLOURS.filter(([key]) => !held || key === "logp")} value=${held ? "logp" : now.colour} set=${(colour) => this.set({ colour })} />`}
+      ${!held && html`<${Choice} name="fold" label="Identical" options=${FOLDS} value=${now.fold} set=${(fold) => this.set({ fold })} />`}
     </div>`;
   }
 
@@ -208,7 +210,7 @@ class Page extends Component {
       ${found.shares.all > 0 && this.controls(found, state)}
       <p class="note found" role="status"><b>${sampleOf(found)}</b> ${this.said(found)}</p>
       ${about && Object.entries(about.missing).map(([name, text]) => html`<p class="note" key=${name}>${text}.</p>`)}
-      <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.set}/${found.step}/${group.group}`} id=${now.id} set=${found.set} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} />`)}</div>
+      <div class="c-groups" data-count=${state.count}>${found.groups.map((group) => html`<${Group} key=${`${found.set}/${found.step}/${group.group}`} id=${now.id} set=${found.set} step=${found.step} group=${group} tokens=${tokens} ask=${(g, s) => this.ask(g, s)} scale=${scale} q=${now.q} tell=${this.tell} fold=${now.fold !== "no"} />`)}</div>
       ${this.pages(found)}
       ${found.kind === "ascent" && found.groups.length > 0 && html`<aside class="c-dock" aria-label="Numbers of a token"><${Legend} scale=${scale} absent=${known} note=${colour === "ratio" || colour === "clipped" ? alike(tokens) : ""} /><${Readout} here=${(readout) => (this.readout = readout)} /></aside>`}`;
   }

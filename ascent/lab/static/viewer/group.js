@@ -78,11 +78,11 @@ class Response extends Component {
   }
 
   render(props, state) {
-    const { r, held } = props;
+    const { r, held, times, open, onOpen } = props;
     const parts = Object.entries(r.parts);
     return html`<li class=${`c-response ${r.status}`} data-sample=${r.sample} ref=${(place) => (this.place = place)}>
       <div class="c-about">
-        <p class="c-reward"><b>${r.status === "failed" ? "–" : num(r.reward)}</b> <span>reward</span> <${Marks} r=${r} /></p>
+        <p class="c-reward"><b>${r.status === "failed" ? "–" : num(r.reward)}</b> <span>reward</span> <${Marks} r=${r} />${times > 1 && html` <button type="button" class="c-times" aria-expanded=${String(open)} aria-label=${`${times} identical responses, ${open ? "fold them" : "show each"}`} title=${open ? "Fold them" : "The same text and reward: show each"} onClick=${onOpen}>× ${times}</button>`}</p>
         <p class="c-small">${!held && html`<span>sample ${r.sample}</span>`}${r.length != null && html`<span>${count(r.length, "token")}</span>`}${r.advantage != null && html`<span title="advantage, mean over its tokens">advantage ${signed(r.advantage)}</span>`}</p>
         ${parts.length > 0 && html`<dl class="c-parts">${parts.map(([name, value]) => html`<div key=${name}><dt>${name.replace(/^rewards\//, "")}</dt><dd>${num(value)}</dd></div>`)}</dl>`}
         ${r.said && html`<dl class="c-parts">${Object.entries(r.said).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
@@ -96,6 +96,16 @@ class Response extends Component {
   }
 }
 
+// Responses with the same text and the same outcome, together, each such lot where its first one stands.
+function alike(responses) {
+  const lots = new Map();
+  for (const r of responses) {
+    const key = JSON.stringify([r.text, r.reward, r.status, r.correct, r.truncated]);
+    lots.set(key, [...(lots.get(key) ?? []), r]);
+  }
+  return [...lots];
+}
+
 const KINDS = { "all right": "✓ all right", "all wrong": "✗ all wrong", mixed: "◐ mixed", equal: "= all equal" };
 
 // The rewards of a group in numbers; one number has no spread.
@@ -105,7 +115,7 @@ function rewards({ mean, std, low, high, size }) {
   return std == null ? `reward: mean ${num(mean)}` : `reward: mean ${num(mean)}, spread ${num(std)}, ${num(low)} to ${num(high)}`;
 }
 
-/* Props: id, set, step, group, tokens (a Map "group/sample" -> row), ask(group, sample|null), scale, q, tell. */
+/* Props: id, set, step, group, tokens (a Map "group/sample" -> row), ask(group, sample|null), scale, q, tell, fold (are identical responses shown once). */
 export class Group extends Component {
   need(sample) {
     const { group, ask, tokens } = this.props;
@@ -114,7 +124,19 @@ export class Group extends Component {
     ask(group.group, long ? sample : null);
   }
 
-  render({ id, set, group, tokens, scale, q, tell }) {
+  // What is shown of the responses: all, or the first of each lot that is not opened.
+  responses() {
+    const { set, group, fold, tokens, scale, q, tell } = this.props;
+    const one = (r, more) => html`<${Response} key=${r.sample} held=${set === HELD} r=${r} group=${group} row=${tokens?.get(`${group.group}/${r.sample}`)} scale=${scale} q=${q} tell=${tell} need=${(s) => this.need(s)} ...${more} />`;
+    if (!fold) return group.responses.map((r) => one(r));
+    return alike(group.responses).flatMap(([key, [first, ...others]]) => {
+      const open = Boolean(this.state[key]);
+      const head = one(first, { times: 1 + others.length, open, onOpen: () => this.setState({ [key]: !open }) });
+      return open ? [head, ...others.map((r) => one(r))] : [head];
+    });
+  }
+
+  render({ id, set, group, q }) {
     const held = set === HELD;
     const right = group.right != null && group.size > 1 && `${group.right} of ${group.of} right`;
     const about = held ? [] : [rewards(group), right, group.failed > 0 && `${group.failed} failed`];
@@ -126,7 +148,7 @@ export class Group extends Component {
         <a href=${completionsLink(id, null, { set: setOf(set), key: group.key })}>This prompt over the steps</a></header>
       <div class="c-prompt"><h3>Prompt</h3><${Long} text=${group.prompt} q=${q} name="of the prompt" /></div>
       ${group.answer != null && html`<div class="c-prompt"><h3>Wanted</h3><${Long} text=${group.answer} /></div>`}
-      <ol class="c-responses">${group.responses.map((r) => html`<${Response} key=${r.sample} held=${held} r=${r} group=${group} row=${tokens?.get(`${group.group}/${r.sample}`)} scale=${scale} q=${q} tell=${tell} need=${(s) => this.need(s)} />`)}</ol>
+      <ol class="c-responses">${this.responses()}</ol>
       ${left > 0 && html`<p class="note">${count(left, "more response")} of this group ${left === 1 ? "is" : "are"} not shown: ${left === 1 ? "it is" : "they are"} not what was asked for.</p>`}
     </section>`;
   }
