@@ -10,6 +10,7 @@ the fields of the one before it.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import textwrap
@@ -194,6 +195,7 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+@functools.cache
 def _docs_in(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     try:
@@ -232,9 +234,15 @@ def _refuse_unknown(layer: Settings, task: type) -> None:
             raise Refused(f"--{_flag(key)}: there is no such setting for {name_of(task)}.{nearest(key, known)}")
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a class's fields; reading them out of their words takes a while."""
+    return get_type_hints(cls)
+
+
 def _checked(key: str, value: Any, cls: type) -> Any:
     """The value if it is of the field's type, an int made a float where that is wanted; else refused."""
-    hint = get_type_hints(cls)[key.rpartition(".")[2]]
+    hint = _hints(cls)[key.rpartition(".")[2]]
     wanted = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for kind in wanted:
         if get_origin(kind) is Literal:

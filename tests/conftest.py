@@ -6,6 +6,7 @@ Numbers are float64 throughout, so that a golden number is one to 1e-12 and not 
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from ascent.policies.transformer import TransformerValue  # noqa: E402
 from ascent.types import Batch, Rollouts, Space  # noqa: E402
 
 torch.set_num_threads(1)
+gc.freeze()  # what was imported is no litter, and need not be looked through again and again
 settings.register_profile("ascent", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ascent")
 
