@@ -49,6 +49,7 @@ def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", repeats)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+    torch.backends.mkldnn.set_flags(True)  # torch switches it off for good where it cannot do a half-precision product
 
 
 F64 = torch.float64

@@ -288,7 +288,7 @@ def test_a_run_says_what_became_of_it_and_draws_its_charts_in_order(screen: Scre
     cells = screen.page.locator("[data-chart=entropy] tbody td").all_inner_texts()
     assert [float(cell) for cell in cells] == [pytest.approx(line["entropy"], rel=1e-3) for line in lines]
     screen.page.click(".fold summary >> nth=0")
-    assert "lecture" in screen.text(".fold .pairs")
+    until(lambda: "lecture" in screen.text(".fold .pairs"))
 
 
 def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Screen, runs: Path) -> None:
