@@ -15,12 +15,10 @@ import argparse
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.common import close, markdown, show, write_page
+from benchmarks.common import close, markdown, show, workers, write_page
 
 ACCURACY = 0.99
 COMMON: dict[str, Any] = {"eval_every": 5, "eval_prompts": 5_000, "threads": 1}
@@ -83,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     rows, began = options.rows.split(","), time.perf_counter()
     found: dict[str, list[Stopwatch]] = {row: [] for row in rows}
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+    with workers(options.jobs) as pool:
         fewer = {} if options.steps is None else {"steps": options.steps}
         work = [pool.submit(run, row, seed, fewer) for seed in range(options.seeds) for row in rows]
         for done in work:

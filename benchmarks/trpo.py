@@ -16,14 +16,12 @@ import copy
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.common import close, markdown, show, write_page
+from benchmarks.common import close, markdown, show, workers, write_page
 
 RATIO, ACCEPTED, MEDIAN, UPDATES, ENDS = 1.0, 0.95, 0.5, 200, 10
 
@@ -103,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=UPDATES, help="fewer, to try the benchmark itself")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+    with workers(options.jobs) as pool:
         jobs = [(row, seed) for seed in range(options.seeds) for row in ("trpo", "ppo")]
         work = [pool.submit(run, row, seed, options.updates) for row, seed in jobs]
         found = []

@@ -13,7 +13,7 @@ from ascent.api import assemble
 from ascent.cli import main
 from ascent.settings import configure
 
-TINY_SORT = {"length": 3, "numbers": 4, "policy.width": 32, "policy.layers": 1, "policy.heads": 2, "prompts": 32}
+TINY_SORT = {"length": 3, "numbers": 4, "policy.width": 32, "policy.layers": 1, "policy.heads": 2, "prompts": 16}
 TINY_SORT |= {"samples": 8, "eval_every": 30, "eval_prompts": 100, "record_every": 1000, "threads": 1}
 
 

@@ -349,13 +349,13 @@ def test_a_reference_is_what_training_started_from() -> None:
 def test_bfloat16_is_stepped_in_float32() -> None:
     """A rate of 1e-6 would be lost in bfloat16: many such steps have to add up."""
     lm = model_of(dtype=torch.bfloat16)
-    algorithm = replace(ALGORITHMS["reinforce"], update=replace(ALGORITHMS["reinforce"].update, lr=2e-5))
+    algorithm = replace(ALGORITHMS["reinforce"], update=replace(ALGORITHMS["reinforce"].update, lr=6e-5))
     learner = learner_of(lm, algorithm)
     batch = rewarded(sampler_of(lm).generate(prompts_of(), 4))
     first = [p.detach().clone() for p in lm.model.parameters()]
     mini = credited(batch, algorithm, learner)
     mini = mini.add(advantage=mini.advantage.float())
-    for _ in range(40):
+    for _ in range(12):
         learner.step(mini, algorithm.objective, algorithm.update)
     assert all(p.dtype == torch.float32 for p in learner.trainable())
     for wide, p, start in zip(learner.trainable(), lm.model.parameters(), first, strict=True):
@@ -423,11 +423,11 @@ def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_pr
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) -> None:
     lm = model_of()
-    algorithm = replace(ALGORITHMS["ppo"], critic=(SharedCritic if shared else OwnCritic)(lr=1e-3))
-    learner = with_critic(lm, algorithm, budget=30)
+    algorithm = replace(ALGORITHMS["ppo"], critic=(SharedCritic if shared else OwnCritic)(lr=5e-3))
+    learner = with_critic(lm, algorithm, budget=60)
     batch = credited(batch_of(lm), algorithm, learner)
     first = [p.detach().clone() for p in lm.model.parameters()]
-    losses = [float(algorithm.critic(learner, batch)["value/loss"]) for _ in range(60)]
+    losses = [float(algorithm.critic(learner, batch)["value/loss"]) for _ in range(15)]
     assert losses[-1] < 0.5 * losses[0]
     assert any(not torch.equal(a, b) for a, b in zip(first, lm.model.parameters(), strict=True)) == shared
 
@@ -468,8 +468,7 @@ def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
     assert found == pytest.approx(float((p * slope**2).sum() / batch.tokens), rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("delta", [1e-4, 0.01, 0.3])
+@pytest.mark.parametrize(("seed", "delta"), [(0, 1e-4), (1, 1e-4), (2, 0.01), (3, 0.01), (0, 0.3), (1, 0.3)])
 def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: float) -> None:
     """The KL is measured here by another way: whole distributions of the plain form."""
     lm = model_of(seed=seed)
