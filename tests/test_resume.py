@@ -37,9 +37,9 @@ from ascent.settings import configure
 from ascent.train import Streams
 from ascent.types import Refused
 
-LECTURE = {"samples": 4, "epochs": 2, "minibatches": 3, "steps": 11, "checkpoint_every": 3, "record_every": 2}
+LECTURE = {"samples": 4, "epochs": 2, "minibatches": 3, "steps": 8, "checkpoint_every": 3, "record_every": 2}
 SORT = {"length": 3, "numbers": 4, "end": True, "prompts": 4, "samples": 3, "minibatches": 2, "eval_prompts": 5}
-SMALL = {"policy.width": 8, "policy.layers": 1, "policy.heads": 2, "steps": 8, "checkpoint_every": 3, "record_every": 3}
+SMALL = {"policy.width": 8, "policy.layers": 1, "policy.heads": 2, "steps": 7, "checkpoint_every": 3, "record_every": 3}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "running mean": ("lecture", {**LECTURE, "algorithm": "reinforce-baseline", "keep": 1}),
     "adaptive KL in the loss, moving average": (
