@@ -20,7 +20,10 @@ from jaxtyping import install_import_hook
 # Before anything imports ascent: under pytest, and only there, every shape is checked. beartype has to
 # be able to ask whether something meets a protocol, so every protocol allows it here.
 Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
-install_import_hook("ascent", "beartype.beartype")
+HOUSE = Path(__file__).parents[1] / "ascent"
+WORDS = {"__init__", "__pycache__", "commands", "judge", "lab", "viewer"}
+"""What has to do with words and not with tensors: mypy is enough for it."""
+install_import_hook([f"ascent.{path.stem}" for path in HOUSE.iterdir() if path.stem not in WORDS], "beartype.beartype")
 
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402

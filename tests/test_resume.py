@@ -642,9 +642,8 @@ def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys
     assert Run(run).status == "died"
     assert "died" in said(capsys, "show", run)[1]
 
-    process = ascent("resume", run)
-    text = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and "Look closer" in text
+    code, text = said(capsys, "resume", run)[:2]
+    assert code == 0 and "Look closer" in text
     assert said(capsys, "train", *flags, "--out", tmp_path / "whole")[0] == 0
     assert differing(run, bits(tmp_path / "whole")) == []
 
