@@ -29,10 +29,9 @@ browser:
 smollm2: setup
 	@$(BIN)/python tools/smollm2.py
 
-# Three workers for two cores: one of them always waits for a browser, a process or a disk.
 test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -33,6 +33,7 @@ from ascent.lab.guard import Guard, called, kept_secret, names
 from ascent.lab.trainer import Gated, read_gate, write_gate
 from ascent.lab.trainings import MOST, Trainings
 from ascent.losses import Clipped
+from ascent.records import RunFolder
 from ascent.records.display import Display
 from ascent.types import Refused
 
@@ -551,6 +552,20 @@ def test_another_process_with_the_pid_of_a_training_is_not_it(tmp_path: Path) ->
     for ticks, status in ((int(began), "starting"), (int(began) - 1, "died")):
         note.write_text(f"{os.getpid()} {ticks}")
         assert found.status("one")["status"] == status
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells when a process began")
+def test_a_training_has_died_when_its_shell_has_said_how(tmp_path: Path) -> None:
+    """Else a page that looks in between would never hear of the exit code."""
+    found = Trainings(tmp_path)
+    RunFolder.create(tmp_path / "one", {}, {"step": 2, "steps": 9}).close()  # left running, and nobody holds it
+    found.kept("one").mkdir(parents=True)
+    (found.kept("one") / "gate").write_text("9")
+    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    (found.kept("one") / "process").write_text(f"{os.getpid()} {began}")
+    assert found.status("one")["status"] == "running"
+    (found.kept("one") / "exit").write_text("137\n")
+    assert found.status("one")["words"] == "died after step 0 (exit code 137, killed by signal 9)"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells a process from what is left of one")

@@ -94,6 +94,8 @@ class Trainings:
             status = found.status
         except Refused:  # not begun, or refused before it began
             status = "failed" if code is not None or not kept.exists() else "starting" if alive else "died"
+        if status == "died" and alive and code is None:
+            status = "running"  # for the moment until its shell has written down how it ended
         about: dict[str, Any] = {"run": run, "status": status, "exit": code, "step": _steps(folder)}
         about["steps"] = Run(folder).info["steps"] if (folder / "run.json").exists() else 0
         about["paused"] = status == "running" and (kept / "waiting").exists()
