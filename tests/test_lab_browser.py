@@ -290,7 +290,7 @@ def test_training_to_the_end_as_on_the_command_line_though_the_server_is_killed(
     screen.page.wait_for_selector("body[data-ready]")
     until(lambda: run_of(screen, "a") and len(run_of(screen, "a")["steps"]) == 100)
     screen.page.locator(".data summary").click()
-    assert screen.page.locator(".data tbody tr").count() > 20
+    until(lambda: screen.page.locator(".data tbody tr").count() > 20)
 
 
 def test_a_trainer_that_is_killed_is_shown_with_its_curve_and_reset_puts_it_away(screen: Screen, lab: Lab) -> None:

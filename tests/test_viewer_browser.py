@@ -285,6 +285,7 @@ def test_a_run_says_what_became_of_it_and_draws_its_charts_in_order(screen: Scre
     screen.page.locator("[data-chart=entropy]").scroll_into_view_if_needed()
     until(lambda: says(screen, "entropy")["entropy"] == f"{lines[-1]['entropy']:.4g}")
     screen.page.click("[data-chart=entropy] summary")
+    until(lambda: screen.page.locator("[data-chart=entropy] tbody td").count() == len(lines))
     cells = screen.page.locator("[data-chart=entropy] tbody td").all_inner_texts()
     assert [float(cell) for cell in cells] == [pytest.approx(line["entropy"], rel=1e-3) for line in lines]
     screen.page.click(".fold summary >> nth=0")
@@ -335,6 +336,7 @@ def test_a_long_run_is_drawn_in_means_and_exactly_when_zoomed(screen: Screen) ->
     assert (begin, end) == (pytest.approx(300, abs=6), pytest.approx(450, abs=6))
     assert screen.page.input_value("#from") == str(begin)
     chart.locator("summary").click()
+    until(lambda: chart.locator("tbody td").count() == end + 1 - begin)
     steps = [int(text) for text in chart.locator("tbody th").all_inner_texts()]
     cells = [float(text) for text in chart.locator("tbody td").all_inner_texts()]
     assert steps == list(range(begin, end + 1))
@@ -477,7 +479,7 @@ def test_text_of_a_run_is_never_html(screen: Screen) -> None:
         and EVIL in screen.text(".objective")
     )
     screen.page.click(".fold summary >> nth=0")
-    assert EVIL in screen.text(".fold .pairs") and EVIL in screen.text(".facts")
+    until(lambda: EVIL in screen.text(".fold .pairs") and EVIL in screen.text(".facts"))
     flag = screen.page.locator(".flag")
     assert "entropy collapse" in flag.inner_text() and EVIL in flag.inner_text() and "1.1 → 0.2" in flag.inner_text()
     link = parse_qs(urlsplit(flag.locator("a").get_attribute("href")).query)

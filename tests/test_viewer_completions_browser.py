@@ -90,7 +90,8 @@ class View(Screen):
         return self
 
     def tokens(self) -> View:
-        self.page.wait_for_selector(".c-tokens .t")
+        """Wait until the first response is there token by token."""
+        self.page.wait_for_selector(".c-response >> nth=0 >> .t")
         return self
 
     def asked(self, name: str) -> str:
@@ -265,7 +266,7 @@ def test_colours_with_their_marks(view: View) -> None:
         )
         return [" ".join(name.split()[1:]) for name in found]
 
-    assert classes(0) == ["n4", "n4", "n4 clip low", "n4"] and classes(1) == ["p4", "p4 clip high", "p4", "p4"]
+    until(lambda: classes(0) == ["n4", "n4", "n4 clip low", "n4"] and classes(1) == ["p4", "p4 clip high", "p4", "p4"])
     view.page.select_option("#colour", "ratio")
     until(lambda: classes(1) == ["z", "p4 clip high", "n4", "n3"])
     view.page.select_option("#colour", "logp")
