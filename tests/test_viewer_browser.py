@@ -273,6 +273,13 @@ def test_no_runs_and_a_thousand(screen: Screen) -> None:
 # ---- a run ----------------------------------------------------------------------------------------------
 
 
+def unfolded(screen: Screen) -> bool:
+    """Open the first fold; while a page is still being built, a click may come too early."""
+    return screen.page.locator(".fold").first.evaluate(
+        "e => { if (!e.open) e.querySelector('summary').click(); return e.open; }"
+    )
+
+
 def test_a_run_says_what_became_of_it_and_draws_its_charts_in_order(screen: Screen, runs: Path) -> None:
     opened(screen, "/run?id=known")
     assert screen.text("h1") == "known" and "finished, 12 of 12 steps" in screen.text(".run-top")
@@ -288,8 +295,7 @@ def test_a_run_says_what_became_of_it_and_draws_its_charts_in_order(screen: Scre
     until(lambda: screen.page.locator("[data-chart=entropy] tbody td").count() == len(lines))
     cells = screen.page.locator("[data-chart=entropy] tbody td").all_inner_texts()
     assert [float(cell) for cell in cells] == [pytest.approx(line["entropy"], rel=1e-3) for line in lines]
-    screen.page.click(".fold summary >> nth=0")
-    until(lambda: "lecture" in screen.text(".fold .pairs"))
+    until(lambda: unfolded(screen) and "lecture" in screen.text(".fold .pairs"))
 
 
 def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Screen, runs: Path) -> None:
@@ -478,8 +484,7 @@ def test_text_of_a_run_is_never_html(screen: Screen) -> None:
         and EVIL in screen.text(".notes .text")
         and EVIL in screen.text(".objective")
     )
-    screen.page.click(".fold summary >> nth=0")
-    until(lambda: EVIL in screen.text(".fold .pairs") and EVIL in screen.text(".facts"))
+    until(lambda: unfolded(screen) and EVIL in screen.text(".fold .pairs") and EVIL in screen.text(".facts"))
     flag = screen.page.locator(".flag")
     assert "entropy collapse" in flag.inner_text() and EVIL in flag.inner_text() and "1.1 → 0.2" in flag.inner_text()
     link = parse_qs(urlsplit(flag.locator("a").get_attribute("href")).query)
