@@ -60,7 +60,7 @@ class Config:
     record_every: int = 10
     """Steps between recorded rollouts."""
     record_rollouts: str = "4"
-    """Groups to record in such a step; `all`: every group of every step; `none`."""
+    """Groups to record in such a step; `all`: every group of every step; `none`: nor held-out answers."""
     max_reward_errors: float = 0.1
     """Share of a step's rewards that may fail before the run stops."""
     max_mismatch: float = 0.3

@@ -25,7 +25,7 @@ from ascent.records import alive
 from ascent.types import Refused
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
-BY_STEP = ("rollouts", "held_out")
+SAMPLED, HELD_OUT = BY_STEP = ("rollouts", "held_out")
 """Folders with a file a step."""
 UNBEGUN = {".lock", alive.NAME, alive.ASIDE, "config.json", ".config.json.new", ".run.json.new"}
 """All that a folder can hold before its run.json is there: a run that was killed before it began."""
@@ -159,11 +159,11 @@ class RunFolder:
     def set_aside(self, step: int) -> None:
         """Keep a copy of the records that going back to an older checkpoint will cut."""
         kept = self.path / f"replaced-{time.time_ns()}"
-        (kept / "held_out").mkdir(parents=True)  # its files have the names of those of rollouts
-        for path in [*(self.path / name for name in LINES), *self._files("rollouts", step)]:
+        (kept / HELD_OUT).mkdir(parents=True)  # its files have the names of those of rollouts
+        for path in [*(self.path / name for name in LINES), *self._files(SAMPLED, step)]:
             shutil.copy2(path, kept)
-        for path in self._files("held_out", step):
-            shutil.copy2(path, kept / "held_out")
+        for path in self._files(HELD_OUT, step):
+            shutil.copy2(path, kept / HELD_OUT)
 
     def close(self, last_word: str | None = None) -> None:
         """Its sign of life goes before its last word: whenever it is killed, a run that ended leaves none behind."""

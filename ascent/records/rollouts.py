@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ascent.engines.base import Stepped
+from ascent.records.folder import HELD_OUT, SAMPLED
 from ascent.records.pieces import Pieces
 from ascent.tasks import Task
 from ascent.types import Batch, Refused
 
-SAMPLED, HELD_OUT = "rollouts", "held_out"
-"""The folders in a run's folder."""
 ANSWERS = 64
 """Held-out prompts whose answers are recorded, where not all are."""
 ROWS = 64

@@ -160,10 +160,8 @@ def every(folder: Path, kind: str, q: str = "", which: str = "") -> dict[str, An
     found = [_every(folder, kind, q, one) for one in (recorded.HELD_OUT, recorded.SAMPLED) if which in ("", one)]
     return {
         "prompts": [told for one in found for told in one["prompts"]],
-        **{
-            "total": sum(one["total"] for one in found),
-            "problems": [text for one in found for text in one["problems"]],
-        },
+        "total": sum(one["total"] for one in found),
+        "problems": [text for one in found for text in one["problems"]],
     }
 
 
