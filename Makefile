@@ -19,25 +19,29 @@ demo: setup
 lab: setup
 	@$(BIN)/ascent lab
 
-# The browser of the lab's tests: Debian's package where this is root's to install, else the line to type.
+# The browser for the tests of the lab. As root on Debian this installs it; elsewhere it prints what to type.
 browser:
-	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then echo "There is a Chromium."; \
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then echo "Chromium is installed."; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
 	else echo "The lab's browser tests need Chromium. Type: sudo apt-get update && sudo apt-get install -y chromium"; fi
 
-# The model of the tests as a Hugging Face folder, with no download hub: --model "$$(make -s smollm2)"
+# The model of the tests as a Hugging Face folder, made without the hub: --model "$$(make -s smollm2)"
 smollm2: setup
 	@$(BIN)/python tools/smollm2.py
 
+# Three workers on two cores, for those that drive a browser wait half of the time. Bytecode is kept, whatever the
+# environment says: the tests start many processes, and each would have to compile the package again.
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal
+
 test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(TESTS)
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	$(TESTS) -m "not slow"
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -1,54 +1,115 @@
-"""Ascent trains language models with policy gradients: every method a choice on one menu.
+"""Ascent trains language models with policy gradients. Every method is one choice per axis of a single menu.
 
 run = ascent.train("sort", algorithm="grpo", seed=0)
+
+This module is the public interface: what starts and reads runs, and the base classes for choices and tasks of your own.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ascent.api import load, resume
+    from ascent.api import load, resume, train
+    from ascent.core.advantages import Advantage
+    from ascent.core.algorithms import ALGORITHMS, Algorithm
+    from ascent.core.config import Config
+    from ascent.core.correction import Correction
+    from ascent.core.critics import Critic
+    from ascent.core.exploration import Exploration
+    from ascent.core.groups import Groups, Shaping
+    from ascent.core.kl import KL
+    from ascent.core.losses import Loss
+    from ascent.core.protocols import Task
+    from ascent.core.reference import Reference
+    from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Space, Trouble
+    from ascent.core.update import Update
+    from ascent.core.weights import Weights
+    from ascent.policies.base import Policy
     from ascent.records import Run
-    from ascent.trained.exporting import export
-    from ascent.trained.sampling import sample
-    from ascent.types import Refused, Trouble
+    from ascent.tasks.base import SmallTask
+    from ascent.tasks.text.base import TextTask
+    from ascent.tasks.text.problems import Graded, Problem
+    from ascent.workflows.evaluate import evaluate
+    from ascent.workflows.export import export
+    from ascent.workflows.pairs import make_pairs
+    from ascent.workflows.sample import sample
 
 __version__ = "0.1.0"
-__all__ = ["Refused", "Run", "Trouble", "evaluate", "export", "load", "resume", "sample", "train"]
+__all__ = [
+    "ALGORITHMS",
+    "KL",
+    "Advantage",
+    "Algorithm",
+    "Batch",
+    "Config",
+    "Correction",
+    "Critic",
+    "Exploration",
+    "Graded",
+    "Groups",
+    "Loss",
+    "Policy",
+    "Problem",
+    "Prompts",
+    "Reference",
+    "Refused",
+    "Rollouts",
+    "Run",
+    "Scores",
+    "Shaping",
+    "SmallTask",
+    "Space",
+    "Task",
+    "TextTask",
+    "Trouble",
+    "Update",
+    "Weights",
+    "evaluate",
+    "export",
+    "load",
+    "make_pairs",
+    "resume",
+    "sample",
+    "train",
+]
 
-_AT = {"load": "api", "resume": "api", "Run": "records", "Refused": "types", "Trouble": "types"}
-_AT |= {"sample": "trained.sampling", "export": "trained.exporting"}
+_MODULES = {
+    "api": "train resume load",
+    "records": "Run",
+    "workflows.evaluate": "evaluate",
+    "workflows.sample": "sample",
+    "workflows.export": "export",
+    "workflows.pairs": "make_pairs",
+    "tasks.base": "SmallTask",
+    "tasks.text.base": "TextTask",
+    "tasks.text.problems": "Problem Graded",
+    "policies.base": "Policy",
+    "core.types": "Refused Trouble Batch Prompts Rollouts Scores Space",
+    "core.protocols": "Task",
+    "core.config": "Config",
+    "core.algorithms": "Algorithm ALGORITHMS",
+    "core.advantages": "Advantage",
+    "core.losses": "Loss",
+    "core.weights": "Weights",
+    "core.kl": "KL",
+    "core.reference": "Reference",
+    "core.exploration": "Exploration",
+    "core.correction": "Correction",
+    "core.groups": "Groups Shaping",
+    "core.critics": "Critic",
+    "core.update": "Update",
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Everything on use: a process that only grades responses needs no torch."""
-    if name in _AT:
-        return getattr(import_module(f"ascent.{_AT[name]}"), name)
+    """Import a public name on first use. A process that only grades responses never imports torch."""
+    if name in _HOME:
+        return getattr(import_module(f"ascent.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _Ascent(ModuleType):
-    """`ascent.train` and `ascent.evaluate` are functions, though modules of the loop have these names too."""
-
-    @property
-    def train(self) -> Any:
-        return import_module("ascent.api").train
-
-    @train.setter
-    def train(self, module: ModuleType) -> None:
-        """What the import of `ascent.train` would lay over it."""
-
-    @property
-    def evaluate(self) -> Any:
-        return import_module("ascent.trained.held_out").evaluate
-
-    @evaluate.setter
-    def evaluate(self, module: ModuleType) -> None:
-        """As above."""
-
-
-sys.modules[__name__].__class__ = _Ascent
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

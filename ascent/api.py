@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,25 +14,26 @@ from typing import Any
 
 import torch
 
-from ascent.assemble import Parts, assemble, source_of
-from ascent.config import Config
-from ascent.diagnose.explain import formula, objective_in_words
-from ascent.diagnose.findings import findings
-from ascent.naming import about, default_folder, label_of
-from ascent.policies import LanguageModel
+from ascent.assemble import Parts, assemble, init_folder
+from ascent.core.config import Config
+from ascent.core.loop import train as loop
+from ascent.core.types import Refused, State, Trouble
+from ascent.explain.explain import formula, objective_in_words
 from ascent.records import Run, RunFolder, Writer, checkpoint
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import refuse_taken
+from ascent.records.naming import about, default_folder, run_label
 from ascent.records.sinks import check_sinks, open_sinks
+from ascent.records.watch.findings import findings
 from ascent.settings import configure, flatten, refuse_samples
-from ascent.train import train as loop
-from ascent.types import Refused, State, Trouble
+
+STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
 
 def train(
     task: Any, *, out: str | Path | None = None, show: bool = True, preflight: bool = True, **settings: Any
 ) -> Run:
-    """Train on a task under these settings (those of the command line, dots and all) and return the run.
+    """Train on a task with these settings (the command line's, dots included) and return the run.
 
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
@@ -47,20 +48,22 @@ def load(folder: str | Path) -> Run:
 
 
 def start(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Run:
-    """A new run of this config, in a new folder; a language model is looked over first."""
+    """A new run of this config, in a new folder, after the backend's pre-flight."""
     config = replace(config, threads=config.threads or torch.get_num_threads())
     if config.init is not None:
-        config = replace(config, init=str(source_of(Path(config.init))))
+        config = replace(config, init=str(init_folder(config.init)))
     _refuse_unreadable(config)
     check_sinks(config.track)
     path = Path(out) if out is not None else default_folder(config)
     refuse_taken(path)
     parts = assemble(config)
     try:
-        if preflight and isinstance(parts.policy, LanguageModel):
-            look_over(parts, display)
+        report = parts.preflight() if preflight else None
+        if report is not None:
+            display.say(report.text())
+            report.insist()
         words = {
-            "label": label_of(config),
+            "label": run_label(config),
             "objective": objective_in_words(config.algorithm),
             "formula": formula(config.algorithm),
         }
@@ -71,17 +74,8 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
     return carry_out(parts, folder, display, first=0, state=None)
 
 
-def look_over(parts: Parts, display: Display) -> None:
-    """The pre-flight of a language model: shown, and insisted on."""
-    from ascent.preflight import preflight
-
-    report = preflight(parts)
-    display.say(report.text())
-    report.insist()
-
-
 def _refuse_unreadable(config: Config) -> None:
-    """A choice that lives only in this process could be trained with, but neither resumed nor loaded."""
+    """Refuse a choice that lives only in this process: the run could be neither resumed nor loaded."""
     settings = flatten(config.to_dict())
     try:
         same = configure(settings.pop("task"), settings) == config
@@ -89,15 +83,15 @@ def _refuse_unreadable(config: Config) -> None:
         same = False
     if not same:
         raise Refused(
-            "a choice or task of your own was given as an object, and could not be read back from config.json: "
-            "put it into a file and give it as python:FILE:NAME"
+            "a choice or task of your own was given as an object, which config.json cannot hold. Put it into a file "
+            "and give it as python:FILE:NAME"
         )
 
 
 def resume(run: str | Path, display: Display | None = None, from_step: int | None = None) -> Run:
-    """Go on with a run from its newest checkpoint (or that of `from_step`), to the same numbers.
+    """Resume a run from its newest checkpoint (or that of `from_step`), to the same numbers.
 
-    A finished run is left as it is. Nothing of the records is touched before the checkpoint is found whole.
+    A finished run is left as it is. The records are not touched before the checkpoint is known to be whole.
     """
     existing = Run(run)
     if existing.status == "finished" and from_step is None:
@@ -110,7 +104,7 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         first, state, sizes = 0, None, {}
         groups: checkpoint.Groups = {}
         if chosen is not None:
-            groups, saved = checkpoint.load(chosen)
+            groups, saved = checkpoint.load_checkpoint(chosen)
             first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_cut(sizes)
         parts = assemble(existing.config, fresh=chosen is None)
@@ -145,7 +139,7 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
     sinks = open_sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.sinks = sinks
     try:
-        with interruptible(writer):
+        with interruptible(writer, lambda: display.say(STOPPING)):
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
                 display.say(note)
@@ -155,7 +149,7 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
         folder.run["status"] = "finished" if done else "interrupted"
     except KeyboardInterrupt:
         folder.run["status"] = "interrupted"
-        raise KeyboardInterrupt(f"stopped at once. Go on with: ascent resume {folder.path}") from None
+        raise KeyboardInterrupt(f"stopped at once. Resume it with: ascent resume {folder.path}") from None
     except Exception as error:
         trouble = _trouble(error, folder.path)
         folder.run |= {"status": "failed", "reason": str(trouble)}
@@ -171,20 +165,20 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
 
 
 def _trouble(error: Exception, folder: Path) -> Exception:
-    """What to tell of an error: its own words where it has some, else what it was and where its details are."""
+    """The error to raise: itself where it explains itself, else what it was and where its details are."""
     if isinstance(error, Trouble | Refused):
         return error
     if isinstance(error, OSError):
         return Trouble(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
     (folder / "error.txt").write_text("".join(traceback.format_exception(error)))
     return Trouble(
-        f"an error that Ascent did not foresee: {type(error).__name__}: {error}. "
+        f"an error that Ascent did not expect: {type(error).__name__}: {error}. "
         f"The details are in {folder / 'error.txt'}"
     )
 
 
 def _close(folder: RunFolder, config: Config) -> None:
-    """How far it came and what came of it, and the last word in run.json."""
+    """Write into run.json how far the run came, and its result."""
     metrics = Run(folder.path).metrics
     last = {k: v for line in metrics for k, v in line.items() if v is not None}
     folder.run["step"] = len(metrics)
@@ -193,7 +187,7 @@ def _close(folder: RunFolder, config: Config) -> None:
 
 
 def result(last: dict[str, Any], config: Config) -> dict[str, Any]:
-    """What run.json says of the outcome: the last of every metric that matters, and words."""
+    """What run.json says of the outcome: the last value of every metric that matters, and words."""
     names = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
     numbers = {name: last.get(name) for name in names}
     return {
@@ -205,21 +199,17 @@ def result(last: dict[str, Any], config: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def interruptible(writer: Writer) -> Iterator[None]:
-    """Ctrl-C ends the run after this step, saved; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+def interruptible(work: Any, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM sets `work.stop`, so that it can end in order; a second one interrupts it."""
 
     def handle(*_: Any) -> None:
-        if writer.stop:
+        if work.stop:
             raise KeyboardInterrupt
-        writer.stop = True
-        writer.display.say("Stopping after this step, to save it. Once more to stop at once.")
+        work.stop = True
+        announce()
 
-    for s in before:
-        signal.signal(s, handle)
+    main = threading.current_thread() is threading.main_thread()
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM) if main}
     try:
         yield
     finally:

@@ -2,9 +2,11 @@
 
 Settings are plain: a flat mapping from a flag's name to a value, `{"advantage": "leave-one-out",
 "loss.high": 0.28, "steps": 100}`. A task's preset, a config file, Python keywords and the command
-line all speak it. Layers are laid over one another: a row named later replaces every axis of the
-algorithm (an optimizer only where the row has another update), and another choice named later drops
-the fields of the one before it.
+line all use it. Later layers win. A row named later replaces every axis of the algorithm (an
+optimizer only where the row has another update). Another choice named later drops the fields of
+the one before it.
+
+A `Setting` describes one field of a dataclass: its flag, its type, its default and its help.
 """
 
 from __future__ import annotations
@@ -14,47 +16,150 @@ import functools
 import inspect
 import itertools
 import textwrap
-import types
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ascent.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.config import Config
-from ascent.menu import Menu, build, hyperparameters, name_of, nearest, spell
-from ascent.own import load_python
+from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
+from ascent.core.config import Config
+from ascent.core.menu import hyperparameters, name_of, nearest
+from ascent.core.preferences import SHOWN
+from ascent.core.types import Refused
+from ascent.core.update import Adam
 from ascent.policies import POLICIES
-from ascent.preferences import SHOWN
 from ascent.tasks import TASKS
-from ascent.types import Refused
-from ascent.update import Adam
+from ascent.tasks.base import BaseTask
+from ascent.tasks.user_code import load_python
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model"}
 """Flags that stand for a field of a choice."""
-PLAIN = {f.name: f for f in fields(Config) if f.name not in ("task", "policy", "algorithm")}
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
+WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path", NoneType: "None"}
 
 
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+# ---- one field ------------------------------------------------------------------------------------------------
 
 
-def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
-    flat: dict[str, Any] = {}
-    for key, value in given.items():
-        if isinstance(value, Mapping):
-            flat[key] = value["name"]
-            flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in value.items() if k != "name"}
-        else:
-            flat[key] = value
-    return flat
+@dataclass(frozen=True)
+class Setting:
+    """One field: what it is called, what it may be, and what it means."""
+
+    name: str
+    """Its key among settings: steps, loss.high."""
+    kind: Any
+    """Its type."""
+    default: Any = None
+    help: str = ""
+    metavar: str = ""
+    """What stands for its value in help; by default its type says it."""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.rstrip('_').replace('_', '-')}"
+
+    @property
+    def negative(self) -> str:
+        """The flag that turns a switch off: --no-open, --policy.no-checkpointing."""
+        axis, dot, field = self.flag.removeprefix("--").rpartition(".")
+        return f"--{axis}{dot}no-{field}"
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of a union, None first: on the command line it is a word like any other."""
+        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return tuple(sorted(kinds, key=lambda kind: kind is not NoneType))
+
+    def check(self, value: Any, flag: str = "", typed: bool = False) -> Any:
+        """The value, converted where that is harmless; `typed`: it is a word, or words, of the command line."""
+        for kind in self.kinds:
+            try:
+                return _fit(value, kind, typed)
+            except ValueError:
+                continue
+        choices = [str(option) for kind in self.kinds if get_origin(kind) is Literal for option in get_args(kind)]
+        wanted = f"one of {', '.join(choices)}" if choices else " or ".join(_in_words(k) for k in self.kinds[::-1])
+        hint = nearest(str(value), choices)
+        raise Refused(f"{flag or self.flag} is {value!r}: it has to be {wanted}{f'.{hint}' if hint else ''}")
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        several = "one or more" if get_args(kind)[-1] is ... else len(get_args(kind))
+        return f"{several} values, each {_in_words(get_args(kind)[0])}"
+    return WORDS.get(kind, str(kind))
+
+
+def _fit(value: Any, kind: Any, typed: bool) -> Any:
+    """The value as one of this type, or ValueError."""
+    options = {bool: (True, False), NoneType: (None,)}.get(kind, get_args(kind))
+    if get_origin(kind) is tuple:  # one word stands for a tuple of one
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list | tuple):
+            kinds = options[:1] * len(items) if options[-1] is ... else options
+            return tuple(_fit(item, kind, typed) for item, kind in zip(items, kinds, strict=True))
+    elif options:
+        for option in options:
+            if value == str(option) if typed else (type(value), value) == (type(option), option):
+                return option
+    elif (typed and kind in (int, float)) or (type(value) is int and kind in (float, str)):
+        return kind(value)
+    elif kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    elif kind is Any or type(value) is kind:
+        return value
+    raise ValueError
+
+
+def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
+    """The fields of a dataclass as settings, by name. Annotated[int, "N"] names what stands for its value in help."""
+    docs, hints, settings = field_docs(cls), _hints(cls), {}
+    for name, field in hyperparameters(cls).items():
+        if not field.init:
+            continue
+        kind, metavar = hints[name], ""
+        if get_origin(kind) is Annotated:
+            kind, metavar = get_args(kind)
+        key = f"{axis}.{name}" if axis else name
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        settings[name] = Setting(key, kind, default, docs.get(name, ""), metavar)
+    return settings
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a class's fields; it takes a while to evaluate them."""
+    return get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass or of its bases: what it means, in its author's words."""
+    docs: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        try:
+            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # a class made in a notebook has no source
+            continue
+        for pair in itertools.pairwise(tree.body[0].body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    docs[name] = inspect.cleandoc(str(text))
+    return docs
+
+
+PLAIN = {name: setting for name, setting in settings_of(Config).items() if name not in ("task", "policy", "algorithm")}
+"""The fields of a run that belong to no choice."""
+
+
+# ---- layers of settings ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Resolved:
-    """Settings laid over one another, before anything is checked as a whole."""
+    """Layers of settings put together, before anything is checked as a whole."""
 
     task: type
     own: dict[str, Any]
@@ -71,152 +176,90 @@ class Resolved:
 
 
 def configure(task: Any, *layers: Settings) -> Config:
-    """The config of a task (a name, a class or an instance) under these settings, later ones winning."""
+    """The config of a task (a name, a class or an instance) under these settings; later layers win."""
     return resolve(task, *layers).config()
 
 
 def resolve(task: Any, *layers: Settings) -> Resolved:
     task, source = find_task(task)
-    cls = task if isinstance(task, type) else type(task)
-    layers = tuple({_canonical(k): v for k, v in layer.items()} for layer in (source, *layers))
-    preset = _preset(cls, next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default"))
+    cls: Any = task if isinstance(task, type) else type(task)
+    layers = tuple({canonical(k): v for k, v in layer.items()} for layer in (source, *layers))
+    name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
+    preset = {
+        canonical(k): v for k, v in find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}").items()
+    }
     chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
     own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
-    found = Resolved(cls, own, {}, chosen)
+    resolved, fields_of_task = Resolved(cls, own, {}, chosen), settings_of(cls)
     kept = chosen["update"]  # the last one that no row brought along
     for layer in (preset, *layers):
         if "algorithm" in layer:
-            row = _row(layer["algorithm"])
+            row = layer["algorithm"]
+            row = row if isinstance(row, Algorithm) else find_named("--algorithm", row, ALGORITHMS, "algorithm")
             chosen |= vars(row) | ({"update": kept} if type(row.update) is Adam else {})
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
         kept = kept if chosen["update"].whole else chosen["update"]
-        found.plain |= {k: _checked(k, v, Config) for k, v in layer.items() if k in PLAIN}
-        found.own |= {k: _checked(k, v, cls) for k, v in layer.items() if k in hyperparameters(cls)}
-        if layer is not preset:
-            _refuse_unknown(layer, cls)
-    shown = SHOWN.get(chosen["loss"].data)
-    if shown is not None:  # there are as many responses as are shown, whatever the other rows of a comparison draw
-        found.plain["samples"] = shown
-    return found
+        resolved.plain |= {k: PLAIN[k].check(v) for k, v in layer.items() if k in PLAIN}
+        own |= {k: fields_of_task[k].check(v) for k, v in layer.items() if k in fields_of_task}
+        known = [*PLAIN, *fields_of_task, *CHOICES, "algorithm", "preset", *SHORT]
+        for key in [] if layer is preset else layer:
+            if key.split(".")[0] not in known:
+                flag, flags = (f"--{key.replace('_', '-')}", [f"--{name.replace('_', '-')}" for name in known])
+                raise Refused(f"{flag}: there is no such setting for {name_of(cls)}.{nearest(flag, flags)}")
+    offline = SHOWN.get(chosen["loss"].data)
+    if offline is not None:  # the data decide how many responses there are, whatever other rows of a comparison draw
+        resolved.plain["samples"] = offline
+    return resolved
 
 
-def refuse_samples(asked: int | None, config: Config) -> None:
-    """Refuse a number of responses that was asked for where another is shown."""
-    if asked is not None and asked != config.samples and config.algorithm.loss.data in SHOWN:
+def refuse_samples(samples: int | None, config: Config) -> None:
+    """Refuse a number of responses other than that of the offline data."""
+    if samples is not None and samples != config.samples and config.algorithm.loss.data in SHOWN:
         raise Refused(
-            f"--samples {asked}: {label(config.algorithm)} draws nothing; for every prompt it is shown "
-            f"{config.samples} ({config.algorithm.loss.data}). Leave --samples out"
+            f"--samples {samples}: {row_label(config.algorithm)} samples nothing; its "
+            f"{config.algorithm.loss.data} have {config.samples} per prompt. Leave --samples out"
         )
 
 
-def _preset(task: Any, name: str) -> Settings:
-    if name not in task.presets:
-        raise Refused(f"--preset {name}: {name_of(task)} has {', '.join(task.presets)}.{nearest(name, task.presets)}")
-    return {_canonical(k): v for k, v in task.presets[name].items()}
-
-
-def find_task(given: Any) -> tuple[Any, Settings]:
-    """A task's class or instance, from its name, and the settings that NAME:SOURCE brings along.
-
-    In config.json the two stand apart, as the task's name and its field `source`.
-    """
-    if not isinstance(given, str):
-        return given, {}
-    if given.startswith("python:"):
-        return _own_task(given), {}
-    name, colon, source = given.partition(":")
-    known = {name_of(cls): cls for cls in TASKS}
-    if name not in known:
-        raise Refused(f"TASK {given}: no such task. There are {', '.join(known)}.{nearest(name, known)}")
-    if not colon:
-        return known[name], {}
-    fields_of = [_flag(key) for key in hyperparameters(known[name])]
-    if "source" not in fields_of:
-        raise Refused(f"TASK {given}: {name} stands alone; its settings are flags: --{', --'.join(fields_of)}")
-    return known[name], {"source": source}
-
-
-def _own_task(given: str) -> Any:
-    """A user's own task, a class or an instance. An instance is written down as its class and its fields."""
-    found = load_python("TASK", given)
-    cls = found if isinstance(found, type) else type(found)
-    if not (is_dataclass(cls) and "default" in getattr(cls, "presets", {})):
-        raise Refused(
-            f"TASK {given}: a task of your own is a frozen dataclass that derives from ascent.tasks.text.Text, or one "
-            "like those in ascent.tasks, with `presets`; or an instance of such a class"
-        )
-    if found is not cls and cls.__module__.startswith("ascent_user_"):
-        load_python("TASK", f"{given.rpartition(':')[0]}:{cls.__name__}")
-    return found
-
-
-def _canonical(key: str) -> str:
+def canonical(key: str) -> str:
     """--max-norm and max_norm are one name; --lr is --update.lr."""
     axis, dot, field = key.partition(".")
     key = f"{axis}.{field.replace('-', '_')}" if dot else axis.replace("-", "_")
     return SHORT.get(key, key)
 
 
-def _row(given: Any) -> Algorithm:
-    if isinstance(given, Algorithm):
-        return given
-    if given not in ALGORITHMS:
-        raise Refused(
-            f"--algorithm {given}: no such row. There are {', '.join(ALGORITHMS)}.{nearest(str(given), ALGORITHMS)}"
-        )
-    return ALGORITHMS[given]
+def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat[key] = value["name"]
+            flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in value.items() if k != "name"}
+        else:
+            flat[key] = value
+    return flat
 
 
 def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
-    """This axis after a layer: another choice if it names one, other fields if it sets any."""
+    """This axis after a layer: another choice if the layer names one, other fields if it sets any."""
     named = layer.get(axis)
-    if named is not None and not isinstance(named, str):
-        _refuse_stranger(axis, named, named if isinstance(named, type) else type(named))
-        now = named() if isinstance(named, type) else named
-    elif named is not None:
-        cls = find(axis, CHOICES[axis], named)
-        _refuse_stranger(axis, named, cls)
-        if cls is not type(now):
+    if named is not None:
+        cls = find_choice(axis, CHOICES[axis], named) if isinstance(named, str) else named
+        _refuse_stranger(axis, named, cls if isinstance(named, str) or isinstance(cls, type) else type(cls))
+        if not isinstance(cls, type):
+            now = cls
+        elif not isinstance(named, str):
+            now = cls()
+        elif cls is not type(now):
             starts = {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
             now = build(axis, cls, starts)
-    fields_set = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
-    if not fields_set:
+    values = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
+    if not values:
         return now
-    build(axis, type(now), {k: v for k, v in fields_set.items() if k not in hyperparameters(type(now))})
-    return replace(now, **{k: _checked(f"{axis}.{k}", v, type(now)) for k, v in fields_set.items()})
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass or of its bases: what it means, in its author's words."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        docs |= _docs_in(base) if is_dataclass(base) else {}
-    return docs
-
-
-@functools.cache
-def _docs_in(cls: type) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):
-        return docs
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    for field, after in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            docs[field.target.id] = inspect.cleandoc(str(after.value.value))  # type: ignore[union-attr]
-    return docs
-
-
-def find(axis: str, menu: Menu, name: str) -> Any:
-    """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
-    if name.startswith("python:"):
-        return load_python(f"--{axis}", name)
-    known = {name_of(cls): cls for cls in menu}
-    if name not in known:
-        raise Refused(f"--{axis} {name}: no such choice. The menu has {', '.join(known)}.{nearest(name, known)}")
-    return known[name]
+    refuse_unknown_fields(axis, type(now), values)
+    settings = settings_of(type(now), axis)
+    return replace(now, **{name: settings[name].check(value) for name, value in values.items()})
 
 
 def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
@@ -224,53 +267,79 @@ def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
     base = CHOICES[axis][0].__mro__[1]
     if not (isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, base)):
         derived = "" if base is object else f" that derives from {base.__module__}.{base.__name__}"
-        raise Refused(f"--{axis} {name}: a choice of your own is a frozen dataclass{derived}, as those on the menu are")
+        raise Refused(
+            f"--{axis} {name}: a choice of your own must be a frozen dataclass{derived}, like those on the menu"
+        )
 
 
-def _refuse_unknown(layer: Settings, task: type) -> None:
-    known = {*PLAIN, *CHOICES, *hyperparameters(task), "algorithm", "preset", *SHORT}
-    for key in layer:
-        if key.split(".")[0] not in known:
-            raise Refused(f"--{_flag(key)}: there is no such setting for {name_of(task)}.{nearest(key, known)}")
+# ---- the task -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    """The types of a class's fields; reading them out of their words takes a while."""
-    return get_type_hints(cls)
+def find_task(task: Any) -> tuple[Any, Settings]:
+    """A task's class or instance, from its name, and the settings that NAME:SOURCE brings along.
+
+    In config.json the two stand apart, as the task's name and its field `source`.
+    """
+    if not isinstance(task, str):
+        return task, {}
+    if task.startswith("python:"):
+        return _own_task(task), {}
+    name, colon, source = task.partition(":")
+    cls = find_named("TASK", name, {name_of(cls): cls for cls in TASKS}, "task")
+    if colon and "source" not in hyperparameters(cls):
+        flags = ", ".join(setting.flag for setting in settings_of(cls).values())
+        raise Refused(f"TASK {task}: {name} takes no SOURCE; its settings are flags: {flags}")
+    return cls, {"source": source} if colon else {}
 
 
-def _checked(key: str, value: Any, cls: type) -> Any:
-    """The value if it is of the field's type, an int made a float where that is wanted; else refused."""
-    hint = _hints(cls)[key.rpartition(".")[2]]
-    wanted = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in wanted:
-        if get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return value
-        elif get_origin(kind) is tuple:
-            items = (value,) if isinstance(value, str) else value  # one stands for a tuple of one
-            if isinstance(items, list | tuple) and all(type(item) is get_args(kind)[0] for item in items):
-                return tuple(items)
-        elif kind is Any or type(value) is kind or (kind is type(None) and value is None):
-            return value
-        elif kind is float and type(value) is int:
-            return float(value)
-        elif kind is str and key == "record_rollouts" and type(value) is int:
-            return str(value)
-    choices = [str(v) for kind in wanted for v in (get_args(kind) if get_origin(kind) is Literal else ())]
-    what = f"one of {', '.join(choices)}" if choices else " or ".join(_kind(k) for k in wanted)
-    raise Refused(f"--{_flag(key)} is {value!r}: it has to be {what}")
+def _own_task(name: str) -> Any:
+    """A user's own task, a class or an instance. An instance is recorded as its class and its fields."""
+    task = load_python("TASK", name)
+    cls = task if isinstance(task, type) else type(task)
+    if not (is_dataclass(cls) and issubclass(cls, BaseTask) and "default" in cls.presets):
+        raise Refused(
+            f"TASK {name}: a task of your own is a frozen dataclass that derives from ascent.SmallTask or "
+            "ascent.TextTask and has `presets`, or an instance of such a class"
+        )
+    if task is not cls and cls.__module__.startswith("ascent_user_"):
+        load_python("TASK", f"{name.rpartition(':')[0]}:{cls.__name__}")
+    return task
 
 
-def _kind(kind: Any) -> str:
-    return (
-        f"a list of {get_args(kind)[0].__name__}" if get_origin(kind) is tuple else getattr(kind, "__name__", str(kind))
-    )
+def find_choice(axis: str, menu: tuple[type, ...], name: str) -> Any:
+    """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
+    if name.startswith("python:"):
+        return load_python(f"--{axis}", name)
+    return find_named(f"--{axis}", name, {name_of(cls): cls for cls in menu}, "choice")
 
 
-def label(algorithm: Algorithm) -> str:
-    """The nearest row, and what was changed on it: dr-grpo+annealed. Of the update only its kind is part of a row."""
+def build(axis: str, cls: type, settings: Mapping[str, Any]) -> Any:
+    """A choice from its class and some of its fields, with unknown fields refused."""
+    refuse_unknown_fields(axis, cls, settings)
+    return cls(**settings)
+
+
+def refuse_unknown_fields(axis: str, cls: type, names: Iterable[str]) -> None:
+    known = hyperparameters(cls)
+    for name in names:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            hint = nearest(name, known).replace("mean ", f"mean --{axis}.").replace("_", "-")
+            raise Refused(f"--{axis}.{name.replace('_', '-')}: {name_of(cls)} has no such field; {has}.{hint}")
+
+
+def spell(choice: Any) -> str:
+    """clipped(low=0.2, high=0.28): the name and the fields that differ from their defaults."""
+    changed = []
+    for f in fields(choice):
+        value = getattr(choice, f.name)
+        if value != f.default:
+            changed.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
+    return name_of(choice) + (f"({', '.join(changed)})" if changed else "")
+
+
+def row_label(algorithm: Algorithm) -> str:
+    """The nearest named algorithm and its changes: dr-grpo+annealed. Of the update only the kind counts."""
 
     def changes(row: Algorithm) -> list[str]:
         axes = (f.name for f in fields(Algorithm) if f.name != "update")
@@ -279,3 +348,10 @@ def label(algorithm: Algorithm) -> str:
 
     row = min(ALGORITHMS, key=lambda name: len(changes(ALGORITHMS[name])))
     return "+".join([row, *changes(ALGORITHMS[row])])
+
+
+def find_named(flag: str, name: str, known: Mapping[str, Any], kind: str) -> Any:
+    """What has this name among the known; an unknown name is refused with a list of the known ones."""
+    if name not in known:
+        raise Refused(f"{flag} {name}: no such {kind}. There are {', '.join(known)}.{nearest(str(name), known)}")
+    return known[name]

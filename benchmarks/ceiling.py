@@ -1,16 +1,16 @@
-"""The ceiling of imitation: SFT on demonstrations of which 30 % are wrong, then GRPO from it, and from random.
+"""The limit of imitation: SFT on demonstrations that are 30 % wrong, then GRPO from there and from random.
 
     python -m benchmarks.ceiling [--jobs 2]
 
-The world is `sort`, five numbers out of ten. The demonstrator has a bad habit: where a prompt begins with 0, 1 or 2,
-the last two numbers of the answer that differ change places. So 30 % of the demonstrations are wrong (a few less: there
-is nothing to swap where all numbers are equal), and always in the same way: who imitates it well learns the habit too.
-GRPO then starts from that policy (`--init`), with the true reward, positions right; for contrast it also starts from
-random parameters and takes as many steps.
+The task is `sort`, five numbers out of ten. The demonstrator always makes the same mistake: if a prompt begins with
+0, 1 or 2, it swaps the last two numbers of the answer that differ. So 30 % of the demonstrations are wrong (slightly
+fewer, because nothing can be swapped if all numbers are equal), and a good imitator learns the mistake too. GRPO
+then starts from that policy (`--init`) with the true reward, the number of right positions. For contrast it also
+starts from random parameters and takes as many steps.
 
-Accuracy is exact match on 1,000 held-out prompts, greedy; the demonstrator's own is the ceiling. `value` is GRPO's from
-SFT, the peer is SFT's. ok: SFT ends at the ceiling (within 3 points of it), GRPO from it at least 10 points above, and
-above GRPO from random after as many steps.
+Accuracy is exact match of greedy answers on 1,000 held-out prompts. The demonstrator's accuracy is the ceiling.
+`value` is GRPO's accuracy after SFT; the peer is SFT's. ok: SFT ends within 3 points of the ceiling, and GRPO after
+SFT ends at least 10 points above SFT and above GRPO from random parameters.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def ceiling() -> float:
     """How often the demonstrator is right on the prompts of the evaluation."""
     import torch
 
-    from ascent.tasks.sort import Sort
+    from ascent.tasks.small.sort import Sort
 
     task = Sort(wrong=WRONG)
-    prompt = task.held_out(1_000)
+    prompt = task.held_out(1_000).prompt
     shown = task.demonstrate(prompt, torch.Generator())[:, 0]
     return float((shown == prompt.sort(-1).values).all(-1).float().mean())
 

@@ -10,8 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ascent.layout import table
 from ascent.records.plot import COLORS, DASHES, figure
+from ascent.records.text_tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -22,8 +22,8 @@ def close(
 ) -> tuple[dict[str, Any], int]:
     """Print the one JSON object that ends a benchmark; return it, and the exit status.
 
-    `value` is what was measured here, `peer` what it is held against, `ratio` the one over the other,
-    `target` the figure to meet.
+    `value` is what was measured here, `peer` what it is compared with, `ratio` the first over the second,
+    `target` the figure to reach.
     """
     ratio = value / peer if value is not None and peer else None
     line = {"name": name, "value": value, "peer": peer, "ratio": ratio, "target": target, "ok": bool(ok), **more}
@@ -32,7 +32,7 @@ def close(
 
 
 def workers(jobs: int) -> Executor:
-    """So many processes; one job is done in this very one."""
+    """A pool of this many processes; a single job runs in this process."""
     return ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
 
 

@@ -2,17 +2,17 @@
 
     python -m benchmarks.course_grid [--seeds 20] [--steps 100] [--jobs 2]
 
-Each cell is `ascent train lecture --preset course` (Adam 1e-3, 10 samples, 100 epochs of 10 inner steps) on
-every seed, all seeds of a cell in one stacked loop (benchmarks/many.py). The clip is the course's, 0.01. The
-KL is k3 in the loss to a reference that is renewed every 10 epochs; the course's published runs have none, so
-its coefficient is GRPO's, 0.04. For contrast, ascent on the exact, enumerated gradient: the same Adam and
-1,000 updates from the same first parameters, and ten times as many.
+Each cell is `ascent train lecture --preset course` (Adam 1e-3, 10 samples, 100 epochs of 10 inner steps) on every
+seed. All seeds of a cell run in one stacked loop (benchmarks/many.py). The clip is the course's, 0.01. The KL is k3
+in the loss to a reference that is renewed every 10 epochs; the course's published runs have no KL, so the
+coefficient is GRPO's, 0.04. For contrast there is ascent on the exact, enumerated gradient: the same Adam and 1,000
+updates from the same initial parameters, and ten times as many updates.
 
-Measured: E[R], enumerated, at the end; the share of the prompts that the greedy answer sorts; the share of
-groups without signal over the last ten epochs. `value` is the best cell's mean E[R] with the course's reward,
-the peer the mean of the exact ascent, the target SPEC's figure for where that stops. It is `ok` if every run
-ended with a finite E[R], the exact ascent stops within 0.25 of that figure and none of its seeds reaches 4.9.
-Writes docs/results/course_grid.md and its picture.
+Measured at the end: E[R] by enumeration, the share of prompts that the greedy answer sorts, and the share of groups
+without signal over the last ten epochs. `value` is the best cell's mean E[R] with the course's reward. The peer is
+the mean of the exact ascent. The target is the published figure for where that ascent stops. ok: every run ended
+with a finite E[R], the exact ascent stops within 0.25 of that figure, and none of its seeds reaches 4.9. Writes
+docs/results/course_grid.md and its picture.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascent.diagnose.exact import every_response, probability, reward_table
-from ascent.diagnose.statistics import interval
+from ascent.oracle.exact import every_response, probability, reward_table
+from ascent.records.statistics import interval
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Lectures, Stack, outcome, train_many
 
@@ -38,7 +38,7 @@ CREDITS = ("raw", "centered", "normalized", "best-only")
 LOSSES = ("log-prob", "ratio", "clipped")
 KL = {"no KL": {}, "KL": {"kl": "in-loss", "kl.estimator": "k3", "kl.coef": 0.04, "reference": "every"}}
 REWARDS = {"inclusion-ordering": 5, "positions": 3, "exact": 1}
-"""With the most that each can give."""
+"""The rewards, with the maximum of each."""
 UPDATES = (1_000, 10_000)
 STOPS, NEAR, SOLVED = 3.9, 0.25, 4.9
 
@@ -47,7 +47,7 @@ Grid = dict[Cell, dict[str, np.ndarray]]
 
 
 def run_cell(cell: Cell, seeds: int, steps: int) -> dict[str, np.ndarray]:
-    """E[R], sorted share and silent share of every seed."""
+    """E[R], share of sorted prompts and share of groups without signal, for every seed."""
     reward, credit, loss, kl = cell
     settings = {"preset": "course", "reward": reward, "advantage": credit, "loss": loss, "steps": steps, **KL[kl]}
     ended = train_many(seeds, **settings)
@@ -58,7 +58,7 @@ def ascend(reward: str, seeds: int, updates: tuple[int, ...]) -> list[dict[str, 
     """Adam (1e-3) on ∇E[R] itself: how each seed stands after each of these numbers of updates."""
     task = Lectures(reward, runs=seeds)
     policy = Stack(task.space, torch.Generator(), tuple(range(seeds)))
-    prompt = task.held_out(0)
+    prompt = task.held_out(0).prompt
     responses, table = every_response(task.space, prompt), reward_table(task, prompt)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3, fused=True)
     found = []
@@ -159,7 +159,7 @@ def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]
 
 
 def draw(grid: Grid, ascents: dict[str, list[Any]], seeds: int) -> Any:
-    """E[R] above, sorted prompts below, one column a reward; a filled mark is without KL, a hollow one with."""
+    """E[R] above, sorted prompts below, one column per reward; filled marks are without KL, hollow ones with KL."""
     fig, axes = figure(2, len(REWARDS), (11, 6.2))
     for column, reward in enumerate(REWARDS):
         for axis, measure, scale in zip(axes[:, column], ("expected", "sorted"), (REWARDS[reward], 1), strict=True):

@@ -1,14 +1,15 @@
-"""Bias and variance of credit from a critic beside group credit: exact, from the oracle.
+"""Bias and variance of credit from a critic, compared with group credit. All numbers are exact, from the oracle.
 
     python -m benchmarks.credit_variance
 
-A small transformer sorts three numbers out of three, one point for each position right, paid at the end. Every
+A small transformer sorts three numbers out of three. Each right position earns one point, paid at the end. Every
 response is enumerated in float64, so the gradient estimate of a credit has an exact expectation and an exact
-variance (the trace of its covariance), here of one prompt with four samples and sequence-sum weights. The critic
-is the exact V, a crude one (half of V and a wave over the tokens so far), or none that helps (V = 0). `value` is
-the largest bias among those that have to be 0: every credit with the exact V, Monte Carlo with any, leave-one-out
-and raw. The others' biases are in the table. The exact V is not the baseline of least variance: under Monte Carlo
-the crude one scatters less.
+variance (the trace of its covariance). Here they are for one prompt with four samples and sequence-sum weights. The
+critic is the exact V, a crude one (half of V plus a wave over the tokens so far), or a useless one (V = 0).
+
+`value` is the largest bias among those that must be 0: every credit with the exact V, Monte Carlo with any V,
+leave-one-out and raw. The table has the biases of the others. The exact V is not the baseline of least variance:
+under Monte Carlo the crude one has less.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.advantages import Centered, LeaveOneOut, Normalized, Raw
-from ascent.algorithms import Algorithm
-from ascent.diagnose.estimator import estimate
-from ascent.diagnose.exact import Table
-from ascent.menu import spell
+from ascent.core.advantages import Centered, LeaveOneOut, Normalized, Raw
+from ascent.core.algorithms import Algorithm
+from ascent.core.critics import OwnCritic
+from ascent.core.values import GAE, TD, KStep, MonteCarlo
+from ascent.oracle.estimator import estimate
+from ascent.oracle.exact import Table
 from ascent.policies import Transformer
-from ascent.policies.critics import OwnCritic
-from ascent.tasks.sort import Sort
-from ascent.values import GAE, TD, KStep, MonteCarlo
+from ascent.settings import spell
+from ascent.tasks.small.sort import Sort
 from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, write_page
 
 SAMPLES, LARGEST_BIAS = 4, 1e-9
@@ -38,7 +39,7 @@ PROMPT = (2, 0, 1)
 
 
 def critics() -> tuple[Any, dict[str, Tensor]]:
-    """The world, and what each critic says of every state of every response."""
+    """The task, and the value that each critic gives to every state of every response."""
     task = Sort(length=3, numbers=3)
     policy = Transformer(width=8, layers=1, heads=2)(task.space, torch.Generator().manual_seed(0)).double()
     with torch.no_grad():

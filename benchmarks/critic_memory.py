@@ -1,14 +1,14 @@
-"""One PPO update of SmolLM2-135M on the CPU: a critic with a backbone of its own against one on the policy's.
+"""One PPO update of SmolLM2-135M on the CPU: a critic with its own backbone, against one on the policy's backbone.
 
     python -m benchmarks.critic_memory [--repeats 1] [--smoke]
 
-Values, credit, one update of the policy and one of the critic, in float32 with Adam, on 4 prompts × 4 samples × 64
-tokens after prompts of 32. Each side runs in a process of its own, and takes a small update first, so that every
-optimizer state is there.
+The update computes values and credit, then updates the policy and the critic, in float32 with Adam, on 4 prompts × 4
+samples × 64 tokens after prompts of 32. Each side runs in its own process. A small update comes first, so that every
+optimizer state is allocated.
 
-`value` is the peak resident memory with the shared backbone as a share of that with its own (so the peer is 1); it has
-to be below 1. The line has bytes and seconds of both. `--smoke` tries it in seconds on a tiny random model, without
-measuring.
+`value` is the peak resident memory with the shared backbone as a share of the memory with a separate one (so the
+peer is 1). It must be below 1. The JSON line has bytes and seconds of both. `--smoke` runs a tiny random model in
+seconds, without measuring.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from ascent.algorithms import ALGORITHMS
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.critics import OwnCritic, SharedCritic
+from ascent.core.types import Batch
 from ascent.engines.language import LanguageCritic, LanguageLearner, prove
 from ascent.policies import CausalLM, LanguageModel
-from ascent.policies.critics import OwnCritic, SharedCritic
-from ascent.types import Batch
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2
@@ -91,8 +91,8 @@ def in_process(side: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model in this process: does it run?")
-    parser.add_argument("--side", choices=SIDES, help="measure this side in this process, and nothing else")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in this process, only to see that it runs")
+    parser.add_argument("--side", choices=SIDES, help="measure only this side, in this process")
     options = parser.parse_args(argv)
     if options.side:
         print(json.dumps(measure(options.side, smollm2(), TOKENS)))

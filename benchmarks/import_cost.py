@@ -2,9 +2,10 @@
 
     python -m benchmarks.import_cost [--repeats 7]
 
-Each measurement is a fresh process that imports torch, then ascent up to `ascent.train` (the rest of the package comes
-on use), with a clock between. `value` is the median of the second, in seconds (target: at most 0.3), the peer the
-median of the first. A process more, not counted, writes the bytecode and warms the disk's cache.
+Each measurement is a fresh process that imports torch and then ascent, up to `ascent.train`; the rest of the package
+is imported on first use. `value` is the median time of the second import in seconds (target: at most 0.3). The peer
+is the median of the first. One more process runs before, to write the bytecode and warm the disk cache; it is not
+counted.
 """
 
 from __future__ import annotations

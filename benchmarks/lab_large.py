@@ -1,12 +1,12 @@
-"""How long a very long run takes to open, and whether memory stays as it is while it grows.
+"""How long a very long run takes to open, and whether memory stays constant while it grows.
 
     python -m benchmarks.lab_large [--steps 100000] [--grow 20]
 
-A run of 100,000 steps is opened in Chromium, in a lab that has never read it. `value` is the seconds from opening
-`/run` until its charts are on the screen (target: 2); `zoom` those of a part of 400 steps, drawn exactly. Then the
-run goes on, 5,000 steps at a time, with the page open: `lab` and `page` are the memory of the lab's process and of
-the page's scripts after it has grown by as much again, over what they were before. ok: in time, and neither grew by
-more than a tenth. There is no peer.
+A run of 100,000 steps is opened in Chromium, in a lab that has not read it before. `value` is the seconds from
+opening `/run` until its charts are on the screen (target: 2). `zoom` is the seconds until a part of 400 steps is
+drawn exactly. Then the run continues, 5,000 steps at a time, with the page open. `lab` and `page` are the memory of
+the lab's process and of the page's scripts after the run has doubled, divided by the memory before. ok: in time, and
+neither grew by more than a tenth. There is no peer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECONDS, GROWTH, PART = 2.0, 1.1, 5_000
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--grow", type=int, default=20, help="how often the run goes on, 5,000 steps at a time")
+    parser.add_argument("--grow", type=int, default=20, help="how many times the run grows, by 5,000 steps each")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as kept:
         folder = furnish(Path(kept) / "runs", "long", options.steps)

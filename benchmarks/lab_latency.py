@@ -1,10 +1,10 @@
-"""How long a figure of the lab takes to answer, from the request to the last byte.
+"""How long a figure of the lab takes to respond, from the request to the last byte.
 
     python -m benchmarks.lab_latency [--states 60]
 
-A real lab on a free port, one connection, states as a dragged control asks for them: each figure's first
-slider over its range, twice, so that half of them are new to it. `value` is the 95th percentile of the
-slowest figure in milliseconds (target: 100, what still feels immediate); there is no peer.
+A real lab listens on a free port. One connection asks for states as a dragged control does: each figure's first
+slider over its range, twice, so that half of the states are new to the figure. `value` is the 95th percentile of the
+slowest figure in milliseconds (target: 100, which still feels immediate). There is no peer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
-from ascent.lab.figures import FIGURES
-from ascent.lab.look import Slider
+from ascent.lab.figure import Slider
+from ascent.lab.figures import all_figures
 from benchmarks.common import close, show
 from benchmarks.labs import lab
 
@@ -27,7 +27,7 @@ MILLISECONDS = 100.0
 
 def states(name: str, count: int) -> list[str]:
     """Queries along the first slider of a figure, from end to end and back."""
-    slider = next(c for c in FIGURES[name].controls if isinstance(c, Slider))
+    slider = next(c for c in all_figures()[name].controls if isinstance(c, Slider))
     steps = round((slider.high - slider.low) / slider.step)
     there = slider.values or [slider.low + i * slider.step for i in range(steps + 1)]
     values = [*there, *reversed(there)]
@@ -57,10 +57,10 @@ def measure(port: int, token: str, count: int) -> dict[str, list[float]]:
         return answer
 
     cookie = str(ask(f"/?token={token}").getheader("set-cookie")).split(";")[0]
-    for name in FIGURES:  # what is computed once is computed when the lab starts
+    for name in all_figures():  # what is computed once is computed when the lab starts
         ask(f"/api/figure/{name}", cookie)
     times: dict[str, list[float]] = {}
-    for name in FIGURES:
+    for name in all_figures():
         for query in states(name, count):
             begin = time.perf_counter()
             assert ask(f"/api/figure/{name}?{query}", cookie).status == 200, query

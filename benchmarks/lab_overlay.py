@@ -1,12 +1,12 @@
-"""How long the curves of many runs take to be drawn one upon another, in a real browser.
+"""How long it takes to draw the curves of many runs in one chart, in a real browser.
 
     python -m benchmarks.lab_overlay [--runs 20] [--points 5000] [--repeats 9]
 
-Four settings with five seeds each, 5,000 steps a run, opened as `/compare` with every seed a line of its own.
-`value` is the median of the milliseconds from asking the lab for the runs (their settings, and the curves of the
-first chart) until that chart is on the screen, in Chromium, with the files read before (target: 200); `opened` is
-from opening the page, with its scripts, `cold` the first time, when the lab still has to read every file. There is
-no peer.
+There are four settings with five seeds each and 5,000 steps per run, opened as `/compare` with one line per seed.
+`value` is the median of the milliseconds from the request for the runs (their settings, and the curves of the first
+chart) until that chart is on the screen in Chromium, with the files already read (target: 200). `opened` counts from
+opening the page, including its scripts. `cold` is the first time, when the lab still has to read every file. There
+is no peer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(root: Path, names: list[str], repeats: int) -> list[dict[str, float]]:
-    """What the page itself says of each opening; the first is cold."""
+    """The times that the page reports for each opening; the first is cold."""
     found = []
     with lab(root) as running, page(running) as shown:
         query = urlencode([*(("id", name) for name in names), ("seeds", "lines")])

@@ -1,4 +1,4 @@
-"""A lab with made-up runs of any size, and a browser that looks at it: what the benchmarks of the pages share."""
+"""What the benchmarks of the lab share: a lab with synthetic runs of any size, and a browser that opens it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ascent
-from ascent.records.writer import METRICS
+from ascent.records.metrics import ALWAYS_WRITTEN
 from benchmarks.common import ROOT
 
 EVERY = 50
@@ -26,7 +26,7 @@ class Lab:
     """`ascent lab` on a free port."""
 
     def __init__(self, runs: Path):
-        call = [sys.executable, "-m", "ascent.cli", "lab", "--no-open", "--port", "0", "--runs", str(runs)]
+        call = [sys.executable, "-m", "ascent", "lab", "--no-open", "--port", "0", "--runs", str(runs)]
         self.process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         found = re.search(r"http://\S+?:(\d+)/\?token=(\S+)", self.process.stdout.readline())
@@ -34,7 +34,7 @@ class Lab:
         self.address, self.port, self.token = found[0], int(found[1]), found[2]
 
     def bytes(self) -> int:
-        """Memory that the process holds."""
+        """Resident memory of the process."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         assert found is not None
@@ -73,7 +73,7 @@ def lines(count: int, start: int = 0, seed: int = 0) -> Iterator[str]:
     phases = {f"time/{name}": 0.1 for name in ("generate", "reward", "score", "update", "sync", "step")}
     for step in range(start, start + count):
         risen = 1 - math.exp(-(step + 200 * seed) / 20_000)
-        line: dict[str, Any] = {name: draw.gauss(risen, 0.1) for name in METRICS} | {"step": step}
+        line: dict[str, Any] = {name: draw.gauss(risen, 0.1) for name in ALWAYS_WRITTEN} | {"step": step}
         if step % EVERY:
             line |= {"eval/accuracy": None, "eval/reward": None, "exact/reward": None}
         line |= {name: mean * draw.random() for name, mean in phases.items()}

@@ -1,21 +1,21 @@
 """A real model learns on one GPU: SmolLM2-135M-Instruct on sums and differences, Ascent against TRL in the same time.
 
-    python -m benchmarks.learn [--seconds 180] [--seed 0] [--out learn.json]    # needs a GPU, and TRL 1.16.0 beside it
+    python -m benchmarks.learn [--seconds 180] [--seed 0] [--out learn.json]    # needs a GPU and TRL 1.16.0
     python -m benchmarks.learn --draw learn.json [other-seed.json …]            # the picture and the page of such runs
 
-The task is reasoning-gym's chain_sum with two numbers of one or two digits; the reward is its own, 1 for a
-response that ends with the answer, 0.5 for the answer elsewhere. GRPO without KL, 32 prompts × 16 samples, 24 new
-tokens, Adam at 1e-5, gradients clipped at 1, temperature 1. TRL's parameters are float32 under bfloat16 autocast (in
-bfloat16 such steps are lost), ours bfloat16 with float32 masters. Both draw from the same problems, each in an order of
-its own, which the seed decides.
+The task is reasoning-gym's chain_sum with two numbers of one or two digits. The reward is the task's own: 1 for a
+response that ends with the answer, 0.5 for the answer elsewhere. Both sides use GRPO without KL, 32 prompts × 16
+samples, 24 new tokens, Adam at 1e-5, gradients clipped at 1, temperature 1. TRL's parameters are float32 under
+bfloat16 autocast (in pure bfloat16 such small steps are lost); ours are bfloat16 with float32 masters. Both draw
+from the same problems, each in its own order, which the seed decides.
 
-Each side has so many seconds of training; loading and the evaluations, the same on both sides, are not counted. Every
-ten steps greedy answers to 500 held-out problems are scored: strictly (the response ends with the answer) and
-leniently (its last number is the answer). `value` is our strict accuracy at the end, with Wilson's interval in the
-line, `peer` TRL's. ok: from at least 5 % to at least twice that and up by at least 15 points, within 8 minutes.
-Over samples
-the two are compared where both were evaluated, by the difference of their means over the seeds with Student's interval.
-`--smoke` takes two steps of a tiny random model on the CPU, without TRL.
+Each side trains for the same number of seconds. Loading and evaluations are the same on both sides and are not
+counted. Every ten steps, greedy answers to 500 held-out problems are scored: strictly (the response ends with the
+answer) and leniently (its last number is the answer). `value` is our strict accuracy at the end, with Wilson's
+interval in the JSON line; `peer` is TRL's. ok: from at least 5 % to at least twice that, and up by at least 15
+points, within 8 minutes. At equal numbers of samples, the two are compared wherever both were evaluated, by the
+difference of their means over the seeds with Student's interval. `--smoke` takes two steps of a tiny random model on
+the CPU, without TRL.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from ascent.assemble import assemble
-from ascent.diagnose.statistics import interval, wilson
+from ascent.core.loop import train
+from ascent.records.statistics import interval, wilson
 from ascent.settings import configure
-from ascent.train import train
 from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
 from benchmarks.peers import HERE_TOO, Peer
 from benchmarks.peers.models import SMOKE, random_model, smollm2
@@ -157,7 +157,7 @@ def summary(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def by_samples(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Both sides after the same samples, over the seeds: means, and ours less TRL's with its interval."""
+    """Both sides after the same samples, over the seeds: means, and ours minus TRL's with its interval."""
     sides = {
         side: [{p["samples"]: p["strict"] for p in found["curves"][side]} for found in runs]
         for side in ("ascent", "trl")
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="of training, each side")
     parser.add_argument("--out", type=Path, default=Path("learn.json"), help="where the curves go")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draw", type=Path, nargs="+", help="draw the curves of earlier runs, and do nothing else")
+    parser.add_argument("--draw", type=Path, nargs="+", help="only draw the curves of earlier runs")
     parser.add_argument("--alone", action="store_true", help="without TRL")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU")
     options = parser.parse_args(argv)

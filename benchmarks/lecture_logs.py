@@ -2,14 +2,14 @@
 
     python -m benchmarks.lecture_logs --credit raw|centered|normalized
 
-Runs `ascent train lecture --preset course --advantage CREDIT --seed 5 --record-rollouts all` and prints, from
-the run's own records, one JSON line for each of updates 0 and 5 of every epoch: epoch, step (the update in
-the epoch), loss, responses [prompt][sample][position], log_probs (the same shape, of the policy at that
-update), rewards and deltas [prompt][sample].
+Runs `ascent train lecture --preset course --advantage CREDIT --seed 5 --record-rollouts all`. From the records of
+the run it prints one JSON line for updates 0 and 5 of every epoch: epoch, step (the update in the epoch), loss,
+responses [prompt][sample][position], log_probs (the same shape, of the policy at that update), rewards and deltas
+[prompt][sample].
 
-The peer is `straight_line` below: SPEC section 3 written down in plain torch on the global generator, with
-nothing of Ascent in it. `value` is the largest difference of any float between the two, over every update
-of every epoch; responses and rewards must be equal, and SPEC's published landmarks must be met.
+The peer is `straight_line` below: the course's specification (SPEC, section 3) in plain torch on the global
+generator, without any code of Ascent. `value` is the largest difference of any float between the two, over every
+update of every epoch. Responses and rewards must be equal, and the published landmarks must be met.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LANDMARKS = {
 
 
 def straight_line(credit: str) -> Iterator[dict[str, Any]]:
-    """The course's run from SPEC section 3; one dictionary an update."""
+    """The course's run from SPEC section 3; one dictionary per update."""
     torch.manual_seed(SEED)
     embedding = torch.randn(5, 10).requires_grad_()
     encode = (torch.randn(3, 10, 10) / 10**0.5).requires_grad_()
@@ -102,7 +102,7 @@ def recorded(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """The largest difference of a float; infinite where what must be equal is not."""
+    """The largest difference of a float; infinite if something differs that must be equal."""
     exact = ("epoch", "step", "responses", "rewards")
     if any(ours[name] != theirs[name] for name in exact):
         return float("inf")

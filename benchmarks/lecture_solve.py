@@ -1,13 +1,12 @@
-"""The lecture's world solved within the course's budget: what `ascent train lecture` does by default.
+"""The task `lecture`, solved within the course's budget: what `ascent train lecture` does by default.
 
     python -m benchmarks.lecture_solve [--seeds 10] [--many 400]
 
-On each seed: an exact, enumerated E[R] of at least 4.9 of 5 and all three prompts sorted greedily, from at
-most 3,000 responses and 1,000 updates. The settings are the default preset of ascent/tasks/lecture.py:
-Dr. GRPO's row, Adam at 1e-2, and an entropy bonus that falls from 0.4 to 0 over 90 % of the run. `value` is
-the lowest E[R] of any seed; the peer is the mean E[R] of the course's settings with its best credit
-(centered) on the same seeds. `--many N` adds the share of N seeds that are solved, all in one stacked loop
-(benchmarks/many.py).
+On each seed the run must reach an exact, enumerated E[R] of at least 4.9 of 5 and sort all three prompts greedily,
+with at most 3,000 responses and 1,000 updates. The settings are the default preset of ascent/tasks/small/lecture.py:
+Dr. GRPO, Adam at 1e-2, and an entropy bonus that falls from 0.4 to 0 over 90 % of the run. `value` is the lowest
+E[R] of any seed. The peer is the mean E[R] of the course's settings with its best credit (centered) on the same
+seeds. `--many N` also reports the share of N seeds that are solved, all in one stacked loop (benchmarks/many.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ EXPECTED, RESPONSES, UPDATES = 4.9, 3_000, 1_000
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--many", type=int, default=0, help="how many seeds more to try, stacked")
+    parser.add_argument("--many", type=int, default=0, help="how many more seeds to try, in one stacked loop")
     options = parser.parse_args(argv)
     rows, expected, solved = [], [], True
     with tempfile.TemporaryDirectory() as folder:

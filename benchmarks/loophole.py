@@ -1,11 +1,11 @@
-"""A reward being hacked: sort five numbers out of three under the inclusion-and-ordering reward.
+"""A reward being hacked: sort five numbers out of three with the inclusion-and-ordering reward.
 
     python -m benchmarks.loophole [--steps N]
 
-Every prompt repeats a number, and the reward asks whether a number appears, not how often: so wrong answers
-can earn everything. `value` is the held-out reward as a share of its maximum (target: at least 99 %), the
-peer is the held-out exact accuracy (it must stay under 50 %), both greedy. The run itself has to say so: in
-the words of run.json's result, and as a flag in events.jsonl.
+Every prompt repeats a number. The reward asks whether a number appears, but not how often, so wrong answers can earn
+the full reward. `value` is the held-out reward as a share of its maximum (target: at least 99 %). The peer is the
+held-out exact accuracy, which must stay under 50 %. Both are greedy. The run itself must report it: in the words of
+run.json's result, and as a flag in events.jsonl.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Many lecture runs for the price of one: the library's own loop on all seeds at once, in memory.
+"""Many `lecture` runs for the price of one: the library's own loop on all seeds at once, in memory.
 
-The lecture's tensors are so small that a step costs its Python, not its arithmetic. So S policies are
-stacked into one module, run s owning its slice of every parameter and prompts 3s … 3s+2 of the batch,
-with the generator of its own seed. Nothing couples them: group credits see one prompt, and Adam works
-number by number. The weights divide by the size of the whole batch, so every gradient is 1/S of what it
-is alone; Adam does not feel that, once its ε is divided by S too. What comes out is what `ascent.train`
-gives seed by seed, but for the last bits of float32, which after hundreds of updates may tip a sample
-(a test holds the two to each other). A choice that looks across prompts (batch-normalized credit, a
-bound on the gradient's norm) is refused.
+The tensors of `lecture` are so small that a step costs Python time, not arithmetic. So S policies are stacked into
+one module. Run s owns its slice of every parameter and prompts 3s … 3s+2 of the batch, and uses the generator of its
+own seed. The runs do not affect each other: group credits see one prompt, and Adam works number by number. The
+weights divide by the size of the whole batch, so every gradient is 1/S of what it would be alone. Adam does not
+notice, because its ε is divided by S too. The result is what `ascent.train` gives seed by seed, except for the last
+bits of float32, which may change a sample after hundreds of updates (a test compares the two). A choice that looks
+across prompts (batch-normalized credit, a bound on the gradient norm) is refused.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascent.advantages import BatchNormalized, RunningMean
 from ascent.api import assemble
-from ascent.config import Config
-from ascent.diagnose.exact import every_response, probability, reward_table
-from ascent.engines.base import Stepped
-from ascent.groups import without_signal
+from ascent.core.advantages import BatchNormalized, RunningMean
+from ascent.core.config import Config
+from ascent.core.groups import without_signal
+from ascent.core.loop import train as loop
+from ascent.core.protocols import Stepped
+from ascent.core.types import Batch, Prompts, Refused, Space
+from ascent.oracle.exact import every_response, probability, reward_table
 from ascent.policies import PerPosition, Policy
 from ascent.policies.base import Sampled
 from ascent.settings import configure
-from ascent.tasks.lecture import PROMPTS, Lecture
-from ascent.train import train as loop
-from ascent.types import Batch, Refused, Space
+from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 
 LAST = 10
 """Steps at the end of a run over which the share of groups without signal is taken."""
@@ -93,14 +92,14 @@ class Lectures(Lecture):
 
     runs: int = 1
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        return torch.tensor(PROMPTS).repeat(self.runs, 1)
+    def draw(self, count: int, generator: torch.Generator) -> Prompts:
+        return Prompts.of(torch.tensor(LECTURE_PROMPTS).repeat(self.runs, 1))
 
     def check_prompts(self, prompts: int) -> None:
         assert prompts == 3 * self.runs
 
-    def held_out(self, count: int) -> Tensor:
-        return torch.tensor(PROMPTS).repeat(self.runs, 1)
+    def held_out(self, count: int) -> Prompts:
+        return Prompts.of(torch.tensor(LECTURE_PROMPTS).repeat(self.runs, 1))
 
 
 @dataclass
@@ -167,7 +166,7 @@ def stack(one: Config, seeds: tuple[int, ...]) -> Config:
 @torch.no_grad()
 def outcome(policy: Stack, task: Lectures) -> tuple[Tensor, Tensor]:
     """E[R] and the share of exactly sorted greedy answers of each run."""
-    prompt = task.held_out(0)
+    prompt = task.held_out(0).prompt
     expected = (probability(policy, every_response(task.space, prompt)) * reward_table(task, prompt)).sum(-1)
     greedy = policy.all_logits(prompt).argmax(-1)
     right = (greedy == prompt.sort(-1).values).all(-1)

@@ -1,15 +1,16 @@
-"""Six ways to learn to sort, on one map: what each was given, what it took, and how far it came.
+"""Six ways to learn to sort, on one map: what each was given, what it cost, and how far it got.
 
     python -m benchmarks.map [--seeds 1] [--steps 300]
 
-`ascent compare sort --algorithms sft,dpo,reinforce,grpo,ppo,trpo`, all from random parameters and with the task's own
-settings, 64 prompts a step. They do not learn from the same thing: sft is shown the right answer to every prompt, dpo
-a pair of spoiled answers of which one was preferred (and it starts from a random reference, which is not what it is
-made for), and the four others sample eight answers to a prompt and are told the reward of each. `labels` counts what
-somebody had to know: demonstrations, pairs, rewards. Accuracy is exact match on 1,000 held-out prompts, greedy.
+`ascent compare sort --algorithms sft,dpo,reinforce,grpo,ppo,trpo`, all from random parameters and with the task's
+own settings, 64 prompts per step. They learn from different data. sft gets the right answer to every prompt. dpo
+gets a pair of corrupted answers of which one was preferred (and it starts from a random reference, which it was not
+made for). The four others sample eight answers per prompt and get the reward of each. `labels` counts what somebody
+had to know: demonstrations, pairs, rewards. Accuracy is exact match of greedy answers on 1,000 held-out prompts.
 
-`value` is the best accuracy of a row that learns from rewards, the peer that of sft. ok: every row ran, and labels are
-counted as said: as many as samples for those that sample, and no samples for those that are shown.
+`value` is the best accuracy of an algorithm that learns from rewards; the peer is sft's. ok: every algorithm ran,
+and labels are counted correctly: as many as samples for those that sample, and no samples for those that use offline
+data.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ascent.commands.compare import draw, run_all, summarize
 from ascent.settings import configure
+from ascent.workflows.compare import draw_comparison, run_all, summarize_runs
 from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
 
 ROWS = ("sft", "dpo", "reinforce", "grpo", "ppo", "trpo")
@@ -31,16 +32,16 @@ SHOWN = {"sft": "demonstrations", "dpo": "pairs"}
 
 def picture(runs: dict[str, Any], found: dict[str, Any]) -> None:
     """Accuracy against labels and against seconds, and the sizes of both."""
-    from ascent.commands.compare import _spent
     from ascent.records.plot import series
+    from ascent.workflows.compare import costs_by_step
 
     fig, axes = figure(1, 3, (14.0, 4.4))
     for i, (name, group) in enumerate(runs.items()):
         for run in group:
             steps, values = series(run.metrics, "eval/accuracy")
-            spent = _spent(run, "labels")
+            costs = costs_by_step(run, "labels")
             for axis, cost in zip(axes[0], ("labels", "seconds"), strict=False):
-                at = [spent[cost][step - 1] for step in steps]
+                at = [costs[cost][step - 1] for step in steps]
                 axis.plot(
                     at, values, color=COLORS[i], linewidth=1.7, marker=".", label=name if run is group[0] else None
                 )
@@ -49,7 +50,7 @@ def picture(runs: dict[str, Any], found: dict[str, Any]) -> None:
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel(cost)
     axes[0][0].set_ylabel("exactly right, held out, greedy")
-    axes[0][0].set_title("What it had to be told")
+    axes[0][0].set_title("Labels it needed")
     axes[0][1].set_title("What it took")
     axes[0][0].legend(frameon=False, fontsize=8)
     bars = axes[0][2]
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="fewer, to try the benchmark itself")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--out", type=Path, default=None, help="keep the runs here, and go on with those that are there"
+        "--out", type=Path, default=None, help="keep the runs in this folder, and resume those that are already there"
     )
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
     options = parser.parse_args(argv)
@@ -85,10 +86,10 @@ def main(argv: list[str] | None = None) -> int:
     configs = {row: configure("sort", {"algorithm": row, **often}) for row in ROWS}
     with tempfile.TemporaryDirectory() as folder:
         runs = run_all(configs, list(range(options.seeds)), options.out or Path(folder), options.jobs)
-        found = summarize(runs)
+        found = summarize_runs(runs)
         if not options.no_page:
             picture(runs, found)
-            draw(runs, RESULTS / "map_curves.png", options.seeds)
+            draw_comparison(runs, RESULTS / "map_curves.png", options.seeds)
     head = ["row", "learns from", "samples", "labels", "updates", "seconds", "exactly right"]
     rows = [
         [

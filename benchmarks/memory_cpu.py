@@ -1,16 +1,16 @@
-"""Peak memory of one update of SmolLM2-135M: the chunked head against logits that exist at once.
+"""Peak memory of one update of SmolLM2-135M: the chunked head against all logits at once.
 
     python -m benchmarks.memory_cpu [--repeats 1] [--smoke]
 
-One update (forward, backward, AdamW) in float32 on one micro-batch of 8 prompts × 8 samples × 128 tokens, 8,192
-loss tokens, with gradient checkpointing. Ours is the learner as it is; the peer is `Materialised` below, the same
-learner whose log-probs come from a log-softmax over all logits, [8,192 × 49,152], through autograd. A small update
-comes first, so that the optimizer's state is there. Each runs in a process of its own.
+One update (forward, backward, AdamW) in float32 on one micro-batch of 8 prompts × 8 samples × 128 tokens, which is
+8,192 loss tokens, with gradient checkpointing. Ours is the normal learner. The peer is `Materialised` below: the
+same learner, but its log-probs come from a log-softmax over all logits, [8,192 × 49,152], through autograd. A small
+update comes first, so that the optimizer state is allocated. Each side runs in its own process.
 
 `value` is the peak resident memory of ours (getrusage, the whole process) as a share of the peer's (so the peer is
-1), medians of the repeats; the target is 0.5. The line has the bytes of both, and those from before the update. That
-both computed the same is checked: objective and gradient norm agree. `--smoke` tries it in seconds on a tiny
-random model, without processes and without measuring.
+1), from medians over the repeats. The target is 0.5. The JSON line has the bytes of both, at the peak and before the
+update. Both sides must compute the same: objective and gradient norm are compared. `--smoke` runs a tiny random
+model in seconds, in one process and without measuring.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from ascent.algorithms import ALGORITHMS
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.types import Batch, Outputs
 from ascent.engines.language import LanguageLearner, prove
-from ascent.engines.language.head import Head
-from ascent.engines.language.states import spread, targets
+from ascent.engines.language.learning.head import Head
+from ascent.engines.language.learning.states import spread, targets
 from ascent.policies import CausalLM, LanguageModel
-from ascent.types import Batch, Outputs
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2
@@ -44,11 +44,11 @@ ALGORITHM = ALGORITHMS["dr-grpo"]
 
 
 class Materialised(LanguageLearner):
-    """The same learner with the logits of every loss token at once; as frugal as autograd allows."""
+    """The same learner with the logits of every loss token at once; with as little memory as autograd allows."""
 
     def evaluate(self, batch: Batch) -> Outputs:
-        head, target = Head.of(self.lm.model), targets(batch, self.lm.device)
-        logp_all = torch.log_softmax(head.logits(self.states(batch)) / batch.temperature, -1)
+        target = targets(batch, self.lm.device)
+        logp_all = torch.log_softmax(self._forward(batch, Head.logits) / batch.temperature, -1)
         with torch.no_grad():
             entropy = torch.cat([-(part.exp() * part).sum(-1) for part in logp_all.split(512)])
         logp = logp_all.gather(-1, target[:, None])[:, 0]
@@ -99,8 +99,8 @@ def in_process(side: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model in this process: does it run?")
-    parser.add_argument("--side", choices=SIDES, help="measure this side in this process, and nothing else")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in this process, only to see that it runs")
+    parser.add_argument("--side", choices=SIDES, help="measure only this side, in this process")
     options = parser.parse_args(argv)
     if options.side:
         print(json.dumps(measure(options.side, smollm2(), TOKENS)))

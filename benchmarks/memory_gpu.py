@@ -1,16 +1,16 @@
-"""Peak memory of one update of a 1.5B model on one GPU: the chunked head against logits that exist at once.
+"""Peak memory of one update of a 1.5B model on one GPU: the chunked head against all logits at once.
 
     python -m benchmarks.memory_gpu [--smoke]
 
-One update (forward, backward, AdamW) of Qwen2.5-1.5B's shape with random parameters in bfloat16 and float32 masters,
-on one micro-batch of 16 prompts of 60 tokens × 8 samples × 256 tokens, 32,768 loss tokens, with gradient checkpointing.
-Ours is the learner as it is; the peer is memory_cpu's `Materialised`, the same learner whose log-probs come from a
-log-softmax over all logits, [32,768 × 151,936], through autograd. A small update comes first, so that the optimizer's
-state is there.
+One update (forward, backward, AdamW) of a model of Qwen2.5-1.5B's shape with random parameters in bfloat16 and
+float32 masters, on one micro-batch of 16 prompts of 60 tokens × 8 samples × 256 tokens, which is 32,768 loss tokens,
+with gradient checkpointing. Ours is the normal learner. The peer is memory_cpu's `Materialised`: the same learner,
+but its log-probs come from a log-softmax over all logits, [32,768 × 151,936], through autograd. A small update comes
+first, so that the optimizer state is allocated.
 
-`value` is torch's peak of allocated bytes of ours as a share of the peer's (so the peer is 1); the target is 0.4. The
-seconds of both updates are in the line, and that they computed the same is checked: entropy and gradient norm agree.
-`--smoke` tries it on a tiny model on the CPU, without measuring.
+`value` is torch's peak of allocated bytes of ours as a share of the peer's (so the peer is 1). The target is 0.4.
+The JSON line has the seconds of both updates. Both sides must compute the same: entropy and gradient norm are
+compared. `--smoke` runs a tiny model on the CPU, without measuring.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure(side: str, model: str, device: str, prompts: int, tokens: int) -> di
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
     options = parser.parse_args(argv)
     device = "cpu" if options.smoke else "cuda"
     shape = SMOKE if options.smoke else GPU_SHAPES["1.5b"] | {"kind": "Llama"}

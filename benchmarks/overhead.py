@@ -1,12 +1,12 @@
-"""What the library costs beyond its mathematics: a 1,000-update lecture run against a plain loop.
+"""What the library costs beyond its mathematics: a `lecture` run of 1,000 updates against a plain loop.
 
     python -m benchmarks.overhead [--repeats 7]
 
-Ours is `ascent.train("lecture", preset="course", advantage="centered")` with its default records, into a
-temporary folder. The peer is `plain` below: the same mathematics, random stream and seed in a straight line,
-which records nothing and wastes nothing (no einops, rewards from Python lists, fused Adam). Both on one
-thread in one process, taken in turns after a warm-up of each; `value` and `peer` are the medians in seconds,
-and their ratio is to be at most 1.5. That both did the same work is checked: the same final parameters.
+Ours is `ascent.train("lecture", preset="course", advantage="centered")` with its default records, written to a
+temporary folder. The peer is `plain` below: the same mathematics, random stream and seed in a straight line. It
+records nothing and wastes nothing (no einops, rewards from Python lists, fused Adam). Both run on one thread in one
+process and take turns, after a warm-up of each. `value` and `peer` are the medians in seconds; their ratio must be
+at most 1.5. Both must do the same work: the final parameters are compared.
 """
 
 from __future__ import annotations

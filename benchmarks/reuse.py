@@ -2,21 +2,20 @@
 
     python -m benchmarks.reuse [--seeds 20] [--pairs 3]
 
-The lecture's world. The library's loop runs with 16 inner steps a batch, under the course's settings (Adam
-1e-3, clip 0.01) and under the default of `ascent train lecture` (Adam 1e-2, clip 0.2, entropy bonus); before
-every inner step its policy is copied. That gives pairs (old policy, policy at inner step k) on real paths, at
-batches 0, 5 and 20; medians over pairs are reported. For each pair the oracle enumerates every group of 10
-fresh responses drawn from the old policy and credits them leave-one-out, so that at k = 1 the expected update
-is ∇E[R] itself:
+The task is `lecture`. The library's loop runs with 16 inner steps per batch, with the course's settings (Adam 1e-3,
+clip 0.01) and with the defaults of `ascent train lecture` (Adam 1e-2, clip 0.2, entropy bonus). Before every inner
+step its policy is copied. That gives pairs (old policy, policy at inner step k) on real paths, at batches 0, 5 and
+20; medians over pairs are reported. For each pair the oracle enumerates every group of 10 fresh responses drawn from
+the old policy, with leave-one-out credit, so that at k = 1 the expected update is ∇E[R] itself:
 
     bias = ‖E[g] − ∇E[R]‖ / ‖∇E[R]‖, and the cosine of the two,  ∇E[R] at the current policy
 
-for the log-prob, ratio and clipped losses, and as a control for the unclipped product ratio, whose bias must
-be 0. Effective sample size: (E w)² / E w² with w the ratio of whole responses. Then whole runs: 100 batches
-(3,000 responses) with k inner steps each, E[R] at the end over the seeds.
+This is done for the log-prob, ratio and clipped losses, and as a control for the unclipped product ratio, whose bias
+must be 0. The effective sample size is (E w)² / E w², with w the ratio of whole responses. Then whole runs: 100
+batches (3,000 responses) with k inner steps each, and E[R] at the end over the seeds.
 
-`value` is the bias of the ratio loss at inner step 16 under the default settings, the peer that of the
-log-prob loss; the target bounds the control's largest bias (1e-9). Writes docs/results/reuse.md.
+`value` is the bias of the ratio loss at inner step 16 with the default settings; the peer is that of the log-prob
+loss. The target bounds the control's largest bias (1e-9). Writes docs/results/reuse.md.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascent.advantages import LeaveOneOut
-from ascent.algorithms import Algorithm, SequenceSum
 from ascent.api import assemble
-from ascent.diagnose.estimator import estimate, over_prompts
-from ascent.diagnose.exact import Table
-from ascent.diagnose.statistics import interval
-from ascent.losses import Clipped, LogProb, Ratio, SequenceRatio
+from ascent.core.advantages import LeaveOneOut
+from ascent.core.algorithms import Algorithm, SequenceSum
+from ascent.core.loop import train as loop
+from ascent.core.losses import Clipped, LogProb, Ratio, SequenceRatio
+from ascent.oracle.estimator import estimate, over_prompts
+from ascent.oracle.exact import Table
 from ascent.policies import Policy
+from ascent.records.statistics import interval
 from ascent.settings import configure
-from ascent.tasks.lecture import PROMPTS, Lecture
-from ascent.train import train as loop
+from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Memory, train_many
 
@@ -81,7 +80,7 @@ def path(settings: dict[str, Any], seed: int) -> list[list[Policy]]:
 
 
 class Stopped(Memory):
-    """Records that end the run after so many batches; its schedules stay those of the whole run."""
+    """Records that end the run after a given number of batches; its schedules stay those of the whole run."""
 
     def __init__(self, batches: int):
         super().__init__(runs=1)
@@ -96,7 +95,7 @@ class Stopped(Memory):
 
 def compare(old: Policy, now: Policy, clip: float) -> dict[str, float]:
     """Bias and cosine of every loss's expected update for one pair; effective sample size; KL(old ‖ now)."""
-    tables = [Table(now, torch.tensor(prompt), Lecture(), old=old) for prompt in PROMPTS]
+    tables = [Table(now, torch.tensor(prompt), Lecture(), old=old) for prompt in LECTURE_PROMPTS]
     gradient = torch.stack([table.gradient for table in tables]).mean(0)
     found = {}
     for name, loss in surrogates(clip).items():
@@ -172,7 +171,7 @@ def draw(bias: dict[str, Any], ends: dict[str, Found], seeds: int) -> Any:
         for axis in row:
             axis.set_xscale("log", base=2)
             axis.set_xticks(STEPS, STEPS)
-    for axis, words in zip(axes[-1], ("inner step", "inner step", "inner steps a batch"), strict=True):
+    for axis, words in zip(axes[-1], ("inner step", "inner step", "inner steps per batch"), strict=True):
         axis.set_xlabel(words)
     title = f"Reusing a batch: fresh samples of the old policy, exact; E[R] over {seeds} seeds, 95 % intervals"
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)

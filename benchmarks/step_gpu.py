@@ -2,16 +2,17 @@
 
     python -m benchmarks.step_gpu [--shape 135m|1.5b] [--repeats 3] [--alone] [--profile] [--smoke]
 
-135m: SmolLM2-135M's shape, 32 prompts of 60 tokens × 16 samples of 256 new ones. 1.5b: Qwen2.5-1.5B's shape, 32 × 8 ×
-256. Random parameters in bfloat16; no response may end early. A step is generation, reward (in processes of ours, in
-TRL's own process), loss, backward pass and optimizer: Ascent's is that of its loop on its own parts, with float32
-master parameters and micro-batches of its own choice; TRL's is that of benchmarks/peers/trl_step.py, pure bfloat16, no
-checkpointing, in the micro-batches named in `TRL_ROWS`. Dr. GRPO's loss without KL, clipped gradients, nothing
-recorded.
+135m: SmolLM2-135M's shape, 32 prompts of 60 tokens × 16 samples of 256 new tokens. 1.5b: Qwen2.5-1.5B's shape, 32 ×
+8 × 256. Random parameters in bfloat16; no response may end early. A step is generation, reward (in worker processes
+here, in TRL's own process there), loss, backward pass and optimizer. Ascent's step is that of its loop on its own
+parts, with float32 master parameters and micro-batches of its own choice. TRL's step is that of
+benchmarks/peers/trl_step.py, in pure bfloat16, without checkpointing, with the micro-batches in `TRL_ROWS`. Both use
+Dr. GRPO's loss without KL and clipped gradients, and record nothing.
 
-One after the other, for they do not fit the card together, each after a step that does not count. `value` is the median
-of TRL's seconds over the median of Ascent's. TRL 1.16.0 has to be installed beside Ascent. `--alone` leaves it out;
-`--profile` prints where the card's time goes in one of our updates; `--smoke` runs a tiny model on the CPU without TRL.
+They run one after the other, because they do not fit on the card together, each after a warm-up step that does not
+count. `value` is the median of TRL's seconds divided by the median of Ascent's. TRL 1.16.0 must be installed in the
+same environment as Ascent. `--alone` leaves TRL out. `--profile` prints where the card's time goes in one of our
+updates. `--smoke` runs a tiny model on the CPU without TRL.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help="without TRL")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, without TRL: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="try a tiny model on the CPU, without TRL")
     options = parser.parse_args(argv)
     device, name = "cpu" if options.smoke else "cuda", options.shape
     shape, tokens = (SMOKE, 8) if options.smoke else (GPU_SHAPES[name] | {"kind": "Llama"}, TOKENS)
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         assert found["tokens"] == work.loss_tokens, f"{found['tokens']} loss tokens, not {work.loss_tokens}"
     more = {"shape": name, "seconds": raw(answers), "loss_tokens": work.loss_tokens, **about}
     own = middle(answers["ascent"])
-    print(f"Ascent {own:.3f} s a step, {work.loss_tokens / own:,.0f} tokens/s")
+    print(f"Ascent {own:.3f} s per step, {work.loss_tokens / own:,.0f} tokens/s")
     if "trl" not in answers:
         return close("step_gpu", None, None, SPEEDUP[name], options.smoke, smoke=options.smoke, **more)[1]
     given, asked = ([list(ids) for ids in answers[side][0]["prompts"]] for side in ("trl", "ascent"))

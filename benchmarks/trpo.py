@@ -1,12 +1,13 @@
-"""TRPO on `sort` from random parameters: is the region kept, is it used, and what does a step gain?
+"""TRPO on `sort` from random parameters: is the trust region kept, is it used, and what does a step gain?
 
     python -m benchmarks.trpo [--seeds 5]
 
-Over 200 updates of the row `trpo` (Δ = 0.01) on each seed. The realised KL(π_old ‖ π) is computed here, from a copy of
-the policy that sampled, over the full vocabulary at every token of the batch; the update's own report is not asked.
+Each seed takes 200 updates of `trpo` (Δ = 0.01). The realised KL(π_old ‖ π) is computed here, from a copy of the
+policy that sampled, over the full vocabulary at every token of the batch. The update's own report is not used.
 `value` is the largest KL/Δ of any update. ok: at most 1, with at least 95 % of the steps accepted while groups still
-carry signal, and a median KL/Δ of at least 0.5. The peer is `ppo` at equal samples (512 a step) and the task's Adam:
-gain per step is the rise of the sampled reward from the first ten steps to the last ten, over the steps between.
+carry signal, and a median KL/Δ of at least 0.5. The peer is `ppo` with equal samples (512 per step) and the task's
+Adam. The gain per step is the rise of the sampled reward from the first ten steps to the last ten, divided by the
+steps between.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Watched:
 @torch.no_grad()
 def realised(old: Any, new: Any, batch: Any) -> float:
     """The mean over counted tokens of KL(π_old ‖ π), in float64."""
-    from ascent.engines.local import log_probs
+    from ascent.engines.small.learner import log_probs
 
     p, q = (log_probs(policy, batch).double().expand(*batch.mask.shape, -1) for policy in (old, new))
     return float((p.exp() * (p - q)).sum(-1)[batch.counted].mean())
@@ -61,8 +62,8 @@ def realised(old: Any, new: Any, batch: Any) -> float:
 def run(row: str, seed: int, updates: int) -> dict[str, Any]:
     """One run; for every update its KL and whether the parameters moved."""
     from ascent.api import assemble
+    from ascent.core.loop import train
     from ascent.settings import configure
-    from ascent.train import train
 
     config = configure("sort", {"algorithm": row, "seed": seed, "steps": updates, "threads": 1, "eval_every": updates})
     parts, records = assemble(config), Watched()
@@ -90,7 +91,7 @@ def run(row: str, seed: int, updates: int) -> dict[str, Any]:
 
 
 def gain(rewards: list[float]) -> float:
-    """The rise of the reward a step."""
+    """The rise of the reward per step."""
     ends = min(ENDS, len(rewards) // 2)
     return (sum(rewards[-ends:]) - sum(rewards[:ends])) / ends / max(len(rewards) - ends, 1)
 
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append([str(ours["seed"]), f"{max(shares):.4f}", f"{median(shares):.2f}", f"{taken:.1%}"])
         rows[-1] += [f"{gain(f['rewards']):.4f}" for f in (ours, peer)]
         rows[-1] += [f"{sum(f['rewards'][-ENDS:]) / len(f['rewards'][-ENDS:]):.2f}" for f in (ours, peer)]
-    head = ["seed", "largest KL/Δ", "median KL/Δ", "steps accepted", "gain a step", "PPO's", "last reward", "PPO's"]
+    head = ["seed", "largest KL/Δ", "median KL/Δ", "steps accepted", "gain per step", "PPO's", "last reward", "PPO's"]
     show(head, rows)
     every = [kl / f["delta"] for f in trpo for kl, signal in zip(f["kl"], f["signal"], strict=True) if signal]
     accepted = sum(s > 0 for s in every) / len(every)

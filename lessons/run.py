@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascent.cli import main as command
+from ascent.cli.main import main as command
 
 HERE = Path(__file__).parent
 PAGES = sorted(path for path in HERE.glob("*.md") if path.stem != "README")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
@@ -9,13 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ascent.lab.command import lab_server
 
 MISSING = "no Chromium is installed: `make browser` installs it, or says how"
 
@@ -28,16 +32,35 @@ def chromium() -> str:
     return found
 
 
-@contextmanager
-def launched(*flags: str) -> Iterator[Any]:
-    """A Chromium without a window."""
+@pytest.fixture(scope="session")
+def chromium_of_session() -> Iterator[Any]:
+    """One Chromium without a window for all modules. Names that end in .test lead to this machine."""
     path = chromium()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", *flags])
+        flags = ["--no-sandbox", "--host-resolver-rules=MAP *.test 127.0.0.1"]
+        found = playwright.chromium.launch(executable_path=path, args=flags)
+        asyncio._set_running_loop(None)
         yield found
         found.close()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium_of_session: Any) -> Iterator[Any]:
+    """The session's Chromium. Outside of these modules nobody notices Playwright's event loop."""
+    asyncio._set_running_loop(chromium_of_session._loop)
+    yield chromium_of_session
+    asyncio._set_running_loop(None)
+
+
+@pytest.fixture(scope="module")
+def lab(runs: Path) -> Iterator[Lab]:
+    """A lab over the runs of the module, in a thread: a process would first have to load the library."""
+    chromium()
+    found = ThreadLab(runs)
+    yield found
+    found.kill()
 
 
 def until(what: Callable[[], Any], seconds: float = 60) -> None:
@@ -56,7 +79,7 @@ class Lab:
         self.start()
 
     def start(self) -> None:
-        call = [sys.executable, "-m", "ascent.cli", "lab", "--no-open", "--port", str(self.port)]
+        call = [sys.executable, "-m", "ascent", "lab", "--no-open", "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*call, "--runs", str(self.runs)],
             stdout=subprocess.PIPE,
@@ -86,8 +109,22 @@ class Lab:
         for lock in self.runs.glob("*/.lock"):
             with_pid = lock.read_text().strip()
             command = Path(f"/proc/{with_pid}/cmdline")
-            if with_pid and command.exists() and b"ascent.lab.trainer" in command.read_bytes():
+            if with_pid and command.exists() and b"ascent.lab.figures.training.trainer" in command.read_bytes():
                 os.kill(int(with_pid), signal.SIGKILL)
+
+
+class ThreadLab(Lab):
+    """The server of `ascent lab` in a thread of this process."""
+
+    def start(self) -> None:
+        self.server, listening, self.address = lab_server(self.runs, "127.0.0.1", self.port)
+        self.port = listening.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
 
 
 class Screen:
@@ -161,13 +198,22 @@ class Screen:
         return self.page.evaluate("location.search")
 
 
+@cache
+def luminance(colour: tuple[int, ...]) -> float:
+    parts = [c / 255 for c in colour[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
 def contrast(first: tuple[int, ...], second: tuple[int, ...]) -> float:
     """WCAG's ratio of two colours."""
-
-    def luminance(colour: tuple[int, ...]) -> float:
-        parts = [c / 255 for c in colour[:3]]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
     light, dark = sorted((luminance(first), luminance(second)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
+
+
+def serious(page: Any, part: str | None = None, rules: dict[str, Any] | None = None) -> list[tuple[str, str]]:
+    """What axe calls serious or critical: each rule, and the first place where it is broken."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page, part, {"resultTypes": ["violations"]} | (rules or {})).response["violations"]
+    return [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")]

@@ -6,14 +6,20 @@ Numbers are float64 throughout, so that a golden number is one to 1e-12 and not 
 from __future__ import annotations
 
 import copy
+import fcntl
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 # Before torch is imported, here and in the processes that tests start: two workers share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts its background jobs with Ctrl-C ignored, and every process below them inherits that. Tests that
+# interrupt need the ordinary signal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook
 
@@ -21,7 +27,7 @@ from jaxtyping import install_import_hook
 # be able to ask whether something meets a protocol, so every protocol allows it here.
 Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
 HOUSE = Path(__file__).parents[1] / "ascent"
-WORDS = {"__init__", "__pycache__", "commands", "judge", "lab", "viewer"}
+WORDS = {"__init__", "__main__", "__pycache__", "cli", "lab", "web"}
 """What has to do with words and not with tensors: mypy is enough for it."""
 install_import_hook([f"ascent.{path.stem}" for path in HOUSE.iterdir() if path.stem not in WORDS], "beartype.beartype")
 
@@ -31,16 +37,20 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ascent.algorithms import ALGORITHMS, Algorithm  # noqa: E402
-from ascent.engines import LocalLearner, LocalSampler  # noqa: E402
+from ascent.core.algorithms import ALGORITHMS, Algorithm  # noqa: E402
+from ascent.core.protocols import Learner, Records, Sampler, Task  # noqa: E402
+from ascent.core.types import Batch, Prompts, Rollouts, Space, to_batch  # noqa: E402
+from ascent.engines.backend import BoundTask  # noqa: E402
+from ascent.engines.small import SmallLearner, SmallSampler  # noqa: E402
 from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
 from ascent.policies.base import ValueFunction  # noqa: E402
 from ascent.policies.per_position import PerPositionPolicy, PerPositionValue  # noqa: E402
 from ascent.policies.transformer import TransformerValue  # noqa: E402
-from ascent.types import Batch, Rollouts, Space  # noqa: E402
+from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
 
+for protocol in (Task, Sampler, Learner, Records, BoundTask):  # Python 3.12 and later want it said of each
+    runtime_checkable(protocol)
 torch.set_num_threads(1)
-gc.freeze()  # what was imported is no litter, and need not be looked through again and again
 settings.register_profile("ascent", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ascent")
 
@@ -117,8 +127,8 @@ def prompts_of(space: Space, count: int, seed: int = 1) -> Tensor:
 
 
 def rollouts_of(policy: Policy, count: int = 3, samples: int = 4, temperature: float = 1.0, seed: int = 2) -> Rollouts:
-    sampler = LocalSampler(policy, temperature, torch.Generator().manual_seed(seed))
-    return sampler.generate(prompts_of(policy.space, count), samples)
+    sampler = SmallSampler(policy, temperature, torch.Generator().manual_seed(seed))
+    return sampler.generate(Prompts.of(prompts_of(policy.space, count)), samples)
 
 
 def with_rewards(rollouts: Rollouts, seed: int = 3, **more: Any) -> Batch:
@@ -126,14 +136,14 @@ def with_rewards(rollouts: Rollouts, seed: int = 3, **more: Any) -> Batch:
     shape = rollouts.mask.shape[:2]
     drawn = torch.randint(5, (*shape, 1), generator=torch.Generator().manual_seed(seed)).to(F64)
     given = {"reward": drawn, "valid": torch.ones(shape, dtype=torch.bool), "correct": drawn[..., 0] == 4} | more
-    return Batch(**vars(rollouts), **given)
+    return to_batch(rollouts, **given)
 
 
-def learner_of(policy: Policy, algorithm: Algorithm, micro_batch: int = 0) -> LocalLearner:
+def learner_of(policy: Policy, algorithm: Algorithm, micro_batch: int = 0) -> SmallLearner:
     choice = algorithm.critic
     critic = critic_of(policy, choice.shared) if choice.on else None
     more = (micro_batch, critic, choice.update)
-    return LocalLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, *more)
+    return SmallLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, *more)
 
 
 def critic_of(policy: Policy, shared: bool = False) -> ValueFunction:
@@ -152,7 +162,7 @@ def shake(module: torch.nn.Module, size: float, seed: int = 9) -> None:
         parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
-def gradient_of(learner: LocalLearner) -> Tensor:
+def gradient_of(learner: SmallLearner) -> Tensor:
     """The gradient of the loss, all parameters in one row."""
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in learner.trainable()]
@@ -165,6 +175,13 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     if request.param == "per-position":
         return policy_of(PerPosition(dim=4), FIXED)
     return policy_of(TINY, FIXED if request.param == "transformer" else ENDED)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no litter, and need not be looked through again and again; nor is most of what follows."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -187,3 +204,26 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.language import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The folder of SmolLM2-135M-Instruct, as `make -s smollm2` prints it; made here where it is not there yet."""
+    from tests.language import smollm2_folder
+
+    return smollm2_folder()
+
+
+@pytest.fixture(scope="session")
+def smollm2_run(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 trained for two steps of a few tokens. Training it takes long, so all workers share one run."""
+    from tests.language import train_smollm2
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with (folder / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "smollm2" / "trained").exists():
+            train_smollm2(smollm2, folder / "smollm2")
+            (folder / "smollm2" / "trained").touch()
+    return folder / "smollm2" / "run"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import string
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ascent.core.types import Batch, Prompts, Rollouts, to_batch
 from ascent.engines.language import LanguageLearner, LanguageSampler, Support
 from ascent.policies import LanguageModel
-from ascent.types import Batch, Rollouts, to_batch
 
 VOCAB, END = 37, 3
 SHAPE: dict[str, Any] = {
@@ -75,7 +78,7 @@ def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, 
 
 def batch_of(lm: LanguageModel, samples: int = 4, **more: Any) -> Batch:
     """Sampled groups with random rewards, ready for credit."""
-    return rewarded(sampler_of(lm, **more).generate(prompts_of(), samples))
+    return rewarded(sampler_of(lm, **more).generate(Prompts.of(prompts_of()), samples))
 
 
 def rewarded(rollouts: Rollouts) -> Batch:
@@ -148,3 +151,25 @@ def write_tiny(folder: Path, seed: int = 0, **more: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def smollm2_folder() -> str:
+    """What tools/smollm2.py prints: it makes the folder where it is not there yet."""
+    tool = Path(__file__).parent.parent / "tools" / "smollm2.py"
+    return subprocess.run([sys.executable, tool], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def train_smollm2(model: str, folder: Path) -> None:
+    """A run of two steps in `folder/run`, with a reward that differs within a group, so that something is learned."""
+    from ascent.cli.main import main
+
+    folder.mkdir()
+    problems, rewards = folder / "problems.jsonl", folder / "mine.py"
+    rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    noise = "return zlib.crc32(response.encode()) % 97 / 97"
+    rewards.write_text(f"import zlib\n\n\ndef noise(prompt, response, answer, **columns):\n    {noise}\n")
+    arguments = ["train", f"jsonl:{problems}", "--model", model, "--check", "number", "--record-every", "1"]
+    arguments += ["--reward", f"python:{rewards}:noise", "--lr", "1e-4", "--temperature", "1.3", "--no-preflight"]
+    few = ["--steps", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "6", "--eval-prompts", "1"]
+    assert main([*arguments, *few, "--out", str(folder / "run")]) == 0

@@ -1,8 +1,10 @@
 """The tiny worlds of the oracle tests, and the pinned table of what every estimator is worth in them.
 
-    python tests/pin_estimators.py        writes tests/data/estimators.json anew
+    python tests/pin_estimators.py          adds what is new on the menus to tests/data/estimators.json
+    python tests/pin_estimators.py --anew   writes all of it anew
 
-A change of that file is a change of results: say so in the change log.
+A changed row is a change of results: say so in the change log. A new choice needs no row to be merged: its own test
+has its golden, and what its About says of its gradient is held to the exact one.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,18 +20,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ascent.advantages import ADVANTAGES, OptimalBaseline
-from ascent.algorithms import Algorithm
-from ascent.diagnose.estimator import enumerate_groups, estimate
-from ascent.diagnose.exact import Table
-from ascent.losses import LOSSES, LogProb, SequenceRatio
-from ascent.menu import spell
+from ascent.core.advantages import ADVANTAGES, OptimalBaseline
+from ascent.core.algorithms import Algorithm
+from ascent.core.critics import OwnCritic
+from ascent.core.losses import LOSSES, LogProb, SequenceRatio
+from ascent.core.types import Rollouts, Scores, Space
+from ascent.core.values import GAE, TD, KStep, MonteCarlo, Valued
+from ascent.core.weights import WEIGHTS
+from ascent.oracle.estimator import enumerate_groups, estimate
+from ascent.oracle.exact import Table
 from ascent.policies import PerPosition, Policy, Transformer
-from ascent.policies.critics import OwnCritic
-from ascent.tasks import sorting
-from ascent.types import Rollouts, Scores, Space
-from ascent.values import GAE, TD, KStep, MonteCarlo, Valued
-from ascent.weights import WEIGHTS
+from ascent.settings import spell
+from ascent.tasks.small import sorting
 
 PINS = Path(__file__).parent / "data" / "estimators.json"
 SAMPLES = 3
@@ -43,12 +46,12 @@ class Tiny:
     reward: Callable[[Rollouts, Space], Tensor]
 
     def score(self, rollouts: Rollouts) -> Scores:
-        return replace(sorting.score("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
+        return replace(sorting.score_sorting("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
 
 
 def positions(rollouts: Rollouts, space: Space) -> Tensor:
     """The number of positions right, for the whole response."""
-    return sorting.score("positions", rollouts, space).reward
+    return sorting.score_sorting("positions", rollouts, space).reward
 
 
 def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
@@ -61,7 +64,7 @@ def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
 
 def exactly(rollouts: Rollouts, space: Space) -> Tensor:
     """1 for the sorted prompt, else 0."""
-    return sorting.score("exact", rollouts, space).reward
+    return sorting.score_sorting("exact", rollouts, space).reward
 
 
 def nothing(rollouts: Rollouts, space: Space) -> Tensor:
@@ -134,31 +137,33 @@ WORLDS = {
 
 def measure(world: str) -> dict[str, list[float]]:
     """Scale, cosine and variance of every credit × surrogate × weights on the menus, by name."""
-    found = WORLDS[world]()
+    enumerated = WORLDS[world]()
     rows = {}
     for credit, weights in itertools.product(credits(), WEIGHTS):
         valued = isinstance(credit, Valued)
         critic = {"critic": OwnCritic()} if valued else {}
-        groups = enumerate_groups(found, Algorithm(credit, weights=weights(), **critic), SAMPLES, STATE)
+        state = credit.start() | STATE
+        groups = enumerate_groups(enumerated, Algorithm(credit, weights=weights(), **critic), SAMPLES, state)
         for loss in losses() if "stale" in world else [LogProb()]:
             if valued and loss.sequence:
                 continue
-            e = estimate(found, Algorithm(credit, loss, weights(), **critic), SAMPLES, STATE, groups=groups)
+            e = estimate(enumerated, Algorithm(credit, loss, weights(), **critic), SAMPLES, state, groups=groups)
             name = f"{spell(credit)} / {spell(loss)} / {spell(weights())}"
-            rows[name] = [e.scale(found.gradient), e.cosine(found.gradient), e.variance]
+            rows[name] = [e.scale(enumerated.gradient), e.cosine(enumerated.gradient), e.variance]
     return rows
 
 
-def main() -> None:
+def main(anew: bool) -> None:
     torch.set_num_threads(1)
-    PINS.parent.mkdir(exist_ok=True)
+    pinned = {} if anew else json.loads(PINS.read_text())
     lines = []
     for world in WORLDS:
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in measure(world).items())
-        lines.append(f"{json.dumps(world)}: {{\n{rows}\n}}")
+        rows = measure(world) | pinned.get(world, {})
+        written = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        lines.append(f"{json.dumps(world)}: {{\n{written}\n}}")
+        print(f"{world}: {len(rows)} rows, {len(rows) - len(pinned.get(world, {}))} of them new")
     PINS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"wrote {PINS}")
 
 
 if __name__ == "__main__":
-    main()
+    main("--anew" in sys.argv)

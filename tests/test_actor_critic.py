@@ -10,7 +10,7 @@ import torch
 
 import ascent
 from ascent.api import assemble
-from ascent.cli import main
+from ascent.cli.main import main
 from ascent.settings import configure
 
 TINY_SORT = {"length": 3, "numbers": 4, "policy.width": 32, "policy.layers": 1, "policy.heads": 2, "prompts": 16}

@@ -11,7 +11,7 @@ from conftest import F64, batch_of, close, f64
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ascent.advantages import (
+from ascent.core.advantages import (
     ADVANTAGES,
     BatchNormalized,
     BestOnly,
@@ -23,7 +23,7 @@ from ascent.advantages import (
     Raw,
     RunningMean,
 )
-from ascent.types import Batch
+from ascent.core.types import Batch
 
 S3 = math.sqrt(3)
 
@@ -217,7 +217,10 @@ def test_a_failed_response_is_left_out(credit: Any, garbage: float) -> None:
     assert whole.score_norm is not None
     without = whole.add(
         **{name: getattr(whole, name)[:, left] for name in ("reward", "valid", "mask", "score_norm", "correct")},
-        **{name: getattr(whole, name)[:, left] for name in ("response", "logp_sampler", "truncated")},
+        **{
+            name: getattr(whole, name)[:, left]
+            for name in ("response", "logp_sampler", "truncated", "present", "version")
+        },
     )
     close(δ[:, left], credit(without, STATE))
     assert torch.equal(δ[:, 2], torch.zeros_like(δ[:, 2]))

@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 
 import ascent
-from ascent.cli import main
-from ascent.records import RunFolder, alive
+from ascent.cli.main import main
+from ascent.core.types import Refused
+from ascent.records import RunFolder
+from ascent.records import folder as run_folder
 from ascent.records.folder import refuse_taken
-from ascent.types import Refused
+from ascent.records.status import read_sign
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alive, "EVERY", 0.02)
+    monkeypatch.setattr(run_folder, "SIGN_EVERY", 0.02)
 
 
 def made(path: Path) -> RunFolder:
@@ -35,9 +37,9 @@ def later(path: Path, than: float) -> dict[str, Any]:
     """The first sign of life after this time."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
-        found = alive.read(path)
-        if found is not None and found["time"] > than:
-            return found
+        sign = read_sign(path)
+        if sign and sign["time"] > than:
+            return sign
         time.sleep(0.01)
     raise AssertionError("no sign of life")
 
@@ -48,19 +50,19 @@ def threads() -> list[threading.Thread]:
 
 def test_it_goes_on_between_steps_and_ends_with_the_run(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
-    first = alive.read(tmp_path / "run")
-    assert first is not None, "from the first moment"
+    first = read_sign(tmp_path / "run")
+    assert first, "from the first moment"
     assert (first["host"], first["pid"]) == (socket.gethostname(), os.getpid()) and time.time() - first["time"] < 5
     later(tmp_path / "run", first["time"])
     folder.close()
-    assert alive.read(tmp_path / "run") is None and not list((tmp_path / "run").glob(".alive*")) and not threads()
+    assert read_sign(tmp_path / "run") == {} and not list((tmp_path / "run").glob(".alive*")) and not threads()
     folder.close()
 
 
 def test_a_run_has_one_while_it_trains_and_none_afterwards(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from ascent.records import alive\nfrom pathlib import Path\n"
-        f"def own(prompt, response):\n    assert alive.read(Path({str(tmp_path / 'run')!r}))\n    return 1\n"
+        "from ascent.records.status import read_sign\nfrom pathlib import Path\n"
+        f"def own(prompt, response):\n    assert read_sign(Path({str(tmp_path / 'run')!r}))\n    return 1\n"
     )
     given = {"reward": f"python:{tmp_path / 'own.py'}:own", "eval_every": 9, "threads": 1}
     run = ascent.train("lecture", out=tmp_path / "run", show=False, steps=2, **given)
@@ -100,10 +102,10 @@ def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    sign = alive.read(run)
-    assert sign is not None and sign["pid"] == child and ascent.load(run).status == "died"
-    time.sleep(5 * alive.EVERY)
-    assert alive.read(run) == sign, "nobody writes it any more"
+    sign = read_sign(run)
+    assert sign and sign["pid"] == child and ascent.load(run).status == "died"
+    time.sleep(5 * run_folder.SIGN_EVERY)
+    assert read_sign(run) == sign, "nobody writes it any more"
     assert main(["resume", str(run)]) == 0
     again = ascent.load(run)
     assert again.status == "finished" and [line["step"] for line in again.metrics] == [0, 1, 2, 3]
@@ -122,7 +124,7 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
     other._alive._thread.join()  # type: ignore[union-attr]
     (tmp_path / "run" / ".alive").write_text(json.dumps({"host": "another", "pid": 1, "time": 5}))
     time.sleep(0.2)
-    assert alive.read(tmp_path / "run") == {"host": "another", "pid": 1, "time": 5}, "the first is not ours any more"
+    assert read_sign(tmp_path / "run") == {"host": "another", "pid": 1, "time": 5}, "the first is not ours any more"
     folder.close()
     assert (tmp_path / "run" / ".alive").exists(), "nor ours to take along"
     other.close()
@@ -130,13 +132,13 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(tmp_path / "run")
-    before = alive.read(tmp_path / "run") or {}
+    before = read_sign(tmp_path / "run")
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(alive.os, "rename", full)
+        patch.setattr(run_folder.os, "rename", full)
         time.sleep(0.2)
     later(tmp_path / "run", before["time"])
     folder.close()
@@ -169,4 +171,4 @@ def test_it_ends_with_a_folder_that_nobody_closed(tmp_path: Path) -> None:
 def test_what_is_no_sign_of_life_is_none(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"time": "now"}'):
         (tmp_path / ".alive").write_text(text)
-        assert alive.read(tmp_path) is None
+        assert read_sign(tmp_path) == {}

@@ -21,7 +21,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
-SMALL = ("lecture_logs", "lecture_solve", "sort", "loophole", "course_grid", "reuse", "overhead", "import_cost", "size")
+SMALL = (
+    "lecture_logs",
+    "lecture_solve",
+    "sort",
+    "loophole",
+    "course_grid",
+    "reuse",
+    "overhead",
+    "import_cost",
+    "size",
+    "house",
+)
 SMALL = (
     *SMALL,
     "credit_variance",
@@ -99,6 +110,11 @@ def test_the_core_is_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert closing["ok"], before[-1]
 
 
+def test_the_house_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("house", capsys)
+    assert closing["circles"] == closing["unchecked_rooms"] == closing["kinds_asked"] == closing["wrong_imports"] == 0
+
+
 @pytest.mark.slow
 def test_credit_is_unbiased_where_it_has_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -162,7 +178,7 @@ def test_the_latency_of_every_figure_is_measured(capsys: pytest.CaptureFixture[s
     ("name", "flags"),
     [
         ("lab_overlay", ["--runs", "4", "--points", "50", "--repeats", "1"]),
-        ("lab_large", ["--steps", "5000", "--grow", "2"]),
+        ("lab_large", ["--steps", "3000", "--grow", "1"]),
     ],
 )
 def test_pages_are_measured_in_a_browser(name: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,13 +193,13 @@ def test_stacked_runs_are_the_runs_alone(tmp_path: Path) -> None:
     """Three seeds in one loop end where `ascent.train` ends on the last of them; the first steps are too
     few for rounding to tip a sample. The entropy bonus, a KL and a clip are among them."""
     import ascent
-    from ascent.diagnose.exact import expected_reward, reward_table
+    from ascent.oracle.exact import expected_reward, reward_table
     from benchmarks.many import train_many
 
     settings = {"steps": 6, "kl": "in-loss", "reference": "every", "reference.n": 2}
     stacked = train_many((3, 8, 5), **settings)
     alone = ascent.train("lecture", out=tmp_path / "run", show=False, seed=5, **settings)
-    task, prompt = alone.config.task, alone.config.task.held_out(3)
+    task, prompt = alone.config.task, alone.config.task.held_out(3).prompt
     expected = expected_reward(alone.policy, prompt, reward_table(task, prompt))
     assert float(stacked.expected[2]) == pytest.approx(float(expected), abs=1e-4)
     assert float(stacked.expected[0]) != pytest.approx(float(expected), abs=1e-2)

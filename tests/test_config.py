@@ -12,20 +12,20 @@ import pytest
 import torch
 from conftest import batch_of
 
-from ascent.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
-from ascent.algorithms import ALGORITHMS, GRPO, MENU, Algorithm
-from ascent.config import Config
-from ascent.exploration import Annealed, NoBonus
-from ascent.kl import InLoss, InReward, NoKL
-from ascent.losses import Clipped, LogProb, SequenceRatio
-from ascent.menu import name_of, spell, to_dict
+from ascent.core.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
+from ascent.core.algorithms import ALGORITHMS, GRPO, MENU, Algorithm
+from ascent.core.config import Config
+from ascent.core.exploration import Annealed, NoBonus
+from ascent.core.kl import InLoss, InReward, NoKL
+from ascent.core.losses import Clipped, LogProb, SequenceRatio
+from ascent.core.menu import name_of, to_dict
+from ascent.core.reference import Every, Frozen, NoReference
+from ascent.core.types import Refused
+from ascent.core.update import Adam
+from ascent.core.weights import FixedLength, TokenMean
 from ascent.policies import PerPosition, Transformer
-from ascent.reference import Every, Frozen, NoReference
-from ascent.settings import PLAIN, configure, find, flatten, label
+from ascent.settings import PLAIN, configure, find_choice, flatten, row_label, spell
 from ascent.tasks import TASKS, Lecture, Sort
-from ascent.types import Refused
-from ascent.update import Adam
-from ascent.weights import FixedLength, TokenMean
 
 # ---- layers ---------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ def test_an_earlier_layer_may_be_impossible_if_a_later_one_completes_it() -> Non
 OWN = """
 from dataclasses import dataclass
 
-from ascent.advantages import Advantage
+from ascent.core.advantages import Advantage
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def test_a_users_own_choice(head: str, tmp_path: Path) -> None:
     assert name_of(config.algorithm.advantage) == own
     again = round_trip(config)
     assert again.to_dict() == config.to_dict()
-    with pytest.raises(Refused, match=r"--advantage\.facto: .*it has factor.*Did you mean factor"):
+    with pytest.raises(Refused, match=r"--advantage\.facto: .*it has factor.*Did you mean --advantage\.factor"):
         configure("sort", {"advantage": own, "advantage.facto": 0.25})
 
 
@@ -195,25 +195,25 @@ def test_a_users_own_task(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown task": ("srot", {}, "TASK srot: no such task.*lecture, sort.*Did you mean sort"),
-    "unknown row": ("sort", {"algorithm": "grop"}, "--algorithm grop: no such row.*Did you mean grpo"),
+    "unknown row": ("sort", {"algorithm": "grop"}, "--algorithm grop: no such algorithm.*Did you mean grpo"),
     "unknown choice": ("sort", {"advantage": "leave-one"}, "--advantage leave-one: no such choice.*leave-one-out"),
     "unknown field": ("sort", {"loss": "clipped", "loss.hihg": 0.1}, r"--loss\.hihg: clipped has no such field.*high"),
     "field of another choice": ("sort", {"loss": "log-prob", "loss.high": 0.1}, r"--loss\.high: log-prob has no such"),
-    "unknown setting": ("sort", {"step": 3}, "--step: there is no such setting for sort.*Did you mean steps"),
+    "unknown setting": ("sort", {"step": 3}, "--step: there is no such setting for sort.*Did you mean --steps"),
     "unknown axis": ("sort", {"los.high": 3}, r"--los\.high: there is no such setting"),
     "setting of another task": ("lecture", {"length": 3}, "--length: there is no such setting for lecture"),
-    "unknown preset": ("sort", {"preset": "curse"}, "--preset curse: sort has default"),
+    "unknown preset": ("sort", {"preset": "curse"}, "--preset curse: no such preset of sort. There are default"),
     "unknown reward": ("sort", {"reward": "exat"}, "--reward exat: no such reward.*Did you mean exact"),
     "unknown policy": (
         "sort",
         {"policy": "transfomer"},
         "--policy transfomer: no such choice.*Did you mean transformer",
     ),
-    "a word for an int": ("sort", {"steps": "many"}, "--steps is 'many': it has to be int"),
-    "a float for an int": ("sort", {"samples": 2.5}, "--samples is 2.5: it has to be int"),
-    "a bool for an int": ("sort", {"samples": True}, "--samples is True: it has to be int"),
-    "a word for a float": ("sort", {"lr": "fast"}, r"--update\.lr is 'fast': it has to be float"),
-    "a word for a bool": ("sort", {"distinct": "yes"}, "--distinct is 'yes': it has to be bool"),
+    "a word for an int": ("sort", {"steps": "many"}, "--steps is 'many': it has to be a whole number"),
+    "a float for an int": ("sort", {"samples": 2.5}, "--samples is 2.5: it has to be a whole number"),
+    "a bool for an int": ("sort", {"samples": True}, "--samples is True: it has to be a whole number"),
+    "a word for a float": ("sort", {"lr": "fast"}, r"--update\.lr is 'fast': it has to be a number"),
+    "a word for a bool": ("sort", {"distinct": "yes"}, "--distinct is 'yes': it has to be True or False"),
     "not on the list": (
         "sort",
         {"old_logp": "trainer"},
@@ -252,12 +252,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "token correction of a sequence ratio": (
         "sort",
         {"algorithm": "gspo", "correction": "truncated", "old_logp": "learner"},
-        r"--loss sequence-ratio has one term a response.*--correction\.level sequence",
+        r"--loss sequence-ratio has one term per response.*--correction\.level sequence",
     ),
     "KL per token with a sequence ratio": (
         "sort",
         {"algorithm": "gspo", "kl": "in-reward", "kl.per": "token", "reference": "frozen"},
-        r"--loss sequence-ratio needs one credit a response.*--kl\.per response",
+        r"--loss sequence-ratio needs one credit per response.*--kl\.per response",
     ),
     "lower bound": ("sort", {"loss": "clipped", "loss.low": 0.0}, r"--loss\.low is 0.*above 0"),
     "upper bound": ("sort", {"loss": "clipped", "loss.high": -1.0}, r"--loss\.high is -1.*above 0"),
@@ -281,7 +281,7 @@ def test_refused_with_what_why_and_what_to_set(case: str) -> None:
 
 @pytest.mark.parametrize("advantage", [name_of(cls) for cls in MENU["advantage"]])
 def test_a_group_credit_with_one_sample(advantage: str) -> None:
-    choice = find("advantage", MENU["advantage"], advantage)
+    choice = find_choice("advantage", MENU["advantage"], advantage)
     more = {"critic": "own-critic"} if "value" in choice().needs else {}
     if choice().group:
         with pytest.raises(Refused, match=f"--samples 1 with --advantage {advantage}.*Set --samples 2 or more"):
@@ -293,7 +293,7 @@ def test_a_group_credit_with_one_sample(advantage: str) -> None:
 @pytest.mark.parametrize("kl", ["in-loss", "in-reward"])
 def test_refused_in_python_too(kl: str) -> None:
     """The object refuses itself, however it is made."""
-    with pytest.raises(Refused, match="a KL needs a policy"):
+    with pytest.raises(Refused, match="a KL needs a reference policy"):
         Algorithm(kl=InLoss() if kl == "in-loss" else InReward(), reference=NoReference())
 
 
@@ -334,7 +334,7 @@ def test_settings_come_back(task: str, settings: dict[str, Any]) -> None:
 def test_every_choice_has_a_name_and_comes_back(axis: str) -> None:
     for cls in MENU[axis]:
         choice = cls()
-        assert find(axis, MENU[axis], name_of(cls)) is cls
+        assert find_choice(axis, MENU[axis], name_of(cls)) is cls
         assert to_dict(choice)["name"] == name_of(choice)
         extra = (
             {"reference": "frozen"} if axis == "kl" else {"advantage": "gae"} if getattr(choice, "on", False) else {}
@@ -374,14 +374,14 @@ def test_names(choice: Any, name: str) -> None:
 
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_a_row_is_labelled_with_its_name(row: str) -> None:
-    assert label(ALGORITHMS[row]) == row
+    assert row_label(ALGORITHMS[row]) == row
     changed = {"update.delta": 0.1} if row == "trpo" else {"lr": 0.1}
-    assert label(configure("sort", {"algorithm": row, **changed}).algorithm) == row
+    assert row_label(configure("sort", {"algorithm": row, **changed}).algorithm) == row
 
 
 def test_a_changed_row_says_what_was_changed() -> None:
     config = configure("sort", {"algorithm": "dr-grpo", "loss.high": 0.28, "exploration": "annealed"})
-    assert label(config.algorithm) == "dr-grpo+clipped(high=0.28)+annealed"
+    assert row_label(config.algorithm) == "dr-grpo+clipped(high=0.28)+annealed"
 
 
 @dataclass(frozen=True)

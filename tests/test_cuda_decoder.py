@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascent.algorithms import ALGORITHMS
-from ascent.engines.language import LanguageLearner, Support, board, lanes
-from ascent.engines.language.board import DONE, LENGTH, Board, Turn
-from ascent.engines.language.cuda import GraphDecoder, graph_decoder
-from ascent.engines.language.draw import draw_tokens, uniform
-from ascent.engines.language.llama import Llama, Unlike
-from ascent.engines.language.sampler import GroupDecoder, PlainDecoder
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.types import Prompts, Rollouts
+from ascent.engines.language import LanguageLearner, Support
+from ascent.engines.language.sampling import board, cuda
+from ascent.engines.language.sampling.board import DONE, LENGTH, Board, Turn
+from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
+from ascent.engines.language.sampling.draw import draw_tokens, uniform
+from ascent.engines.language.sampling.llama import Llama, Unlike
+from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
 from ascent.policies import LanguageModel
-from ascent.types import Rollouts
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 
 LIKE = ("Llama", "Qwen2", "Qwen3", "Mistral")
@@ -38,7 +39,7 @@ def decoder_of(lm: LanguageModel) -> GraphDecoder:
 def drawn_by(decoder: Any, lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
     sampler = sampler_of(lm, **more)
     sampler.decoder = decoder
-    return sampler.generate(prompts_of(), samples, greedy)
+    return sampler.generate(Prompts.of(prompts_of()), samples, greedy)
 
 
 def same(got: Rollouts, want: Rollouts, bound: float = 5e-6) -> None:
@@ -77,7 +78,7 @@ def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkey
     lm = model_of()
     want = drawn_by(GroupDecoder, lm, rows=64)
     assert len(want.mask.sum(-1).unique()) > 3, "lengths have to differ for lanes to be given away"
-    monkeypatch.setattr(lanes, "ROUND", steps)
+    monkeypatch.setattr(cuda, "ROUND", steps)
     same(drawn_by(decoder_of(lm), lm, rows=rows), want)
 
 
@@ -104,7 +105,7 @@ def test_prompts_of_one_token() -> None:
     for decoder in (decoder_of(lm), GroupDecoder):
         sampler = sampler_of(lm)
         sampler.decoder = decoder
-        found.append(sampler.generate(torch.tensor([[4, -1, -1], [1, 2, 3], [9, -1, -1]]), 3))
+        found.append(sampler.generate(Prompts.of(torch.tensor([[4, -1, -1], [1, 2, 3], [9, -1, -1]])), 3))
     same(*found)
 
 
@@ -284,7 +285,7 @@ def near(got: Tensor, want: Tensor) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> None:
-    from ascent.engines.language import kernels
+    from ascent.engines.language.kernels import decoding as kernels
 
     torch.manual_seed(0)
     x, y, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((5, 48), (5, 48), (48,)))
@@ -306,7 +307,7 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("vocab", [37, 9000] if DEVICE == "cpu" else [37, 300, 9000, 151_936])
 def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> None:
-    from ascent.engines.language import kernels
+    from ascent.engines.language.kernels import decoding as kernels
 
     torch.manual_seed(0)
     mine, plain = busy(torch.float32, DEVICE), busy(torch.float32, DEVICE)

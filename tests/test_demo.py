@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ascent.cli import main
+from ascent.cli.main import main
 from ascent.records import Run
 
 

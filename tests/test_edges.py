@@ -11,18 +11,18 @@ import torch
 from conftest import batch_of
 
 import ascent
-from ascent.advantages import Advantage, Raw
-from ascent.algorithms import Algorithm
-from ascent.engines import LocalSampler
-from ascent.groups import Overlong
-from ascent.kl import KL
+from ascent.core.advantages import Advantage, Raw
+from ascent.core.algorithms import Algorithm
+from ascent.core.groups import Overlong
+from ascent.core.kl import KL
+from ascent.core.loop import describe, scored
+from ascent.core.reference import Frozen
+from ascent.core.types import Refused, Scores, Trouble
+from ascent.core.update import Adam
+from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
 from ascent.records import checkpoint
-from ascent.reference import Frozen
 from ascent.tasks import Lecture, Sort
-from ascent.train import describe, scored
-from ascent.types import Refused, Scores, Trouble
-from ascent.update import Adam
 
 
 def small(tmp_path: Path, **settings: Any) -> ascent.Run:
@@ -31,7 +31,7 @@ def small(tmp_path: Path, **settings: Any) -> ascent.Run:
 
 def test_fewer_prompts_are_held_out_than_asked_for() -> None:
     """7! distinct prompts, of which about a fifth is held out: all of them, and no endless search for more."""
-    found = Sort(length=7, numbers=7, distinct=True).held_out(5000)
+    found = Sort(length=7, numbers=7, distinct=True).held_out(5000).prompt
     assert 900 < len(found) < 1100
     assert len(found.unique(dim=0)) == len(found)
     assert (found.sort(-1).values == torch.arange(7)).all()
@@ -90,8 +90,8 @@ def test_a_reward_that_is_not_finite_is_an_error_whatever_the_task_says() -> Non
             scores = super().score(rollouts)
             return replace(scores, reward=torch.where(torch.arange(3).view(3, 1, 1) == 1, torch.inf, scores.reward))
 
-    sampler = LocalSampler(PerPosition()(Lecture().space, torch.Generator()), 1.0, torch.Generator())
-    found, errors = scored(Careless(), sampler.generate(Lecture().held_out(3), 2), None)
+    sampler = SmallSampler(PerPosition()(Lecture().space, torch.Generator()), 1.0, torch.Generator())
+    found, errors = scored(Careless(), sampler.generate(Lecture().held_out(3), 2))
     assert found.valid.tolist() == [[True, True], [False, False], [True, True]]
     assert len(errors) == 2 and found.reward.isfinite().all()
 
@@ -131,7 +131,7 @@ def test_a_kl_of_ones_own_in_the_reward_is_applied() -> None:
 
 def test_credit_of_a_wrong_shape_is_refused_with_the_right_one(tmp_path: Path) -> None:
     (tmp_path / "wide.py").write_text(
-        "from dataclasses import dataclass\nfrom ascent.advantages import Advantage\n\n\n"
+        "from dataclasses import dataclass\nfrom ascent.core.advantages import Advantage\n\n\n"
         "@dataclass(frozen=True)\nclass Wide(Advantage):\n    group = False\n\n"
         "    def __call__(self, batch, state):\n        return batch.reward.unsqueeze(-1)\n"
     )

@@ -6,33 +6,49 @@ import dataclasses
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ascent.advantages import ADVANTAGES, Centered, Greedy, LeaveOneOut, Normalized, OptimalBaseline, Raw, RunningMean
-from ascent.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.correction import Masked, Truncated
-from ascent.diagnose import explain as module
-from ascent.diagnose.explain import explain, formula, menu_text, objective_in_words
-from ascent.diagnose.formula import ANCHOR, BONUS, CREDIT, FACTOR, SURROGATE, WEIGHT, verdict
-from ascent.diagnose.notes import DENOMINATOR, ESTIMATORS, NOTES, OFF, ROWS
-from ascent.exploration import Annealed, Constant
-from ascent.groups import Overlong, WithSignal
-from ascent.kl import InLoss, InReward, NoKL
-from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
-from ascent.menu import name_of
-from ascent.own import load_python
-from ascent.policies.critics import OwnCritic
-from ascent.reference import Frozen, MovingAverage
+from ascent.core.advantages import (
+    ADVANTAGES,
+    Centered,
+    Greedy,
+    LeaveOneOut,
+    Normalized,
+    OptimalBaseline,
+    Raw,
+    RunningMean,
+)
+from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
+from ascent.core.correction import Masked, Truncated
+from ascent.core.critics import OwnCritic
+from ascent.core.exploration import Annealed, Constant
+from ascent.core.groups import Overlong, WithSignal
+from ascent.core.kl import InLoss, InReward, NoKL
+from ascent.core.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
+from ascent.core.menu import name_of
+from ascent.core.reference import Frozen, MovingAverage
+from ascent.core.types import Batch, Outputs, Refused
+from ascent.core.update import Adam
+from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
+from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
+from ascent.explain import explain as module
+from ascent.explain.advantages import ABOUT_ADVANTAGES
+from ascent.explain.algorithms import ABOUT_ALGORITHMS
+from ascent.explain.axes import ABOUT_AXES
+from ascent.explain.explain import ABOUTS, explanation, formula, menu_text, objective_in_words, verdict
+from ascent.explain.kl import ABOUT_ESTIMATORS
+from ascent.explain.losses import ABOUT_LOSSES
+from ascent.explain.readme import with_menu
 from ascent.settings import configure
-from ascent.types import Batch, Outputs, Refused
-from ascent.update import Adam
-from ascent.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
-from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
+from ascent.tasks.user_code import load_python
 
+WITH_FORMULA = ("advantage", "loss", "weights", "kl", "exploration", "correction")
+WITH_WORDS = (*WITH_FORMULA, "reference", "groups", "shaping", "critic")
 EVERY_CHOICE = [(axis, cls) for axis, menu in MENU.items() for cls in menu]
 
 
@@ -280,18 +296,18 @@ def test_corrections_an_annealed_bonus_and_an_adaptive_kl(correction: Any) -> No
 
 def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation above can fail: a printed number, sign or denominator that the code does not have."""
-    swaps = [
-        (SURROGATE, Clipped, ("min(ρ·δ, clip(ρ, 0.8, 1.3)·δ)", "")),
-        (CREDIT, Normalized, ("(R_i − mean) / std", "")),
+    wrong: list[tuple[dict[type, Any], type, dict[str, str]]] = [
+        (ABOUT_LOSSES, Clipped, {"formula": "min(ρ·δ, clip(ρ, 0.8, 1.3)·δ)"}),
+        (ABOUT_ADVANTAGES, Normalized, {"formula": "(R_i − mean) / std"}),
+        (ABOUT_ADVANTAGES, Normalized, {"formula": "(R_i + mean) / (std + 0.0001)"}),
+        (ABOUT_AXES, SequenceMean, {"formula": "1/ΣL"}),
     ]
-    for table, cls, wrong in [*swaps, (CREDIT, Normalized, ("(R_i + mean) / (std + 0.0001)", ""))]:
+    for abouts, cls, text in wrong:
         with monkeypatch.context() as patch:
-            patch.setitem(table, cls, lambda _, wrong=wrong: wrong)
+            patch.setitem(abouts, cls, replace(abouts[cls], **text))
             with pytest.raises(AssertionError):
                 check_against_code(ALGORITHMS["grpo"])
-    monkeypatch.setitem(WEIGHT, SequenceMean, WEIGHT[TokenMean])
-    with pytest.raises(AssertionError):
-        check_against_code(ALGORITHMS["grpo"])
+    check_against_code(ALGORITHMS["grpo"])
 
 
 def test_delta_of_a_small_group_by_hand() -> None:
@@ -311,25 +327,25 @@ def test_delta_of_a_small_group_by_hand() -> None:
 
 @pytest.mark.parametrize(("axis", "cls"), EVERY_CHOICE, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_every_choice_has_its_bias_and_who_differs(axis: str, cls: type) -> None:
-    assert cls in NOTES, f"notes.NOTES says nothing of {cls.__name__}: where is it biased?"
-    assert NOTES[cls].bias and (cls in OFF or (NOTES[cls].trl and NOTES[cls].verl))
-    assert axis != "weights" or cls in DENOMINATOR, f"notes.DENOMINATOR lacks {cls.__name__}"
-    tables = {"advantage": CREDIT, "loss": SURROGATE, "weights": WEIGHT, "reference": ANCHOR}
-    table = tables.get(axis) or {"exploration": BONUS, "correction": FACTOR}.get(axis)
-    assert table is None or cls in OFF or cls in table, f"formula.py has no formula for {cls.__name__}"
-    text = explain(name_of(cls))
+    assert cls in ABOUTS, f"there is no About of {cls.__name__} in ascent/explain: its formula, words and bias"
+    about = ABOUTS[cls]
+    assert about.bias and (about.off or (about.trl and about.verl))
+    assert axis != "weights" or (about.denominator and about.response_formula and about.response_words)
+    for part in {"formula": WITH_FORMULA, "words": WITH_WORDS}.items():
+        assert about.off or axis not in part[1] or getattr(about, part[0]), f"{cls.__name__} has no {part[0]}"
+    text = explanation(name_of(cls))
     assert (cls.__doc__ or "").strip().splitlines()[0] in text and "BIAS" in text
     for field in dataclasses.fields(cls):
         assert re.search(rf"^  {field.name} \(", text, re.M), f"the field {field.name} is not explained"
     for row, algorithm in ALGORITHMS.items():
-        if type(getattr(algorithm, axis)) is cls and cls not in OFF:
+        if type(getattr(algorithm, axis)) is cls and not about.off:
             assert row in text
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_is_explained(name: str) -> None:
-    note, text = ROWS[name], explain(name)
-    assert note.bias and note.paper and note.trl and note.verl
+    about, text = ABOUT_ALGORITHMS[name], explanation(name)
+    assert about.words and about.paper and about.trl and about.verl
     for title in ("CHOICES", "IN WORDS", "FORMULA", "DENOMINATOR", "BIAS", "ELSEWHERE", "TRL 1.16", "verl 0.9", "TRY"):
         assert title in text
     assert all(line in text for line in formula(ALGORITHMS[name]).splitlines())
@@ -342,16 +358,15 @@ def test_every_row_is_explained(name: str) -> None:
         )
 
 
-def test_no_note_is_left_over() -> None:
-    assert set(NOTES) == {cls for _, cls in EVERY_CHOICE}
-    assert set(ROWS) == set(ALGORITHMS) and set(DENOMINATOR) == set(WEIGHTS)
+def test_no_about_is_left_over() -> None:
+    assert set(ABOUTS) == {cls for _, cls in EVERY_CHOICE} and set(ABOUT_ALGORITHMS) == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize(
-    "name", [*ALGORITHMS, *(name_of(cls) for _, cls in EVERY_CHOICE), *ESTIMATORS, "exact", "lecture"]
+    "name", [*ALGORITHMS, *(name_of(cls) for _, cls in EVERY_CHOICE), *ABOUT_ESTIMATORS, "exact", "lecture"]
 )
 def test_the_command_to_try_is_a_valid_one(name: str) -> None:
-    for command in re.findall(r"^  ascent train (.*)$", explain(name), re.M):
+    for command in re.findall(r"^  ascent train (.*)$", explanation(name), re.M):
         task, *flags = command.split()
         settings = {flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
         configure(task, settings)
@@ -362,7 +377,7 @@ def test_menu_text_has_every_name_with_a_line() -> None:
     for name in [
         *ALGORITHMS,
         *(name_of(cls) for _, cls in EVERY_CHOICE),
-        *ESTIMATORS,
+        *ABOUT_ESTIMATORS,
         "lecture",
         "sort",
         "transformer",
@@ -371,8 +386,19 @@ def test_menu_text_has_every_name_with_a_line() -> None:
     assert all(f"--{axis}" in text for axis in MENU) and "no description" not in text
 
 
+def test_the_readme_has_the_menu_of_today() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    assert with_menu(text) == text, "run python -m ascent.explain.readme README.md"
+    with pytest.raises(Refused, match="no place for the menu"):
+        with_menu("a README without markers")
+
+
 def test_lines_fit_a_terminal() -> None:
-    for text in [menu_text(), *(explain(n) for n in ALGORITHMS), *(explain(name_of(c)) for _, c in EVERY_CHOICE)]:
+    for text in [
+        menu_text(),
+        *(explanation(n) for n in ALGORITHMS),
+        *(explanation(name_of(c)) for _, c in EVERY_CHOICE),
+    ]:
         assert max(map(len, text.splitlines())) <= 100
 
 
@@ -380,7 +406,7 @@ def test_lines_fit_a_terminal() -> None:
 
 
 def test_grpo_golden() -> None:
-    text = explain("grpo")
+    text = explanation("grpo")
     flat = " ".join(text.split())
     assert "  δ_i = (R_i − mean) / (std + 0.0001), ddof 1;   ρ_t = exp(logp_t − logp_old_t)\n" in text
     assert "  objective = Σ_i Σ_t 1/(N·L_i) · [ min(ρ·δ, clip(ρ, 0.8, 1.2)·δ) − 0.04·k3 ]\n" in text
@@ -406,7 +432,7 @@ def test_numbers_come_from_the_object() -> None:
     assert "0.9 to 1.28" in words and "1e-06" in words and "0.5 × the k1 estimate" in words
     moved = replace(grpo, kl=InLoss("exact", 0.2, target=0.07), reference=MovingAverage(0.3))
     assert (
-        "β (from 0.2, steered to a KL of 0.07 a token) × the exact KL to a moving average of the policy (rate 0.3)"
+        "β (from 0.2, steered to a KL of 0.07 per token) × the exact KL to a moving average of the policy (rate 0.3)"
         in (objective_in_words(moved))
     )
 
@@ -428,7 +454,7 @@ def test_words_of_everything_at_once() -> None:
         "the mean of its group's other responses, plus c × the entropy, c falling from 0.5 to 0 over 90% of the run. "
         "The reward has 0.05 × the k1 estimate of the KL to the frozen start taken off, response by response and falls "
         "by up to 1 over the last 8 tokens before the length limit. Each token is weighted by how much likelier the "
-        "trainer finds it, at most 2. Groups of equal rewards give way to new prompts, in at most 3 draws a step."
+        "trainer finds it, at most 2. Groups of equal rewards are replaced by new prompts, in at most 3 draws per step."
     )
 
 
@@ -480,21 +506,23 @@ def test_trl_kl_has_the_gradient_that_notes_claim() -> None:
 
 
 def test_names_are_found_in_any_spelling_and_unknown_ones_refused() -> None:
-    assert explain("DR_GRPO") == explain("dr-grpo")
-    assert "a row of the menu" in explain("cispo") and "a choice of --loss" in explain("cispo")
-    assert "an estimator of KL" in explain("exact") and "a reward of the sorting tasks" in explain("exact")
-    assert "adjacent pair" in explain("inclusion-ordering") and "positions that are right" in explain("positions")
+    assert explanation("DR_GRPO") == explanation("dr-grpo")
+    assert "a named algorithm" in explanation("cispo") and "a choice of --loss" in explanation("cispo")
+    assert "an estimator of KL" in explanation("exact") and "a reward of the sorting tasks" in explanation("exact")
+    assert "adjacent pair" in explanation("inclusion-ordering") and "positions that are right" in explanation(
+        "positions"
+    )
     with pytest.raises(Refused, match=r"leave-on-out.*Did you mean leave-one-out\?"):
-        explain("leave-on-out")
+        explanation("leave-on-out")
     with pytest.raises(Refused, match="ascent list"):
-        explain("xyzzy")
+        explanation("xyzzy")
 
 
 def test_a_users_own_choice_reads_well(tmp_path: Any) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import dataclass\n"
-        "from ascent.losses import Clipped\n"
+        "from ascent.core.losses import Clipped\n"
         "@dataclass(frozen=True)\n"
         "class Squared:\n"
         '    """The square of the reward."""\n'
@@ -513,9 +541,9 @@ def test_a_users_own_choice_reads_well(tmp_path: Any) -> None:
         "Squared (The square of the reward.)."
     )
     assert formula(algorithm).startswith("δ_i = Squared(R)") and "Odd(logp, logp_old, δ)" in formula(algorithm)
-    assert verdict(algorithm).startswith("Not known: Squared, Odd")
-    assert "The square of the reward." in explain(f"python:{path}:Squared")
+    assert verdict(algorithm).startswith("Not known: Odd, Squared")
+    assert "The square of the reward." in explanation(f"python:{path}:Squared")
 
 
 def test_explain_exports_what_the_command_line_needs() -> None:
-    assert set(module.__all__) == {"explain", "formula", "menu_text", "objective_in_words"}
+    assert set(module.__all__) == {"explanation", "formula", "menu_text", "objective_in_words"}

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ascent.algorithms import ALGORITHMS
-from ascent.cli import COMMANDS
-from ascent.commands.flags import Options, parse_train
-from ascent.config import Config
-from ascent.menu import hyperparameters, name_of
+from ascent.cli.flags import TrainOptions, parse_train
+from ascent.cli.main import commands
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.config import Config
+from ascent.core.menu import hyperparameters, name_of
 from ascent.settings import CHOICES, PLAIN, SHORT
 from ascent.tasks import TASKS
 
@@ -23,7 +23,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "from-trl.md").read_text()
 NAMED = set(re.findall(r"`([a-z]\w*)`", PAGE))
 """Every single word in code marks."""
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*\w)")
-CALLS = {*hyperparameters(Options), "config", "preset", "algorithm"}
+CALLS = {*hyperparameters(TrainOptions), "preset", "algorithm"}
 """Flags of `ascent train` that are no setting of a run's numbers."""
 
 
@@ -54,7 +54,7 @@ def test_every_choice_of_ours_exists() -> None:
 def test_every_command_of_ours_exists() -> None:
     named = set(re.findall(r"(?m)(?:^|`)ascent ([a-z]+)", PAGE))
     assert named >= {"train", "resume", "show", "explain"}
-    assert named <= set(COMMANDS)
+    assert named <= set(commands())
 
 
 def example(monkeypatch: pytest.MonkeyPatch) -> Config:

@@ -24,18 +24,18 @@ from conftest import (
 )
 from torch import Tensor
 
-from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.config import Config
-from ascent.correction import Masked, NoCorrection, Truncated, log_weight, mismatch
-from ascent.engines import LocalSampler
-from ascent.exploration import Annealed, Constant, NoBonus
-from ascent.groups import All, NoShaping, Overlong, WithSignal, without_signal
+from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.config import Config
+from ascent.core.correction import Masked, NoCorrection, Truncated, log_weight, mismatch
+from ascent.core.exploration import Annealed, Constant, NoBonus
+from ascent.core.groups import All, NoShaping, Overlong, WithSignal, without_signal
+from ascent.core.loop import Clock, Streams, collect, train
+from ascent.core.reference import Every, Frozen, MovingAverage, NoReference
+from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores, Trouble
+from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
-from ascent.reference import Every, Frozen, MovingAverage, NoReference
 from ascent.settings import configure
 from ascent.tasks import Sort
-from ascent.train import Clock, Streams, collect, train
-from ascent.types import Batch, Outputs, Refused, Rollouts, Scores, Trouble
 
 # ---- groups ---------------------------------------------------------------------------------------
 
@@ -57,12 +57,12 @@ def test_without_signal_compares_totals() -> None:
 class Counted(Sort):
     """Prompts 0 0 0, 1 1 1, …: one after the other; the reward of a group says whether its number is on a list."""
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+    def draw(self, count: int, generator: torch.Generator) -> Prompts:
         first = int(torch.randint(10**6, (1,), generator=generator))  # uses up the stream as a real task does
         assert first >= 0
         start = LOG[-1][-1] + 1 if LOG else 0
         LOG.append(list(range(start, start + count)))
-        return torch.tensor([[i % self.numbers] * self.length for i in LOG[-1]])
+        return Prompts.of(torch.tensor([[i % self.numbers] * self.length for i in LOG[-1]]))
 
     def score(self, rollouts: Rollouts) -> Scores:
         shape = rollouts.mask.shape[:2]
@@ -84,7 +84,7 @@ def drawn(signal: set[int], rounds: int, prompts: int = 3, **more: Any) -> tuple
     dynamic = {"algorithm": "dapo", "groups.rounds": rounds, "prompts": prompts, "samples": 2}
     config = configure(task, dynamic, more)
     policy = policy_of(TINY, task.space)
-    sampler = LocalSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
     return collect(task, sampler, config.algorithm, config, torch.Generator().manual_seed(0), Clock())
 
 
@@ -145,7 +145,7 @@ class NoRecords:
         return False
 
 
-def run(config: Config, seed: int = 0, sampler_class: type = LocalSampler) -> tuple[NoRecords, Any]:
+def run(config: Config, seed: int = 0, sampler_class: type = SmallSampler) -> tuple[NoRecords, Any]:
     """A run in this process, with nothing written down."""
     streams = Streams(seed)
     policy = config.policy(config.task.space, streams.sampling)
@@ -454,7 +454,7 @@ def test_a_stale_sampler_is_measured() -> None:
     learner = learner_of(policy, config.algorithm)
     stale = config.policy(config.task.space, torch.Generator().manual_seed(7))
 
-    class Stale(LocalSampler):
+    class Stale(SmallSampler):
         def load(self, params: dict[str, Tensor], version: int) -> None:
             self.version = version
 
@@ -472,7 +472,7 @@ def test_needs_that_nobody_fills_are_refused() -> None:
     learner = learner_of(policy, config.algorithm)
     learner.fills = frozenset()
     with pytest.raises(Refused, match="need score_norm"):
-        train(config, config.task, LocalSampler(policy, 1.0, streams.sampling), learner, NoRecords(), streams, dict)
+        train(config, config.task, SmallSampler(policy, 1.0, streams.sampling), learner, NoRecords(), streams, dict)
 
 
 def test_groups_choice_is_replaceable() -> None:
@@ -488,9 +488,9 @@ def test_what_a_sampler_leaves_in_its_padding_never_matters(row: str) -> None:
     config = configure("sort", {**settings, **shaping, "end": True, "policy.width": 8, "policy.heads": 2})
 
     def numbers(garbage: float) -> tuple[list[dict[str, float]], Tensor]:
-        class Untidy(LocalSampler):
-            def generate(self, prompt: Tensor, samples: int, greedy: bool = False) -> Rollouts:
-                rollouts = super().generate(prompt, samples, greedy)
+        class Untidy(SmallSampler):
+            def generate(self, prompts: Prompts, samples: int, greedy: bool = False, **more: int | None) -> Rollouts:
+                rollouts = super().generate(prompts, samples, greedy, **more)
                 assert greedy or not bool(rollouts.mask.all())
                 return replace(rollouts, logp_sampler=torch.where(rollouts.mask, rollouts.logp_sampler, garbage))
 

@@ -17,12 +17,12 @@ from viewed import answer, write_run, write_step
 from viewed import row as response
 
 import ascent
+from ascent.core.types import Refused, Rollouts, Scores
 from ascent.lab import server
+from ascent.lab.report import command
 from ascent.records import Run, rollouts
-from ascent.tasks.sort import Sort
-from ascent.types import Refused, Rollouts, Scores
-from ascent.viewer.places import Place
-from ascent.viewer.report import command
+from ascent.records.places import Place
+from ascent.tasks.small.sort import Sort
 
 WORLD = {"length": 3, "numbers": 4, "prompts": 2, "samples": 2, "eval_every": 2, "eval_prompts": 7, "show": False}
 
@@ -170,7 +170,7 @@ def test_a_page_of_held_out_answers(ask: Callable[..., Any]) -> None:
     assert (sampled["set"], sampled["recorded"], sampled["sets"]) == ("sampled", [3], page["sets"])
     for path in ("completions", "prompt", "prompts", "tokens"):
         said = ask(path, 400, set="greedy", step=4, group=0)
-        assert said["error"] == "set=greedy: there are sampled and held-out"
+        assert said["error"] == "set=greedy: there are sampled, held-out"
 
 
 def test_tokens_of_a_greedy_answer_have_their_log_prob_alone(ask: Callable[..., Any]) -> None:
@@ -207,7 +207,7 @@ def test_damaged_answers_cost_nothing_else(ask: Callable[..., Any], some: Path) 
     write_step(some, 5, [answer(0, 1.0, "x") | {"prompt_text": 5}], "held_out")
     write_step(some, 6, [{k: [v] if k == "group" else v for k, v in answer(0, 1.0, "x").items()}], "held_out")
     (some / "held_out" / "step_000007.parquet").write_text("torn")
-    for step, said in ((5, "column prompt_text of the type int64"), (6, "column group of"), (7, "no whole Parquet")):
+    for step, said in ((5, "column prompt_text of the type int64"), (6, "column group of"), (7, "not a whole Parquet")):
         assert said in ask("completions", set="held-out", step=step)["problems"][0]
     listed = ask("prompts")
     assert len(listed["prompts"]) == 5 and len(listed["problems"]) == 3
@@ -220,7 +220,7 @@ def test_damaged_answers_cost_nothing_else(ask: Callable[..., Any], some: Path) 
 
 
 def report_of(folder: Path) -> str:
-    text = command.report(Place("some", folder, "ascent"))
+    text = command.report_of(Place("some", folder, "ascent"))
     found = re.search(r'<section id="answers">.*?</section>|<section[^>]*id="answers".*?</section>', text, re.S)
     return re.sub(r"<[^>]+>", " ", found[0]) if found else ""
 
@@ -232,6 +232,6 @@ def test_a_report_says_what_changed(some: Path) -> None:
     assert [said.count(name) for name in ("wrong → right", "right → wrong", "still wrong")] == [1, 1, 1]
     (some / "held_out" / "step_000009.parquet").write_text("torn")
     said = report_of(some)
-    assert "step_000009.parquet is no whole Parquet file" in said and "at step 4: 1 right." in said
+    assert "step_000009.parquet is not a whole Parquet file" in said and "at step 4: 1 right." in said
     shutil.rmtree(some / "held_out")
     assert report_of(some) == ""

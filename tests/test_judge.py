@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from fake_judge import FakeJudge, Reply, serving
 
-from ascent.judge import Asker, Judge, Preference, Scored, Unanswered, Unparsed, compare, read_judge, score
-from ascent.judge.cache import Answers, key_of
-from ascent.types import Refused, Trouble
+from ascent.core.types import Refused, Trouble
+from ascent.rewards.judge.cache import Answers, request_key
+from ascent.rewards.judge.client import JudgeClient, Unanswered, Unparsed
+from ascent.rewards.judge.settings import Judge, read_judge
+from ascent.rewards.judge.verdicts import Preference, Scored, compare_responses, score_responses
 
 QUICK: dict[str, Any] = {"model": "tester", "backoff": 0.01, "timeout": 0.3, "deadline": 5.0, "retries": 3}
 SECRET = "sk-very-secret-4711"
@@ -29,12 +31,12 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "answers.jsonl"
 
 
-def asker_of(server: FakeJudge, cache: Path, **more: Any) -> Asker:
-    return Asker(Judge(**{**QUICK, "url": server.url, **more}), Answers(cache))
+def client_of(server: FakeJudge, cache: Path, **more: Any) -> JudgeClient:
+    return JudgeClient(Judge(**{**QUICK, "url": server.url, "cache": str(cache), **more}))
 
 
 def scores(server: FakeJudge, cache: Path, responses: list[str], **more: Any) -> list[Any]:
-    return score(asker_of(server, cache, **more), [("2 + 2 =", response, "4") for response in responses])
+    return score_responses(client_of(server, cache, **more), [("2 + 2 =", response, "4") for response in responses])
 
 
 def test_a_score_becomes_a_reward_from_0_to_1(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +79,14 @@ PASSING: dict[str, Callable[[], Reply]] = {
 @pytest.mark.parametrize("trouble", PASSING)
 def test_what_passes_is_waited_out(trouble: str, cache: Path) -> None:
     with serving(lambda _, number: PASSING[trouble]() if number == 0 else Reply("Score: 10")) as server:
-        asker = asker_of(server, cache)
-        assert score(asker, [("p", "r", None)])[0].value == 1.0  # type: ignore[union-attr]
-    assert (asker.counts.retried, asker.counts.asked, server.count) == (1, 1, 2)
+        client = client_of(server, cache)
+        assert score_responses(client, [("p", "r", None)])[0].value == 1.0  # type: ignore[union-attr]
+    assert (client.counts.retried, client.counts.asked, server.count) == (1, 1, 2)
 
 
 LAST_WORDS = {
     "slow": "no answer within 0.1 s",
-    "malformed JSON": "none of a chat",
+    "malformed JSON": "not a chat completion",
     "429": "429: ",
     "500": "500: <html>oops</html>",
     "a dropped connection": "RemoteProtocolError",
@@ -106,8 +108,8 @@ def test_nobody_there(cache: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    asker = Asker(Judge(**QUICK, url=f"http://127.0.0.1:{port}/v1"), Answers(cache))
-    found = score(asker, [("p", "r", None)])[0]
+    client = JudgeClient(Judge(**QUICK, url=f"http://127.0.0.1:{port}/v1", cache=str(cache)))
+    found = score_responses(client, [("p", "r", None)])[0]
     assert isinstance(found, Unanswered) and "ConnectError" in str(found)
 
 
@@ -221,14 +223,14 @@ def test_a_null_answer_that_was_cut_off_says_so(cache: Path) -> None:
 )
 def test_a_verdict_before_the_end_of_an_answer_that_was_cut_off_is_none(words: str, cache: Path) -> None:
     with serving(lambda *_: Reply(words, finish="length")) as server:
-        found = compare(asker_of(server, cache, again=0), [("p", "x", "y", None)])[0]
+        found = compare_responses(client_of(server, cache, again=0), [("p", "x", "y", None)])[0]
     assert isinstance(found, Unparsed) and "cut off before its verdict" in str(found) and found.raw == words
 
 
 @pytest.mark.parametrize("words", ["Verdict: A", "<think>B?</think>Hm.\n**Verdict:** A.\n \n"])
 def test_a_verdict_at_the_end_of_an_answer_that_was_cut_off_counts(words: str, cache: Path) -> None:
     with serving(lambda *_: Reply(words, finish="length")) as server:
-        assert compare(asker_of(server, cache), [("p", "x", "y", None)]) == [Preference(None, ("A", "A"))]
+        assert compare_responses(client_of(server, cache), [("p", "x", "y", None)]) == [Preference(None, ("A", "A"))]
 
 
 def test_thoughts_are_not_verdicts_and_the_last_line_counts(cache: Path) -> None:
@@ -304,10 +306,10 @@ def test_a_full_disk_stops_before_more_is_paid_for(cache: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     with serving(lambda *_: Reply(delay=0.02)) as server:
-        asker = asker_of(server, cache, concurrency=1)
-        monkeypatch.setattr("ascent.judge.cache._write", full)
+        client = client_of(server, cache, concurrency=1)
+        monkeypatch.setattr("ascent.rewards.judge.cache.os.fsync", full)
         with pytest.raises(Trouble, match="No space left"):
-            score(asker, [("p", str(i), None) for i in range(9)])
+            score_responses(client, [("p", str(i), None) for i in range(9)])
     assert server.count <= 2
 
 
@@ -341,10 +343,12 @@ def test_no_key_in_what_is_parsed_nor_half_of_one_in_errors(cache: Path, monkeyp
 
 def test_the_key_of_an_answer_is_that_of_its_whole_request() -> None:
     judge = Judge(url="http://localhost:1/v1", model="m")
-    keys = {key_of(judge.body(judge.messages("{prompt}", prompt=p)), again) for p in ("a", "b") for again in (0, 1)}
+    keys = {
+        request_key(judge.body(judge.messages("{prompt}", prompt=p)), again) for p in ("a", "b") for again in (0, 1)
+    }
     assert len(keys) == 4
     moved = replace(judge, url="http://localhost:2/v1")
-    assert key_of(moved.body([]), 0) == key_of(judge.body([]), 0), "a model that moved is the same model"
+    assert request_key(moved.body([]), 0) == request_key(judge.body([]), 0), "a model that moved is the same model"
 
 
 # ---- how many at once, and from where -------------------------------------------------------------------
@@ -381,19 +385,22 @@ def longer(prompt: str, _: int) -> Reply:
 def test_both_orders_are_asked_and_have_to_agree(cache: Path) -> None:
     asked = [("p", "short", "much longer", None), ("p", "long one", "s", None)]
     with serving(longer) as server:
-        assert compare(asker_of(server, cache), asked) == [Preference(1, ("B", "A")), Preference(0, ("A", "B"))]
+        assert compare_responses(client_of(server, cache), asked) == [
+            Preference(1, ("B", "A")),
+            Preference(0, ("A", "B")),
+        ]
     assert server.count == 4
     with serving(lambda *_: Reply("Verdict: A")) as server:  # likes whatever stands first
-        biased = compare(asker_of(server, cache, model="biased"), asked)
+        biased = compare_responses(client_of(server, cache, model="biased"), asked)
     assert biased == [Preference(None, ("A", "A"))] * 2
     with serving(lambda _, number: Reply(["Verdict: A", "Verdict: tie"][number % 2])) as server:
-        undecided = compare(asker_of(server, cache, model="undecided", concurrency=1), asked)
+        undecided = compare_responses(client_of(server, cache, model="undecided", concurrency=1), asked)
     assert undecided == [Preference(None, ("A", "tie"))] * 2
 
 
 def test_one_order_without_a_verdict_is_no_verdict(cache: Path) -> None:
     with serving(lambda _, number: Reply("Verdict: A" if number == 0 else "both are fine")) as server:
-        found = compare(asker_of(server, cache, concurrency=1), [("p", "x", "y", None)])
+        found = compare_responses(client_of(server, cache, concurrency=1), [("p", "x", "y", None)])
     assert isinstance(found[0], Unparsed) and found[0].raw == "both are fine"
 
 
@@ -432,11 +439,11 @@ def test_addresses(given: str, made: str) -> None:
         ({"low": 3.0, "high": 3.0}, "low up to high"),
         ({"concurrency": 0}, "--concurrency is 0"),
         ({"deadline": 0.0}, "--deadline is 0"),
-        ({"options": "{"}, "no JSON"),
+        ({"options": "{"}, "not valid JSON"),
         ({"options": '{"messages": []}'}, "without messages"),
         ({"score_prompt": "{prompt}"}, "{response}"),
         ({"pair_prompt": "{first}"}, "{second}"),
-        ({"score_pattern": "("}, "no regular expression"),
+        ({"score_pattern": "("}, "not a regular expression"),
         ({"pair_pattern": "(a)(b)"}, "2 groups"),
     ],
 )
@@ -450,9 +457,9 @@ def test_what_cannot_be_a_judge_is_refused(change: dict[str, Any], words: str) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("url = 1", "url is 1"),
+        ("url = true", "url is True"),
         ("modell = 'x'", "Did you mean model?"),
-        ("api_key = 'x'", "does not belong into a file"),
+        ("api_key = 'x'", "does not belong in a file"),
         ("url = ", "cannot be read as TOML"),
     ],
 )

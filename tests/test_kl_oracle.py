@@ -15,16 +15,16 @@ import torch
 from pin_estimators import INDEPENDENT, RAGGED, Tiny, moved, nothing, policy_of, prompt_of
 from torch import Tensor
 
-from ascent import kl
-from ascent.advantages import Centered, LeaveOneOut, Raw
-from ascent.algorithms import Algorithm
-from ascent.diagnose.estimator import estimate
-from ascent.diagnose.exact import Table
-from ascent.engines.local import chosen, log_probs
-from ascent.kl import InLoss, InReward
-from ascent.reference import Frozen
-from ascent.types import Space
-from ascent.weights import FixedLength, SequenceMean, SequenceSum
+from ascent.core import kl
+from ascent.core.advantages import Centered, LeaveOneOut, Raw
+from ascent.core.algorithms import Algorithm
+from ascent.core.kl import InLoss, InReward
+from ascent.core.reference import Frozen
+from ascent.core.types import Space
+from ascent.core.weights import FixedLength, SequenceMean, SequenceSum
+from ascent.engines.small.learner import chosen, log_probs
+from ascent.oracle.estimator import estimate
+from ascent.oracle.exact import Table
 
 ONE_TOKEN = Space(prompt_length=1, vocab=5, limit=1)
 SPACES = {"one token": ONE_TOKEN, "independent": INDEPENDENT, "ragged": RAGGED}

@@ -16,13 +16,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ascent import cli
-from ascent.lab.figures import FIGURES, training
-from ascent.lab.runs import said_of
+from ascent.cli import main as cli
+from ascent.lab.figures import all_figures
+from ascent.lab.figures.training import sides
+from ascent.lab.figures.training.stream import metrics_in_words
 from ascent.records.folder import read_lines
-from tests.browser import Lab, Screen, chromium, contrast, launched, until
+from tests.browser import Lab, Screen, chromium, contrast, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
+FIGURES = all_figures()
 PAGES = ["/", *(f"/figure/{name}" for name in FIGURES), "/lesson/which-method"]
 
 
@@ -33,12 +35,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     yield found
     found.stop_trainings()
     found.kill()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched("--host-resolver-rules=MAP *.test 127.0.0.1") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +111,7 @@ def test_the_clip_is_dragged_and_the_text_follows(screen: Screen) -> None:
     assert bound.count() > 0
     for i in range(bound.count()):
         key = bound.nth(i).get_attribute("data-bind")
-        assert bound.nth(i).inner_text() == screen.page.evaluate("(k) => lab.look.said[k]", key)
+        assert bound.nth(i).inner_text() == screen.page.evaluate("(k) => lab.look.texts[k]", key)
     link = screen.page.locator(".predict a.set").first
     link.click()
     screen.settled()
@@ -186,7 +182,7 @@ def test_variance(screen: Screen) -> None:
         screen.set("baseline", name)
         assert (
             screen.numbers()["variance, exact"]
-            == FIGURES["variance"].look(f"samples=2&rewarded=1&baseline={name}")["said"]["variance"]
+            == FIGURES["variance"].look(f"samples=2&rewarded=1&baseline={name}")["texts"]["variance"]
         )
     screen.set("baseline", "optimal-baseline").set("samples", 8)
     assert screen.numbers()["variance, exact"] == "not enumerated"
@@ -239,7 +235,10 @@ def test_trajectory(screen: Screen) -> None:
 
 # ---- figure 5 -------------------------------------------------------------------------------------------
 
-RUNS = "async (side) => { const r = (await import('/static/figures/training.js')).runs[side]; return r && {%s}; }"
+RUNS = """async (side) => {
+  const r = (await import('/static/figures/training/figure.js')).runs[side];
+  return r && {%s};
+}"""
 
 
 def run_of(screen: Screen, side: str) -> dict[str, Any]:
@@ -260,27 +259,27 @@ def test_training_to_the_end_as_on_the_command_line_though_the_server_is_killed(
     screen.open("/figure/training?a.samples=4&a.epochs=4")
     command = screen.page.locator("#command code").text_content().splitlines()[0]
     screen.page.click("#step")
-    until(lambda: all("paused after step 1 of 100" in screen.text(f".status.{side}") for side in training.SIDES))
-    assert run_of(screen, "a")["steps"] == run_of(screen, "b")["steps"] == [1] and screen.text("#play") == "Go on"
+    until(lambda: all("paused after step 1 of 100" in screen.text(f".status.{side}") for side in sides.SIDES))
+    assert run_of(screen, "a")["steps"] == run_of(screen, "b")["steps"] == [1] and screen.text("#play") == "Continue"
     assert screen.page.locator(".sides").get_attribute("disabled") is not None
     screen.press("ArrowRight")
-    until(lambda: all("paused after step 2 of 100" in screen.text(f".status.{side}") for side in training.SIDES))
+    until(lambda: all("paused after step 2 of 100" in screen.text(f".status.{side}") for side in sides.SIDES))
     screen.page.click("#play")
     until(lambda: len(run_of(screen, "a")["steps"]) >= 8)
     lab.kill()
     time.sleep(1.0)
     lab.start()  # the trainings have gone on meanwhile; the page comes back by itself
     until(lambda: status(screen, "a") == status(screen, "b") == "finished")
-    for side in training.SIDES:
+    for side in sides.SIDES:
         run = run_of(screen, side)
         assert run["steps"] == list(range(1, 101)), "a gap, or a point twice"
         assert run["line"] == read_lines(lab.runs / run["name"] / "metrics.jsonl")[-1]
-    monkeypatch.setattr(cli, "plot", lambda _: None)
+    monkeypatch.setattr("ascent.cli.train.plot", lambda _: None)
     assert cli.main([*shlex.split(command)[1:], "--out", str(tmp_path / "cli")]) == 0
     here = read_lines(lab.runs / run_of(screen, "a")["name"] / "metrics.jsonl")
     there = read_lines(tmp_path / "cli" / "metrics.jsonl")
     assert without_times(here) == without_times(there)
-    said = said_of(there[-1], 5.0)
+    said = metrics_in_words(there[-1], 5.0)
     assert screen.numbers()["A: reward"] == said["earned"] and screen.numbers()["A: exactly right"] == said["right"]
     for name in ("reward", "entropy", "silent", "clip", "loss"):
         assert screen.page.locator(f"[data-chart={name}] canvas").count() == 1
@@ -321,7 +320,7 @@ def test_every_setting_of_a_training_changes_its_command_and_its_address(screen:
     assert {f"a.{name}" for name in changes} | {"a.run"} == {
         c.name for c in FIGURES["training"].controls if c.name[1] == "." and c.name[0] == "a"
     }
-    for side in training.SIDES:
+    for side in sides.SIDES:
         for name, value in changes.items():
             if name == "eps":
                 screen.set(f"{side}.loss", "clipped")
@@ -333,10 +332,10 @@ def test_every_setting_of_a_training_changes_its_command_and_its_address(screen:
     assert "--numbers 3" in screen.page.locator("#command").text_content()
     assert screen.text("#difference").startswith("Both have the same settings")
     screen.set("a.credit", "gae").set("a.loss", "sequence-ratio")
-    assert "one credit a response" in screen.text(".status.a")
+    assert "sequence-ratio needs one" in screen.text(".status.a")
     screen.page.click("#play")
     screen.page.wait_for_selector(".error")
-    assert "one credit a response" in screen.text(".error") and run_of(screen, "a") is None
+    assert "sequence-ratio needs one" in screen.text(".error") and run_of(screen, "a") is None
     assert all("status of 400" in error for error in screen.errors)
     screen.errors.clear()
 
@@ -402,8 +401,6 @@ def test_nothing_moves_by_itself(screen: Screen) -> None:
 
 
 def test_nothing_serious_for_axe_in_both_themes(browser: Any, lab: Lab) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     screen = opened(browser, lab, color_scheme="light", reduced_motion="reduce")
     for path in [*PAGES, "/figure/trajectory?step=4"]:
         screen.open(path)
@@ -411,9 +408,8 @@ def test_nothing_serious_for_axe_in_both_themes(browser: Any, lab: Lab) -> None:
         part = "#figure" if "/figure/" in path else None  # the text has the same parts on every page
         for theme, options in (("light", None), ("dark", {"runOnly": ["color-contrast"]})):  # only colours change
             screen.page.emulate_media(color_scheme=theme, reduced_motion="reduce")
-            found = Axe().run(screen.page, part, options).response["violations"]
-            serious = [v for v in found if v["impact"] in ("serious", "critical")]
-            assert not serious, (path, theme, [(v["id"], v["nodes"][0]["html"][:200]) for v in serious])
+            found = serious(screen.page, part, options)
+            assert not found, (path, theme, found)
     assert not screen.errors
     screen.page.context.close()
 
@@ -433,11 +429,13 @@ def test_the_labels_of_charts_stand_out_and_nothing_is_wider_than_a_phone(
     until(lambda: run_of(screen, "a") and run_of(screen, "b") and len(run_of(screen, "b")["steps"]) > 2)
     screen.page.wait_for_timeout(300)
     picture = screen.picture()
-    charts = screen.page.locator(".lines canvas").evaluate_all(BOXES)
-    assert len(charts) == 5
-    for _, (left, top, right, bottom) in charts:
-        assert ink(picture.crop((left, top, left + 68, bottom))) >= 4.5
-        assert ink(picture.crop((right - 44, top, right, bottom))) >= 4.5
+    charts = screen.page.locator(".curves canvas").evaluate_all(BOXES)
+    captions = screen.page.locator(".curves figcaption li").evaluate_all(BOXES)
+    assert len(charts) == 5 and len(captions) == 12
+    for _, (left, top, _, bottom) in charts:
+        assert ink(picture.crop((left, top, left + 100, bottom))) >= 4.5
+    for text, box in captions:
+        assert ink(picture.crop(box)) >= 4.5, text
     screen.page.set_viewport_size({"width": 360, "height": 740})
     for path in PAGES if theme == "light" else PAGES[-1:]:  # colours make nothing wider
         screen.open(path)

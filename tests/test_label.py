@@ -13,19 +13,22 @@ from fake_judge import FakeJudge, Reply, serving
 from test_judge import SECRET, longer
 from test_text_tasks import Bytes, rollouts, sums, write
 
-from ascent import cli
+from ascent.cli import main as cli
+from ascent.cli import train as training
+from ascent.core.types import Refused
+from ascent.engines.language.backend import LanguageBackend
 from ascent.records import Run
-from ascent.tasks.text import Jsonl
-from ascent.tasks.text.preferences import read_pairs
-from ascent.tasks.text.rewards import parse
-from ascent.tasks.text.tokenized import Tokenized
-from ascent.types import Refused
+from ascent.rewards.judge.verdicts import JudgeGrader
+from ascent.rewards.reward_models import check_rewards
+from ascent.tasks.text import Jsonl, TextTask
+from ascent.tasks.text.offline.files import read_pairs
+from ascent.tasks.text.tokenized import TokenizedTask
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "plot", lambda _: None)
+    monkeypatch.setattr(training, "plot", lambda _: None)
     return tmp_path
 
 
@@ -111,14 +114,14 @@ def test_an_interrupted_command_goes_on(here: Path, capsys: pytest.CaptureFixtur
         assert label(file, "pairs.jsonl", "--judge", judge) == 130
         first = server.count
         assert 7 <= first <= 12
-        assert "the same command goes on" in capsys.readouterr().err
+        assert "run the same command again" in capsys.readouterr().err
         assert not (here / "pairs.jsonl").exists()
         assert len((here / "judge.answers.jsonl").read_text().splitlines()) == first
         server.behave = longer
         assert label(file, "pairs.jsonl", "--judge", judge) == 0
         assert server.count == 26
     assert len(read_pairs(here / "pairs.jsonl")) == 13
-    assert f"{26 - first} answers asked for, {first} from disk" in capsys.readouterr().out
+    assert f"{26 - first} answers requested, {first} from the cache" in capsys.readouterr().out
 
 
 def test_a_server_that_goes_away_loses_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +129,7 @@ def test_a_server_that_goes_away_loses_nothing(here: Path, capsys: pytest.Captur
     with serving(lambda prompt, number: longer(prompt, number) if number < 10 else Reply(drop=True)) as server:
         judge = judge_file(here, server, retries=0, concurrency=1)
         assert label(file, "pairs.jsonl", "--judge", judge) == 1
-        assert "the same command goes on" in capsys.readouterr().err
+        assert "run the same command again" in capsys.readouterr().err
         server.behave, before = longer, server.count
         assert label(file, "pairs.jsonl", "--judge", judge) == 0
         assert server.count - before == 26 - 10
@@ -163,9 +166,14 @@ def test_a_judge_is_a_reward_like_any_other(here: Path) -> None:
 
     with serving(behave) as server:
         entry = f"0.5*judge:{judge_file(here, server).name}"
-        task = Tokenized(Jsonl(source=str(sums(here / "sums.jsonl")), reward=("own", entry)), Bytes())
+        words = Jsonl(source=str(sums(here / "sums.jsonl")), reward=("own", entry))
+        task = TokenizedTask(
+            words,
+            Bytes(),
+            {source: JudgeGrader(source.removeprefix("judge:")) for source in LanguageBackend().reward_sources(words)},
+        )
         prompt = task.held_out(1)
-        right = task.problem(prompt[0].tolist()).answer  # type: ignore[union-attr]
+        right = task.problem(-1).answer
         scores = task.score(rollouts(prompt, [[str(right), "kind words", "strange", "rude"]]))
         asked = server.count
         task.score(rollouts(prompt, [[str(right), "kind words"]]))
@@ -182,10 +190,10 @@ def test_entries_of_judges(here: Path) -> None:
     (here / "judge.toml").write_text('url = "http://localhost:1/v1"\nmodel = "m"\n')
     task = Jsonl(reward=("own", "2*judge:judge.toml", "judge:judge.toml"))
     assert task.reward[1] == f"2.0*judge:{here / 'judge.toml'}"
-    assert [reward.name for reward in parse(task.reward)] == ["own", "judge", "judge-2"]
-    assert parse(task.reward)[1].load().model == "m"
+    assert [reward.name for reward in task.rewards] == ["own", "judge", "judge-2"]
+    assert JudgeGrader(task.rewards[1].path).judge.model == "m"
     with pytest.raises(Refused, match="there is no such file"):
-        parse(["judge:none.toml"])[0].load()
+        check_rewards(LanguageBackend(), TextTask(reward=("judge:none.toml",)))
 
 
 @pytest.mark.slow

@@ -17,16 +17,15 @@ import pytest
 import torch
 
 import ascent as library
-from ascent.cli import main
-from ascent.diagnose.statistics import estimate, pass_at, powers, wilson
+from ascent.cli.main import main
+from ascent.core.types import Refused
 from ascent.policies import LanguageModel
 from ascent.records import Run
-from ascent.tasks.text import Jsonl, Problem, ReasoningGym
-from ascent.tasks.text.tokenized import Tokenized
-from ascent.trained.asked import vote_of
-from ascent.trained.held_out import Evaluation, majority, results
-from ascent.trained.sampling import printable
-from ascent.types import Refused
+from ascent.records.statistics import pass_at, powers, prompt_mean, wilson
+from ascent.tasks.text import Jsonl, ReasoningGym
+from ascent.tasks.text.tokenized import TokenizedTask
+from ascent.workflows.evaluate import Evaluation, majority, results
+from ascent.workflows.sample import escape_controls
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 REWARD = """
@@ -159,14 +158,14 @@ def test_wilsons_interval_has_its_published_values() -> None:
 
 def test_the_bootstrap_covers_the_mean_of_nineteen_in_twenty() -> None:
     rng = np.random.default_rng(3)
-    found = [estimate(rng.beta(2, 5, 40).tolist()) for _ in range(200)]
+    found = [prompt_mean(rng.beta(2, 5, 40).tolist()) for _ in range(200)]
     covered = sum(e is not None and e.low is not None and e.low <= 2 / 7 <= e.high for e in found)
     assert 180 <= covered <= 198
     values = rng.random(30).tolist()
-    assert estimate(values) == estimate(values)
-    assert estimate([0.0, 1.0, 1.0, 0.0]) == wilson(2, 4)
-    assert estimate([]) is None
-    assert estimate([0.4])[1:] == estimate([0.4, 0.4])[1:] == (None, None)  # type: ignore[index]
+    assert prompt_mean(values) == prompt_mean(values)
+    assert prompt_mean([0.0, 1.0, 1.0, 0.0]) == wilson(2, 4)
+    assert prompt_mean([]) is None
+    assert prompt_mean([0.4])[1:] == prompt_mean([0.4, 0.4])[1:] == (None, None)  # type: ignore[index]
 
 
 def test_a_majority_is_the_first_seen_of_equals_and_an_empty_answer_has_no_vote() -> None:
@@ -217,24 +216,27 @@ def test_equal_answers_are_one_vote_however_they_are_spelled() -> None:
         def encode(self, messages: list[dict[str, str]]) -> list[int]:
             return []
 
+        def tokenize(self, words: str) -> list[int]:
+            return []
+
         def decode(self, ids: list[int]) -> str:
             return ""
 
-    task = Tokenized(Jsonl(source="x.jsonl", check="number"), Silent())
-    number, word = Problem("p", "7"), Problem("p", "Paris")
-    votes = [
-        vote_of(task, number, text) for text in ("Answer: 7", "so it is 7.0!", "3 + 4 = 7", "#### 7", "\\boxed{7}")
-    ]
+        def piece(self, token: int) -> str:
+            return ""
+
+    task = TokenizedTask(Jsonl(source="x.jsonl", check="number"), Silent())
+    votes = [task.vote(text, "7") for text in ("Answer: 7", "so it is 7.0!", "3 + 4 = 7", "#### 7", "\\boxed{7}")]
     assert set(votes) == {"7"}
-    assert vote_of(task, number, "no idea") == ""
-    assert vote_of(task, number, "Answer: 8") != "7"
-    assert vote_of(task, word, "Answer: Paris.") == vote_of(task, word, "I say it is **paris**") == "paris"
+    assert task.vote("no idea", "7") == ""
+    assert task.vote("Answer: 8", "7") != "7"
+    assert task.vote("Answer: Paris.", "Paris") == task.vote("I say it is **paris**", "Paris") == "paris"
 
     class First(Jsonl):
         def answer(self, response: str) -> str:
             return response[:1]
 
-    assert vote_of(Tokenized(First(source="x.jsonl"), Silent()), number, "xyz") == "x"
+    assert TokenizedTask(First(source="x.jsonl"), Silent()).vote("xyz", "7") == "x"
 
 
 # ---- eval -------------------------------------------------------------------------------------------
@@ -371,7 +373,7 @@ def test_sample_prints_responses_below_their_prompts(run: Run, ascent: Any) -> N
     assert said.out.count("prompt   ") == 2 and said.out.count("response 1: ") == said.out.count("response 2: ") == 2
     rows = library.sample(run.folder, ["Say one.", "Say two."], count=2)
     assert [r["prompt"] for r in rows] == ["Say one."] * 2 + ["Say two."] * 2
-    assert all(printable(r["response"]) in said.out for r in rows)
+    assert all(escape_controls(r["response"]) in said.out for r in rows)
     assert len({tuple(r["ids"]) for r in rows}) == 4, "each prompt and sample has its own"
     assert json.loads(ascent("sample", run.folder, "Say one.", "Say two.", "--count", 2, "--json").out) == rows
     assert library.sample(run.folder, "Say one.", count=2, seed=5) != rows[:2]
@@ -457,7 +459,7 @@ def test_a_small_world_takes_numbers(sorter: Run, ascent: Any) -> None:
 
 
 def test_a_response_cannot_move_the_cursor() -> None:
-    assert printable("a\x1b[2Jb\x07\r\x9bc\n\td é") == "a\\x1b[2Jb\\x07\\r\\x9bc\n\td é"
+    assert escape_controls("a\x1b[2Jb\x07\r\x9bc\n\td é") == "a\\x1b[2Jb\\x07\\r\\x9bc\n\td é"
 
 
 # ---- export -----------------------------------------------------------------------------------------
@@ -533,17 +535,17 @@ def test_nothing_is_overwritten_and_nothing_half_done(
 # ---- bad input --------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
-    "eval nothing": (("eval",), ("which RUN?", "--model")),
+    "eval nothing": (("eval",), ("RUN|TASK is missing", "--model")),
     "eval nowhere": (("eval", "nowhere"), ("nowhere: there is no such folder",)),
     "eval what is no run": (("eval", "full"), ("full", "not a run")),
     "eval a task alone": (("eval", "gsm8k"), ("gsm8k is a task", "ascent eval gsm8k --model FOLDER")),
-    "a model on a small world": (("eval", "sort", "--model", "MODEL"), ("sort", "no words")),
-    "a model on a run": (("eval", "RUN", "--model", "MODEL"), ("RUN is a folder", "a run brings its own model")),
+    "a model on a small world": (("eval", "sort", "--model", "MODEL"), ("sort", "not a text task")),
+    "a model on a run": (("eval", "RUN", "--model", "MODEL"), ("RUN is a folder", "a run has its own model")),
     "a run as a model": (("sample", "--model", "RUN", "hello"), ("that is a run",)),
     "no such model": (("sample", "--model", "./nowhere", "hello"), ("--model ./nowhere", "cannot be loaded")),
     "a step that is not there": (("eval", "RUN", "--step", 7), ("--step 7", "There are: 1, 2")),
     "a step and the best": (("eval", "RUN", "--step", 1, "--best"), ("--step 1 and --best",)),
-    "a step of a bare model": (("sample", "--model", "MODEL", "x", "--best"), ("--best", "--model is no run")),
+    "a step of a bare model": (("sample", "--model", "MODEL", "x", "--best"), ("--best", "no checkpoints")),
     "no samples": (("eval", "RUN", "--samples", 0), ("--samples is 0", "at least 1")),
     "no prompts": (("eval", "RUN", "--prompts", 0), ("--prompts is 0", "at least 1")),
     "a temperature of 0": (("eval", "RUN", "--temperature", 0), ("--temperature is 0",)),
@@ -554,8 +556,8 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "a file that is there": (("eval", "RUN", "--out", "file"), ("--out file", "already there")),
     "a file in no folder": (("eval", "RUN", "--out", "no/file"), ("--out no/file", "no folder no")),
     "a limit for sort": (("eval", "SORT", "--max-tokens", 3), ("--max-tokens", "sort")),
-    "another world": (("eval", "SORT", "--task", "countdown"), ("--task countdown", "another world")),
-    "sample nothing": (("sample",), ("which RUN?",)),
+    "another world": (("eval", "SORT", "--task", "countdown"), ("--task countdown", "is a text task")),
+    "sample nothing": (("sample",), ("is missing: ascent sample RUN",)),
     "greedy many times": (("sample", "RUN", "x", "--greedy", "--count", 2), ("--greedy", "the same")),
     "a mass above 1": (("sample", "RUN", "x", "--top-p", 1.5), ("--top-p 1.5",)),
     "top-k for sort": (("sample", "SORT", "1 2", "--top-k", 3), ("--top-k", "sort")),
@@ -611,13 +613,14 @@ def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
         run.checkpoint(best=True)
 
 
+@pytest.mark.slow
 def test_the_functions_of_the_package_are_functions_whatever_was_imported_first() -> None:
     code = (
-        "import ascent.evaluate\nfrom ascent.evaluate import evaluator\nimport ascent\n"
+        "import ascent.workflows.evaluate\nfrom ascent.records.evaluation import sample_evaluator\nimport ascent\n"
         "print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ascent.trained.held_out", "ascent.trained.sampling", "ascent.trained.exporting"]
+    assert done.stdout.split() == ["ascent.workflows.evaluate", "ascent.workflows.sample", "ascent.workflows.export"]
 
 
 def test_an_evaluation_reads_well(run: Run) -> None:

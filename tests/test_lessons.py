@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ascent import cli
-from ascent.lab.figures import FIGURES
-from ascent.lab.lessons_page import read_lesson, render
+from ascent.cli import train as training
+from ascent.lab.figures import all_figures
+from ascent.lab.pages.lesson.lessons import read_lesson, render
 
+FIGURES = all_figures()
 LESSONS = Path(__file__).parents[1] / "lessons"
 spec = importlib.util.spec_from_file_location("lessons_run", LESSONS / "run.py")
 assert spec is not None and spec.loader is not None
@@ -23,11 +24,12 @@ spec.loader.exec_module(lessons_run)
 PAGES, blocks, run_page = lessons_run.PAGES, lessons_run.blocks, lessons_run.run_page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom in one namespace and one folder, as a reader would; what is printed is what is shown."""
     # No lesson speaks of the picture of a run, which takes longer to draw than most of these runs take.
-    monkeypatch.setattr(cli, "plot", lambda *_: None)
+    monkeypatch.setattr(training, "plot", lambda *_: None)
     run_page(path, tmp_path)
 
 
@@ -112,7 +114,7 @@ def test_a_number_from_nowhere_is_found() -> None:
 def test_the_lab_can_show_it(path: Path) -> None:
     """Every bound number is one that the figure says, every link one that it can follow, and a prediction is there."""
     lesson = read_lesson(path)
-    said = FIGURES[lesson.figure].look(lesson.state)["said"] if lesson.figure else {}
+    said = FIGURES[lesson.figure].look(lesson.state)["texts"] if lesson.figure else {}
     shown = render(lesson, said, [read_lesson(page).slug for page in PAGES])
     assert 'class="predict"' in shown and "{{" not in shown
     if lesson.figure:
@@ -146,7 +148,7 @@ def test_every_figure_has_a_lesson() -> None:
     ],
 )
 def test_the_figure_says_what_the_lesson_promises(figure: str, state: str, said: dict[str, str]) -> None:
-    found = FIGURES[figure].look(state)["said"]
+    found = FIGURES[figure].look(state)["texts"]
     assert {key: found[key] for key in said} == said
 
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.kl import InLoss
-from ascent.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
-from ascent.reference import Frozen
-from ascent.types import Outputs, Refused
-from ascent.weights import WEIGHTS, SequenceSum
+from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.kl import InLoss
+from ascent.core.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
+from ascent.core.reference import Frozen
+from ascent.core.types import Outputs, Refused
+from ascent.core.weights import WEIGHTS, SequenceSum
 
 
 def one(loss: Any, ratio: float, advantage: float, logp_old: float = -1.5) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def test_sequence_ratio_golden(loss: SequenceRatio, advantage: float, value: flo
 
 
 def test_sequence_ratio_refuses_credit_per_token() -> None:
-    with pytest.raises(Refused, match="one ratio a response"):
+    with pytest.raises(Refused, match="one ratio per response"):
         SequenceRatio()(f64(LOG_RATIO), f64(LOG_RATIO), f64(LOG_RATIO), TWO)
 
 
@@ -148,7 +148,7 @@ def test_autograd_is_the_derivative_of_the_value(loss: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("loss", variants(), ids=repr)
 def test_at_ratio_one_the_gradient_is_log_probs(loss: Any) -> None:
-    """δ at every token; a sequence ratio, one term a response, hands each of its L tokens δ/L instead.
+    """δ at every token; a sequence ratio, one term per response, hands each of its L tokens δ/L instead.
 
     That 1/L meets the sum of the response's L weights, so that with weights the two are the same: the next test.
     """

@@ -30,19 +30,19 @@ from conftest import (
 )
 from torch import Tensor
 
-import ascent.engines.local as local
+import ascent.engines.small.learner as local
 import ascent.policies.transformer as transformer
-from ascent.advantages import ADVANTAGES, LeaveOneOut, Normalized, OptimalBaseline, Raw
-from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.correction import log_weight
-from ascent.engines import LocalSampler
-from ascent.kl import InLoss, InReward, k1, k3
-from ascent.losses import LOSSES, Clipped, LogProb, Ratio
-from ascent.reference import Frozen
+from ascent.core.advantages import ADVANTAGES, LeaveOneOut, Normalized, OptimalBaseline, Raw
+from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.correction import log_weight
+from ascent.core.kl import InLoss, InReward, k1, k3
+from ascent.core.loop import train
+from ascent.core.losses import LOSSES, Clipped, LogProb, Ratio
+from ascent.core.reference import Frozen
+from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Streams, Terms
+from ascent.core.weights import WEIGHTS, SequenceMean
+from ascent.engines.small import SmallSampler
 from ascent.settings import configure
-from ascent.train import Streams, train
-from ascent.types import Batch, Outputs, Rollouts, Terms
-from ascent.weights import WEIGHTS, SequenceMean
 
 ONE = torch.ones(1, 1, 1, dtype=torch.bool)
 
@@ -151,7 +151,7 @@ def check_log_probs_are_over_the_full_vocabulary() -> None:
 
 def test_log_probs_renormalised_over_a_cut_support(monkeypatch: pytest.MonkeyPatch) -> None:
     check_log_probs_are_over_the_full_vocabulary()
-    monkeypatch.setattr(transformer, "draw", top_two)
+    monkeypatch.setattr(transformer, "draw_next", top_two)
     with pytest.raises(AssertionError):
         check_log_probs_are_over_the_full_vocabulary()
 
@@ -195,14 +195,14 @@ def draw_without_temperature(logits: Tensor, temperature: float, generator: Any)
     return token, torch.log_softmax(logits, -1).gather(-1, token[:, None])[:, 0]
 
 
-DRAW = transformer.draw
+DRAW = transformer.draw_next
 
 
 def test_temperature_on_one_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
     check_temperature_is_on_both_sides()
     for module, name, broken in (
         (local, "log_probs", without_temperature),
-        (transformer, "draw", draw_without_temperature),
+        (transformer, "draw_next", draw_without_temperature),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, broken)
@@ -322,11 +322,11 @@ def test_every_row_with_a_kl_in_its_reward_takes_k1() -> None:
 # ---- a mask made from id != pad ---------------------------------------------------------------------
 
 
-class MaskFromIds(LocalSampler):
+class MaskFromIds(SmallSampler):
     """Pad and end are one id, and the mask is where the response is not pad."""
 
-    def generate(self, prompt: Tensor, samples: int, greedy: bool = False) -> Rollouts:
-        rollouts = super().generate(prompt, samples, greedy)
+    def generate(self, prompts: Prompts, samples: int, greedy: bool = False, **more: int | None) -> Rollouts:
+        rollouts = super().generate(prompts, samples, greedy, **more)
         return replace(rollouts, mask=rollouts.mask & (rollouts.response != self.policy.space.end))
 
 
@@ -335,7 +335,9 @@ def check_the_end_token_is_learned(sampler_class: type) -> None:
     algorithm = Algorithm(advantage=Raw())
     policy = policy_of(TINY, ENDED)
     learner = learner_of(policy, algorithm)
-    rollouts = sampler_class(policy, 1.0, torch.Generator().manual_seed(0)).generate(prompts_of(ENDED, 20), 8)
+    rollouts = sampler_class(policy, 1.0, torch.Generator().manual_seed(0)).generate(
+        Prompts.of(prompts_of(ENDED, 20)), 8
+    )
     ended = rollouts.response[..., 0] == ENDED.end
     assert ended.any()
     assert bool(rollouts.mask[..., 0].all())
@@ -345,7 +347,7 @@ def check_the_end_token_is_learned(sampler_class: type) -> None:
 
 
 def test_mask_from_pad_ids_never_learns_the_end_token() -> None:
-    check_the_end_token_is_learned(LocalSampler)
+    check_the_end_token_is_learned(SmallSampler)
     with pytest.raises(AssertionError):
         check_the_end_token_is_learned(MaskFromIds)
 
@@ -546,7 +548,7 @@ def steps(begin: int, saved: tuple[Any, Any, Any] | None, forget: str) -> tuple[
         state = {k: v for k, v in config.algorithm.start().items() if k == forget} | {
             k: v for k, v in state.items() if k != forget
         }
-    sampler = LocalSampler(policy, config.temperature, streams.sampling)
+    sampler = SmallSampler(policy, config.temperature, streams.sampling)
     memory = Memory()
     train(config, config.task, sampler, learner, memory, streams, dict, begin, state)
     return memory, [p.detach().clone() for p in learner.trainable()]

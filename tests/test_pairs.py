@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import ascent
-from ascent import cli
 from ascent.assemble import assemble
-from ascent.commands import compare
-from ascent.commands.flags import parse_train
-from ascent.learned.pairing import make_pairs
+from ascent.cli import compare
+from ascent.cli import main as cli
+from ascent.cli.flags import parse_train
+from ascent.core.types import Refused, Trouble
 from ascent.settings import configure
-from ascent.tasks.examples import Exhibited
-from ascent.tasks.sort import Sort
-from ascent.tasks.text.preferences import Pair, read_pairs, write_pairs
-from ascent.types import Refused, Trouble
+from ascent.tasks.small.offline import SmallOfflineTask
+from ascent.tasks.small.sort import Sort
+from ascent.tasks.text.offline.files import Pair, read_pairs, write_pairs
+from ascent.workflows import compare as comparison
+from ascent.workflows.pairs import make_pairs
 
 
 def written(path: Path, *rows: Any) -> Path:
@@ -63,7 +64,7 @@ BAD_LINES = [
     ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "line 2, column chosen"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2: chosen and rejected are the same"),
     ({"chosen": "b", "rejected": "c"}, "line 2 has no column prompt"),
-    ("nonsense\n", "line 2 is no JSON"),
+    ("nonsense\n", "line 2 is not JSON"),
 ]
 
 
@@ -82,16 +83,16 @@ def test_there_has_to_be_a_file_and_two_prompts(tmp_path: Path, capsys: pytest.C
     assert "there is no file" in capsys.readouterr().err
     one = written(tmp_path / "one.jsonl", {"prompt": "x", "chosen": "y", "rejected": "z"})
     assert cli.main(["dpo", str(one), "--model", "nowhere"]) == 2
-    assert "at least two prompts" in capsys.readouterr().err
+    assert "at least two different prompts" in capsys.readouterr().err
     assert cli.main(["dpo"]) == 2
-    assert "usage: ascent dpo FILE" in capsys.readouterr().out
+    assert "FILE|TASK is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": [1, 2], "chosen": [1, 2, 3], "rejected": [3, 2, 1]}, "the prompt has 2 numbers"),
-        ({"prompt": [1, 2, 7], "chosen": [1, 2, 3], "rejected": [3, 2, 1]}, "does not know"),
+        ({"prompt": [1, 2], "chosen": [1, 2, 3], "rejected": [3, 2, 1]}, "a prompt of this task has 3 numbers"),
+        ({"prompt": [1, 2, 7], "chosen": [1, 2, 3], "rejected": [3, 2, 1]}, "numbers up to 4"),
         ({"prompt": [1, 2, 3], "chosen": [1, 2, 9], "rejected": [3, 2, 1]}, "column chosen"),
         ({"prompt": [1, 2, 3], "chosen": [1, 2], "rejected": [3, 2, 1]}, "column chosen"),
         ({"prompt": "1 2 3", "chosen": True, "rejected": [3, 2, 1]}, "numbers are needed"),
@@ -102,19 +103,19 @@ def test_there_has_to_be_a_file_and_two_prompts(tmp_path: Path, capsys: pytest.C
 def test_sorts_file_is_refused_with_its_line(row: dict[str, Any], words: str, tmp_path: Path) -> None:
     file = written(tmp_path / "p.jsonl", {"prompt": [3, 1, 2], "chosen": [1, 2, 3], "rejected": [3, 1, 2]}, row)
     with pytest.raises(Refused, match=words):
-        Exhibited(Sort(length=3, numbers=5, pairs=str(file)), "pairs", torch.Generator())
+        SmallOfflineTask(Sort(length=3, numbers=5, pairs=str(file)), "pairs", torch.Generator())
 
 
 def test_sorts_file_is_shown_as_it_is_and_some_prompts_are_held_out(tmp_path: Path) -> None:
     rows = [{"prompt": [a, b, 1], "chosen": sorted([a, b, 1]), "rejected": "4 4 4"} for a in range(5) for b in range(4)]
     task = Sort(length=3, numbers=5, pairs=str(written(tmp_path / "p.jsonl", *rows)), end=True)
-    shown = Exhibited(task, "pairs", torch.Generator())
-    held = {tuple(p) for p in shown.held_out(100).tolist()}
-    assert shown.show(shown.held_out(100)).response.shape[0] == len(held) > 0
-    prompt = shown.draw(30, torch.Generator().manual_seed(0))
-    assert not held & {tuple(p) for p in prompt.tolist()}
-    pair = shown.show(prompt)
-    assert torch.equal(pair.response[:, 0, :3], prompt.sort(-1).values)
+    shown = SmallOfflineTask(task, "pairs", torch.Generator())
+    held = {tuple(p) for p in shown.held_out(100).prompt.tolist()}
+    assert shown.offline_rollouts(shown.held_out(100)).response.shape[0] == len(held) > 0
+    prompts = shown.draw(30, torch.Generator().manual_seed(0))
+    assert not held & {tuple(p) for p in prompts.prompt.tolist()}
+    pair = shown.offline_rollouts(prompts)
+    assert torch.equal(pair.response[:, 0, :3], prompts.prompt.sort(-1).values)
     assert bool((pair.response[:, 1, :3] == 4).all()) and bool((pair.response[..., 3] == 5).all())
 
 
@@ -125,7 +126,7 @@ def test_sorts_file_is_shown_as_it_is_and_some_prompts_are_held_out(tmp_path: Pa
 @pytest.mark.parametrize("end", [False, True])
 def test_the_better_of_a_pair_is_chosen(reward: str, end: bool) -> None:
     task, generator = Sort(reward=reward, end=end), torch.Generator().manual_seed(0)
-    prompt = task.draw(300, generator)
+    prompt = task.draw(300, generator).prompt
     total = task._total(prompt, task.compare(prompt, generator))
     assert float((total[:, 0] > total[:, 1]).float().mean()) > 0.99
     assert bool((total[:, 0] >= total[:, 1]).all())
@@ -133,7 +134,7 @@ def test_the_better_of_a_pair_is_chosen(reward: str, end: bool) -> None:
 
 def test_a_share_of_labels_is_the_wrong_way_round() -> None:
     task, generator = Sort(wrong=0.3), torch.Generator().manual_seed(0)
-    prompt = task.draw(2_000, generator)
+    prompt = task.draw(2_000, generator).prompt
     total = task._total(prompt, task.compare(prompt, generator))
     assert float((total[:, 0] < total[:, 1]).float().mean()) == pytest.approx(0.3, abs=0.03)
 
@@ -144,16 +145,16 @@ def test_a_demonstrator_has_a_habit() -> None:
     prompt = torch.tensor([[2, 9, 1, 9, 5], [3, 9, 1, 9, 5], [0, 0, 0, 0, 0], [1, 7, 7, 7, 7]])
     shown = task.demonstrate(prompt, torch.Generator())[:, 0].tolist()
     assert shown == [[1, 2, 9, 5, 9], [1, 3, 5, 9, 9], [0, 0, 0, 0, 0], [7, 1, 7, 7, 7]]
-    many = task.draw(5_000, torch.Generator().manual_seed(0))
+    many = task.draw(5_000, torch.Generator().manual_seed(0)).prompt
     wrong = (task.demonstrate(many, torch.Generator())[:, 0] != many.sort(-1).values).any(-1)
     assert float(wrong.float().mean()) == pytest.approx(0.3, abs=0.02)
     assert not bool((Sort().demonstrate(many, torch.Generator())[:, 0] != many.sort(-1).values).any())
 
 
 def test_what_is_shown_is_no_reward_and_held_out_prompts_are_not_shown() -> None:
-    shown = Exhibited(Sort(), "pairs", torch.Generator().manual_seed(0))
-    held = {tuple(p) for p in shown.held_out(10**9).tolist()}
-    assert not held & {tuple(p) for p in shown.draw(2_000, torch.Generator().manual_seed(0)).tolist()}
+    shown = SmallOfflineTask(Sort(), "pairs", torch.Generator().manual_seed(0))
+    held = {tuple(p) for p in shown.held_out(10**9).prompt.tolist()}
+    assert not held & {tuple(p) for p in shown.draw(2_000, torch.Generator().manual_seed(0)).prompt.tolist()}
     with pytest.raises(Refused, match="lecture offers no pairs"):
         assemble(configure("lecture", {"algorithm": "dpo"}))
 
@@ -163,6 +164,7 @@ def test_what_is_shown_is_no_reward_and_held_out_prompts_are_not_shown() -> None
 SMALL = {"length": 3, "numbers": 4, "policy.width": 16, "prompts": 32, "threads": 1, "show": False, "eval_prompts": 50}
 
 
+@pytest.mark.slow
 def test_sft_then_dpo_on_sort(tmp_path: Path) -> None:
     sft = ascent.train("sort", algorithm="sft", steps=60, out=tmp_path / "sft", lr=1e-2, **SMALL)
     assert sft.info["label"] == "sft" and sft.config.samples == 1
@@ -200,23 +202,25 @@ def test_compare_takes_what_is_shown_beside_what_is_sampled(tmp_path: Path) -> N
     few = ["--length", "3", "--numbers", "4", "--policy.width", "8", "--prompts", "4", "--steps", "2", "--threads", "1"]
     runs = {}
     for row in ("sft", "dpo", "grpo"):
-        config, _ = parse_train(["sort", *few, "--samples", "3", "--algorithm", row], "ascent compare")
-        compare.run_one(config.to_dict(), str(tmp_path / row))
+        config, _ = parse_train(
+            ["sort", *few, "--samples", "3", "--algorithm", row], "ascent compare", check_samples=False
+        )
+        comparison.run_one(config.to_dict(), str(tmp_path / row))
         runs[row] = [ascent.load(tmp_path / row)]
-    found = compare.summarize(runs)
+    found = comparison.summarize_runs(runs)
     costs = {name: (row["responses"], row["labels"]) for name, row in found.items()}
     assert costs == {"sft": (0, 8), "dpo": (0, 8), "grpo": (24, 24)}
     assert "frac_reward_zero_std" not in found["sft"]
-    table = "\n".join(compare.lines(found, 1))
+    table = "\n".join(compare.comparison_table(found, 1))
     assert "labels" in table and "exactly right" in table
-    assert compare.draw(runs, tmp_path / "compare.png", 1).stat().st_size > 10_000
+    assert comparison.draw_comparison(runs, tmp_path / "compare.png", 1).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(("row", "shown"), [("sft", 1), ("dpo", 2)])
 def test_a_number_of_samples_is_refused_where_none_are_drawn(row: str, shown: int, tmp_path: Path) -> None:
     asked = ["sort", "--algorithm", row]
     for more in (["--samples", "3"], ["--samples=3"]):
-        with pytest.raises(Refused, match=f"--samples 3: {row} draws nothing.* is shown {shown} .*Leave --samples out"):
+        with pytest.raises(Refused, match=f"{row} samples nothing.* have {shown} per prompt.*Leave --samples out"):
             parse_train([*asked, *more], "ascent train")
     with pytest.raises(Refused, match="--samples 3"):
         ascent.train("sort", out=tmp_path / "run", show=False, algorithm=row, samples=3)
@@ -314,11 +318,9 @@ def test_a_micro_batch_of_language_never_cuts_a_pair_nor_changes_a_gradient(sums
         given = {k: v for k, v in words(tiny_folder, micro_batch=budget).items() if k != "show"}
         parts = assemble(configure(f"preferences:{sums}", given))
         parts.policy.double()
-        from ascent.train import scored
+        from ascent.core.loop import scored
 
-        batch, _ = scored(
-            parts.task, parts.sampler.generate(parts.task.draw(5, torch.Generator().manual_seed(1)), 2), None
-        )
+        batch, _ = scored(parts.task, parts.sampler.generate(parts.task.draw(5, torch.Generator().manual_seed(1)), 2))
         algorithm = parts.config.algorithm
         batch = batch.add(logp_ref=torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(2)).double())
         batch, _ = algorithm.credit(batch.add(logp_old=batch.logp_sampler), {})

@@ -11,12 +11,12 @@ import torch
 from conftest import ENDED, F64, FIXED, TINY, close, learner_of, policy_of, prompts_of, rollouts_of, shake, with_rewards
 from torch import Tensor
 
-from ascent.algorithms import Algorithm
-from ascent.engines import LocalSampler
-from ascent.engines.local import chosen, log_probs
+from ascent.core.algorithms import Algorithm
+from ascent.core.reference import Frozen
+from ascent.core.types import Prompts, Refused, Space
+from ascent.engines.small import SmallSampler
+from ascent.engines.small.learner import chosen, log_probs
 from ascent.policies import POLICIES, CausalLM, PerPosition, Policy, Transformer
-from ascent.reference import Frozen
-from ascent.types import Refused, Space
 
 
 def trained_logp(policy: Policy, rollouts: Any) -> Tensor:
@@ -47,8 +47,8 @@ def test_temperature_divides_the_logits(policy: Policy) -> None:
 
 
 def test_greedy_log_probs_agree_too(policy: Policy) -> None:
-    sampler = LocalSampler(policy, 0.7, torch.Generator())
-    rollouts = sampler.generate(prompts_of(policy.space, 4), 1, greedy=True)
+    sampler = SmallSampler(policy, 0.7, torch.Generator())
+    rollouts = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 1, greedy=True)
     close(trained_logp(policy, rollouts), rollouts.logp_sampler)
 
 
@@ -115,18 +115,18 @@ def test_sampling_leaves_the_global_generator_alone(policy: Policy) -> None:
 
 
 def test_a_generator_moves_on(policy: Policy) -> None:
-    sampler = LocalSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
     prompt = prompts_of(policy.space, 6)
-    one, two = sampler.generate(prompt, 6), sampler.generate(prompt, 6)
+    one, two = sampler.generate(Prompts.of(prompt), 6), sampler.generate(Prompts.of(prompt), 6)
     assert one.response.shape != two.response.shape or not torch.equal(one.response, two.response)
 
 
 def test_frequencies_are_the_probabilities(policy: Policy) -> None:
     """20,000 first tokens of one prompt, at temperature 0.7: within four standard errors of softmax(logits/0.7)."""
-    sampler = LocalSampler(policy, 0.7, torch.Generator().manual_seed(0))
+    sampler = SmallSampler(policy, 0.7, torch.Generator().manual_seed(0))
     prompt = prompts_of(policy.space, 1)
     n = 20_000
-    first = sampler.generate(prompt, n).response[0, :, 0]
+    first = sampler.generate(Prompts.of(prompt), n).response[0, :, 0]
     seen = first.bincount(minlength=policy.space.vocab) / n
     p = torch.softmax(policy.logits(prompt, torch.zeros(1, 1, 1, dtype=torch.long))[0, 0, 0] / 0.7, -1)
     assert bool(((seen - p).abs() < 4 * (p * (1 - p) / n).sqrt() + 1e-9).all())
@@ -136,7 +136,7 @@ def test_frequencies_are_the_probabilities(policy: Policy) -> None:
 def test_greedy_is_the_likeliest_token_at_every_state(policy: Policy) -> None:
     generator = torch.Generator().manual_seed(0)
     state = generator.get_state()
-    rollouts = LocalSampler(policy, 0.7, generator).generate(prompts_of(policy.space, 5), 2, greedy=True)
+    rollouts = SmallSampler(policy, 0.7, generator).generate(Prompts.of(prompts_of(policy.space, 5)), 2, greedy=True)
     logits = policy.logits(rollouts.prompt, rollouts.response).expand(-1, 2, -1, -1)
     assert torch.equal(logits.argmax(-1)[rollouts.mask], rollouts.response[rollouts.mask])
     assert torch.equal(rollouts.response[:, 0][rollouts.mask[:, 0]], rollouts.response[:, 1][rollouts.mask[:, 1]])
@@ -239,42 +239,42 @@ def test_transformer_refusals(make: Any, message: str) -> None:
 
 def test_the_new_version_is_visible_after_load(policy: Policy) -> None:
     learner = learner_of(policy, Algorithm())
-    sampler = LocalSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
     for version in (0, 1, 7):
         sampler.load(learner.params(), version)
-        assert sampler.generate(prompts_of(policy.space, 2), 2).version == version
+        assert (sampler.generate(Prompts.of(prompts_of(policy.space, 2)), 2).version == version).all()
 
 
 def test_loading_other_parameters_takes_effect(policy: Policy) -> None:
     """The sampler has a module of its own: after `load` it draws with the learner's parameters, and not before."""
     own = copy.deepcopy(policy)
-    sampler = LocalSampler(own, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallSampler(own, 1.0, torch.Generator().manual_seed(0))
     learner = learner_of(policy, Algorithm())
     shake(policy, 0.5)
-    before = sampler.generate(prompts_of(policy.space, 4), 4)
+    before = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 4)
     assert not torch.allclose(trained_logp(policy, before), before.logp_sampler)
     sampler.load(learner.params(), 1)
-    after = sampler.generate(prompts_of(policy.space, 4), 4)
+    after = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 4)
     close(trained_logp(policy, after), after.logp_sampler)
     shake(policy, 0.5)
-    later = sampler.generate(prompts_of(policy.space, 4), 4)
+    later = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 4)
     assert not torch.allclose(trained_logp(policy, later), later.logp_sampler), "loading copied, it did not tie"
 
 
 def test_a_shared_module_is_always_current(policy: Policy) -> None:
     learner = learner_of(policy, Algorithm())
-    sampler = LocalSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
     sampler.load(learner.params(), 0)
     shake(policy, 0.5)
     sampler.load(learner.params(), 1)
-    after = sampler.generate(prompts_of(policy.space, 4), 4)
+    after = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 4)
     close(trained_logp(policy, after), after.logp_sampler)
 
 
 def test_rollouts_are_neither_lost_nor_mixed_up(policy: Policy) -> None:
     """Prompts come back in order with their own responses: scoring each alone gives the same log-probs."""
     prompt = prompts_of(policy.space, 5)
-    rollouts = LocalSampler(policy, 1.0, torch.Generator().manual_seed(0)).generate(prompt, 3)
+    rollouts = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0)).generate(Prompts.of(prompt), 3)
     assert torch.equal(rollouts.prompt, prompt)
     batch = with_rewards(rollouts)
     for i in range(5):

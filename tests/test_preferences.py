@@ -11,20 +11,20 @@ import torch
 from conftest import ENDED, F64, TINY, batch_of, close, f64, gradient_of, learner_of, policy_of, prompts_of, shake
 from torch import Tensor
 
-from ascent.advantages import Centered
-from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.diagnose.formula import formula, objective_in_words
-from ascent.engines.given import LocalRater, rate
-from ascent.exploration import Constant
-from ascent.kl import InLoss, InReward
-from ascent.policies.critics import OwnCritic
+from ascent.core.advantages import Centered
+from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.critics import OwnCritic
+from ascent.core.exploration import Constant
+from ascent.core.kl import InLoss, InReward
+from ascent.core.preferences import BradleyTerry, Dpo, Likelihood, margin_of
+from ascent.core.reference import Frozen, NoReference
+from ascent.core.trust_region import TrustRegion
+from ascent.core.types import Batch, Outputs, Refused
+from ascent.core.values import GAE
+from ascent.core.weights import SequenceMean, TokenMean
+from ascent.engines.small.reward_model import SmallRewardModelLearner, rate_small_responses
+from ascent.explain.explain import formula, objective_in_words
 from ascent.policies.transformer import TransformerValue
-from ascent.preferences import BradleyTerry, Dpo, Likelihood, margin_of
-from ascent.reference import Frozen, NoReference
-from ascent.trust_region import TrustRegion
-from ascent.types import Batch, Outputs, Refused
-from ascent.values import GAE
-from ascent.weights import SequenceMean, TokenMean
 
 DPO, RATER = ALGORITHMS["dpo"], ALGORITHMS["reward-model"]
 
@@ -178,10 +178,10 @@ def test_dpo_is_the_same_for_any_micro_batch(budget: int) -> None:
         close(m1[name], m2[name], 1e-12)
 
 
-def rater_of(micro_batch: int = 0) -> LocalRater:
+def rater_of(micro_batch: int = 0) -> SmallRewardModelLearner:
     model = TransformerValue(policy_of(TINY, ENDED), shared=False).double()
     shake(model, 0.3)
-    return LocalRater(model, RATER.update, micro_batch)
+    return SmallRewardModelLearner(model, RATER.update, micro_batch)
 
 
 def test_a_reward_model_is_the_same_for_any_micro_batch() -> None:
@@ -208,12 +208,12 @@ def test_a_micro_batch_never_cuts_a_pair() -> None:
 def test_a_rating_is_read_after_the_last_token() -> None:
     """What stands behind a response does not matter; its last token does."""
     learner, batch = rater_of(), pairs_of(ENDED)
-    before = rate(learner.model, batch)
+    before = rate_small_responses(learner.model, batch)
     padding = torch.where(batch.mask, batch.response, 0)
-    close(rate(learner.model, batch.add(response=padding)), before)
+    close(rate_small_responses(learner.model, batch.add(response=padding)), before)
     last = batch.mask & (torch.arange(1, ENDED.limit + 1) == batch.length.unsqueeze(-1))
     other = torch.where(last, (batch.response + 1) % ENDED.vocab, batch.response)
-    assert bool((rate(learner.model, batch.add(response=other)) != before).all())
+    assert bool((rate_small_responses(learner.model, batch.add(response=other)) != before).all())
 
 
 # ---- refusals -------------------------------------------------------------------------------------
@@ -227,10 +227,10 @@ def test_a_rating_is_read_after_the_last_token() -> None:
         ("dpo", {"weights": TokenMean()}, "--weights sequence-mean"),
         ("dpo", {"kl": InLoss()}, "--kl no-kl"),
         ("dpo", {"exploration": Constant()}, "--exploration no-bonus"),
-        ("reward-model", {"reference": Frozen()}, "no policy"),
-        ("reward-model", {"update": TrustRegion()}, "no policy"),
+        ("reward-model", {"reference": Frozen()}, "neither a reference nor"),
+        ("reward-model", {"update": TrustRegion()}, "neither a reference nor"),
         ("sft", {"advantage": Centered()}, "--advantage raw"),
-        ("sft", {"kl": InReward(), "reference": Frozen()}, "no reward to share out"),
+        ("sft", {"kl": InReward(), "reference": Frozen()}, "have no reward"),
         ("sft", {"advantage": GAE(), "critic": OwnCritic()}, "--advantage raw"),
     ],
 )

@@ -16,18 +16,28 @@ from hypothesis import strategies as st
 from test_text_tasks import sums, write
 
 import ascent
-from ascent import cli
-from ascent.algorithms import ALGORITHMS
 from ascent.assemble import assemble
-from ascent.diagnose.exact import Table
-from ascent.engines import LocalSampler
-from ascent.learned.process import SmallProcess, Step, WordProcess, cut, gains, load_process
-from ascent.learned.stepping import Labeller, Prefix, continuations, label_steps
+from ascent.cli import main as cli
+from ascent.cli import train as training
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.types import Outputs, Prompts, Refused
+from ascent.engines.language.reward_models import LanguageProcessReward
+from ascent.engines.small import SmallSampler
+from ascent.engines.small.backend import SmallBackend
+from ascent.engines.small.reward_model import SmallProcessReward
+from ascent.oracle.exact import Table
 from ascent.records import Run
+from ascent.records.watch.flags import reward_weights
+from ascent.rewards.reward_models import load_process_reward
 from ascent.settings import configure
 from ascent.tasks import Sort
-from ascent.tasks.steps import Stepwise
-from ascent.types import Outputs, Refused
+from ascent.tasks.offline import offline_rollouts, pad_responses
+from ascent.tasks.process_rewards import gains
+from ascent.tasks.small.bound import BoundSmallTask
+from ascent.tasks.small.offline import SmallOfflineTask, read_examples
+from ascent.tasks.text.steps import TextStep, split_steps
+from ascent.workflows.policy import LoadedPolicy, untrained_policy
+from ascent.workflows.step_labels import Labeller, label_steps
 
 ROW = ALGORITHMS["process-reward"]
 WORLD: dict[str, Any] = {"length": 2, "numbers": 4, "threads": 1, "policy.width": 16, "policy.layers": 1}
@@ -51,13 +61,13 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_a_response_is_cut_after_its_separators(name: str) -> None:
     pieces, steps = CUTS[name]
-    assert cut(pieces, "\n") == [Step(*step) for step in steps]
+    assert split_steps(pieces, "\n") == [TextStep(*step) for step in steps]
 
 
 @given(st.lists(st.text("ab\n", max_size=3), min_size=1, max_size=8))
 def test_steps_lose_no_word_and_end_where_the_response_does(pieces: list[str]) -> None:
-    steps = cut(pieces, "\n")
-    assert "".join(step.text for step in steps) == "".join(pieces).replace("\n", "")
+    steps = split_steps(pieces, "\n")
+    assert "".join(step.words for step in steps) == "".join(pieces).replace("\n", "")
     assert [step.last for step in steps] == sorted(step.last for step in steps)
     assert steps[-1].last == len(pieces) - 1
 
@@ -117,14 +127,11 @@ def test_the_mean_of_continuations_is_the_exact_value(end: bool) -> None:
         heads, first = torch.zeros(1, 0, dtype=torch.long), torch.zeros(int(rows.sum()), dtype=torch.long)
         if length:
             heads, first = batch.response[0, rows][:, :length].unique(dim=0, return_inverse=True)
-        generator = torch.Generator().manual_seed(length)
-        prefixes = [Prefix(prompt.tolist(), head.tolist()) for head in heads]
-        labeller = Labeller.__new__(Labeller)
-        labeller.task, labeller.count = task, 400
-        labeller.loaded = type("Loaded", (), {"policy": policy, "config": type("C", (), {"temperature": 1.0})})()
-        labeller.sampler = type("Sampler", (), {"generator": generator})()
-        values = labeller.values(prefixes)
-        drawn = labeller.continued(prefixes)
+        loaded = LoadedPolicy(configure("sort", {"length": 2, "numbers": 3, "end": end}), policy)
+        labeller = Labeller(loaded, BoundSmallTask(task), Prompts.of(prompt[None]), 400, "", length)  # type: ignore[arg-type]
+        prefixes = [head.tolist() for head in heads]
+        values = labeller.values([0] * len(heads), prefixes)
+        drawn = labeller.continued(labeller.prompts[torch.zeros(len(heads), dtype=torch.long)], prefixes)
         assert torch.equal(drawn.response[:, :, :length], heads[:, None].expand(-1, 400, -1)), "they begin as they did"
         for i, value in enumerate(values):
             exact = float(V[rows][first == i][0, length])
@@ -135,8 +142,10 @@ def test_the_mean_of_continuations_is_the_exact_value(end: bool) -> None:
 
 def test_continuations_draw_only_what_is_missing() -> None:
     policy = policy_of(TINY, Sort(length=3, numbers=3).space)
-    prompt = torch.tensor([[2, 0, 1]] * 2)
-    drawn = continuations(policy, prompt, [[1], [0, 2]], 50, 1.0, torch.Generator().manual_seed(0))
+    config, prompts = configure("sort", {"length": 3, "numbers": 3}), Prompts.of(torch.tensor([[2, 0, 1]] * 2))
+    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    groups = SmallBackend().continue_responses(config, policy, prompts, [[1], [0, 2]], 50, sampler)
+    drawn = torch.tensor(groups)
     assert drawn[0, :, 0].unique().tolist() == [1] and len(drawn[0, :, 1].unique()) == 3
     assert drawn[1, :, :2].unique(dim=0).tolist() == [[0, 2]] and len(drawn[1, :, 2].unique()) == 3
 
@@ -145,7 +154,7 @@ def test_continuations_draw_only_what_is_missing() -> None:
 def no_picture() -> Iterator[None]:
     """It takes seconds."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cli, "plot", lambda _: None)
+        patched.setattr(training, "plot", lambda _: None)
         yield
 
 
@@ -170,11 +179,11 @@ def trained(no_picture: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
     """Over the responses to the prompts that it learned, by their probability: V at every prefix, R at the end."""
     policy, task = Run(trained / "policy").policy, Run(trained / "policy").config.task
-    model = load_process(trained / "process")
-    assert isinstance(model, SmallProcess)
-    shown = Stepwise(task, str(trained / "steps.jsonl"))
+    model = load_process_reward(trained / "process")
+    assert isinstance(model, SmallProcessReward)
+    data = read_examples(trained / "steps.jsonl", task.space, "steps")
     values, scores, shares = [], [], []
-    for prompt in shown.train.prompt.unique(dim=0):
+    for prompt in data.prompt[data.train].unique(dim=0):
         table = Table(policy, prompt, task)
         exact = table.exact_value[:, 1:].clone()
         exact[:, -1] = table.batch.reward[0].sum(-1)
@@ -192,7 +201,7 @@ def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
 
 def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
     """process: what each token adds, with the last score as the sum; beside an outcome, by weight."""
-    model = load_process(trained / "process")
+    model = load_process_reward(trained / "process")
     made = {}
     for reward in ("process:", "process-score:", "exact+0.5*process:"):
         kind, _ = reward.split(":")
@@ -201,6 +210,7 @@ def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
         prompt = parts.task.draw(6, torch.Generator().manual_seed(0))
         rollouts = parts.sampler.generate(prompt, 4)
         made[kind] = parts.task.score(rollouts)
+    assert reward_weights(parts.task) == {"rewards/process": 0.5}
     score = model(rollouts)
     torch.testing.assert_close(made["process-score"].reward, score)
     torch.testing.assert_close(made["process"].reward.cumsum(-1), score)
@@ -274,8 +284,8 @@ def test_a_language_model_learns_labelled_steps(scorer: Path) -> None:
     metrics = Run(scorer).metrics
     assert metrics[-1]["steps/error"] < 0.2 * metrics[0]["steps/error"]
     assert metrics[-1]["eval/steps/explained"] > 0.5
-    model = load_process(scorer)
-    assert isinstance(model, WordProcess)
+    model = load_process_reward(scorer)
+    assert isinstance(model, LanguageProcessReward)
     chat = [{"role": "user", "content": "q3"}]
     (scores, empty) = model.rate([(chat, ["yes", "no", "yes"], True), (chat, [""], True)])
     assert scores[0] > 0.7 and scores[1] < 0.3 and scores[2] > 0.7 and len(empty) == 1
@@ -283,8 +293,8 @@ def test_a_language_model_learns_labelled_steps(scorer: Path) -> None:
 
 def test_scores_are_those_of_the_plain_form_and_of_any_batch(scorer: Path) -> None:
     """Head · hidden after each token, one response at a time, by transformers' own forward."""
-    model = load_process(scorer)
-    assert isinstance(model, WordProcess)
+    model = load_process_reward(scorer)
+    assert isinstance(model, LanguageProcessReward)
     chat = [{"role": "user", "content": "q3"}]
     asked = [(chat, ["yes", "no"], True), (chat, ["no", "yes", "maybe"], False), (chat, ["no"], True)]
     together = model.rate(asked)
@@ -306,21 +316,19 @@ def test_a_process_reward_of_words_lies_on_the_last_tokens_of_steps(
     reward = ("own", f"0.5*process:{scorer}")
     settings = {**SMALL, "policy.model": str(tiny_folder), "reward": reward, "prompts": 2, "samples": 2}
     parts = assemble(configure(f"jsonl:{sums(tmp_path / 'sums.jsonl')}", settings))
-    prompt = parts.task.draw(2, torch.Generator().manual_seed(0))
+    prompts = parts.task.draw(2, torch.Generator().manual_seed(0))
     lm: Any = parts.policy
-    answer = parts.task.problem(prompt[0].tolist()).answer  # type: ignore[attr-defined]
-    from ascent.engines.language.demonstrator import shown
-
-    words = [["yes\nno", str(answer)], ["no", "\n\nyes\n\nyes"]]
-    groups = [[(lm.tokenizer(w, add_special_tokens=False)["input_ids"] + [lm.end], False) for w in g] for g in words]
-    scores = parts.task.score(shown(prompt, groups, 24))
+    problem = parts.task.problem(int(prompts.problem[0]))  # type: ignore[attr-defined]
+    words = [["yes\nno", str(problem.answer)], ["no", "\n\nyes\n\nyes"]]
+    groups = [[[*lm.tokenize(w), lm.end] for w in g] for g in words]
+    scores = parts.task.score(offline_rollouts(prompts, *pad_responses(groups), parts.task.space))
     parts.close()
     reward_of = scores.reward
-    assert reward_of.shape[-1] == max(len(ids) for group in groups for ids, _ in group)
+    assert reward_of.shape[-1] == max(len(ids) for group in groups for ids in group)
     assert reward_of[0, 0].nonzero().flatten().tolist() == [3, 6], "after the newline, and at the end"
     assert reward_of[1, 1].nonzero().flatten().tolist() == [6, 10]
-    model: Any = load_process(scorer)
-    chat = [{"role": "user", "content": parts.task.problem(prompt[0].tolist()).prompt}]  # type: ignore[attr-defined]
+    model: Any = load_process_reward(scorer)
+    chat = [{"role": "user", "content": problem.prompt}]
     first, last = model.rate([(chat, ["yes", "no"], True)])[0]
     assert reward_of[0, 0, 3].item() == pytest.approx(0.5 * first, abs=1e-4)
     assert reward_of[0, 0].sum().item() == pytest.approx(0.5 * last, abs=1e-4)
@@ -351,16 +359,13 @@ def test_a_run_with_a_process_reward_of_words(algorithm: str, scorer: Path, tiny
 
 
 def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp_path: Path) -> None:
-    from ascent.trained.loaded import of_config
-
     config = configure(f"jsonl:{sums(tmp_path / 'sums.jsonl')}", {**SMALL, "policy.model": str(tiny_folder)})
-    loaded = of_config(config)
+    loaded = untrained_policy(config)
     task: Any = loaded.task()
-    prompt = task.draw(2, torch.Generator().manual_seed(0))
-    labeller = Labeller(loaded, task, prompt, 5, "\n", 0)
-    ids = [[i for i in row if i >= 0] for row in prompt.tolist()]
+    prompts = task.draw(2, torch.Generator().manual_seed(0))
+    labeller = Labeller(loaded, task, prompts, 5, "\n", 0)
     heads = [[5, 6, 7], [9] * 20]
-    drawn = labeller.continued([Prefix(i, h) for i, h in zip(ids, heads, strict=True)])
+    drawn = labeller.continued(prompts, heads)
     lengths = drawn.mask.sum(-1)
     assert int(lengths.max()) <= 24
     for i, head in enumerate(heads):
@@ -393,21 +398,21 @@ def test_steps_that_are_none_are_refused(row: dict[str, Any], words: str, tmp_pa
 def test_what_is_no_process_reward_is_refused(trained: Path, scorer: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trained something else"):
         Sort(reward=f"process:{trained / 'policy'}")
-    with pytest.raises(Refused, match="is no run"):
+    with pytest.raises(Refused, match="is not a run"):
         Sort(reward="process:nowhere")
     with pytest.raises(Refused, match="no such reward"):
         Sort(reward=f"nonsense+process:{trained / 'process'}")
-    with pytest.raises(Refused, match="reads words"):
+    with pytest.raises(Refused, match="trained for a text task"):
         assemble(configure("sort", {"reward": f"process:{scorer}"}))
     with pytest.raises(Refused, match="other prompts and responses"):
         assemble(configure("sort", {"reward": f"process:{trained / 'process'}"}))
     with pytest.raises(Refused, match="--labels FILE"):
         assemble(configure("sort", {"algorithm": "process-reward"}))
-    with pytest.raises(Refused, match="a prompt has 5 numbers"):
-        Stepwise(Sort(), str(trained / "steps.jsonl"))
+    with pytest.raises(Refused, match="a prompt of this task has 5 numbers"):
+        SmallOfflineTask(Sort(labels=str(trained / "steps.jsonl")), "steps", torch.Generator())
     with pytest.raises(Refused, match="rates"):
         label_steps(trained / "process", tmp_path / "out.jsonl")
     task = Sort(length=2, numbers=4, reward=f"process:{trained / 'process'}")
-    rollouts = LocalSampler(policy_of(TINY, task.space), 1.0, torch.Generator()).generate(task.held_out(2), 2)
+    rollouts = SmallSampler(policy_of(TINY, task.space), 1.0, torch.Generator()).generate(task.held_out(2), 2)
     with pytest.raises(Refused, match="learned reward rates"):
         task.score(rollouts)

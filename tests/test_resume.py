@@ -14,8 +14,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -26,16 +24,17 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from ascent import api, cli
-from ascent.cli import main
-from ascent.config import Config
-from ascent.engines import LocalLearner
+from ascent import api
+from ascent.cli import train as training
+from ascent.cli.main import main
+from ascent.core.config import Config
+from ascent.core.types import Refused, Streams
+from ascent.engines.small import SmallLearner
 from ascent.records import Run, RunFolder, checkpoint, folder, rollouts, writer
 from ascent.records.display import Display
 from ascent.records.writer import Writer
 from ascent.settings import configure
-from ascent.train import Streams
-from ascent.types import Refused
+from tests.processes import Forked, ascent_process
 
 LECTURE = {"samples": 4, "epochs": 2, "minibatches": 3, "steps": 8, "checkpoint_every": 3, "record_every": 2}
 SORT = {"length": 3, "numbers": 4, "end": True, "prompts": 4, "samples": 3, "minibatches": 2, "eval_prompts": 5}
@@ -116,7 +115,7 @@ class Moments:
         (Path, "rename"),
         (checkpoint, "save"),
         (checkpoint, "save_file"),
-        (rollouts, "write"),
+        (rollouts, "write_rollouts"),
         (rollouts, "write_answers"),
         (Writer, "_line"),
     )
@@ -265,17 +264,17 @@ def without_stream(stream: str) -> Spoil:
 
 def without_group(group: str) -> Spoil:
     def spoil(patch: pytest.MonkeyPatch) -> None:
-        restore = LocalLearner.restore
-        patch.setattr(LocalLearner, "restore", lambda now, s: restore(now, {**s, group: now.state().get(group, {})}))
+        restore = SmallLearner.restore
+        patch.setattr(SmallLearner, "restore", lambda now, s: restore(now, {**s, group: now.state().get(group, {})}))
 
     return spoil
 
 
 def without_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint, "load", lambda path: (loaded(path)[0], {**loaded(path)[1], "state": None}))
+    patch.setattr(checkpoint, "load_checkpoint", lambda path: (loaded(path)[0], {**loaded(path)[1], "state": None}))
 
 
-loaded = checkpoint.load
+loaded = checkpoint.load_checkpoint
 
 
 def without_cut(patch: pytest.MonkeyPatch) -> None:
@@ -333,7 +332,7 @@ def expected(unharmed: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a second, and is not what is tested here."""
-    monkeypatch.setattr(cli, "plot", lambda _: None)
+    monkeypatch.setattr(training, "plot", lambda _: None)
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str]:
@@ -490,7 +489,7 @@ def strict(line: str) -> dict[str, Any]:
 
 def test_numbers_that_are_not_finite_become_null_with_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"eval/accuracy": math.nan, "eval/reward": -math.inf, "exact/reward": 1.0}
-    monkeypatch.setattr("ascent.assemble.evaluator", lambda *_: lambda: dict(measured))
+    monkeypatch.setattr("ascent.assemble.sample_evaluator", lambda *_: lambda: dict(measured))
     run = api.start(config_of("running mean", steps=1), tmp_path / "run", Display())
     line = strict((run.folder / "metrics.jsonl").read_text())
     assert line["eval/accuracy"] is None and line["eval/reward"] is None and line["exact/reward"] == 1.0
@@ -593,50 +592,32 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, unharmed: Any) -> None:
 # The real command, in processes of its own.
 
 
-def ascent(*args: Any, **more: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ascent.cli", *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
-
-
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+def wait_for_steps(process: Forked, run: Path, steps: int) -> None:
     deadline = time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < steps:
-        assert process.poll() is None, f"it ended too early: {process.stdout.read() if process.stdout else ''}"
+        assert process.poll() is None, f"it ended too early: {process.stdout}{process.stderr}"
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
 @pytest.mark.slow
 def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (
-        "lecture",
-        "--steps",
-        120,
-        "--epochs",
-        2,
-        "--minibatches",
-        3,
-        "--checkpoint-every",
-        10,
-        "--threads",
-        1,
-        "--seed",
-        3,
-    )
+    flags = ["lecture", "--steps", 60, "--epochs", 2, "--minibatches", 3, "--checkpoint-every", 5]
+    flags += ["--threads", 1, "--seed", 3]
     run = tmp_path / "run"
 
-    process = ascent("train", *flags, "--out", run)
-    wait_for_steps(process, run, 15)
+    process = ascent_process(tmp_path / "output", "train", *flags, "--out", run)
+    wait_for_steps(process, run, 8)
     process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 130
-    assert f"Go on with: ascent resume {run}" in text and "Traceback" not in text
+    assert process.wait() == 130
+    text = process.stdout + process.stderr
+    assert f"Resume it: ascent resume {run}" in text and "Traceback" not in text
     stopped = Run(run)
-    assert stopped.status == "interrupted" and 15 <= stopped.info["step"] < 120
+    assert stopped.status == "interrupted" and 8 <= stopped.info["step"] < 50
     assert checkpoint.step_of(stopped.checkpoints[-1]) == stopped.info["step"] == len(stopped.metrics)
 
-    process = ascent("resume", run)
-    wait_for_steps(process, run, stopped.info["step"] + 20)
+    process = ascent_process(tmp_path / "output", "resume", run)
+    wait_for_steps(process, run, stopped.info["step"] + 8)
     process.kill()
     process.wait()
     assert Run(run).status == "died"
@@ -652,7 +633,7 @@ def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys
 def test_a_second_interrupt_stops_at_once_and_still_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     slow = ("sort", "--steps", 1, "--prompts", 4000, "--eval-prompts", 20000)
-    process = ascent("train", *slow, "--out", run)
+    process = ascent_process(tmp_path / "output", "train", *slow, "--out", run)
     deadline = time.monotonic() + 120
     while not (run / "checkpoints").exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -661,8 +642,9 @@ def test_a_second_interrupt_stops_at_once_and_still_says_how_to_go_on(tmp_path: 
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and f"ascent resume {run}" in text and "Traceback" not in text
+    assert process.wait() == 130
+    text = process.stdout + process.stderr
+    assert f"ascent resume {run}" in text and "Traceback" not in text
 
 
 def test_refused_is_one_line() -> None:

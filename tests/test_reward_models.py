@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import ascent
-from ascent import cli
 from ascent.assemble import assemble
-from ascent.diagnose.calibration import calibration, text
-from ascent.learned.rewards import Rated, bound, load_reward_model
+from ascent.cli import main as cli
+from ascent.core.types import Refused
+from ascent.engines.small.backend import SmallBackend
+from ascent.records.calibration import calibration, calibration_text
+from ascent.rewards.reward_models import bind_task, load_reward_model
 from ascent.settings import configure
-from ascent.tasks.sort import Sort
-from ascent.types import Refused
+from ascent.tasks.small.sort import Sort
 
 # ---- calibration ----------------------------------------------------------------------------------
 
@@ -39,7 +40,7 @@ def test_calibration_of_two_bins_by_hand() -> None:
     assert found.ece == pytest.approx((0.1 + 0.6) / 2) and found.accuracy == 0.5
     assert [b.pairs for b in found.bins] == [2, 2]
     assert found.metrics()["eval/pairs/ece"] == found.ece
-    assert "50.0% right" in text(found)
+    assert "50.0% right" in calibration_text(found)
 
 
 def test_a_tie_is_half_right() -> None:
@@ -66,7 +67,7 @@ def test_it_rates_sorted_answers_higher(rated_sort: Path) -> None:
     rater = load_reward_model(rated_sort)
     parts = assemble(configure("sort", {k: v for k, v in SMALL.items() if k != "show"}))
     prompt = parts.task.held_out(12)
-    rollouts = parts.sampler.generate(prompt, 2)
+    rollouts, prompt = parts.sampler.generate(prompt, 2), prompt.prompt
     response = torch.stack([prompt.sort(-1).values, prompt.sort(-1, descending=True).values], 1)
     rating = rater(replace(rollouts, response=response))
     differs = (response[:, 0] != response[:, 1]).any(-1)
@@ -95,9 +96,9 @@ def test_the_kl_is_taken_off_the_learned_reward(rated_sort: Path) -> None:
     kl = {"kl": "in-reward", "kl.estimator": "k1", "kl.coef": 0.5, "kl.per": "token", "reference": "frozen"}
     given = {k: v for k, v in SMALL.items() if k != "show"} | {"algorithm": "ppo", "reward": f"model:{rated_sort}"} | kl
     parts = assemble(configure("sort", given))
-    from ascent.train import scored
+    from ascent.core.loop import scored
 
-    batch, _ = scored(parts.task, parts.sampler.generate(parts.task.draw(3, torch.Generator().manual_seed(0)), 2), None)
+    batch, _ = scored(parts.task, parts.sampler.generate(parts.task.draw(3, torch.Generator().manual_seed(0)), 2))
     old = batch.logp_sampler
     batch = batch.add(logp_old=old, logp_ref=old - 0.25)
     credited = parts.config.algorithm.credited(batch, parts.config.algorithm.start())
@@ -123,18 +124,19 @@ def test_what_is_no_reward_model_is_refused(
 ) -> None:
     ascent.train("sort", algorithm="sft", steps=1, out=tmp_path / "sft", **SMALL)
     for source, words in (
-        (tmp_path / "nowhere", "is no run"),
+        (tmp_path / "nowhere", "is not a run"),
         (tmp_path / "sft", "trained something else (likelihood)"),
     ):
         assert cli.main(["train", "sort", "--reward", f"model:{source}"]) == 2
         assert words in capsys.readouterr().err
     with pytest.raises(Refused, match="other prompts and responses"):
-        bound(Sort(reward=f"model:{rated_sort}", length=4, numbers=4), None)
-    assert isinstance(bound(Sort(reward=f"model:{rated_sort}", length=3, numbers=4), None), Rated)
+        bind_task(SmallBackend(), Sort(reward=f"model:{rated_sort}", length=4, numbers=4), None)
+    bound = bind_task(SmallBackend(), Sort(reward=f"model:{rated_sort}", length=3, numbers=4), None)
+    assert list(bound.rewards) == [f"model:{rated_sort}"]  # type: ignore[attr-defined]
     for command in ("eval", "sample"):
         assert cli.main([command, str(rated_sort), *(["1 2 3"] if command == "sample" else [])]) == 2
         assert "trained a reward model" in capsys.readouterr().err
-    with pytest.raises(Refused, match="no policy"):
+    with pytest.raises(Refused, match="not a policy"):
         _ = ascent.load(rated_sort).policy
 
 
@@ -216,22 +218,25 @@ def test_a_reward_model_is_mixed_with_a_check_by_weights(rated_words: Path, tiny
 
 def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Path, rated_words: Path) -> None:
     from ascent.tasks.text import Jsonl, Problem
-    from ascent.tasks.text.grading import Grading
+    from ascent.tasks.text.grading.grading import Grading
+    from ascent.tasks.text.grading.self_test import self_test
+    from ascent.tasks.text.learned_rewards import RewardModelGrader
 
     task = Jsonl(source="unused", reward=(f"model:{rated_words}",))
     source = task.rewards[0].source
-    grading = Grading(task, {source: lambda asked: [math.nan, 2.5][: len(asked)]})
+    rater = RewardModelGrader(task, lambda asked: [math.nan, 2.5][: len(asked)])
+    grading = Grading(task, {source: rater})
     try:
         bad, good = grading([(Problem("a"), "x"), (Problem("b"), "y")])
     finally:
         grading.close()
     assert bad.error is not None and "nan" in bad.error
     assert (good.value, good.error) == (2.5, None)
-    assert task.self_test().lines()[0].startswith("no right responses are known"), "there is nothing to test it on"
+    assert self_test(task).lines()[0].startswith("no right responses are known"), "there is nothing to test it on"
 
 
 def test_a_reward_model_is_not_exported_as_a_policy(rated_words: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="trained a reward and no policy"):
+    with pytest.raises(Refused, match="trained a reward and not a policy"):
         ascent.export(rated_words, tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []
 

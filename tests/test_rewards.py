@@ -17,14 +17,15 @@ import pytest
 import torch
 from test_text_tasks import Bytes, rollouts, sums
 
+from ascent.core.types import Refused
 from ascent.settings import configure, flatten
+from ascent.tasks.reward_sources import parse_rewards
 from ascent.tasks.text import Countdown, Jsonl, ReasoningGym
-from ascent.tasks.text.grading import Grading
-from ascent.tasks.text.rewards import parse
-from ascent.tasks.text.tokenized import Tokenized
-from ascent.tasks.text.worker import Grader, Job
-from ascent.tasks.text.workers import Outcome, Pool
-from ascent.types import Refused
+from ascent.tasks.text.grading.grading import Grading
+from ascent.tasks.text.grading.self_test import self_test
+from ascent.tasks.text.grading.worker import Grader, Job
+from ascent.tasks.text.grading.workers import Outcome, Pool
+from ascent.tasks.text.tokenized import TokenizedTask
 
 REWARDS = """
 import os, subprocess, sys, time
@@ -228,8 +229,8 @@ def test_workers_die_with_a_parent_that_is_killed(own: Callable[[str], str]) -> 
     """Whatever they are doing: waiting, computing, or holding Python's lock inside C."""
     code = f"""
 import os, signal, threading
-from ascent.tasks.text.worker import Grader, Job
-from ascent.tasks.text.workers import Pool
+from ascent.tasks.text.grading.worker import Grader, Job
+from ascent.tasks.text.grading.workers import Pool
 pool = Pool([Grader({own("f")!r})], 4, 100.0)
 pool.run([Job(0, "p", "plain", None, {{}})] * 4)
 print(*[w.process.pid for w in pool.workers], flush=True)
@@ -271,13 +272,15 @@ def test_no_jobs_start_nothing(own: Callable[[str], str]) -> None:
 
 
 @pytest.fixture
-def task(tmp_path: Path, own: Callable[[str], str]) -> Iterator[Callable[..., Tokenized]]:
-    made: list[Tokenized] = []
+def task(tmp_path: Path, own: Callable[[str], str]) -> Iterator[Callable[..., TokenizedTask]]:
+    made: list[TokenizedTask] = []
 
-    def make(*names: str, **more: Any) -> Tokenized:
+    def make(*names: str, **more: Any) -> TokenizedTask:
         reward = tuple(n if "own" in n else f"{n.partition('*')[0]}*{own(n.partition('*')[2])}" for n in names)
         source = str(sums(tmp_path / "a.jsonl"))
-        made.append(Tokenized(Jsonl(source=source, check="number", reward=reward, reward_seconds=1.0, **more), Bytes()))
+        made.append(
+            TokenizedTask(Jsonl(source=source, check="number", reward=reward, reward_seconds=1.0, **more), Bytes())
+        )
         return made[-1]
 
     yield make
@@ -285,14 +288,14 @@ def task(tmp_path: Path, own: Callable[[str], str]) -> Iterator[Callable[..., To
         each.close()
 
 
-def asked(task: Tokenized, response: Callable[[str], list[str]], count: int = 2) -> tuple[list[str], Any]:
+def asked(task: TokenizedTask, response: Callable[[str], list[str]], count: int = 2) -> tuple[list[str], Any]:
     """The answers of some drawn prompts, and the scores of what `response` makes of each."""
-    prompt = task.draw(count, torch.Generator().manual_seed(0))
-    answers = [str(task.problem(row).answer) for row in prompt.tolist()]  # type: ignore[union-attr]
-    return answers, task.score(rollouts(prompt, [response(answer) for answer in answers]))
+    prompts = task.draw(count, torch.Generator().manual_seed(0))
+    answers = [str(task.problem(identity).answer) for identity in prompts.problem.tolist()]
+    return answers, task.score(rollouts(prompts, [response(answer) for answer in answers]))
 
 
-def test_the_tasks_own_check(task: Callable[..., Tokenized]) -> None:
+def test_the_tasks_own_check(task: Callable[..., TokenizedTask]) -> None:
     _, scores = asked(task(), lambda answer: [f"Answer: {answer}", f"{answer} it is", "Answer: 999"])
     assert scores.reward.squeeze(-1).tolist() == [[1.0, 0.5, 0.0]] * 2
     assert scores.correct.tolist() == [[True, False, False]] * 2
@@ -302,7 +305,7 @@ def test_the_tasks_own_check(task: Callable[..., Tokenized]) -> None:
     assert scores.notes.shape == (2, 3) and scores.notes[0, 2] == "answered 999"
 
 
-def test_several_rewards_with_weights(task: Callable[..., Tokenized]) -> None:
+def test_several_rewards_with_weights(task: Callable[..., TokenizedTask]) -> None:
     """1·own − 0.1·(length) + 2·level: each is reported by its name, before its weight."""
     many = task("own", "0.1*brief", "2*level")
     answers, scores = asked(many, lambda answer: [answer, "no"])
@@ -315,13 +318,13 @@ def test_several_rewards_with_weights(task: Callable[..., Tokenized]) -> None:
     assert scores.correct.tolist() == [[True, False]] * 2, "the strict score is the task's"
 
 
-def test_a_reward_without_own_still_reports_the_strict_score(task: Callable[..., Tokenized]) -> None:
+def test_a_reward_without_own_still_reports_the_strict_score(task: Callable[..., TokenizedTask]) -> None:
     _, scores = asked(task("1*brief"), lambda answer: [answer])
     assert scores.correct.all()
     assert (scores.reward < 0).all()
 
 
-def test_a_failing_reward_masks_its_response_and_shows_the_example(task: Callable[..., Tokenized]) -> None:
+def test_a_failing_reward_masks_its_response_and_shows_the_example(task: Callable[..., TokenizedTask]) -> None:
     _, scores = asked(task("own", "1*f", "0.1*brief"), lambda answer: ["crash", answer, "nan", "hang"], count=1)
     assert scores.valid.tolist() == [[False, True, False, False]]
     assert scores.reward.isfinite().all()
@@ -331,7 +334,7 @@ def test_a_failing_reward_masks_its_response_and_shows_the_example(task: Callabl
     assert scores.notes[0, 0] == scores.errors[0]
 
 
-def test_the_end_token_and_padding_are_no_part_of_a_response(task: Callable[..., Tokenized]) -> None:
+def test_the_end_token_and_padding_are_no_part_of_a_response(task: Callable[..., TokenizedTask]) -> None:
     lengths = task("-1*brief")
     prompt = lengths.draw(1, torch.Generator())
     assert lengths.score(rollouts(prompt, [["four", "sixsix", ""]])).reward.flatten().tolist() == [4, 6, 0]
@@ -342,14 +345,14 @@ def test_the_end_token_and_padding_are_no_part_of_a_response(task: Callable[...,
 
 
 def test_names_of_rewards() -> None:
-    made = parse(("own", "0.5*python:/a.py:f", "python:/b.py:f", "-2*python:/c.py:g"))
+    made = parse_rewards(("own", "0.5*python:/a.py:f", "python:/b.py:f", "-2*python:/c.py:g"))
     assert [(r.name, r.weight, r.own) for r in made] == [
         ("own", 1.0, True),
         ("f", 0.5, False),
         ("f-2", 1.0, False),
         ("g", -2.0, False),
     ]
-    assert [r.name for r in parse(())] == ["own"]
+    assert [r.name for r in parse_rewards(())] == ["own"]
 
 
 def test_the_largest_reward() -> None:
@@ -363,11 +366,11 @@ def test_the_largest_reward() -> None:
 OWN_TASK = '''
 from dataclasses import dataclass
 
-from ascent.tasks.text import Graded, Problem, Text
+from ascent.tasks.text import Graded, Problem, TextTask
 
 
 @dataclass(frozen=True)
-class Shout(Text):
+class Shout(TextTask):
     """Say it in capitals."""
 
     word: str = "hello"
@@ -402,7 +405,7 @@ def test_a_task_of_ones_own_is_graded_in_processes_and_comes_back(tmp_path: Path
         flat = flatten(config.to_dict())
         assert flat["task"] == f"python:{file}:Shout"
         assert configure(flat.pop("task"), flat) == config
-        report = config.task.self_test(3)
+        report = self_test(config.task, 3)
         assert report.ok and report.gold == 3, report.lines()
     with pytest.raises(Refused, match="a task of your own is a frozen dataclass"):
         configure(f"python:{file}:number")
@@ -417,7 +420,7 @@ def test_a_task_of_ones_own_is_graded_in_processes_and_comes_back(tmp_path: Path
     ids=lambda t: type(t).__name__,
 )
 def test_right_responses_pass_the_self_test_and_corrupted_ones_do_not(task: Any) -> None:
-    report = task.self_test(6)
+    report = self_test(task, 6)
     assert report.ok, report.lines()
     assert (report.gold, report.gold_passed, report.corrupted_passed, report.errors) == (6, 6, 0, 0)
     assert report.corrupted >= 12
@@ -428,16 +431,16 @@ def test_the_self_test_sees_a_task_that_cannot_be_won(tmp_path: Path) -> None:
     """Numbers under --check exact with answers of another spelling would do; here the answers are no numbers at all."""
     rows = tmp_path / "a.jsonl"
     rows.write_text("".join(f'{{"prompt": "p{i}", "answer": "word"}}\n' for i in range(8)))
-    report = Jsonl(source=str(rows), check="number").self_test(4)
+    report = self_test(Jsonl(source=str(rows), check="number"), 4)
     assert not report.ok
     assert report.gold_passed == 0
     assert any("a right response does not pass" in line for line in report.lines())
 
 
 def test_the_self_test_sees_a_reward_that_cannot_tell_right_from_wrong(own: Callable[[str], str]) -> None:
-    report = Countdown(reward=(own("brief"),)).self_test(4)
+    report = self_test(Countdown(reward=(own("brief"),)), 4)
     assert any("cannot tell right from wrong" in line for line in report.lines())
-    broken = Countdown(reward=("own", own("level"))).self_test(2)
+    broken = self_test(Countdown(reward=("own", own("level"))), 2)
     assert broken.errors > 0
     assert any("a reward failed: reward level: TypeError" in line for line in broken.lines())
 
@@ -446,7 +449,7 @@ def test_math_verify_runs_in_the_processes(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text("".join(f'{{"prompt": "p{i}", "answer": "\\\\frac{{{i + 1}}}{{97}}"}}\n' for i in range(8)))
     task = Jsonl(source=str(rows), check="math")
-    report = task.self_test(5)
+    report = self_test(task, 5)
     assert report.ok, report.lines()
     grading = Grading(task)
     (mark,) = grading([(task.train(0), r"9^{9^{9^{9}}}")])

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import ascent
+from ascent.core.types import Batch
 from ascent.engines.language import LanguageLearner
-from ascent.engines.language.learner import fetched
+from ascent.engines.language.learning.learner import fetched
 from ascent.records.pieces import BROKEN, Pieces
-from ascent.tasks import sorting
-from ascent.types import Batch
+from ascent.tasks.small import sorting
 
 
 class Bytes:
@@ -41,7 +41,7 @@ class Spaced:
 def test_pieces_of_a_list_of_numbers() -> None:
     class Numbers:
         def text(self, ids: list[int]) -> str:
-            return sorting.text(ids, 10)
+            return sorting.numbers_text(ids, 10)
 
     assert Pieces(Numbers())([1, 0, 10], "[1 0 end]") == ["[1", " 0", " end]"]
     assert Pieces(Numbers())([7], "[7]") == ["[7]"]
@@ -128,7 +128,7 @@ def test_a_reward_model_has_no_entropy(tmp_path: Path) -> None:
 
 
 def test_a_language_model_reports_it_too() -> None:
-    from ascent.algorithms import ALGORITHMS
+    from ascent.core.algorithms import ALGORITHMS
     from tests.language import batch_of, model_of
 
     algorithm, lm = ALGORITHMS["dr-grpo"], model_of()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,14 @@ from test_judge import longer
 from test_label import judge_file
 from test_text_tasks import sums
 
-from ascent import cli
-from ascent.learned import rounds
-from ascent.learned.rounds import Plan, Rounds, begin, carry_out, reopen
+from ascent.cli import main as cli
+from ascent.core import loop
+from ascent.core.types import Refused, Trouble
 from ascent.records import Run
 from ascent.settings import configure
-from ascent.types import Refused, Trouble
+from ascent.workflows import rounds
+from ascent.workflows.rounds import Rounds, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
+from tests.processes import Forked
 
 SMALL: dict[str, Any] = {"length": 2, "numbers": 4, "policy.width": 16, "policy.layers": 1, "threads": 1}
 STEPS: dict[str, Any] = {"steps": 4, "prompts": 4, "samples": 4, "eval_every": 4, "checkpoint_every": 2, "seed": 3}
@@ -36,8 +36,8 @@ def config_of(**more: Any) -> Any:
     return configure("sort", {"algorithm": "grpo", **SMALL, **STEPS, **more})
 
 
-def rounds_in(folder: Path, plan: Plan | None = None, **more: Any) -> Rounds:
-    return begin(folder, config_of(**more), plan or Plan(rounds=2, pairs=30), RATER, show=False)
+def rounds_in(folder: Path, plan: RoundsPlan | None = None, **more: Any) -> Rounds:
+    return begin_rounds(folder, config_of(**more), plan or RoundsPlan(rounds=2, pairs=30), RATER, show=False)
 
 
 def params(folder: Path, part: str) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def same(one: Path, other: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two rounds that nobody disturbed."""
     folder = tmp_path_factory.mktemp("rounds") / "whole"
-    carry_out(rounds_in(folder))
+    run_rounds(rounds_in(folder))
     return folder
 
 
@@ -89,7 +89,7 @@ def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
 
 def test_the_true_reward_is_measured_and_never_trained_on(whole: Path) -> None:
     """Of the last policy's greedy answers, by hand: positions right, of two."""
-    found = rounds.reopen(whole, show=False).summary()
+    found = rounds.reopen_rounds(whole, show=False).summary()
     for number, row in enumerate(found, 1):
         last = Run(whole / f"round_{number}/policy").metrics[-1]
         assert row["true reward"] == pytest.approx(last["eval/positions"], abs=1e-6)
@@ -112,33 +112,33 @@ def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
         found = ({"prompt": [i % 4, i // 4], "chosen": [0, 1], "rejected": [1, 1]} for i in range(16))
         return lambda *_: (next(found) for _ in range(count))
 
-    made = begin(tmp_path / "out", config_of(), Plan(rounds=1, pairs=12), RATER, show=True)
+    made = begin_rounds(tmp_path / "out", config_of(), RoundsPlan(rounds=1, pairs=12), RATER, show=True)
     made.folder.joinpath("round_1").mkdir()
     for count, words in ((8, "round 1: only 8 of 12 planned pairs"), (12, "")):
-        monkeypatch.setattr(rounds, "drawn_pairs", some(count))
+        monkeypatch.setattr(rounds, "draw_pairs", some(count))
         made.write_pairs(tmp_path / f"{count}.jsonl", made.policy_before(1), 1)
         said = capsys.readouterr().err
         assert words in said and bool(words) == bool(said)
-    monkeypatch.setattr(rounds, "drawn_pairs", some(1))
+    monkeypatch.setattr(rounds, "draw_pairs", some(1))
     with pytest.raises(Trouble, match="at least two prompts"):
         made.write_pairs(tmp_path / "one.jsonl", made.policy_before(1), 1)
     (tmp_path / "8.jsonl").rename(made.part(1, "pairs.jsonl"))
     made.show = False
-    (row,) = carry_out(made)
+    (row,) = run_rounds(made)
     assert (row["pairs"], row["planned"]) == (8, 12)
 
 
 def test_no_pair_is_drawn_that_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = iter([{"prompt": [i], "chosen": [0], "rejected": [1]} for i in range(5)])
-    monkeypatch.setattr(rounds, "drawn_pairs", lambda *_: pairs)
-    made = Rounds(tmp_path, config_of(), Plan(pairs=3), {}, show=False)
+    monkeypatch.setattr(rounds, "draw_pairs", lambda *_: pairs)
+    made = Rounds(tmp_path, config_of(), RoundsPlan(pairs=3), {}, show=False)
     made.write_pairs(tmp_path / "pairs.jsonl", made.policy_before(1), 1)
     assert len(rows(tmp_path / "pairs.jsonl")) == 3 and len(list(pairs)) == 2
 
 
 @pytest.mark.parametrize(("share", "replayed"), [(0.0, 0), (0.25, 10), (0.9, 30)])
 def test_the_share_is_of_all_pairs_as_far_as_there_are_old_ones(share: float, replayed: int, tmp_path: Path) -> None:
-    made = Rounds(tmp_path, config_of(), Plan(replay=share), {}, show=False)
+    made = Rounds(tmp_path, config_of(), RoundsPlan(replay=share), {}, show=False)
     for number in (1, 2):
         folder = tmp_path / f"round_{number}"
         folder.mkdir()
@@ -170,22 +170,19 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
     folder = tmp_path / "stopped"
     for _ in range(8):
         with pytest.raises(KeyboardInterrupt, match="ascent rounds"):
-            carry_out(rounds_in(folder) if not (folder / "rounds.json").exists() else reopen(folder, show=False))
-    carry_out(reopen(folder, show=False))
+            run_rounds(
+                rounds_in(folder) if not (folder / "rounds.json").exists() else reopen_rounds(folder, show=False)
+            )
+    run_rounds(reopen_rounds(folder, show=False))
     assert made == [f"round_{n}/{part}" for n in (1, 2) for part in PARTS]
     same(whole, folder)
 
 
-SLOWED = """
-import sys, time
-from pathlib import Path
-from ascent.learned.rounds import carry_out, reopen
-loop = sys.modules["ascent.train"]
-summarize = loop.summarize
-loop.summarize = lambda *args: (time.sleep(0.05), summarize(*args))[1]
-carry_out(reopen(Path(sys.argv[1]), show=False))
-"""
-"""The rounds of a folder, slowed down so that they can be caught."""
+def slowed(folder: Path) -> None:
+    """The rounds of a folder, slowed down so that they can be caught."""
+    summarize = loop.summarize
+    loop.summarize = lambda *args: (time.sleep(0.05), summarize(*args))[1]  # type: ignore[assignment]
+    run_rounds(reopen_rounds(folder, show=False))
 
 
 @pytest.mark.slow
@@ -194,7 +191,7 @@ def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(whole: Path, tmp_pat
     folder = tmp_path / "killed"
     rounds_in(folder)
     for run, lines in (("round_1/reward-model", 3), ("round_2/policy", 3)):
-        child, deadline = subprocess.Popen([sys.executable, "-c", SLOWED, str(folder)]), time.monotonic() + 60
+        child, deadline = Forked(lambda: slowed(folder), tmp_path / "output"), time.monotonic() + 60
         metrics = folder / run / "metrics.jsonl"
         while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= lines):
             assert time.monotonic() < deadline and child.poll() is None, "it ended too early"
@@ -202,7 +199,7 @@ def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(whole: Path, tmp_pat
         child.kill()
         child.wait()
         assert Run(folder / run).status == "died"
-    assert carry_out(reopen(folder, show=False))[-1]["round"] == 2
+    assert run_rounds(reopen_rounds(folder, show=False))[-1]["round"] == 2
     same(whole, folder)
 
 
@@ -232,7 +229,7 @@ def test_the_command_goes_on_after_an_interrupt(
     with monkeypatch.context() as patched:
         patched.setattr(Writer, "step", interrupted)
         assert cli.main(args) == 130
-    assert "out/round_1/policy is saved. Go on with: ascent rounds out" in capsys.readouterr().err
+    assert "out/round_1/policy is saved. Continue with: ascent rounds out" in capsys.readouterr().err
     assert len(Run("out/round_1/policy").metrics) == 3
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -280,10 +277,10 @@ def test_a_start_from_a_run(tmp_path: Path) -> None:
     import ascent
 
     ascent.train("sort", out=tmp_path / "start", show=False, **SMALL, **STEPS)
-    made = rounds_in(tmp_path / "out", Plan(rounds=1, pairs=10), init=str(tmp_path / "start"))
+    made = rounds_in(tmp_path / "out", RoundsPlan(rounds=1, pairs=10), init=str(tmp_path / "start"))
     before = made.policy_before(1).policy.state_dict()
     assert all(torch.equal(before[key], value) for key, value in params(tmp_path, "start").items())
-    carry_out(made)
+    run_rounds(made)
     assert Path(Run(tmp_path / "out/round_1/policy").config.init).parents[1] == (tmp_path / "start").resolve()
 
 
@@ -311,5 +308,5 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
 
 
 def test_the_true_reward_is_no_learned_one(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no learned one"):
+    with pytest.raises(Refused, match="cannot be a learned one"):
         rounds_in(tmp_path / "out", reward=f"model:{whole / 'round_1/reward-model'}")

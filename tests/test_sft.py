@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ascent
-from ascent import cli
 from ascent.assemble import assemble
-from ascent.preflight import arithmetic, memory, preflight
+from ascent.cli import main as cli
+from ascent.core.types import Refused
+from ascent.engines.language.preflight import arithmetic, memory
 from ascent.settings import configure
-from ascent.types import Refused
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
     return {"policy.model": str(folder), "max_prompt": 64, "max_tokens": 8, "threads": 1, **more}
 
 
+@pytest.mark.slow
 def test_sft_learns_what_it_is_shown(demonstrations: Path, tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     more = {"steps": 60, "eval_every": 10, "lr": 5e-3}
@@ -50,10 +51,10 @@ def test_the_objective_is_the_mean_log_prob_of_the_demonstrated_tokens(demonstra
     rollouts = parts.sampler.generate(prompt, 1)
     lm = parts.policy
     total, count = 0.0, 0
-    for row, response, mask in zip(prompt, rollouts.response[:, 0], rollouts.mask[:, 0], strict=True):
+    for row, response, mask in zip(prompt.prompt, rollouts.response[:, 0], rollouts.mask[:, 0], strict=True):
         ids, tokens = row[row >= 0], response[mask]
         assert int(tokens[-1]) == lm.end
-        words = next(p.answer for p in config.task.rows[0] if lm.encode(config.task.messages(p)) == ids.tolist())
+        words = next(p.answer for p in config.task.table.train if lm.encode(config.task.messages(p)) == ids.tolist())
         assert lm.decode(tokens.tolist()).strip() in (words, "two")
         logits = lm.model(torch.cat([ids, tokens])[None]).logits[0, len(ids) - 1 : -1]
         total += float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
@@ -65,9 +66,9 @@ def test_the_objective_is_the_mean_log_prob_of_the_demonstrated_tokens(demonstra
 
 
 def _scored(parts: object, rollouts: object) -> object:
-    from ascent.train import scored
+    from ascent.core.loop import scored
 
-    batch, errors = scored(parts.task, rollouts, None)  # type: ignore[attr-defined]
+    batch, errors = scored(parts.task, rollouts)  # type: ignore[attr-defined]
     assert not errors
     return batch.add(logp_old=batch.logp_sampler)
 
@@ -101,8 +102,8 @@ def test_sft_goes_on_where_it_was_killed(demonstrations: Path, tiny_folder: Path
     [
         ('{"prompt": "a", "answer": "b"}', "no column response"),
         ('{"prompt": "a", "response": 3}', "a response is words"),
-        ("nonsense", "is no JSON"),
-        ('{"prompt": "a", "response": "b"}', "at least two prompts"),
+        ("nonsense", "is not JSON"),
+        ('{"prompt": "a", "response": "b"}', "at least two different prompts"),
     ],
 )
 def test_a_bad_file_is_refused(lines: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +133,7 @@ def problems(tmp_path: Path) -> Path:
 def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_folder: Path) -> None:
     parts = assemble(configure(f"jsonl:{problems}", settings(tiny_folder, prompts=3, samples=4, check="number")))
     before = {name: state.clone() for name, state in parts.streams.state().items()}
-    report = preflight(parts)
+    report = parts.preflight()
     parts.close()
     text = report.text()
     for words in ("3 prompts per step × 4 samples per prompt = 12 responses", "memory only", "right responses pass"):
@@ -167,9 +168,11 @@ def test_memory_counts_what_is_exact_exactly(problems: Path, tiny_folder: Path) 
     config = configure(f"jsonl:{problems}", settings(tiny_folder, algorithm="grpo"))
     parts = assemble(config)
     count = sum(p.numel() for p in parts.policy.model.parameters())
-    found = memory(config, parts.policy)
+    found = memory(config, parts.learner, parts.sampler.rows)
     assert found["parameters"] == found["gradients"] == found["reference"] == 4 * count
     assert found["Adam"] == 8 * count
     lora = replace(config, policy=replace(config.policy, lora=2))
     adapted = assemble(lora)
-    assert memory(lora, adapted.policy)["Adam"] == 8 * sum(p.numel() for p in adapted.policy.trained().values())
+    assert memory(lora, adapted.learner, adapted.sampler.rows)["Adam"] == 8 * sum(
+        p.numel() for p in adapted.policy.trained().values()
+    )

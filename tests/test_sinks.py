@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from ascent.core.types import Refused
 from ascent.records import sinks, trackers
 from ascent.records.sinks import Sinks, finite, open_sinks
 from ascent.records.trackers import SINKS, Row, Sink, flat
-from ascent.types import Refused
 
 CONFIG = {"task": {"name": "sort", "length": 3}, "loss": {"name": "clipped", "high": 0.28}, "steps": 3}
 METRICS = {"step": 1, "reward": 0.5, "clip_ratio/low_mean": 0.25, "kl": None, "loss": float("nan"), "time/step": 2}
@@ -121,6 +121,8 @@ for steps, first in ((range(3), 0), (range(3, 5), 3)):
     for step in steps:
         tracked.step(step, {{"reward": float(step)}})
     tracked.close("finished")
+import trackio.run, trackio.utils
+assert not any("print" in vars(module) for module in (trackio, trackio.run, trackio.utils)), "undone"
 """
     env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)

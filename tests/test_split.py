@@ -8,18 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ENDED, SAMPLED, TINY, close, gradient_of, learner_of, policy_of, rollouts_of, shake, with_rewards
+from conftest import (
+    ENDED,
+    SAMPLED,
+    TINY,
+    close,
+    critic_of,
+    gradient_of,
+    learner_of,
+    policy_of,
+    rollouts_of,
+    shake,
+    with_rewards,
+)
 from torch import Tensor
 
-from ascent.advantages import OptimalBaseline
-from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.correction import Masked, Truncated
-from ascent.exploration import Constant
-from ascent.groups import Overlong
-from ascent.kl import InLoss
-from ascent.reference import Frozen
-from ascent.types import Batch, Outputs, Terms
-from ascent.weights import WEIGHTS, SequenceMean, TokenMean
+from ascent.core.advantages import OptimalBaseline
+from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.correction import Masked, Truncated
+from ascent.core.critics import SharedCritic
+from ascent.core.exploration import Constant
+from ascent.core.groups import Overlong
+from ascent.core.kl import InLoss
+from ascent.core.reference import Frozen
+from ascent.core.types import Batch, Outputs, Terms
+from ascent.core.weights import WEIGHTS, SequenceMean, TokenMean
+from ascent.engines.small.reward_model import SmallProcessRewardLearner, SmallRewardModelLearner
 
 PROMPTS, SAMPLES = 2, 3
 SIZES = (1, 2, 3, 4, 5, 6, 7)
@@ -183,3 +197,70 @@ def test_mini_batches_are_whole_prompts_each_once_an_epoch(epochs: int, count: i
     one, two = (list(batch.minibatches(6, 2, torch.Generator().manual_seed(s))) for s in (0, 0))
     assert [m.index.tolist() for m in one] == [m.index.tolist() for m in two]
     assert len({tuple(m.index.tolist()) for m in one}) > 1
+
+
+def numbers_of(learner: Any, mini: Batch, algorithm: Algorithm, vector: list[Tensor], old: list[Tensor]) -> Tensor:
+    """All that a learner sums up for a mini-batch: gradient, terms, Fisher product, KL, and the critic's fit."""
+    terms = learner.gradient(mini, algorithm.objective)
+    parts = [gradient_of(learner), terms.objective.view(1), *(value.view(1) for value in terms.sums.values())]
+    parts += [value.view(1) for value in terms.means.values()]
+    parts.append(learner.total(mini, algorithm.objective).view(1))
+    if algorithm.loss.trains == "policy":
+        parts += [part.flatten() for part in learner.fisher(mini)(vector)] + [learner.kl_from(mini, old).view(1)]
+    if algorithm.critic.on:
+        parts.append(learner.fit(mini, algorithm.critic.loss).view(1))
+        parts += [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in learner.critic.trained()]
+    return torch.cat([part.to(torch.float64) for part in parts]).detach()
+
+
+def offline(row: str) -> tuple[Any, Batch]:
+    """A learner of a row that learns from offline data, and a batch of its kind."""
+    algorithm, policy = ALGORITHMS[row], policy_of(TINY, ENDED)
+    pairs = algorithm.loss.data == "pairs"
+    batch = with_rewards(rollouts_of(policy, 4, 2 if pairs else 1, temperature=1.0))
+    if algorithm.loss.trains == "policy":
+        learner: Any = learner_of(policy, algorithm)
+    else:
+        kind = SmallRewardModelLearner if algorithm.loss.trains == "rewards" else SmallProcessRewardLearner
+        learner = kind(critic_of(policy), algorithm.update)
+    if algorithm.loss.data == "steps":
+        batch = batch.add(reward=torch.where(batch.mask, batch.reward, 0.0))
+    batch = replace(batch, sampled=False).add(logp_old=batch.logp_sampler)
+    if learner.reference is not None:
+        shake(learner.reference, 0.2, seed=1)
+    batch = batch.add(**learner.score(batch, algorithm.needs))
+    batch, state = algorithm.credit(batch, algorithm.start())
+    return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
+
+
+def held(row: str) -> tuple[Any, Batch, Algorithm]:
+    algorithm = replace(ALGORITHMS["ppo"], critic=SharedCritic()) if row == "shared critic" else ALGORITHMS[row]
+    learner, mini = prepared(algorithm) if algorithm.loss.data == "samples" else offline(row)
+    for optimizer in (learner.optimizer, learner.critic_optimizer):
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["lr"] = 0.0  # so that a fit leaves the critic where it is
+    return learner, mini, algorithm
+
+
+@pytest.mark.parametrize("by", ["prompts", "samples"])
+@pytest.mark.parametrize("row", [*ALGORITHMS, "shared critic"])
+def test_shares_add_up_to_the_mini_batch(row: str, by: str) -> None:
+    """Cut in two at random: whatever a learner sums up of the two shares is that of the whole, to 1e-12."""
+    learner, mini, algorithm = held(row)
+    prompts, samples = mini.valid.shape
+    if by == "samples" and (algorithm.loss.data == "pairs" or samples < 2):
+        pytest.skip("a pair is never cut, and one response cannot be")
+    g = torch.Generator().manual_seed(5)
+    vector = [torch.randn(p.shape, generator=g, dtype=p.dtype) for p in learner.trainable()]
+    old = [p.detach() + 0.05 * v for p, v in zip(learner.trainable(), vector, strict=True)]
+    if by == "prompts":
+        order = torch.randperm(prompts, generator=g)
+        cut = int(torch.randint(1, prompts, (), generator=g))
+        shares = [mini.share(order[:cut].sort().values), mini.share(order[cut:].sort().values)]
+    else:
+        cut = int(torch.randint(1, samples, (), generator=g))
+        shares = [mini.share(slice(None), slice(cut)), mini.share(slice(None), slice(cut, None))]
+    assert all(share.tokens == mini.tokens > int(share.counted.sum()) for share in shares)
+    whole = numbers_of(learner, mini, algorithm, vector, old)
+    total = sum(numbers_of(learner, share, algorithm, vector, old) for share in shares)
+    assert (total - whole).abs().max() < 1e-12 * max(1.0, float(whole.abs().max()))

@@ -11,11 +11,11 @@ import torch
 from conftest import ENDED, F64, TINY, policy_of, rollouts_of
 from torch import Tensor
 
+from ascent.core.types import Refused, Rollouts, Scores, Space
 from ascent.tasks import TASKS, Lecture, Sort
-from ascent.tasks.lecture import PROMPTS
-from ascent.tasks.sorting import REWARDS, inclusion_ordering, numbers, positions_right
-from ascent.tasks.text import Text
-from ascent.types import Refused, Rollouts, Scores, Space
+from ascent.tasks.small.lecture import LECTURE_PROMPTS
+from ascent.tasks.small.sorting import REWARDS, inclusion_ordering, positions_right, response_numbers
+from ascent.tasks.text import TextTask
 
 END = 10
 
@@ -114,11 +114,11 @@ def test_with_distinct_numbers_only_the_sorted_response_has_the_maximum() -> Non
 
 def test_trap_two_one_answer_for_all_three_lecture_prompts() -> None:
     task = Lecture(reward="inclusion-ordering")
-    scores = task.score(rollouts(PROMPTS, [[[1, 2, 3]]] * 3))
+    scores = task.score(rollouts(LECTURE_PROMPTS, [[[1, 2, 3]]] * 3))
     assert scores.reward.flatten().tolist() == [4, 4, 5]
     assert task.loophole is not None and "[1 2 3]" in task.loophole
     every = [list(r) for r in itertools.product(range(5), repeat=3)]
-    total = task.score(rollouts(PROMPTS, [every] * 3)).reward.sum(0).squeeze(-1)
+    total = task.score(rollouts(LECTURE_PROMPTS, [every] * 3)).reward.sum(0).squeeze(-1)
     assert total.max().item() == 13, "no single answer earns more on all three together"
 
 
@@ -142,7 +142,7 @@ def test_a_response_that_ends_in_time_is_right() -> None:
 def test_padding_after_the_end_is_no_number() -> None:
     """[0 1 END] with a 2 in its padding has two numbers: two positions right, two included, one pair in order."""
     drawn = ended([[0, 1, END, 2]], [3])
-    assert numbers(drawn, WITH_END).tolist() == [[[0, 1, -1]]]
+    assert response_numbers(drawn, WITH_END).tolist() == [[[0, 1, -1]]]
     for name, expected in (("positions", 2), ("inclusion-ordering", 3), ("exact", 0)):
         assert Sort(reward=name, length=3, numbers=10, end=True).score(drawn).reward.item() == expected
 
@@ -190,20 +190,20 @@ def as_set(prompts: Tensor) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize(("length", "count"), [(3, 10), (5, 10), (8, 10), (2, 3)])
 def test_held_out_prompts_are_never_drawn(length: int, count: int, distinct: bool) -> None:
     task = Sort(length=length, numbers=count, distinct=distinct)
-    held = task.held_out(1000)
-    drawn = task.draw(5000, torch.Generator().manual_seed(0))
+    held = task.held_out(1000).prompt
+    drawn = task.draw(5000, torch.Generator().manual_seed(0)).prompt
     assert len(drawn) == 5000
     assert len(held) > 0
     assert as_set(held).isdisjoint(as_set(drawn))
     assert len(as_set(held)) == len(held), "a held-out prompt comes once"
-    assert torch.equal(held, task.held_out(1000)), "they are the same every time"
+    assert torch.equal(held, task.held_out(1000).prompt), "they are the same every time"
     if distinct:
         assert all(len(set(p)) == length for p in as_set(held) | as_set(drawn))
 
 
 def test_held_out_is_about_one_in_five_and_looks_like_the_rest() -> None:
     task = Sort(length=4, numbers=10)
-    held = task.held_out(10**6)
+    held = task.held_out(10**6).prompt
     assert 0.15 < len(held) / 10**4 < 0.25
     for position in range(4):
         counts = held[:, position].bincount(minlength=10) / len(held)
@@ -211,14 +211,14 @@ def test_held_out_is_about_one_in_five_and_looks_like_the_rest() -> None:
 
 
 def test_a_thousand_held_out_prompts_of_the_default_task() -> None:
-    assert Sort().held_out(1000).shape == (1000, 5)
+    assert Sort().held_out(1000).prompt.shape == (1000, 5)
 
 
 def test_drawing_is_seeded_and_moves_on() -> None:
     task = Sort()
     generator = torch.Generator().manual_seed(3)
-    first, second = task.draw(10, generator), task.draw(10, generator)
-    assert torch.equal(first, task.draw(10, torch.Generator().manual_seed(3)))
+    first, second = task.draw(10, generator).prompt, task.draw(10, generator).prompt
+    assert torch.equal(first, task.draw(10, torch.Generator().manual_seed(3)).prompt)
     assert not torch.equal(first, second)
 
 
@@ -226,12 +226,12 @@ def test_the_lecture_draws_its_three_prompts_in_order() -> None:
     task = Lecture()
     generator = torch.Generator().manual_seed(0)
     state = generator.get_state()
-    assert task.draw(3, generator).tolist() == [[1, 0, 2], [3, 2, 4], [1, 2, 3]]
+    assert task.draw(3, generator).prompt.tolist() == [[1, 0, 2], [3, 2, 4], [1, 2, 3]]
     assert torch.equal(generator.get_state(), state), "and uses up no random number"
     assert task.space == Space(3, 5, 3)
 
 
-@pytest.mark.parametrize("cls", [task for task in TASKS if not issubclass(task, Text)])
+@pytest.mark.parametrize("cls", [task for task in TASKS if not issubclass(task, TextTask)])
 def test_every_task_scores_what_a_policy_samples(cls: Any) -> None:
     for name in REWARDS:
         task = cls(reward=name)
@@ -357,3 +357,23 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 
 def test_the_end_token_space_of_the_tests_is_a_sort() -> None:
     assert Sort(length=3, numbers=4, end=True).space == ENDED
+
+
+def test_rollouts_carry_the_identity_of_their_problems() -> None:
+    """Through the sampler, a selection, mini-batches and a join of batches, whatever the order."""
+    from ascent.core.types import Prompts, join, to_batch
+    from ascent.engines.small import SmallSampler
+    from ascent.policies import PerPosition
+
+    task = Lecture()
+    policy = PerPosition()(task.space, torch.Generator())
+    prompts = Prompts(task.draw(3, torch.Generator()).prompt, torch.tensor([7, -2, 5]))
+    sampled = SmallSampler(policy, 1.0, torch.Generator()).generate(prompts, 2)
+    scores = task.score(sampled)
+    batch = to_batch(sampled, reward=scores.reward, valid=scores.valid)
+    assert batch.problem.tolist() == [7, -2, 5]
+    assert batch.select(torch.tensor([2, 0])).problem.tolist() == [5, 7]
+    assert join([batch, batch.select(slice(1, 2))]).problem.tolist() == [7, -2, 5, -2]
+    for mini in batch.minibatches(2, 3, torch.Generator().manual_seed(1)):
+        where = [LECTURE_PROMPTS.index(tuple(row)) for row in mini.prompt.tolist()]
+        assert mini.problem.tolist() == prompts.problem[where].tolist()

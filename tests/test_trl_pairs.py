@@ -19,10 +19,10 @@ import torch
 from conftest import F64, batch_of, close
 from torch import Tensor
 
-from ascent.algorithms import ALGORITHMS
-from ascent.preferences import BradleyTerry, Dpo
-from ascent.types import Batch, Outputs, Refused
-from ascent.weights import SequenceMean
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.preferences import BradleyTerry, Dpo
+from ascent.core.types import Batch, Outputs, Refused
+from ascent.core.weights import SequenceMean
 
 pytestmark = pytest.mark.slow
 """TRL takes 11 s to import, so it is imported by the first test that runs and not by the file."""

@@ -22,16 +22,16 @@ import torch
 from conftest import batch_of, close
 from torch import Tensor
 
-from ascent.advantages import Centered, LeaveOneOut, Normalized
-from ascent.algorithms import ALGORITHMS, GRPO, Algorithm
-from ascent.correction import Masked, Truncated, mismatch
-from ascent.exploration import Constant
-from ascent.groups import NoShaping, Overlong
-from ascent.kl import InLoss, k3
-from ascent.losses import Clipped, SequenceRatio
-from ascent.train import describe
-from ascent.types import Batch, Outputs
-from ascent.weights import SequenceSum, TokenMean
+from ascent.core.advantages import Centered, LeaveOneOut, Normalized
+from ascent.core.algorithms import ALGORITHMS, GRPO, Algorithm
+from ascent.core.correction import Masked, Truncated, mismatch
+from ascent.core.exploration import Constant
+from ascent.core.groups import NoShaping, Overlong
+from ascent.core.kl import InLoss, k3
+from ascent.core.loop import describe
+from ascent.core.losses import Clipped, SequenceRatio
+from ascent.core.types import Batch, Outputs
+from ascent.core.weights import SequenceSum, TokenMean
 
 pytestmark = pytest.mark.slow
 """TRL takes 11 s to import, so it is imported by the first test that runs and not by the file."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ascent
-from ascent.engines import LocalLearner, LocalSampler
+from ascent.core.types import Rollouts, Trouble
+from ascent.engines.small import SmallLearner, SmallSampler
 from ascent.records import checkpoint
 from ascent.records.writer import best_of
-from ascent.types import Rollouts, Trouble
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -32,9 +32,9 @@ def run(out: Path, **more: Any) -> ascent.Run:
 
 def shifted(gap: float) -> Any:
     """A sampler that says other log-probs than those it drew with."""
-    generate = LocalSampler.generate
+    generate = SmallSampler.generate
 
-    def wrong(self: LocalSampler, *args: Any, **named: Any) -> Rollouts:
+    def wrong(self: SmallSampler, *args: Any, **named: Any) -> Rollouts:
         rollouts = generate(self, *args, **named)
         return replace(rollouts, logp_sampler=torch.where(rollouts.mask, rollouts.logp_sampler + gap, 0.0))
 
@@ -42,7 +42,7 @@ def shifted(gap: float) -> Any:
 
 
 def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalSampler, "generate", shifted(0.5))
+    monkeypatch.setattr(SmallSampler, "generate", shifted(0.5))
     with pytest.raises(Trouble, match=r"step 0: .* 0\.5 apart on average.*--max-mismatch 0\.3"):
         run(tmp_path / "a")
     assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
@@ -51,7 +51,7 @@ def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypa
 
 
 def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalSampler, "generate", shifted(float("nan")))
+    monkeypatch.setattr(SmallSampler, "generate", shifted(float("nan")))
     with pytest.raises(Trouble, match="the sampler's log-probs"):
         run(tmp_path / "a")
     assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
@@ -60,8 +60,8 @@ def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("owner", "method", "words"),
     [
-        (LocalSampler, "generate", "in the phase generate: lower --policy.rows or --max-tokens"),
-        (LocalLearner, "step", "in the phase update: lower --micro-batch"),
+        (SmallSampler, "generate", "in the phase generate: lower --policy.rows or --max-tokens"),
+        (SmallLearner, "step", "in the phase update: lower --micro-batch"),
     ],
 )
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
@@ -80,7 +80,7 @@ def test_out_of_memory_names_the_phase(
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1: the second is the best, and the first of equals."""
     scores = iter([0.2, 0.9, 0.5, 0.9, 0.1])
-    monkeypatch.setattr("ascent.assemble.evaluator", lambda *_: lambda: {"eval/accuracy": next(scores)})
+    monkeypatch.setattr("ascent.assemble.sample_evaluator", lambda *_: lambda: {"eval/accuracy": next(scores)})
     done = run(tmp_path / "a", steps=5, eval_every=1, keep=1, keep_best=True, checkpoint_every=2)
     assert [checkpoint.step_of(path) for path in done.checkpoints] == [2, 5]
     assert done.info["best"] == 2

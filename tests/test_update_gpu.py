@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascent.algorithms import ALGORITHMS
-from ascent.engines.language import LanguageCritic, LanguageLearner, elementwise, flash, fused_head, states
-from ascent.engines.language.attention import Group, Packed, ours
-from ascent.engines.language.elementwise import fuse
-from ascent.engines.language.fused_head import FusedStats
-from ascent.engines.language.parameters import CPU_TOKENS, bytes_per_token, room
-from ascent.engines.language.states import Placed, host_of, packed_states, place
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.types import Batch
+from ascent.engines.language import LanguageCritic, LanguageLearner
+from ascent.engines.language.attention import Packed, ours
+from ascent.engines.language.learning import elementwise, flash, fused_head, states
+from ascent.engines.language.learning.elementwise import fuse
+from ascent.engines.language.learning.flash import Group
+from ascent.engines.language.learning.fused_head import FusedStats
+from ascent.engines.language.learning.parameters import CPU_TOKENS, bytes_per_token, room
+from ascent.engines.language.learning.states import Placed, host_of, packed_states, place
 from ascent.policies import CausalLM
-from ascent.types import Batch
 from tests.language import batch_of, model_of
 from tests.test_language_engines import awkward, credited, dense, learner_of
 
@@ -103,7 +105,7 @@ def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, sca
 
 
 def fused_head_of(weight: Tensor, bias: Tensor, scale: float) -> Any:
-    from ascent.engines.language.head import Head
+    from ascent.engines.language.learning.head import Head
 
     return Head(weight, bias, scale)
 
@@ -157,7 +159,7 @@ def test_a_placed_batch_has_the_same_values() -> None:
     torch.nn.init.normal_(critic.head.weight)
     batch = awkward(lm)
     with critic.attention():
-        assert torch.equal(critic.values(batch), critic.values(placed(batch)))
+        assert torch.equal(critic(batch), critic(placed(batch)))
 
 
 # ---- gradients of bfloat16 parameters -------------------------------------------------------------
@@ -364,7 +366,7 @@ def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str) -> None:
 
 
 def test_a_placed_batch_has_the_same_ratings() -> None:
-    from ascent.engines.language.rater import add_head, rate
+    from ascent.engines.language.learning.reward_model import add_head, rate
 
     lm = add_head(model_of())
     torch.nn.init.normal_(lm.model.rating.weight)

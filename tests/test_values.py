@@ -18,18 +18,18 @@ from pin_estimators import INDEPENDENT, RAGGED, SPACES, Tiny, a_point_each, move
 from pin_estimators import policy_of as oracle_policy
 from torch import Tensor
 
-from ascent.advantages import Centered, LeaveOneOut
-from ascent.algorithms import ALGORITHMS, Algorithm
-from ascent.diagnose.estimator import estimate
-from ascent.diagnose.exact import Table
-from ascent.kl import InReward
-from ascent.losses import Clipped, SequenceRatio
-from ascent.policies.critics import OwnCritic, SharedCritic
-from ascent.reference import Frozen
-from ascent.trust_region import TrustRegion
-from ascent.types import Batch, Refused, Space
-from ascent.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued, value_loss, whiten
-from ascent.weights import SequenceSum, TokenMean
+from ascent.core.advantages import Centered, LeaveOneOut
+from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.critics import OwnCritic, SharedCritic
+from ascent.core.kl import InReward
+from ascent.core.losses import Clipped, SequenceRatio
+from ascent.core.reference import Frozen
+from ascent.core.trust_region import TrustRegion
+from ascent.core.types import Batch, Refused, Space
+from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued, value_loss, whiten
+from ascent.core.weights import SequenceSum, TokenMean
+from ascent.oracle.estimator import estimate
+from ascent.oracle.exact import Table
 
 
 def random_batch(seed: int, per_token: bool, holes: bool, prompts: int = 2, samples: int = 3, width: int = 6) -> Batch:
@@ -62,7 +62,7 @@ def by_hand(batch: Batch, credit: Any) -> Tensor:
             r = [0.0] * (len(at) - 1) + [r[-1]]
         V = [float(batch.value[p, s, t]) for t in at]
         cut = bool(batch.truncated[p, s]) and credit.bootstrap
-        V.append(float(batch.value[p, s, at[-1] + 1]) if cut else 0.0)
+        V.append(float(batch.value[p, s, int(batch.present[p, s].nonzero().max()) + 1]) if cut else 0.0)
         d = [r[i] + credit.gamma * V[i + 1] - V[i] for i in range(len(at))]
         for i, t in enumerate(at):
             terms = range(min(credit.k, len(at) - i)) if isinstance(credit, KStep) else range(len(at) - i)
@@ -388,15 +388,15 @@ def test_returns_hold_the_kl_of_the_reward_and_are_not_whitened() -> None:
     ("make", "message"),
     [
         (lambda: Algorithm(GAE()), "credit from values needs a critic"),
-        (lambda: Algorithm(Centered(), critic=OwnCritic()), "no other reads one"),
+        (lambda: Algorithm(Centered(), critic=OwnCritic()), "does not use one"),
         (lambda: Algorithm(GAE(), SequenceRatio(), critic=OwnCritic()), "--advantage gae makes it differ"),
         (lambda: Algorithm(GAE(), critic=SharedCritic(), update=TrustRegion()), "out of the region"),
         (lambda: GAE(1.5), "between 0 and 1"),
         (lambda: GAE(1.0, -0.1), "between 0 and 1"),
-        (lambda: KStep(k=0), "k is 1 or more"),
-        (lambda: OwnCritic(lr=0.0), "lr lies above 0"),
-        (lambda: OwnCritic(clip=0.0), "clip lies above 0"),
-        (lambda: SharedCritic(steps=0), "steps are 1 or more"),
+        (lambda: KStep(k=0), "k must be 1 or more"),
+        (lambda: OwnCritic(lr=0.0), "lr must be above 0"),
+        (lambda: OwnCritic(clip=0.0), "clip above 0"),
+        (lambda: SharedCritic(steps=0), "steps 1 or more"),
     ],
 )
 def test_refused(make: Any, message: str) -> None:

@@ -19,17 +19,18 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 import ascent
-from ascent.lab.guard import Guard, names
+from ascent.core.types import Refused
+from ascent.lab.curves import Library, curves, measured_metrics, spark
+from ascent.lab.pages.run.about import run_page
+from ascent.lab.pages.runs.notes import read_note, write_note
+from ascent.lab.pages.runs.rows import run_row
 from ascent.lab.server import application
-from ascent.records import RunFolder
-from ascent.types import Refused
-from ascent.viewer import about, digest, notes
-from ascent.viewer.charts import CHARTS, charts_of, greedy_of
-from ascent.viewer.curves import Library, curves, measured, spark
-from ascent.viewer.digest import Digest
-from ascent.viewer.parsing import parse
-from ascent.viewer.places import Place, find, places
-from ascent.viewer.status import brief, going_on, status_of
+from ascent.records import RunFolder, columns
+from ascent.records.columns import Columns, parse
+from ascent.records.metrics import CHARTS, charts_of, greedy_of
+from ascent.records.places import Place, find_run, runs_below
+from ascent.records.status import how_to_resume, status_of, status_reason
+from ascent.web.guard import Guard, host_names
 
 
 def written(path: Path, lines: list[dict[str, Any]], mode: str = "w") -> Path:
@@ -52,8 +53,8 @@ def walk(count: int, start: int = 0, seed: int = 0) -> list[dict[str, Any]]:
     return lines
 
 
-def read(path: Path) -> Digest:
-    found = Digest(path)
+def read(path: Path) -> Columns:
+    found = Columns(path)
     found.update()
     return found
 
@@ -72,20 +73,18 @@ def test_few_lines_are_points_as_they_were_written(tmp_path: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(count=st.integers(1, 700), most=st.sampled_from([4, 16, 64]), points=st.integers(2, 40), cut=st.integers(0, 700))
+@given(count=st.integers(1, 700), points=st.integers(2, 40), cut=st.integers(0, 700))
 def test_buckets_hold_what_numpy_computes_whatever_was_read_when(
-    tmp_path_factory: pytest.TempPathFactory, count: int, most: int, points: int, cut: int
+    tmp_path_factory: pytest.TempPathFactory, count: int, points: int, cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("m") / "m"
     lines = walk(count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest, "MOST_BUCKETS", most)
-        patch.setattr(digest, "CHUNK", 1000)
-        patch.setattr("ascent.viewer.exact.REREAD", 0)
+        patch.setattr(columns, "CHUNK", 1000)
         found = read(written(path, lines[:cut]))
         written(path, lines[cut:], "a")
         found.update()
-        assert len(found.first) <= most and found.lines == count
+        assert found.kept == found.lines == count
         drawn = curves(found, ["reward", "eval/accuracy"], points=points)
     size = drawn["bucket"]
     assert len(drawn["x"]) == -(-count // size) <= max(points, 1)
@@ -109,7 +108,7 @@ def test_buckets_hold_what_numpy_computes_whatever_was_read_when(
 def test_a_part_of_a_long_run_is_exact(tmp_path: Path) -> None:
     lines = walk(9000)
     found = read(written(tmp_path / "m", lines))
-    assert found.width > 1 and curves(found, ["reward"])["bucket"] > 1
+    assert curves(found, ["reward"])["bucket"] > 1
     near = curves(found, ["reward", "eval/accuracy"], 4_321, 4_700)
     assert near["bucket"] == 1 and near["x"] == list(range(4_321, 4_701))
     assert near["metrics"]["reward"]["mean"] == [line["reward"] for line in lines[4_321:4_701]]
@@ -174,14 +173,19 @@ def test_a_metric_that_is_a_word_in_one_line_does_not_cost_the_others(tmp_path: 
     assert drawn["metrics"]["reward"]["mean"][:3] == [line["reward"] for line in lines[:3]]
 
 
-def test_memory_does_not_grow_with_a_run(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_a_run_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MOST_NUMBERS", 50_000)
     path, sizes = tmp_path / "m", []
-    found = Digest(path)
+    found = Columns(path)
     for part in range(20):
         written(path, walk(2_500, start=2_500 * part), "a")
         found.update()
         sizes.append(found.size)
-    assert found.lines == 50_000 and max(sizes) <= digest.MOST_BUCKETS * 8 * (4 * 4 + 4)
+    assert found.lines == 50_000 and max(sizes) <= 8 * columns.MOST_NUMBERS and found.every == 8
+    assert "one of 8 lines is shown" in found.problem and found.steps.tolist() == list(range(0, 50_000, 8))
+    drawn = curves(found, ["reward", "late"], points=100)
+    assert drawn["first"] == 0 and drawn["bucket"] == 500
+    assert drawn["metrics"]["late"]["mean"][50] == pytest.approx(drawn["x"][50] / 2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(50):
         curves(found, ["reward", "loss"])
@@ -189,13 +193,13 @@ def test_memory_does_not_grow_with_a_run(tmp_path: Path) -> None:
 
 
 def test_the_library_forgets_what_was_asked_for_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascent.viewer.curves.MOST_BYTES", 60_000)
+    monkeypatch.setattr("ascent.lab.curves.MOST_BYTES", 60_000)
     library = Library()
     for i in range(12):
         folder = tmp_path / str(i)
         folder.mkdir()
         written(folder / "metrics.jsonl", walk(300))
-        with library.digest(Place(str(i), folder, "ascent")) as found:
+        with library.columns(Place(str(i), folder, "ascent")) as found:
             assert found.lines == 300
     assert 1 <= len(library._kept) < 12 and tmp_path / "11" in library._kept
 
@@ -253,14 +257,14 @@ def test_series_are_named_and_coloured_for_what_they_are() -> None:
 
 def test_a_list_does_not_say_status_and_steps_twice_and_a_page_says_how_to_go_on(tmp_path: Path) -> None:
     said = "died after 7 of 12 steps: no process here is writing it any more, last sign of life 3 h ago"
-    assert brief("died", said) == "no process here is writing it any more, last sign of life 3 h ago"
-    assert brief("running", "running, 7 of 12 steps, last sign of life 3 s ago") == "last sign of life 3 s ago"
-    assert brief("interrupted", "stopped and saved after 7 of 12 steps") == "stopped and saved"
-    assert brief("failed", "failed after 7 of ? steps") == ""
-    assert going_on(tmp_path, "finished") is None and going_on(tmp_path, "running") is None
-    assert "command" not in (going_on(tmp_path, "died") or {})
+    assert status_reason("died", said) == "no process here is writing it any more, last sign of life 3 h ago"
+    assert status_reason("running", "running, 7 of 12 steps, last sign of life 3 s ago") == "last sign of life 3 s ago"
+    assert status_reason("interrupted", "stopped and saved after 7 of 12 steps") == "stopped and saved"
+    assert status_reason("failed", "failed after 7 of ? steps") == ""
+    assert how_to_resume(tmp_path, "finished") is None and how_to_resume(tmp_path, "running") is None
+    assert "command" not in (how_to_resume(tmp_path, "died") or {})
     (tmp_path / "a run" / "checkpoints" / "step_000004").mkdir(parents=True)
-    assert (going_on(tmp_path / "a run", "died") or {})["command"] == f"ascent resume '{tmp_path}/a run'"
+    assert (how_to_resume(tmp_path / "a run", "died") or {})["command"] == f"ascent resume '{tmp_path}/a run'"
 
 
 def test_parsing_many_lines_at_once_is_parsing_each(tmp_path: Path) -> None:
@@ -269,7 +273,7 @@ def test_parsing_many_lines_at_once_is_parsing_each(tmp_path: Path) -> None:
     fast, slow = parse(data), parse(data + b'{"step": 300, "reward": NaN}\n')
     for name in ("reward", "eval/accuracy", "late"):
         np.testing.assert_array_equal(fast.columns[name], slow.columns[name][:300])
-    np.testing.assert_array_equal(fast.starts, slow.starts[:300])
+    np.testing.assert_array_equal(fast.steps, slow.steps[:300])
 
 
 # ---- which runs there are, and what became of them ----
@@ -291,8 +295,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_run_below_a_folder_is_found(root: Path) -> None:
-    assert [(p.id, p.kind) for p in places(root)] == [("many/grpo-s1", "ascent"), ("plain", "ascent")]
-    assert find(root, "many/grpo-s1").folder == (root / "many" / "grpo-s1").resolve()
+    assert [(p.id, p.kind) for p in runs_below(root)] == [("many/grpo-s1", "ascent"), ("plain", "ascent")]
+    assert find_run(root, "many/grpo-s1").folder == (root / "many" / "grpo-s1").resolve()
 
 
 @pytest.mark.parametrize(
@@ -304,13 +308,13 @@ def test_every_run_below_a_folder_is_found(root: Path) -> None:
 )
 def test_nothing_but_runs_inside_the_folder_is_opened(root: Path, id: str) -> None:
     with pytest.raises(Refused):
-        find(root, id)
+        find_run(root, id)
 
 
 def test_a_row_and_a_page_say_what_the_files_say(root: Path) -> None:
-    place = find(root, "plain")
+    place = find_run(root, "plain")
     run, last = ascent.Run(place.folder), ascent.Run(place.folder).metrics[-1]
-    found = about.page(place, Library())
+    found = run_page(place, Library())
     assert (found["status"], found["said"]) == ("finished", "finished, 4 of 4 steps")
     assert (found["task"], found["step"], found["steps"], found["seed"]) == ("lecture", 4, 4, 5)
     assert found["accuracy"] == last["eval/accuracy"] and found["words"] == run.result["words"]  # type: ignore[index]
@@ -327,13 +331,13 @@ def test_missing_and_torn_files_are_said_and_cost_nothing_else(tmp_path: Path) -
     (run / "config.json").write_text("{")
     with open(run / "events.jsonl", "a") as file:
         file.write('{"step": 1, "event": "flag", "name": "x", "text": "y"}\nnonsense\n{"step"')
-    found = about.page(find(tmp_path / "runs", "r"), Library())
+    found = run_page(find_run(tmp_path / "runs", "r"), Library())
     assert any("metrics.jsonl is missing" in text for text in found["problems"])
     assert any("config.json cannot be read" in text for text in found["problems"])
     assert found["flags"] == ["x"] and found["charts"] == [] and found["status"] == "finished"
     (run / "run.json").write_text("[]")
-    row = about.row(find(tmp_path / "runs", "r"))
-    assert row["status"] == "unreadable" and "run.json is no JSON object" in row["said"]
+    row = run_row(find_run(tmp_path / "runs", "r"))
+    assert row["status"] == "unreadable" and "run.json is not a JSON object" in row["said"]
 
 
 def test_a_run_killed_before_it_began_is_in_the_list(tmp_path: Path) -> None:
@@ -341,7 +345,7 @@ def test_a_run_killed_before_it_began_is_in_the_list(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / ".lock").touch()
-    assert about.row(find(tmp_path, "r"))["status"] == "died"
+    assert run_row(find_run(tmp_path, "r"))["status"] == "died"
 
 
 def test_status_is_what_is_heard_of_a_run(tmp_path: Path) -> None:
@@ -382,17 +386,17 @@ def test_status_is_what_is_heard_of_a_run(tmp_path: Path) -> None:
 
 
 def test_notes_are_kept_beside_the_run_and_never_written_over_unseen(root: Path) -> None:
-    folder = find(root, "plain").folder
-    first = notes.write(folder, "mine <b>", ["good", " good ", "", "λ"], "")
+    folder = find_run(root, "plain").folder
+    first = write_note(folder, "mine <b>", ["good", " good ", "", "λ"], "")
     assert json.loads((folder / "notes.json").read_text()) == {"text": "mine <b>", "tags": ["good", "λ"]}
     with pytest.raises(Refused, match="It says now: mine <b>"):
-        notes.write(folder, "another's", [], "")
-    second = notes.write(folder, "changed", [], first["revision"])
-    assert second["text"] == "changed" and notes.read(folder) == second
+        write_note(folder, "another's", [], "")
+    second = write_note(folder, "changed", [], first["revision"])
+    assert second["text"] == "changed" and read_note(folder) == second
     for text, tags in (("x" * 30_000, []), ("x", ["y" * 50]), ("x", [str(i) for i in range(30)]), (3, []), ("x", "y")):
         with pytest.raises(Refused):
-            notes.write(folder, text, tags, second["revision"])
-    assert notes.read(folder) == second
+            write_note(folder, text, tags, second["revision"])
+    assert read_note(folder) == second
     (folder / "notes.json").unlink()
 
 
@@ -401,7 +405,7 @@ def test_notes_are_kept_beside_the_run_and_never_written_over_unseen(root: Path)
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    guard = Guard(application(root), names("127.0.0.1", 8321), "token", b"s" * 32)
+    guard = Guard(application(root), host_names("127.0.0.1", 8321), "token", b"s" * 32)
     client = TestClient(guard, base_url="http://127.0.0.1:8321", headers={"origin": "http://127.0.0.1:8321"})
     client.get("/?token=token")
     return client
@@ -463,7 +467,7 @@ def test_a_run_that_is_being_written_is_followed(tmp_path: Path) -> None:
                 file.write(text[7:])
                 file.flush()
         os._exit(0)
-    found, seen = Digest(path), []
+    found, seen = Columns(path), []
     while found.lines < 2000:
         found.update()
         seen.append(found.lines)
@@ -472,6 +476,6 @@ def test_a_run_that_is_being_written_is_followed(tmp_path: Path) -> None:
             found.update()
             break
         time.sleep(0.001)
-    assert found.lines == 2000 and seen == sorted(seen) and measured(found) >= {"reward", "loss"}
+    assert found.lines == 2000 and seen == sorted(seen) and measured_metrics(found) >= {"reward", "loss"}
     total = sum(line["reward"] for line in lines)
-    assert math.isclose(float(found.metrics["reward"].sum.sum()), total, rel_tol=1e-9)
+    assert math.isclose(found.total("reward") or 0.0, total, rel_tol=1e-9)

@@ -16,7 +16,7 @@ import pytest
 
 import ascent
 from ascent.records.folder import read_lines
-from tests.browser import Lab, Screen, chromium, launched, until
+from tests.browser import Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<img src=x onerror=document.title=1><script>document.title=1<"
@@ -71,19 +71,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changed(evil / "run.json", task={"a": EVIL}, label=EVIL)
     changed(root / "live" / "run.json", status="running", steps=40)
     return root
-
-
-@pytest.fixture(scope="module")
-def lab(runs: Path) -> Iterator[Lab]:
-    found = Lab(runs)
-    yield found
-    found.kill()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +406,7 @@ def test_a_log_scale_for_what_is_not_below_zero(screen: Screen) -> None:
     screen.page.locator("[data-chart=reward] .plot").press("l")
     until(lambda: "log" not in query(screen) and canvas.evaluate(picture) == before)
     powers = """async () => {
-      const { powersOf, powerTicks } = await import("/static/viewer/powers.js");
+      const { powersOf, powerTicks } = await import("/static/curves.js");
       const line = (y) => [{ x: [0, 1, 2], y: Float64Array.from(y) }];
       const of = (y) => powersOf(line(y), [0, 2]);
       return [of([1, 0, 100]), of([1, -1, 2]), of([0, 0, 0]),
@@ -431,7 +418,7 @@ def test_a_log_scale_for_what_is_not_below_zero(screen: Screen) -> None:
 
 
 SMOOTHED = """async () => {
-  const { lineOf, smoothed } = await import("/static/viewer/curves.js");
+  const { lineOf, smoothed } = await import("/static/curves.js");
   const run = { bucket: 1, x: [0, 1, 2, 3], metrics: { m: { mean: [0, 1, null, 1] } } };
   return [...smoothed(lineOf(run, "m", "", 0), 1)].map((v) => (Number.isNaN(v) ? null : v));
 }"""
@@ -519,8 +506,6 @@ def test_a_run_grows_while_its_page_is_open_and_then_it_rests(screen: Screen, ru
 
 
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen, runs: Path) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     for path in ("/runs", "/run?id=evil%20" + "".join(f"%{byte:02x}" for byte in EVIL.encode())):
         screen.page.set_viewport_size({"width": 1280, "height": 900})
         opened(screen, path)
@@ -533,9 +518,8 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen, 
             screen.page.locator("[data-chart]").evaluate_all(alike)  # the others have the same parts
         for theme, options in (("light", None), ("dark", {"runOnly": ["color-contrast"]})):
             screen.page.emulate_media(color_scheme=theme)
-            found = Axe().run(screen.page, "main", options).response["violations"]
-            serious = [v for v in found if v["impact"] in ("serious", "critical")]
-            assert not serious, (path, theme, [(v["id"], v["nodes"][0]["html"][:200]) for v in serious])
+            found = serious(screen.page, "main", options)
+            assert not found, (path, theme, found)
         screen.page.emulate_media(color_scheme="light")
         screen.page.set_viewport_size({"width": 360, "height": 740})
         assert screen.page.evaluate("document.documentElement.scrollWidth") <= 360, path

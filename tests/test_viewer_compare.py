@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ascent.types import Refused
-from ascent.viewer.compare import files, overlay
-from ascent.viewer.compare.comparison import Comparison, dotted
-from ascent.viewer.curves import Library
+from ascent.core.types import Refused
+from ascent.lab.curves import Library
+from ascent.lab.pages.compare import files, overlay
+from ascent.lab.pages.compare.comparison import Comparison, dotted
+from ascent.records.columns import numbers_or_none, rounded
+from ascent.records.metrics import CHARTS, DRAWN, title_of
 
 CONFIG = {
     "task": {"name": "sort", "length": 5},
@@ -81,7 +83,7 @@ def test_only_what_differs_is_listed_and_seeds_are_grouped(run: Any, compared: A
     ids = [run(f"g{s}", lambda _: {}, seed=s) for s in range(3)]
     ids += [run("other", lambda _: {}, seed=0, label="cispo", loss={"name": "cispo", "cap": None})]
     with compared(*ids) as found:
-        told = found.told()
+        told = found.summary()
     assert [(g["title"], g["ids"], g["seeds"]) for g in told["groups"]] == [
         ("grpo × 3 seeds", ["g0", "g1", "g2"], [0, 1, 2]),
         ("cispo", ["other"], [0]),
@@ -110,7 +112,7 @@ def test_a_run_without_settings_is_a_group_of_its_own(run: Any, compared: Any, r
     (root / "a/config.json").unlink()
     (root / "b/config.json").write_text("torn{")
     with compared(*ids) as found:
-        assert [g["ids"] for g in found.told()["groups"]] == [["a"], ["b"]]
+        assert [g["ids"] for g in found.summary()["groups"]] == [["a"], ["b"]]
 
 
 # ---- curves -----------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ def test_a_drawn_band_ends_where_the_values_do_and_the_table_has_the_interval(
     mean, half = by_hand([0.0, third])
     with compared(*ids) as found:
         made = found.curves([metric])[metric]
-        table = rows(files.table(found, "curves", [metric]))
+        table = rows(files.csv_table(found, "curves", [metric]))
     low, high = ends
     drawn = made["groups"]["grpo"]
     assert made["bounds"] == [low, high]
@@ -193,17 +195,17 @@ def test_a_drawn_band_ends_where_the_values_do_and_the_table_has_the_interval(
 
 
 def test_long_runs_of_different_lengths_share_buckets(run: Any, compared: Any) -> None:
-    sizes = (3000, 9000)  # 2,048 buckets at most: two lines a bucket, and eight
+    sizes = (3000, 9000)
     ids = [run(f"s{s}", lambda t, s=s: {"reward": math.sin(t / 50) + s}, size, seed=s) for s, size in enumerate(sizes)]
     with compared(*ids) as found:
         line = found.curves(["reward"], points=600)["reward"]["groups"]["grpo"]
-    assert line["bucket"] == 8 and 370 <= len(line["x"]) <= 375
+    assert line["bucket"] == 5 and len(line["x"]) == 600
     for x, mean in list(zip(line["x"], line["mean"], strict=True))[::50]:
-        steps = np.arange(x - 3.5, x + 4)
+        steps = np.arange(x - 2, x + 3)
         assert mean == pytest.approx(float(np.sin(steps / 50).mean()) + 0.5, abs=1e-5)
 
 
-def test_a_bucket_in_which_a_seed_lacks_a_value_is_left_out(run: Any, compared: Any) -> None:
+def test_a_step_that_a_seed_lacks_is_left_out_of_its_bucket(run: Any, compared: Any) -> None:
     def values(t: int, s: int) -> dict[str, Any]:
         bad = s == 1 and t == 1000
         return {"reward": None, "nonfinite": {"reward": "inf"}} if bad else {"reward": 1.0 * t}
@@ -211,7 +213,9 @@ def test_a_bucket_in_which_a_seed_lacks_a_value_is_left_out(run: Any, compared: 
     ids = [run(f"s{s}", lambda t, s=s: values(t, s), 4096, seed=s) for s in range(2)]
     with compared(*ids) as found:
         line = found.curves(["reward"], points=4096)["reward"]["groups"]["grpo"]
-    assert line["bucket"] == 2 and len(line["x"]) == 2047 and 1000.5 not in line["x"]
+        half = found.curves(["reward"], points=2048)["reward"]["groups"]["grpo"]
+    assert line["bucket"] == 1 and len(line["x"]) == 4095 and 1000 not in line["x"]
+    assert half["bucket"] == 2 and half["x"][499:502] == [998.5, 1001, 1002.5] == half["mean"][499:502]
     assert line["nonfinite"] == [(1000.0, "inf")]
 
 
@@ -225,7 +229,7 @@ def test_curves_over_what_they_cost(run: Any, compared: Any, axis: str, each: fl
 
 
 def test_numbers_too_large_for_a_mean_are_none() -> None:
-    found = overlay.listed(np.array([1.23456789, np.inf, 0.0, -1e300, 5e-324]))
+    found = numbers_or_none(rounded(np.array([1.23456789, np.inf, 0.0, -1e300, 5e-324]), overlay.DIGITS))
     assert found[:3] == [1.23457, None, 0.0] and found[3:] == pytest.approx([-1e300, 5e-324], rel=1e-6)
 
 
@@ -236,9 +240,8 @@ COSTS = {"step": None, "samples": "num_responses", "tokens": "num_tokens", "seco
 
 
 @pytest.fixture
-def long(run: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
-    """Seeds whose digests have 16 steps a bucket, and whose steps take different times; their lines."""
-    monkeypatch.setattr("ascent.viewer.digest.MOST_BUCKETS", 64)
+def long(run: Any, root: Path) -> list[list[dict[str, Any]]]:
+    """Seeds whose steps take different times; their lines."""
 
     def line(t: int, s: int) -> dict[str, Any]:
         measured = {"reward": math.sin(t * (s + 1)) + s, "eval/accuracy": (t + s) / 2000 if t % 50 == 0 else None}
@@ -262,7 +265,7 @@ def test_a_view_has_the_exact_points(long: Any, compared: Any, axis: str) -> Non
     view = (float(at[480]) - 0.01, float(at[520]) + 0.01)
     with compared("s0", "s1", "s2") as found:
         made = found.curves(["reward", "eval/accuracy"], axis, view=view)
-        table = rows(files.table(found, "curves", ["reward", "eval/accuracy"], axis, view=view))
+        table = rows(files.csv_table(found, "curves", ["reward", "eval/accuracy"], axis, view=view))
         assert made["reward"]["whole"] == found.curves(["reward"], axis)["reward"]["whole"]
     line = made["reward"]["groups"]["grpo"]
     assert line["bucket"] == 1 and line["x"] == pytest.approx(at[479:522].tolist(), rel=1e-5)
@@ -287,19 +290,10 @@ def test_a_view_has_the_exact_points(long: Any, compared: Any, axis: str) -> Non
 def test_a_view_of_more_than_can_be_drawn_says_how_many_steps_a_point_is(long: Any, compared: Any) -> None:
     with compared("s0", "s1") as found:
         line = found.curves(["reward"], points=10, view=(100, 400))["reward"]["groups"]["grpo"]
-        assert line["bucket"] == 32, "buckets of the digest are enough"
+        assert line["bucket"] == 31
         line = found.curves(["reward"], points=40, view=(100, 299))["reward"]["groups"]["grpo"]
     assert 1 < line["bucket"] < 16 and 30 < sum(100 <= x <= 299 for x in line["x"]) <= 41
     assert max(np.diff(line["x"])) <= line["bucket"]
-
-
-def test_only_so_many_lines_are_read_again(long: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlay, "TOGETHER", 3 * 60)
-    with compared("s0", "s1", "s2") as found:
-        assert found.curves(["reward"], view=(500, 510))["reward"]["groups"]["grpo"]["bucket"] == 1
-        assert found.curves(["reward"], view=(500, 600))["reward"]["groups"]["grpo"]["bucket"] == 16
-        rare = found.curves(["eval/accuracy"], view=(495, 510))["eval/accuracy"]["groups"]["grpo"]
-    assert rare["x"] == [500.0] and rare["bucket"] == 1, "its neighbours are too far away"
 
 
 def test_where_nothing_lies_nothing_is_seen(long: Any, compared: Any, run: Any, root: Path) -> None:
@@ -311,7 +305,7 @@ def test_where_nothing_lies_nothing_is_seen(long: Any, compared: Any, run: Any, 
         assert len(made["groups"]["grpo"]["x"]) == 53 and made["whole"] == [0.0, 999.0]
         over = found.curves(["reward"], "tokens", view=(1e9, 2e9))["reward"]
         assert set(over["groups"]) == {"short", "grpo"} and over["groups"]["grpo"]["seeds"] == 1
-        table = rows(files.table(found, "curves", ["reward"], view=(5000, 6000)))
+        table = rows(files.csv_table(found, "curves", ["reward"], view=(5000, 6000)))
         assert len(table) == 1 and files.picture(found, ["reward"], view=(5000, 6000)).startswith(b"\x89PNG")
 
 
@@ -328,7 +322,8 @@ def test_hostile_costs_and_a_file_that_goes_away_break_no_view(run: Any, root: P
             for view in ((0.5, 2.5), (-9.0, 1e300)):
                 json.dumps(found.curves(["reward"], axis, view=view), allow_nan=False)
         *_, line = found.curves(["reward"], view=(500, 510))["reward"]["groups"].values()
-        assert line["x"] == [] and files.picture(found, ["reward"], view=(500, 510)).startswith(b"\x89PNG")
+        assert line["x"] == list(range(499, 512))
+        assert files.picture(found, ["reward"], view=(500, 510)).startswith(b"\x89PNG")
 
 
 def test_a_picture_of_a_view_ends_where_it_does(long: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,8 +381,8 @@ def test_differences_are_to_the_setting_that_is_chosen(run: Any, compared: Any) 
     }
     assert gaps[None] == gaps["nope"] == {"c": None, "a": -2, "b": -1} and gaps["b"] == {"c": 1, "a": -1, "b": None}
     with compared("c", "a", "b") as found:
-        assert [g["name"] for g in found.told()["groups"]] == found.told()["order"] == ["c", "a", "b"]
-        table = rows(files.table(found, "finals", [], base="b"))
+        assert [g["name"] for g in found.summary()["groups"]] == found.summary()["order"] == ["c", "a", "b"]
+        table = rows(files.csv_table(found, "finals", [], base="b"))
     assert {row[-1] for row in table[1:] if row[0] != "b"} == {"b"} and {r[-1] for r in table if r[0] == "b"} == {""}
 
 
@@ -432,7 +427,7 @@ def test_long_names_are_short_in_legends(run: Any, compared: Any) -> None:
     run("a", lambda _: {}, label="grpo")
     run("b", lambda _: {}, label="a setting whose name goes on and on and on", loss={"name": "b"})
     with compared("a", "b") as found:
-        shorts = [group["short"] for group in found.told()["groups"]]
+        shorts = [group["short"] for group in found.summary()["groups"]]
     assert shorts == ["grpo", "2: a setting whose name goes …"]
 
 
@@ -455,7 +450,7 @@ def test_a_damaged_run_json_does_no_harm_and_the_answer_is_json(run: Any, root: 
     )
     (root / "b/metrics.jsonl").write_text('{"step": 0, "reward": NaN, "kl": Infinity}\n')
     with compared("a", "b") as found:
-        told = found.told() | found.ends() | found.curves(["reward", "kl"])
+        told = found.summary() | found.ends() | found.curves(["reward", "kl"])
     assert json.dumps(told, allow_nan=False) and told["groups"][0]["ids"] == ["a", "b"]
 
 
@@ -467,7 +462,7 @@ def test_what_cannot_be_compared_is_refused(run: Any, compared: Any) -> None:
     for ids, words in (
         ((), "nothing to compare"),
         (("nope",), "there is no run nope"),
-        (("../a",), "no name of a run"),
+        (("../a",), "not the name of a run"),
     ):
         with pytest.raises(Refused, match=words):
             compared(*ids)
@@ -479,7 +474,7 @@ def test_what_cannot_be_compared_is_refused(run: Any, compared: Any) -> None:
         with pytest.raises(Refused, match="there are step, samples"):
             found.curves(["reward"], "hours")
         with pytest.raises(Refused, match="there are finals"):
-            files.table(found, "all", ["reward"])
+            files.csv_table(found, "all", ["reward"])
         with pytest.raises(Refused, match="a picture has 1 to 60"):
             files.picture(found, ["reward"] * 61)
 
@@ -502,7 +497,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_tables_as_csv(two: Comparison) -> None:
     with two as found:
         curves, finals, settings = (
-            rows(files.table(found, what, ["reward"])) for what in ("curves", "finals", "settings")
+            rows(files.csv_table(found, what, ["reward"])) for what in ("curves", "finals", "settings")
         )
     assert curves[0] == ["metric", "setting", "seeds", "step", "mean", "low", "high"]
     mean, half = by_hand([0.0, 1.0])
@@ -516,13 +511,11 @@ def test_the_tables_as_csv(two: Comparison) -> None:
 
 
 def test_a_picture_holds_every_chart(two: Comparison) -> None:
-    from ascent.viewer.charts import DRAWN
-
     assert len(DRAWN) <= files.MOST_PANELS
     with two as found:
-        svg = files.picture(found, [chart.series[0][0] for chart in files.CHARTS], "step", "svg").decode()
-    for chart in files.CHARTS:
-        assert files.heading(chart.series[0][0])[0] in svg
+        svg = files.picture(found, [chart.series[0].name for chart in CHARTS], "step", "svg").decode()
+    for chart in CHARTS:
+        assert title_of(chart.series[0].name)[0] in svg
     assert "bands end at 0 and 1 for shares" in svg
 
 
@@ -573,7 +566,7 @@ def test_the_routes(client: Any) -> None:
     [
         ("", "nothing to compare"),
         ("id=a0&id=nope", "there is no run nope"),
-        ("id=../secret", "no name of a run"),
+        ("id=../secret", "not the name of a run"),
         ("&".join(f"id=r{i}" for i in range(51)), "at most 50"),
         ("id=a0&points=1", "points=1"),
         ("id=a0&points=x", "points=x"),

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import pytest
 
 import ascent
-from ascent.diagnose.statistics import interval
+from ascent.lab.report.command import report_of
 from ascent.records.folder import read_lines
-from ascent.viewer.places import Place
-from ascent.viewer.report.command import report
-from tests.browser import Lab, Screen, chromium, launched, until
+from ascent.records.places import Place
+from ascent.records.statistics import interval
+from tests.browser import Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<img src=x onerror=document.title=1><script>document.title=1</script>"
@@ -63,19 +63,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def long_line(step: int, seed: int) -> dict[str, Any]:
     return {"step": step, "reward": (step % 7 + seed) / 10, "time/step": 0.001}
-
-
-@pytest.fixture(scope="module")
-def lab(runs: Path) -> Iterator[Lab]:
-    found = Lab(runs)
-    yield found
-    found.kill()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +148,7 @@ def test_a_zoom_shows_single_steps_and_files_hold_what_is_seen(screen: Screen) -
     """Over steps and, in parts of a second, over time; kept in the address; zoomed out it is as it was."""
     opened(screen, "id=long0&id=long1&metric=reward")
     chart, note = screen.page.locator('[data-chart="reward"]'), '[data-chart="reward"] .behind-chart p'
-    assert "a point is the mean of 6 steps: zoom in to see each" in screen.text(note)
+    assert "a point is the mean of 5 steps: zoom in to see each" in screen.text(note)
     dragged(screen, 0.4, 0.44)
     assert "mean of" not in screen.text(note) and "from=" in screen.query()
     begin, end = (int(screen.query().split(f"{name}=")[1].split("&")[0]) for name in ("from", "to"))
@@ -173,9 +160,9 @@ def test_a_zoom_shows_single_steps_and_files_hold_what_is_seen(screen: Screen) -
     screen.page.reload()
     assert "mean of" not in settled(screen).text(note) and f"from={begin}&to={end}" in screen.query()
     screen.page.get_by_role("button", name="Zoom out").click()
-    assert "mean of 6 steps" in settled(screen).text(note) and "from=" not in screen.query()
+    assert "mean of 5 steps" in settled(screen).text(note) and "from=" not in screen.query()
     screen.page.select_option("#x", "seconds")
-    until(lambda: "over seconds" in chart.inner_text() and "mean of 6" in settled(screen).text(note))
+    until(lambda: "over seconds" in chart.inner_text() and "mean of 5" in settled(screen).text(note))
     dragged(screen, 0.5, 0.53)
     query = screen.query()
     assert "mean of" not in screen.text(note) and ("from=1.4" in query or "from=1.5" in query), query
@@ -360,17 +347,14 @@ def test_what_cannot_be_compared_is_said(screen: Screen) -> None:
 
 
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     opened(screen, ALL)
     screen.page.locator(".chips summary").click()
     screen.page.locator(".beside").scroll_into_view_if_needed()
     until(lambda: screen.page.locator(".columns article pre").count() >= 2)
     for theme, options in (("light", None), ("dark", {"runOnly": ["color-contrast"]})):
         screen.page.emulate_media(color_scheme=theme, reduced_motion="reduce")
-        found = Axe().run(screen.page, "#main", options).response["violations"]
-        serious = [v for v in found if v["impact"] in ("serious", "critical")]
-        assert not serious, (theme, [(v["id"], v["nodes"][0]["html"][:200]) for v in serious])
+        found = serious(screen.page, "#main", options)
+        assert not found, (theme, found)
     screen.page.set_viewport_size({"width": 390, "height": 844})
     assert screen.page.evaluate("document.documentElement.scrollWidth") <= 390
     screen.page.set_viewport_size({"width": 1280, "height": 900})
@@ -380,10 +364,8 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen) 
 
 
 def test_a_report_opens_from_a_file_without_javascript(browser: Any, runs: Path, tmp_path: Path) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     path = tmp_path / "report.html"
-    path.write_text(report(Place("grpo", runs / "cmp/grpo-s0", "ascent")))
+    path.write_text(report_of(Place("grpo", runs / "cmp/grpo-s0", "ascent")))
     asked: list[str] = []
     for scripts in (False, True):
         context = browser.new_context(java_script_enabled=scripts, viewport={"width": 1280, "height": 900})
@@ -408,9 +390,8 @@ def test_a_report_opens_from_a_file_without_javascript(browser: Any, runs: Path,
             page.get_by_label("advantage").check()
             for theme, options in (("light", None), ("dark", {"runOnly": ["color-contrast"]})):
                 page.emulate_media(color_scheme=theme)
-                found = Axe().run(page, None, options).response["violations"]
-                serious = [v for v in found if v["impact"] in ("serious", "critical")]
-                assert not serious, (theme, [(v["id"], v["nodes"][0]["html"][:200]) for v in serious])
+                found = serious(page, None, options)
+                assert not found, (theme, found)
             page.set_viewport_size({"width": 390, "height": 844})
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
         else:

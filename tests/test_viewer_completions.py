@@ -15,11 +15,13 @@ from starlette.testclient import TestClient
 from viewed import row, write_run, write_step
 
 import ascent
+from ascent.core.types import Refused
 from ascent.lab import server
+from ascent.lab.pages.completions import prompts, tokens
+from ascent.lab.pages.completions.completions import completions_page, key_of
+from ascent.records import responses as recorded
 from ascent.records import rollouts
-from ascent.types import Refused
-from ascent.viewer import completions, prompts, recorded, tokens
-from ascent.viewer.kept import Kept
+from ascent.records.reading import FileCache
 
 SOME = [
     row(0, 0, 0.0, "no idea", truncated=True),
@@ -45,7 +47,7 @@ def samples(page: dict[str, Any]) -> list[list[int]]:
 
 
 def test_groups_have_their_numbers_and_are_sorted(some: Path) -> None:
-    page = completions.page(some, step=3)
+    page = completions_page(some, step=3)
     assert (page["step"], page["previous"], page["next"], page["recorded"]) == (3, None, 10, [3, 10])
     first, second, third = page["groups"]
     assert samples(page) == [[1, 2, 0], [0, 1], [0, 1]]
@@ -55,10 +57,10 @@ def test_groups_have_their_numbers_and_are_sorted(some: Path) -> None:
     failed = second["responses"][1]
     assert (failed["status"], failed["reward"], failed["reason"]) == ("failed", None, "the checker timed out")
     assert first["responses"][0]["length"] == 4 and first["responses"][0]["advantage"] == 0.5
-    assert third["key"] == completions.key_of("What is 2 + 2?") != first["key"]
+    assert third["key"] == key_of("What is 2 + 2?") != first["key"]
     assert page["shares"] == {"all": 7, "right": 3, "wrong": 3, "truncated": 1, "failed": 1, "mixed": 1, "groups": 3}
-    assert completions.page(some)["step"] == 10, "the newest, if not told"
-    assert completions.page(some, step=4)["step"] == 3 and completions.page(some, step=4)["asked"] == 4
+    assert completions_page(some)["step"] == 10, "the newest, if not told"
+    assert completions_page(some, step=4)["step"] == 3 and completions_page(some, step=4)["asked"] == 4
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_groups_have_their_numbers_and_are_sorted(some: Path) -> None:
     [("reward", [1, 2, 0]), ("advantage", [1, 2, 0]), ("length", [1, 2, 0]), ("sample", [0, 1, 2])],
 )
 def test_orders(some: Path, sort: str, expected: list[int]) -> None:
-    assert samples(completions.page(some, step=10, sort=sort)) == [expected]
+    assert samples(completions_page(some, step=10, sort=sort)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_orders(some: Path, sort: str, expected: list[int]) -> None:
     ],
 )
 def test_filters_and_search(some: Path, show: str, q: str, expected: dict[int, list[int]]) -> None:
-    page = completions.page(some, step=3, show=show, q=q)
+    page = completions_page(some, step=3, show=show, q=q)
     assert {g["group"]: [r["sample"] for r in g["responses"]] for g in page["groups"]} == expected
     assert page["responses"] == sum(map(len, expected.values())) and page["total"] == len(expected)
     assert all(g["size"] >= g["shown"] for g in page["groups"])
@@ -92,15 +94,15 @@ def test_filters_and_search(some: Path, show: str, q: str, expected: dict[int, l
 
 def test_pages_of_groups(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", {0: [row(g, s, float(s)) for g in range(21) for s in range(2)]})
-    assert [g["group"] for g in completions.page(run)["groups"]] == list(range(8))
-    assert [g["group"] for g in completions.page(run, offset=16)["groups"]] == list(range(16, 21))
-    assert completions.page(run, offset=999)["offset"] == 16, "the last page, not an empty one"
-    assert len(completions.page(run, count=10_000)["groups"]) == 21
+    assert [g["group"] for g in completions_page(run)["groups"]] == list(range(8))
+    assert [g["group"] for g in completions_page(run, offset=16)["groups"]] == list(range(16, 21))
+    assert completions_page(run, offset=999)["offset"] == 16, "the last page, not an empty one"
+    assert len(completions_page(run, count=10_000)["groups"]) == 21
 
 
 def test_without_a_strict_score_nobody_is_right_or_wrong(tmp_path: Path) -> None:
     rows = [{k: v for k, v in r.items() if k not in ("correct", "truncated", "status")} for r in SOME]
-    page = completions.page(write_run(tmp_path / "r", {0: rows}))
+    page = completions_page(write_run(tmp_path / "r", {0: rows}))
     assert page["shares"]["right"] is page["shares"]["wrong"] is page["shares"]["truncated"] is None
     assert [g["kind"] for g in page["groups"]] == ["mixed", "equal", "equal"] and page["shares"]["mixed"] == 1
     assert page["shares"]["failed"] == 1, "older files say it by `valid`"
@@ -108,7 +110,7 @@ def test_without_a_strict_score_nobody_is_right_or_wrong(tmp_path: Path) -> None
 
 def test_components_are_columns_of_their_own(tmp_path: Path) -> None:
     rows = [r | {"format": 0.25 * i, "brevity": math.nan} for i, r in enumerate(SOME)]
-    page = completions.page(write_run(tmp_path / "r", {0: rows}), sort="sample")
+    page = completions_page(write_run(tmp_path / "r", {0: rows}), sort="sample")
     assert page["columns"] == ["format", "brevity"]
     assert page["groups"][0]["responses"][1]["parts"] == {"format": 0.25, "brevity": "nan"}
 
@@ -117,7 +119,7 @@ def test_numbers_that_are_not_finite_and_empty_responses(tmp_path: Path) -> None
     rows = [row(0, 0, math.nan, "a b"), row(0, 1, math.inf, ""), row(0, 2, 1.0, "c", advantage=[math.nan])]
     rows[0]["logp_old"], rows[0]["entropy"] = [-1.0, math.nan], [None, math.inf]
     run = write_run(tmp_path / "r", {0: rows})
-    page = completions.page(run)
+    page = completions_page(run)
     assert json.loads(json.dumps(page, allow_nan=False)) == page
     assert [(r["sample"], r["reward"]) for r in page["groups"][0]["responses"]] == [(2, 1.0), (0, "nan"), (1, "inf")]
     assert page["groups"][0]["mean"] == 1.0, "of those that are numbers"
@@ -132,35 +134,35 @@ def test_numbers_that_are_not_finite_and_empty_responses(tmp_path: Path) -> None
 
 
 def test_a_torn_file_a_missing_one_and_one_of_somebody_else(some: Path, tmp_path: Path) -> None:
-    path = recorded.path_of(some, 3)
+    path = rollouts.path_of(some, 3)
     path.write_bytes(path.read_bytes()[:-500])
-    page = completions.page(some, step=3)
-    assert page["groups"] == [] and "step_000003.parquet is no whole Parquet file" in page["problems"][0]
+    page = completions_page(some, step=3)
+    assert page["groups"] == [] and "step_000003.parquet is not a whole Parquet file" in page["problems"][0]
     assert (page["step"], page["next"], page["recorded"]) == (3, 10, [3, 10]), "one can go on to the next"
-    with pytest.raises(Refused, match="no whole Parquet file"):
+    with pytest.raises(Refused, match="not a whole Parquet file"):
         tokens.tokens(some, "ascent", 3, [0])
     with pytest.raises(Refused, match="step 4: nothing was recorded"):
         tokens.tokens(some, "ascent", 4, [0])
-    found = prompts.same(some, "ascent", completions.key_of("prompt 0"))
+    found = prompts.prompt_history(some, "ascent", key_of("prompt 0"))
     assert [s["step"] for s in found["steps"]] == [10] and "step_000003" in found["problems"][0]
     write_step(some, 3, [{"group": 1, "text": "x"}])
-    assert "has no column sample" in completions.page(some, step=3)["problems"][0]
+    assert "has no column sample" in completions_page(some, step=3)["problems"][0]
     shutil.rmtree(some / "rollouts")
-    assert "No responses were recorded" in completions.page(some)["problems"][0]
+    assert "No responses were recorded" in completions_page(some)["problems"][0]
     with pytest.raises(Refused, match="in none of the recorded steps"):
-        prompts.same(some, "ascent", "0" * 16)
+        prompts.prompt_history(some, "ascent", "0" * 16)
 
 
 def test_a_file_that_changes_is_read_again(some: Path) -> None:
-    assert completions.page(some)["shares"]["all"] == 3
+    assert completions_page(some)["shares"]["all"] == 3
     write_step(some, 10, SOME)
-    assert completions.page(some)["shares"]["all"] == 7
+    assert completions_page(some)["shares"]["all"] == 7
 
 
 @pytest.mark.parametrize("wrong", [{"sort": "luck"}, {"show": "some"}, {"q": "x" * 1001}])
 def test_what_cannot_be_asked(some: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(Refused):
-        completions.page(some, **wrong)  # type: ignore[arg-type]
+        completions_page(some, **wrong)  # type: ignore[arg-type]
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------
@@ -217,6 +219,8 @@ def test_lists_of_another_length_are_not_shown_beside_the_wrong_tokens(tmp_path:
     given = row(0, 0, 1.0, "a b c", logp_old=[-1.0, -1.0], entropy=[0.1] * 4, advantage=[0.1, 0.2])
     (one,) = tokens.tokens(write_run(tmp_path / "r", {0: [given]}), "ascent", 0, [0])["rows"]
     assert one["logp"] is one["entropy"] is one["advantage"] is one["ratio"] is one["clipped"] is None
+    for mask in ([True, False], [True, None, False], "yes"):
+        assert tokens.of_row(given | {"mask": mask}, None) == tokens.of_row(given, None)
 
 
 def test_code_of_a_run_is_not_run_by_whoever_looks_at_it(tmp_path: Path) -> None:
@@ -243,10 +247,10 @@ def test_only_the_part_of_a_file_that_holds_a_group_is_decoded(tmp_path: Path, m
         return whole(self, *given, row_groups=row_groups, **more)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
-    rows = recorded.whole(run, "ascent", 0, [5, 13])
+    rows = recorded.whole_rows(run, "ascent", 0, [5, 13])
     assert sorted((r["group"], r["sample"]) for r in rows) == [(g, s) for g in (5, 13) for s in range(4)]
     assert seen == [[2, 6]]
-    assert [r["sample"] for r in recorded.whole(run, "ascent", 0, [5], sample=2)] == [2]
+    assert [r["sample"] for r in recorded.whole_rows(run, "ascent", 0, [5], sample=2)] == [2]
 
 
 def test_four_thousand_tokens(tmp_path: Path) -> None:
@@ -283,7 +287,7 @@ def test_clips_are_those_that_the_learner_reported(tmp_path: Path, algorithm: st
     loss, about = tokens.loss_of(run.folder)
     assert loss == run.config.algorithm.loss and about["name"]
     for line in run.metrics:
-        found = tokens.clip_ratios(rollouts.read(run.folder, line["step"]), loss)
+        found = tokens.clip_ratios(rollouts.read_rollouts(run.folder, line["step"]), loss)
         assert found["low"] == pytest.approx(line["clip_ratio/low_mean"], abs=1e-9)
         assert found["high"] == pytest.approx(line["clip_ratio/high_mean"], abs=1e-9)
     assert any(line["clip_ratio/low_mean"] + line["clip_ratio/high_mean"] > 0.01 for line in run.metrics)
@@ -295,44 +299,45 @@ def test_clips_are_those_that_the_learner_reported(tmp_path: Path, algorithm: st
 
 
 def test_the_same_prompt_over_the_steps(some: Path) -> None:
-    key = completions.key_of("prompt 0")
-    found = prompts.same(some, "ascent", key)
+    key = key_of("prompt 0")
+    found = prompts.prompt_history(some, "ascent", key)
     assert (found["prompt"], found["found"], found["recorded"], found["left_out"]) == ("prompt 0", 2, 2, 0)
     first = found["steps"][0]
     assert (first["step"], first["mean"], first["right"], first["size"]) == (3, 0.5, 1, 3)
     assert (first["best"]["text"], first["best"]["reward"], first["common"]["count"]) == ("the answer is 4", 1.0, 1)
-    nothing = prompts.same(some, "ascent", completions.key_of("prompt 1"))["steps"][0]
+    nothing = prompts.prompt_history(some, "ascent", key_of("prompt 1"))["steps"][0]
     assert (nothing["common"]["text"], nothing["common"]["count"], nothing["failed"]) == ("nothing", 2, 1)
-    assert prompts.find(some, "ascent", step=3, group=2) == prompts.find(some, "ascent", prompt="What is 2 + 2?")
-    listed = prompts.every(some, "ascent")
+    named = prompts.prompt_key(some, "ascent", prompt="What is 2 + 2?")
+    assert prompts.prompt_key(some, "ascent", step=3, group=2) == named
+    listed = prompts.all_prompts(some, "ascent")
     assert [(p["prompt"], p["steps"], p["first"], p["last"]) for p in listed["prompts"]] == [
         ("prompt 0", 2, 3, 10),
         ("prompt 1", 1, 3, 3),
         ("What is 2 + 2?", 1, 3, 3),
     ]
-    assert len(prompts.every(some, "ascent", "what")["prompts"]) == 1
+    assert len(prompts.all_prompts(some, "ascent", "what")["prompts"]) == 1
     for wrong in ({"step": 4, "group": 0}, {"step": 3, "group": 9}, {}):
         with pytest.raises(Refused):
-            prompts.find(some, "ascent", **wrong)
+            prompts.prompt_key(some, "ascent", **wrong)
 
 
 def test_a_thousand_files(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", {0: SOME})
     for step in range(1, 1000):
-        shutil.copyfile(recorded.path_of(run, 0), recorded.path_of(run, 0).with_name(f"step_{step:06d}.parquet"))
-    key, start = completions.key_of("prompt 0"), time.perf_counter()
-    found = prompts.same(run, "ascent", key)
+        shutil.copyfile(rollouts.path_of(run, 0), rollouts.path_of(run, 0).with_name(f"step_{step:06d}.parquet"))
+    key, start = key_of("prompt 0"), time.perf_counter()
+    found = prompts.prompt_history(run, "ascent", key)
     cold = time.perf_counter() - start
     assert (found["found"], len(found["steps"]), found["left_out"]) == (1000, 200, 800)
     assert [found["steps"][0]["step"], found["steps"][-1]["step"]] == [0, 999]
     start = time.perf_counter()
-    assert prompts.same(run, "ascent", key) == found
+    assert prompts.prompt_history(run, "ascent", key) == found
     assert time.perf_counter() - start < cold / 3, "what was read is kept"
     assert cold < 20
 
 
 def test_what_is_kept_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
-    kept, made = Kept(3), []
+    kept, made = FileCache(3), []
     paths = [tmp_path / str(i) for i in range(5)]
     for path in paths:
         path.write_text("x")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from viewed import row, write_run, write_step
 
 import ascent
 from ascent.records import rollouts
-from tests.browser import Lab, Screen, chromium, launched, until
+from tests.browser import Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -66,19 +65,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"input": "2 + 2?", "output": f"{EVIL} {s}", "gts": "4", "score": s / 4, "acc": s == 4} for s in range(5)]
     (verl / "3.jsonl").write_text("".join(json.dumps(line | {"step": 3}) + "\n" for line in lines))
     return root
-
-
-@pytest.fixture(scope="module")
-def lab(runs: Path) -> Iterator[Lab]:
-    found = Lab(runs)
-    yield found
-    found.kill()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
 
 
 class View(Screen):
@@ -132,7 +118,7 @@ def test_held_out_answers(view: View, runs: Path) -> None:
     view.page.click("[data-set=held-out]")
     until(lambda: view.asked("set") == "held-out" and view.page.locator(".c-group").count() == 4)
     view.tokens()
-    answers = rollouts.read(runs / "sorted", 1, rollouts.HELD_OUT)
+    answers = rollouts.read_rollouts(runs / "sorted", 1, rollouts.HELD_OUT)
     assert view.asked("step") == "1" and view.asked("show") == "" and view.samples() == [[0]] * 4
     right = sum(one["correct"] for one in answers)
     assert view.text(".found") == f"4 answers recorded (held out, greedy), {right} right"
@@ -161,7 +147,10 @@ def test_held_out_answers(view: View, runs: Path) -> None:
     view.page.wait_for_selector("#prompt optgroup[label='held out, greedy'] >> nth=0", state="attached")
     view.page.select_option("#prompt", index=1)
     until(lambda: view.asked("set") == "held-out" and view.asked("key") != "")
-    last = {name: rollouts.read(runs / name, 2, rollouts.HELD_OUT)[1]["response_text"] for name in ("sorted", "twin")}
+    last = {
+        name: rollouts.read_rollouts(runs / name, 2, rollouts.HELD_OUT)[1]["response_text"]
+        for name in ("sorted", "twin")
+    }
     until(lambda: view.texts(".beside article pre") == list(last.values()))
     view.page.reload()
     view.page.wait_for_selector("body[data-ready]")
@@ -187,7 +176,7 @@ def test_a_real_run_step_by_step(view: View, runs: Path) -> None:
     until(lambda: view.asked("step") == "1" and view.text(".c-steps b") == "1")
     view.tokens()
     sample = view.samples()[0][0]
-    recorded = next(r for r in rollouts.read(runs / "sorted", 1) if (r["group"], r["sample"]) == (0, sample))
+    recorded = next(r for r in rollouts.read_rollouts(runs / "sorted", 1) if (r["group"], r["sample"]) == (0, sample))
     texts = [text.strip() for text in view.texts(".c-response >> nth=0 >> .t")]
     assert texts == [piece.strip() for piece in recorded["pieces"]]
     view.page.hover(".c-tokens .t >> nth=2")
@@ -389,7 +378,7 @@ def test_a_prompt_over_the_steps(view: View) -> None:
 
 def test_what_is_not_there_is_said(view: View) -> None:
     view.open("id=made&step=50")
-    assert "step_000050.parquet is no whole Parquet file" in view.text(".error")
+    assert "step_000050.parquet is not a whole Parquet file" in view.text(".error")
     view.page.click("#previous")
     view.tokens()
     assert view.asked("step") == "40"
@@ -423,8 +412,6 @@ def test_files_of_verl(view: View) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, lab: Lab, theme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=theme, reduced_motion="reduce")
     view = View(context.new_page(), lab)
     view.page.goto(lab.address)
@@ -443,28 +430,18 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, la
         if view.page.locator(".t").count():
             view.page.locator(".t").first.focus()
         if path not in ("id=verl", "id=old"):
-            found = Axe().run(view.page, "main", rules).response["violations"]
-            serious = [v for v in found if v["impact"] in ("serious", "critical")]
-            assert not serious, (path, [(v["id"], v["nodes"][0]["html"][:200]) for v in serious])
+            found = serious(view.page, "main", rules)
+            assert not found, (path, found)
         assert view.page.evaluate("document.documentElement.scrollWidth") <= 390, path
     assert not view.errors
     context.close()
 
 
-def test_a_real_model(view: View, runs: Path, tmp_path: Path) -> None:
-    """SmolLM2, one step of a few tokens: its words are there, with spaces where it has them."""
-    tool = Path(__file__).parent.parent / "tools" / "smollm2.py"
-    done = subprocess.run([sys.executable, tool], capture_output=True, text=True, check=True)
-    problems, own = tmp_path / "problems.jsonl", tmp_path / "mine.py"
-    problems.write_text(
-        "".join(json.dumps({"prompt": f"What is {a} + 1?", "answer": str(a + 1)}) + "\n" for a in range(4))
-    )
-    own.write_text("def length(prompt, response, answer, **columns):\n    return len(response) / 100\n")
-    settings = {"model": done.stdout.strip(), "check": "number", "reward": f"python:{own}:length", "record_every": 1}
-    tiny = {"steps": 1, "prompts": 1, "samples": 2, "max_tokens": 6, "eval_prompts": 1}
-    ascent.train(f"jsonl:{problems}", show=False, out=runs / "smollm2", **settings, **tiny)
-    view.open("id=smollm2").tokens()
-    recorded = {r["sample"]: r for r in rollouts.read(runs / "smollm2", 0)}
+def test_a_real_model(view: View, runs: Path, smollm2_run: Path) -> None:
+    """SmolLM2, a step of a few tokens: its words are there, with spaces where it has them."""
+    shutil.copytree(smollm2_run, runs / "smollm2", ignore=shutil.ignore_patterns("checkpoints"))
+    view.open("id=smollm2&step=0").tokens()
+    recorded = {r["sample"]: r for r in rollouts.read_rollouts(runs / "smollm2", 0)}
     for i, sample in enumerate(view.samples()[0]):
         shown = view.page.locator(".c-response").nth(i).locator(".c-tokens")
         assert shown.text_content().replace("∅", "") == recorded[sample]["response_text"]

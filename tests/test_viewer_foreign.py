@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from ascent.types import Refused
-from ascent.viewer import completions, foreign, prompts, recorded, tokens
+from ascent.core.types import Refused
+from ascent.lab.pages.completions import prompts, tokens
+from ascent.lab.pages.completions.completions import completions_page, key_of
+from ascent.records import foreign
+from ascent.records import responses as recorded
 
 # ---- TRL ------------------------------------------------------------------------------------------------
 
@@ -58,13 +61,13 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.slow
 def test_what_trl_wrote(trained: Path) -> None:
     """Its own log and its own files are the two sides."""
-    assert foreign.kind_of(trained) == "trl"
-    assert foreign.steps(trained) == recorded.steps(trained, "trl") == [1, 2, 3]
-    lines, problems = foreign.lines(trained)
+    assert foreign.foreign_kind(trained) == "trl"
+    assert list(foreign.files_by_step(trained)) == recorded.recorded_steps(trained, "trl") == [1, 2, 3]
+    lines, problems = foreign.foreign_lines(trained)
     assert problems == [] and [line["step"] for line in lines] == [1, 2, 3]
     history = json.loads((trained / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     for line, logged in zip(lines, history, strict=False):
-        rows = foreign.rows(trained, line["step"])
+        rows = foreign.foreign_rows(trained, line["step"])
         assert len(rows) == len(PROMPTS) * SAMPLES == line["num_responses"]
         assert [(r["group"], r["sample"]) for r in rows] == [(g, s) for g in range(3) for s in range(SAMPLES)]
         assert [r["prompt_text"] for r in rows] == [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
@@ -83,7 +86,7 @@ def test_what_trl_wrote(trained: Path) -> None:
     for path in (trained / "checkpoint-3").glob("trainer_state.json"):
         path.rename(path.with_name("hidden.json"))
     try:
-        alone, _ = foreign.lines(trained)
+        alone, _ = foreign.foreign_lines(trained)
         for line, logged in zip(alone, history, strict=False):
             for key in ("reward", "reward_std", "frac_reward_zero_std", "rewards/vowels/mean", "rewards/short/mean"):
                 assert line[key] == pytest.approx(logged[key], abs=1e-6), "the rows alone say the same"
@@ -94,15 +97,15 @@ def test_what_trl_wrote(trained: Path) -> None:
 
 @pytest.mark.slow
 def test_completions_of_trl_are_shown_as_ours(trained: Path) -> None:
-    page = completions.page(trained, "trl", 2)
+    page = completions_page(trained, "trl", 2)
     assert len(page["groups"]) == 3 and page["columns"] == ["vowels", "short"] and page["shares"]["right"] is None
     first = page["groups"][0]["responses"]
     assert first[0]["reward"] == max(r["reward"] for r in first) and first[0]["length"] is None
     assert all(isinstance(r["advantage"], float) for r in first)
     assert tokens.tokens(trained, "trl", 2, [0])["missing"]["tokens"]
-    found = prompts.same(trained, "trl", completions.key_of("ab"))
+    found = prompts.prompt_history(trained, "trl", key_of("ab"))
     assert [s["step"] for s in found["steps"]] == [1, 2, 3] and found["prompt"] == "ab"
-    assert len(prompts.every(trained, "trl")["prompts"]) == 2
+    assert len(prompts.all_prompts(trained, "trl")["prompts"]) == 2
 
 
 # ---- TRL's format by hand -------------------------------------------------------------------------------
@@ -127,20 +130,20 @@ def test_messages_unscored_completions_and_weights(tmp_path: Path) -> None:
     answers = [said(("assistant", text)) for text in ("4", "", "6", "<b>6</b>")]
     rewards = {"right": [1.0, math.nan, 1.0, 0.5], "format": [0.5, math.nan, 0.0, None]}
     write_trl(tmp_path, 5, {"prompt": asked, "completion": answers, **rewards, "advantage": [0.7, 0.0, 0.7, -0.7]})
-    first, second, third, fourth = foreign.rows(tmp_path, 5)
+    first, second, third, fourth = foreign.foreign_rows(tmp_path, 5)
     assert first["prompt_text"] == "system: Be brief.\nuser: 2 + 2?" and first["response_text"] == "4"
     assert third["prompt_text"] == "3 + 3?" and (third["group"], third["sample"]) == (1, 0)
     assert (second["valid"], second["reward"]) == (False, None) and "no reward function" in second["reason"]
     assert fourth["reward"] == 0.5 and fourth["response_text"] == "<b>6</b>"
-    page = completions.page(tmp_path, "trl")
+    page = completions_page(tmp_path, "trl")
     assert page["groups"][0]["responses"][1]["status"] == "failed" and page["groups"][0]["mean"] == 1.5
-    (line,), problems = foreign.lines(tmp_path)
+    (line,), problems = foreign.foreign_lines(tmp_path)
     assert problems == [] and (line["reward"], line["reward_errors"]) == (1.0, 1)
     state = {
         "log_history": [{"step": 5, "reward": 2.0, "kl": math.nan, "rewards/right/mean": 0.8, "rewards/format/mean": 0}]
     }
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    (line,), problems = foreign.lines(tmp_path)
+    (line,), problems = foreign.foreign_lines(tmp_path)
     assert line["reward"] == 2.0 and "weighted" in problems[0]
     assert line["kl"] is None and line["nonfinite"] == {"kl": "nan"}
 
@@ -152,27 +155,27 @@ def test_a_log_without_completions_and_steps_without_a_log(tmp_path: Path) -> No
     kept.write_text(json.dumps({"log_history": [{"step": 20, "loss": 0.5}, {"step": 20, "train_runtime": 3.0}]}))
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("older, and broken")
-    lines, problems = foreign.lines(tmp_path)
+    lines, problems = foreign.foreign_lines(tmp_path)
     assert [line["step"] for line in lines] == [10, 20] and problems == []
     assert lines[1] == {"step": 20, "loss": 0.5, "train_runtime": 3.0}
-    before = foreign.mark(tmp_path)
+    before = foreign.fingerprint(tmp_path)
     kept.write_text("{")
-    lines, problems = foreign.lines(tmp_path)
+    lines, problems = foreign.foreign_lines(tmp_path)
     assert [line["step"] for line in lines] == [10] and len(problems) == 2 and "checkpoint-20" in problems[0]
-    assert foreign.mark(tmp_path) != before and kept in foreign.files(tmp_path)
+    assert foreign.fingerprint(tmp_path) != before and kept in foreign.foreign_files(tmp_path)
 
 
 def test_broken_parquet_is_one_line(tmp_path: Path) -> None:
     path = write_trl(tmp_path, 1, {"prompt": ["a"], "completion": ["b"], "f": [1.0], "advantage": [0.0]})
     other = write_trl(tmp_path, 2, {"prompt": ["a"], "completion": ["b"], "f": [1.0], "advantage": [0.0]})
     path.write_bytes(path.read_bytes()[:-40])
-    assert foreign.kind_of(tmp_path) == "trl", "its newest file can be read"
-    lines, problems = foreign.lines(tmp_path)
+    assert foreign.foreign_kind(tmp_path) == "trl", "its newest file can be read"
+    lines, problems = foreign.foreign_lines(tmp_path)
     assert [line["step"] for line in lines] == [2] and problems == [problems[0]]
-    assert problems[0].startswith("completions_00001.parquet is no whole Parquet file") and "\n" not in problems[0]
-    assert "no whole Parquet" in completions.page(tmp_path, "trl", 1)["problems"][0]
+    assert problems[0].startswith("completions_00001.parquet is not a whole Parquet file") and "\n" not in problems[0]
+    assert "not a whole Parquet" in completions_page(tmp_path, "trl", 1)["problems"][0]
     other.write_bytes(b"")
-    assert foreign.kind_of(tmp_path) == "trl" and len(foreign.lines(tmp_path)[1]) == 2
+    assert foreign.foreign_kind(tmp_path) == "trl" and len(foreign.foreign_lines(tmp_path)[1]) == 2
 
 
 # ---- verl -----------------------------------------------------------------------------------------------
@@ -203,8 +206,8 @@ def test_verl(tmp_path: Path) -> None:
         ],
     )
     write_verl(tmp_path, 10, [answer("2 + 2?", "4", 1.0)])
-    assert foreign.kind_of(tmp_path) == "verl" and foreign.steps(tmp_path) == [7, 10]
-    rows = foreign.rows(tmp_path, 7)
+    assert foreign.foreign_kind(tmp_path) == "verl" and list(foreign.files_by_step(tmp_path)) == [7, 10]
+    rows = foreign.foreign_rows(tmp_path, 7)
     assert [(r["group"], r["sample"], r["response_text"]) for r in rows] == [
         (0, 0, "4 é\u2028"),
         *((0, 1, "5"), (1, 0, "5"), (1, 1, "6")),
@@ -212,7 +215,7 @@ def test_verl(tmp_path: Path) -> None:
     assert rows[0]["correct"] is True and rows[1]["correct"] is False and rows[0]["answer"] == "4"
     assert rows[0]["parts"] == {"format": 0.5} and rows[0]["said"] == {"pred": "4"}
     assert rows[3]["valid"] is False and rows[3]["reward"] is None
-    first, last = foreign.lines(tmp_path)[0]
+    first, last = foreign.foreign_lines(tmp_path)[0]
     assert (first["reward"], first["accuracy"], first["reward_errors"]) == (
         pytest.approx(1 / 3),
         pytest.approx(1 / 3),
@@ -221,31 +224,31 @@ def test_verl(tmp_path: Path) -> None:
     assert (first["frac_reward_zero_std"], first["frac_all_wrong"], first["frac_all_right"]) == (0.5, 0.5, 0.0)
     assert "completions/mean_length" not in first and first["completions/mean_characters"] == 1.75
     assert "accuracy" not in last and last["reward_std"] == 0.0
-    page = completions.page(tmp_path, "verl", 7)
+    page = completions_page(tmp_path, "verl", 7)
     assert page["groups"][0]["answer"] == "4" and page["groups"][0]["kind"] == "mixed" and page["columns"] == ["format"]
-    assert [s["step"] for s in prompts.same(tmp_path, "verl", completions.key_of("2 + 2?"))["steps"]] == [7, 10]
+    assert [s["step"] for s in prompts.prompt_history(tmp_path, "verl", key_of("2 + 2?"))["steps"]] == [7, 10]
 
 
 def test_flags_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 4):
         write_verl(tmp_path, step, [answer(f"prompt {p} of {step}", "the same", 1.0, acc=0) for p in range(16)])
-    found = foreign.events(tmp_path)
+    found = foreign.foreign_events(tmp_path)
     assert [event["event"] for event in found] == ["flag"] * len(found) != []
     assert found[0]["evidence"]["rollouts"]["step"] in (1, 2, 3)
-    monkeypatch.setattr(foreign, "lines", lambda _: pytest.fail("read again, though nothing has changed"))
-    assert foreign.events(tmp_path) == found
+    monkeypatch.setattr(foreign, "foreign_lines", lambda _: pytest.fail("read again, though nothing has changed"))
+    assert foreign.foreign_events(tmp_path) == found
 
 
 def test_verl_torn_and_broken(tmp_path: Path) -> None:
     path = write_verl(tmp_path, 1, [answer("a", "b", 1.0), answer("a", "c", 0.0)])
     path.write_text(path.read_text() + '{"input": "a", "outp')
-    assert len(foreign.rows(tmp_path, 1)) == 2, "a last line without its end is still being written"
+    assert len(foreign.foreign_rows(tmp_path, 1)) == 2, "a last line without its end is still being written"
     write_verl(tmp_path, 2, [answer("a", "b", 1.0)]).write_text("no JSON\n")
     write_verl(tmp_path, 3, [{"other": 1}])
-    lines, problems = foreign.lines(tmp_path)
+    lines, problems = foreign.foreign_lines(tmp_path)
     assert [line["step"] for line in lines] == [1]
     assert problems == [
-        "2.jsonl, line 1, is no JSON",
+        "2.jsonl, line 1, is not JSON",
         "3.jsonl, line 1, has no input, output, score: these are not verl's rollouts",
     ]
 
@@ -258,7 +261,7 @@ def test_folders_that_are_nobodys(tmp_path: Path) -> None:
     (tmp_path / "other" / "1.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     write_trl(tmp_path / "wrong", 1, {"prompt": ["a"], "text": ["b"]})
     for folder in tmp_path.iterdir():
-        assert foreign.kind_of(folder) is None, folder.name
+        assert foreign.foreign_kind(folder) is None, folder.name
         with pytest.raises(Refused, match="there are no completions"):
-            foreign.rows(folder, 1)
-    assert foreign.kind_of(tmp_path / "missing") is None
+            foreign.foreign_rows(folder, 1)
+    assert foreign.foreign_kind(tmp_path / "missing") is None

@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 import ascent
-from ascent.lab.guard import Guard, names
+from ascent.core.types import Refused
+from ascent.lab.curves import Library, curves
+from ascent.lab.pages.compare.comparison import Comparison
+from ascent.lab.pages.runs.notes import read_note, write_note
 from ascent.lab.server import application
+from ascent.records.columns import Columns, bucket_starts, bucket_width, parse
 from ascent.records.folder import RunFolder, is_locked
-from ascent.types import Refused
-from ascent.viewer import notes
-from ascent.viewer.compare.comparison import Comparison
-from ascent.viewer.curves import Library, curves
-from ascent.viewer.digest import Digest
-from ascent.viewer.parsing import parse
-from ascent.viewer.status import status_of
+from ascent.records.status import status_of
+from ascent.web.guard import Guard, host_names
 
 DEEP = "[" * 30_000 + "]" * 30_000
 BIG = "9" * 400
@@ -124,7 +124,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    guard = Guard(application(root), names("127.0.0.1", 8321), "token", b"s" * 32)
+    guard = Guard(application(root), host_names("127.0.0.1", 8321), "token", b"s" * 32)
     client = TestClient(
         guard,
         base_url="http://127.0.0.1:8321",
@@ -162,7 +162,7 @@ def test_every_page_of_a_damaged_run_answers(client: TestClient, name: str, path
 
 @pytest.mark.parametrize("name", [*DAMAGES, "verl-odd"])
 def test_a_damaged_run_has_a_report_or_a_reason(root: Path, name: str, tmp_path: Path) -> None:
-    from ascent import cli
+    from ascent.cli import main as cli
 
     code = cli.main(["report", str(root / name), "--out", str(tmp_path / "r.html")])
     assert code in (0, 2) and (code == 2) != (tmp_path / "r.html").exists()
@@ -177,16 +177,16 @@ def test_nothing_is_written_through_a_link(root: Path, tmp_path: Path) -> None:
     victim.write_text("precious")
     run = shutil.copytree(root / "good", tmp_path / "run")
     (run / ".notes.json.new").symlink_to(victim)
-    notes.write(run, "mine", [], "")
+    write_note(run, "mine", [], "")
     assert victim.read_text() == "precious" and not (run / "notes.json").is_symlink()
 
 
 def test_a_note_that_cannot_be_read_is_not_written_over(root: Path, tmp_path: Path) -> None:
     run = shutil.copytree(root / "good", tmp_path / "run")
     (run / "notes.json").write_text('{"text": "my long careful note", "tags": ["x"],}')
-    for revision in ("", notes.read(run)["revision"]):
+    for revision in ("", read_note(run)["revision"]):
         with pytest.raises(Refused, match="mend or move"):
-            notes.write(run, "new", [], revision)
+            write_note(run, "new", [], revision)
     assert "careful" in (run / "notes.json").read_text()
 
 
@@ -198,7 +198,7 @@ def test_one_run_under_two_names_is_compared_and_two_comparisons_do_not_wait_for
     def compare(ids: list[str]) -> None:
         for _ in range(30):
             with Comparison(root, ids, library) as found:
-                found.told()
+                found.summary()
         done.append(ids)
 
     pairs = (["good", "latest"], ["good", "nan"], ["a-first", "latest"], ["nan", "latest"])
@@ -221,29 +221,28 @@ def test_buckets_of_two_runs_hold_the_same_steps_though_one_lacks_a_line(tmp_pat
     for name, missing in (("a", None), ("b", 5)):
         with open(tmp_path / name, "w") as file:
             file.writelines(json.dumps({"step": s, "reward": s}) + "\n" for s in range(5_000) if s != missing)
-    one, other = (Digest(tmp_path / name) for name in "ab")
+    one, other = (Columns(tmp_path / name) for name in "ab")
     one.update()
     other.update()
-    assert one.width == other.width > 1 and one.index.tolist() == other.index.tolist()
-    apart = [i for i, (x, y) in enumerate(zip(one.first, other.first, strict=True)) if x != y]
-    assert len(apart) <= 1
-    assert sum(a != b for a, b in zip(curves(one, ["reward"])["x"], curves(other, ["reward"])["x"], strict=True)) <= 1
+    drawn, lacking = curves(one, ["reward"]), curves(other, ["reward"])
+    assert drawn["bucket"] == lacking["bucket"] > 1
+    assert sum(a != b for a, b in zip(drawn["x"], lacking["x"], strict=True)) <= 1
 
 
 def test_many_metrics_take_no_more_memory_than_some(tmp_path: Path) -> None:
     path = tmp_path / "m"
     with open(path, "w") as file:
         file.writelines(json.dumps({"step": s, "reward": 1.0, f"m{s}": 1.0}) + "\n" for s in range(3_000))
-    found = Digest(path)
+    found = Columns(path)
     found.update()
-    assert len(found.metrics) <= 400 and "left out" in found.problem and found.lines == 3_000
+    assert len(found.names) <= 400 and "left out" in found.problem and found.lines == 3_000
 
 
 def test_a_line_without_end_is_no_reason_to_read_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascent.viewer.digest.CHUNK", 1000)
+    monkeypatch.setattr("ascent.records.columns.CHUNK", 1000)
     path = tmp_path / "m"
     path.write_text('{"step": 0, "reward": 1}\n{"step": 1, "text": "' + "x" * 5_000)
-    found = Digest(path)
+    found = Columns(path)
     found.update()
     assert found.lines == 1 and "a line of more than" in found.problem
 
@@ -293,3 +292,8 @@ def test_a_line_that_one_seed_lacks_costs_a_comparison_one_point(tmp_path: Path,
         (line,) = found.curves(["reward"], points=300)["reward"]["groups"].values()
     assert line["seeds"] == 2 and 180 <= len(line["mean"]) <= 300
     assert line["mean"][10] == pytest.approx(line["x"][10] + 0.5)
+
+
+def test_steps_that_lie_far_apart_end_the_search_for_a_width() -> None:
+    steps = np.cumsum(np.random.default_rng(0).integers(1, 6 * 10**10, 1_802)).astype(float)
+    assert len(bucket_starts(steps, bucket_width(steps, 600))) <= 600

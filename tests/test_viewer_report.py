@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 import ascent
-from ascent.cli import main
-from ascent.viewer.places import Place
-from ascent.viewer.report import command, html, svg
+from ascent.cli.main import main
+from ascent.lab.report import command, numbers
+from ascent.lab.report.chart import Series, chart
+from ascent.lab.templates import TEMPLATES
+from ascent.records.places import Place
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 EVIL = '</pre><script>alert(1)</script><img src=http://x.test/a onerror=alert(1)>"\' onload="x'
@@ -157,7 +159,7 @@ def test_a_finished_run(run: Path, made: Any, capsys: pytest.CaptureFixture[str]
     for title, metric in names.items():
         assert [[int(step), float(value)] for step, value in found[title]] == [[x["step"], x[metric]] for x in lines]
     assert [row[1] for row in found["Exactly right"]] == [
-        "" if x["eval/accuracy"] is None else html.exact(x["eval/accuracy"]) for x in lines
+        "" if x["eval/accuracy"] is None else numbers.exact(x["eval/accuracy"]) for x in lines
     ]
 
 
@@ -175,7 +177,7 @@ def test_completions_have_their_numbers_and_a_choice_without_a_script(run: Path,
     assert heads == ["Step 0", "Step 4", "Step 5"]
     rows = pq.read_table(run / "rollouts/step_000000.parquet").to_pylist()
     row = max((r for r in rows if r["group"] == 0), key=lambda r: r["reward"])
-    said = f"δ {html.shown(row['advantage'][0], 4)}, log-prob {html.shown(row['logp_old'][0], 4)}, "
+    said = f"δ {numbers.shown(row['advantage'][0], 4)}, log-prob {numbers.shown(row['logp_old'][0], 4)}, "
     assert [a for a in page.all("span") if (a.get("title") or "").startswith(said)]
     assert page.text.count("Best:") + page.text.count("one response:") >= 3
     assert row["prompt_text"] in page.text
@@ -233,12 +235,16 @@ def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
     assert "step 3: all responses, which are not in this file" in page.text, "step 3 was not recorded"
     for anchor in ("seen-2-wrong", (links[1] or "")[1:]):
         section = part(run, anchor)
-        assert section.count("Matches:") == 1 and f"reward {html.shown(rows[3]['reward'])}" in section
+        assert section.count("Matches:") == 1 and f"reward {numbers.shown(rows[3]['reward'])}" in section
     assert 'href="#flag-0"' in part(run, "seen-2-wrong") and 'href="#flag-2"' in part(run, "seen-2-wrong")
     assert {f"flag-{i}" for i in range(5)} <= ids
     assert "None of the recorded responses is so." in part(run, (links[3] or "")[1:])
     sampled = metrics(run)[2]["num_responses"]
-    how = f"Recorded: {len(rows)} of the {html.shown(sampled)} responses of the step" if sampled > len(rows) else "All "
+    how = (
+        f"Recorded: {len(rows)} of the {numbers.shown(sampled)} responses of the step"
+        if sampled > len(rows)
+        else "All "
+    )
     assert how in part(run, "seen-2-wrong") and f"{len({r['group'] for r in rows})} groups" in part(run, "seen-2-wrong")
 
 
@@ -266,7 +272,7 @@ def test_evidence_is_bounded_and_it_is_said(run: Path, made: Any) -> None:
     ],
 )
 def test_numbers_are_said_as_on_the_pages(value: Any, said: str, share: str) -> None:
-    assert (html.shown(value), html.percent(value)) == (said, share)
+    assert (numbers.shown(value), numbers.percent(value)) == (said, share)
 
 
 def test_shares_are_said_in_percent(run: Path, made: Any) -> None:
@@ -340,7 +346,7 @@ def test_files_that_are_missing_or_damaged_are_said(run: Path, made: Any) -> Non
     (run / "run.json").write_text('{"status": [], "result": {"words": 5}, "history": 5, "versions": 5, "seed": {}}')
     made(run)
     (run / "run.json").write_text("[]")
-    assert "run.json is no JSON object" in made(run).text
+    assert "run.json is not a JSON object" in made(run).text
     shutil.rmtree(run / "rollouts")
     assert "No completions were recorded" in made(run).text
 
@@ -351,9 +357,7 @@ def test_a_run_that_was_killed_before_it_began(tmp_path: Path, made: Any) -> Non
     assert "killed before its first step" in made(tmp_path).text
 
 
-def test_a_run_of_100_000_steps_is_small_quick_and_exact(trained: Path, tmp_path: Path, made: Any) -> None:
-    import time
-
+def test_a_run_of_100_000_steps_is_small_and_exact(trained: Path, tmp_path: Path, made: Any) -> None:
     run, steps = Path(shutil.copytree(trained, tmp_path / "long")), 100_000
     line = metrics(run)[0]
     with open(run / "metrics.jsonl", "w") as file:
@@ -366,9 +370,7 @@ def test_a_run_of_100_000_steps_is_small_quick_and_exact(trained: Path, tmp_path
                 "grad_norm": float(step == 77_777),
             }
             file.write(json.dumps(line | values) + "\n")
-    began = time.monotonic()
     page = made(run)
-    assert time.monotonic() - began < 15  # about 3 s on a quiet machine
     assert (run / "report.html").stat().st_size < 1_000_000
     assert "A point is the mean of" in page.text
     found = tables(run / "report.html")
@@ -479,8 +481,8 @@ def test_a_folder_that_cannot_be_written_says_so(run: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(command.os, "replace", full)
-    with pytest.raises(ascent.types.Refused, match="No space left on device"):
-        command.write(run / "report.html", "x")
+    with pytest.raises(ascent.core.types.Refused, match="No space left on device"):
+        command.write_aside(run / "report.html", "x")
     assert not (run / ".report.html.new").exists()
 
 
@@ -495,26 +497,29 @@ def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "wanted"),
     [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (0, 59, [0, 20, 40]),
-        (-1e-3, 1e-3, [-1e-3, -5e-4, 0, 5e-4, 1e-3]),
-        (3, 3, [3]),
+        (0, 1, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (0, 59, ["0", "20", "40", "60"]),
+        (-1e-3, 1e-3, ["−0.001", "−0.0005", "0", "0.0005", "0.001"]),
+        (3, 3, ["0", "1", "2", "3"]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
-    assert svg.ticks(low, high) == pytest.approx(wanted)
+def test_ticks_are_round(low: float, high: float, wanted: list[str]) -> None:
+    drawn = chart("t", [Series("s", [0, 1], [low, high])])
+    ticks = re.findall(r'class="tick end">(.*?)</text>', drawn)
+    assert ticks == wanted
 
 
 @pytest.mark.parametrize("values", [[], [None], [0.0], [5.0] * 3, [1e308, -1e308], [1e-320, 2e-320], [None, 2.0, None]])
 def test_any_curve_can_be_drawn(values: list[float | None]) -> None:
-    drawn = svg.chart("t", [svg.Series("s", list(range(len(values))), values)])
+    drawn = chart("t", [Series("s", list(range(len(values))), values)])
     assert "nan" not in drawn and "inf" not in drawn
 
 
 def test_text_is_escaped_wherever_it_stands() -> None:
-    made = html.tag("p", "<b>", [1, "&"], html.tag("i", ">"), title='"><x', data_x=None, hidden=True)
-    assert made == '<p title="&quot;&gt;&lt;x" hidden>&lt;b&gt;1&amp;<i>&gt;</i></p>'
+    template = TEMPLATES.from_string('<p title="{{ texts[0] }}">{{ texts[1] }}{{ texts[3] }}{{ texts[2] }}</p>')
+    made = template.render(texts=['"><x', "<b>&\x00", numbers.number(1.5), None])
+    assert made == '<p title="&#34;&gt;&lt;x">&lt;b&gt;&amp;␀<data value="1.5">1.5</data></p>'
 
 
 def test_it_is_made_from_a_place(trained: Path) -> None:
-    assert command.report(Place("known", trained, "ascent")).startswith("<!doctype html>")
+    assert command.report_of(Place("known", trained, "ascent")).startswith("<!doctype html>")

@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 
 import ascent
-from ascent.correction import MISMATCH
-from ascent.diagnose import watch as watch_
-from ascent.diagnose.evidence import PROMPTS, noted, one_answer, told, weights_of
-from ascent.diagnose.findings import findings
-from ascent.diagnose.watch import BLOCKS, KEYS, LENGTH, Watch, flags_of, watched
-from ascent.engines import LocalSampler
-from ascent.tasks import sorting
-from ascent.tasks.sort import Sort
+from ascent.core.metric_names import MISMATCH
+from ascent.engines.small import SmallSampler
+from ascent.records.watch import trends
+from ascent.records.watch.findings import findings
+from ascent.records.watch.flags import PROMPTS, one_answer, reward_weights, with_evidence
+from ascent.records.watch.trends import BLOCKS, KEYS, LENGTH, Watch, flag_events, watch_from
+from ascent.tasks.small import sorting
+from ascent.tasks.small.sort import Sort
 
 Line = dict[str, Any]
 Shape = Callable[[float], float]
@@ -257,7 +257,7 @@ def test_after_a_resume_it_is_what_it_was() -> None:
     said = [[flag.event(line["step"], 0) for flag in whole.see(line)] for line in lines]
     assert sum(map(len, said)) > 3
     for cut in (1, 37, 63, 128, 130, 299):
-        again = watched(kept[:cut], 1.0, {})
+        again = watch_from(kept[:cut], 1.0, {})
         assert [[flag.event(line["step"], 0) for flag in again.see(line)] for line in lines[cut:]] == said[cut:]
         assert vars(again) == vars(whole)
 
@@ -295,8 +295,8 @@ def test_evidence_is_before_and_now() -> None:
 
 
 def test_it_is_named_as_the_metrics_are_and_brings_no_torch() -> None:
-    assert watch_.MISMATCH == MISMATCH
-    code = "import sys, ascent.diagnose.watch; print('torch' in sys.modules)"
+    assert trends.MISMATCH == MISMATCH
+    code = "import sys, ascent.records.watch.trends; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -333,7 +333,7 @@ def test_what_is_out_of_all_proportion_is_said(key: str, values: list[Any], step
 def test_a_run_out_of_scale_has_its_evidence() -> None:
     (flag,) = Watch().see({"step": 0, "kl": 1.5e16, "grad_norm": 0.1})
     assert flag.metrics == {"kl": [1.5e16]} and flag.steps == (0, 0)
-    assert flag.text == "out of scale: the KL in nats a token is 1.5e+16 in this step"
+    assert flag.text == "out of scale: the KL in nats per token is 1.5e+16 in this step"
 
 
 # ---- one answer -------------------------------------------------------------------------------------
@@ -362,24 +362,23 @@ def answers(prompts: int, same: float, right: float | None, samples: int = 8) ->
     ],
 )
 def test_one_answer_for_many_prompts(given: tuple[int, float, float | None], fires: bool) -> None:
-    assert (one_answer(3, answers(*given)) is not None) == fires
+    assert bool(one_answer(3, answers(*given), str)) == fires
 
 
 def test_one_prompt_asked_often_is_no_evidence() -> None:
-    assert one_answer(3, [("the same", "42", False)] * 64) is None
+    assert one_answer(3, [("the same", "42", False)] * 64, str) == []
 
 
 def test_an_answer_is_told_in_words_and_searched_for() -> None:
-    found = one_answer(3, answers(16, 1.0, 0.0))
-    (flag,) = told(found, "the answer {is}\n\n<b>42</b>")
+    given = answers(16, 1.0, 0.0)
+    (flag,) = one_answer(3, given, lambda _: "the answer {is}\n\n<b>42</b>")
     assert "'the answer {is} <b>42</b>' is 128 of 128 responses, to 16 of 16 prompts, 0% of them" in flag.text
     assert flag.q == "the answer {is}" and flag.steps == (3, 3)
     assert flag.metrics == {"share of one text": [1.0], "right among them": [0.0]}, "no name of a metric"
-    (flag,) = told(found, "long " * 100)
+    (flag,) = one_answer(3, given, lambda _: "long " * 100)
     assert len(flag.q) <= 120 and "…" in flag.text
-    (flag,) = told(found, "")
+    (flag,) = one_answer(3, given, lambda _: "")
     assert "an empty response is 128 of 128" in flag.text and flag.q == ""
-    assert told(None, "") == []
 
 
 # ---- runs -------------------------------------------------------------------------------------------
@@ -434,6 +433,7 @@ def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
     assert now > 1.5 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "fires"), [("exact", True), ("large", False)])
 def test_a_part_that_carries_the_reward_is_seen(
     other: str, fires: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -441,7 +441,7 @@ def test_a_part_that_carries_the_reward_is_seen(
     """Paid for what is right and for nines, a policy says nines. Where all large numbers pay too, two parts move."""
 
     def score(task: Sort, rollouts: Any) -> Any:
-        right = sorting.score("exact", rollouts, task.space)
+        right = sorting.score_sorting("exact", rollouts, task.space)
         nines = (rollouts.response == 9).sum(-1).float()
         beside = right.reward.sum(-1) if other == "exact" else (rollouts.response > 4).sum(-1).float()
         parts = {"rewards/nines": nines, f"rewards/{other}": beside}
@@ -459,7 +459,7 @@ def test_a_part_that_carries_the_reward_is_seen(
         assert now > before and "rewards/nines went from" in found["component-dominates"]["text"]
 
 
-class Stale(LocalSampler):
+class Stale(SmallSampler):
     """Stops taking new parameters after a few versions."""
 
     def __init__(self, policy: Any, *more: Any):
@@ -481,7 +481,7 @@ class Rounded(Stale):
 
 @pytest.mark.parametrize("sampler", [Stale, Rounded])
 def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascent.assemble.LocalSampler", sampler)
+    monkeypatch.setattr("ascent.engines.small.backend.SmallSampler", sampler)
     given = {**SMALL, "length": 3, "numbers": 4, "steps": 44, "eval_prompts": 20, "max_mismatch": 9.0}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
     assert run.metrics[-1][MISMATCH] > 0, "it is another policy"
@@ -492,6 +492,7 @@ def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monke
         assert now > 0.02 and now > 9 * before
 
 
+@pytest.mark.slow
 def test_the_course_is_stuck(tmp_path: Path) -> None:
     given = {"preset": "course", "advantage": "normalized", "threads": 1, "steps": 60}
     run = ascent.train("lecture", out=tmp_path / "run", show=False, **given)
@@ -519,6 +520,7 @@ SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVES)
 def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
     task, given = SOLVES[name]
@@ -573,9 +575,11 @@ def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) ->
 
 
 def test_a_number_that_is_none_is_no_evidence() -> None:
-    flag = noted("reward-without-accuracy", "words", {"step": 3, "eval/reward": float("nan"), "eval/accuracy": 0.1}, {})
+    flag = with_evidence(
+        "reward-without-accuracy", "words", {"step": 3, "eval/reward": float("nan"), "eval/accuracy": 0.1}, {}
+    )
     assert flag.metrics == {"eval/accuracy": [0.1]} and flag.steps == (3, 3)
-    assert noted("another", "words", {"step": 3}, {}).event(3, 0)["evidence"]["metrics"] == {}
+    assert with_evidence("another", "words", {"step": 3}, {}).event(3, 0)["evidence"]["metrics"] == {}
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -592,7 +596,7 @@ def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
         (0.0, 0.01, 1.0, "Stuck: "),
         (0.49, 0.01, 0.5, "Stuck: "),
         (0.5, 0.01, 1.0, "Settled at 50.0% right: "),
-        (0.95, 0.06, 0.9, "Settled at 95.0% right: at an entropy of 0.060 nats a token the policy hardly tries any"),
+        (0.95, 0.06, 0.9, "Settled at 95.0% right: at an entropy of 0.060 nats per token the policy hardly tries any"),
         (0.99, 0.01, 1.0, "Solved."),
         (0.95, 0.2, 0.9, ""),
         (0.1, 0.01, 0.4, ""),
@@ -614,19 +618,18 @@ def test_flags_of_a_run_that_ascent_did_not_write() -> None:
     rows = [
         {"prompt_text": f"prompt {i % 16}", "response_text": "42", "reward": 1.0, "correct": False} for i in range(64)
     ]
-    events = flags_of(lines, {10: rows, 100: rows})
+    events = flag_events(lines, {10: rows, 100: rows})
     assert events[0]["name"] == "one-answer"
     assert {event["name"] for event in events} == {"one-answer", "reward-up-accuracy-flat", "length-drift"}
     assert events == sorted(events, key=lambda event: event["step"])
     assert events[0]["evidence"]["rollouts"] == {"step": 10, "show": "all", "q": "42"}
     for event in events[1:]:
         assert event["evidence"]["rollouts"]["step"] == (10 if event["step"] < 55 else 100)
-    assert flags_of([{k: v for k, v in line.items() if k != "step"} for line in lines], {}) != []
-    assert flags_of([], {}) == []
+    assert flag_events([{k: v for k, v in line.items() if k != "step"} for line in lines], {}) != []
+    assert flag_events([], {}) == []
 
 
 def test_what_the_parts_of_a_reward_count() -> None:
     parts = [SimpleNamespace(name="own", weight=1.0), SimpleNamespace(name="form", weight=0.2)]
-    assert weights_of(SimpleNamespace(task=SimpleNamespace(rewards=parts))) == {"rewards/own": 1.0, "rewards/form": 0.2}
-    assert weights_of(SimpleNamespace(part=parts[1])) == {"rewards/form": 0.2}
-    assert weights_of(SimpleNamespace()) == {}
+    assert reward_weights(SimpleNamespace(reward_parts=parts)) == {"rewards/own": 1.0, "rewards/form": 0.2}
+    assert reward_weights(SimpleNamespace()) == {}, "an offline task"

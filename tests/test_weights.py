@@ -10,7 +10,7 @@ from conftest import F64, batch_of, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascent.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
+from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
 
 # Lengths 3 1 | 2 4 in a width of 6, with a limit of 5: N = 4, ΣL = 10, L_max = 5.
 LENGTHS = [[3, 1], [2, 4]]

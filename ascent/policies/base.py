@@ -1,4 +1,4 @@
-"""What the engines ask of a small policy. Parameters are the module's; nothing else is remembered."""
+"""The interface of a small policy. Its parameters are its only state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ascent.types import Space
+from ascent.core.types import Space
 
 
 class Sampled(NamedTuple):
-    """Drawn responses. Tokens past a response's length are padding and mean nothing."""
+    """Sampled responses. Tokens beyond a response's length are meaningless padding."""
 
     response: Int[Tensor, "prompt sample token"]
     logp: Float[Tensor, "prompt sample token"]
@@ -27,7 +27,7 @@ class Policy(nn.Module):
     def logits(
         self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]
     ) -> Float[Tensor, "prompt #sample token vocab"]:
-        """Logits at every state along given responses (sample length 1 where they do not depend on it)."""
+        """Logits at every state of these responses (sample length 1 if they do not depend on the response)."""
         raise NotImplementedError
 
     def sample(
@@ -37,7 +37,7 @@ class Policy(nn.Module):
         temperature: float,
         generator: torch.Generator | None,
     ) -> Sampled:
-        """`samples` responses a prompt, drawn with this generator; with none, the greedy ones."""
+        """`samples` responses per prompt, drawn with this generator, or greedy without one."""
         raise NotImplementedError
 
 
@@ -46,7 +46,9 @@ class ValueFunction(nn.Module):
 
     def __init__(self, backbone: Policy, shared: bool):
         super().__init__()
-        self._backbone = (backbone,)  # in a tuple it is no submodule: a shared one is saved with the policy alone
+        self._backbone = (
+            backbone,
+        )  # in a tuple, so that a shared backbone is not a submodule and is saved with the policy only
         if not shared:
             self.own = backbone
 
@@ -55,21 +57,21 @@ class ValueFunction(nn.Module):
         return self._backbone[0]
 
     def trained(self) -> list[Tensor]:
-        """What its optimizer moves: the head and the backbone."""
+        """The parameters that its optimizer moves: the head and the backbone."""
         every = {id(p): p for p in [*self.parameters(), *self.backbone.parameters()] if p.requires_grad}
         return list(every.values())
 
     def values(
         self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]
     ) -> Float[Tensor, "prompt sample state"]:
-        """The value of the state before each token, and of the one after the last."""
+        """The value of the state before each token, and of the state after the last token."""
         raise NotImplementedError
 
 
-def draw(
+def draw_next(
     logits: Float[Tensor, "row vocab"], temperature: float, generator: torch.Generator | None
 ) -> tuple[Int[Tensor, "row"], Float[Tensor, "row"]]:
-    """One token a row and its log-probability at this temperature; the likeliest without a generator."""
+    """One token per row and its log-probability at this temperature; without a generator, the most likely token."""
     logp = torch.log_softmax(logits / temperature, -1)
     if generator is None:
         token = logits.argmax(-1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ascent.types import Refused
+from ascent.core.types import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,54 +25,58 @@ class CausalLM:
     model: str = ""
     """Folder or hub name of the model. Short form: --model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the parameters; auto: bfloat16 on a GPU, float32 on a CPU. Optimizer state is float32 either way."""
+    """Precision of the parameters; auto: bfloat16 on a GPU, float32 on a CPU. Optimizer state is always float32."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto: a GPU if there is one."""
     lora: int = 0
-    """Rank of LoRA adapters (peft), which alone are then trained; 0: every parameter is."""
+    """Rank of LoRA adapters (peft); then only these are trained. 0: no adapters, every parameter is trained."""
     lora_alpha: float = 32.0
-    """LoRA's scale: the adapters count alpha/rank."""
+    """LoRA's scale: the adapters' output is multiplied by alpha/rank."""
     lora_targets: str = "all-linear"
-    """Modules that get adapters: all-linear, or names with commas between them."""
+    """Modules that get adapters: all-linear, or names separated by commas."""
     last_layers: int = 0
-    """Train only the last so many layers and the norm behind them; 0: every parameter (or LoRA's)."""
+    """Train only this many last layers and the norm after them; 0: every parameter (or LoRA's)."""
     checkpointing: bool = False
-    """Gradient checkpointing: less memory, one more forward pass. Memory only, never numbers."""
+    """Gradient checkpointing: less memory, one more forward pass, the same numbers."""
     share_prompts: bool = True
-    """Encode a prompt once for its whole group, in training too, where the architecture allows it."""
+    """Encode a prompt once for its whole group, also in training, if the architecture allows it."""
     rows: int = 0
-    """Responses that are decoded at once; 0: chosen for the device. Memory only, never the distribution."""
+    """Responses that are decoded at once; 0: chosen for the device. Changes memory, not the distribution."""
+
+    backend: ClassVar[str] = "language"
 
     def __post_init__(self) -> None:
         if min(self.lora, self.rows, self.last_layers) < 0:
-            raise Refused("--policy.lora, --policy.rows and --policy.last-layers are 0 or more")
+            raise Refused("--policy.lora, --policy.rows and --policy.last-layers must be 0 or more")
         if self.lora and self.last_layers:
-            raise Refused("--policy.lora with --policy.last-layers: each says what is trained; set one of them")
+            raise Refused(
+                "--policy.lora with --policy.last-layers: both say which parameters are trained; set one of them"
+            )
         if self.lora and not self.lora_alpha > 0:
-            raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so set it above 0")
+            raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so it must be above 0")
 
     def load(self, seed: int = 0, exact: bool = False) -> LanguageModel:
-        """The model and its tokenizer, with adapters where they were asked for (drawn from the seed).
+        """The model and its tokenizer, with LoRA adapters (initialized from the seed) if they are set.
 
-        `exact`, for training: keep the parameters as they were stored too, where the model has them rounded.
+        `exact`, for training: if the parameters are rounded to a lower precision, keep the stored ones too.
         """
         if not self.model:
-            raise Refused("--model is missing: give a folder, or a name on the hub, of a causal language model")
+            raise Refused("--model is missing: set the folder or the hub name of a causal language model")
         transformers = _import_transformers()
         device = pick_device(self.device)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
-            dtype = self._dtype(device)
+            dtype = self.dtype_on(device)
             stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
             model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=stored)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise Refused(f"--model {self.model}: it cannot be loaded: {first}") from None
+            raise Refused(f"--model {self.model} cannot be loaded: {first}") from None
         model = model.to(device).eval().requires_grad_(not (self.lora or self.last_layers))
         if self.last_layers:
             self._free_last(model)
         finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
-        for p in model.parameters():  # and no buffers: rotary frequencies stay in float32
+        for p in model.parameters():  # parameters only: of the buffers, rotary frequencies stay in float32
             p.data = p.data.to(dtype)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -80,7 +85,8 @@ class CausalLM:
         lm.exact = finer if exact else {}
         return lm
 
-    def _dtype(self, device: torch.device) -> torch.dtype:
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """The precision of the parameters on a device."""
         if self.dtype == "auto":
             return torch.float32 if device.type == "cpu" else torch.bfloat16
         return getattr(torch, self.dtype)
@@ -88,7 +94,7 @@ class CausalLM:
     def _free_last(self, model: PreTrainedModel) -> None:
         layers = getattr(model.get_decoder(), "layers", None)
         if layers is None or self.last_layers > len(layers):
-            there = "none that can be told apart" if layers is None else str(len(layers))
+            there = "no list of layers" if layers is None else f"only {len(layers)}"
             raise Refused(f"--policy.last-layers {self.last_layers}: the model has {there}")
         for layer in layers[-self.last_layers :]:
             layer.requires_grad_(True)
@@ -97,7 +103,7 @@ class CausalLM:
             norm.requires_grad_(True)
 
     def _adapt(self, model: PreTrainedModel, seed: int) -> Any:
-        """LoRA adapters laid into the model's own layers; the first policy is the model itself."""
+        """LoRA adapters in the model's own layers; the first policy is the model itself."""
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError:
@@ -129,32 +135,34 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Refused(f"--policy.device {name}: there is no such device; cpu, cuda, cuda:1, … or auto") from None
+        raise Refused(f"--policy.device {name}: there is no such device; set cpu, cuda, cuda:1, … or auto") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refused(f"--policy.device {name}: torch sees no GPU here; set cpu or auto")
     return device
 
 
 class LanguageModel(nn.Module):
-    """A model with its tokenizer, and what the engines need to know of them.
+    """A model with its tokenizer, and what the engines need to know about them.
 
-    Prompts go through the chat template once, here; nothing is ever tokenised again.
+    A prompt goes through the chat template once, here; nothing is ever tokenized again.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, adapted: Any = None):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        self._adapted = [adapted]  # peft's own view of the same module, for saving; not a second submodule
+        self._adapted = [
+            adapted
+        ]  # peft's wrapper of the same module, for saving; in a list, so that it is not a submodule
         ends = model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.ends = frozenset(e for e in [*ends, tokenizer.eos_token_id] if e is not None)
         if not self.ends:
-            raise Refused("the model names no end token, so no response could ever end")
+            raise Refused("the model has no end token, so no response could ever end")
         self.end: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.ends)
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
         self.exact: dict[str, Tensor] = {}
-        """Trained parameters as they were stored, where the model has them rounded: training begins from these."""
+        """Trained parameters as stored, where the model has rounded them: training starts from these."""
         self.shares = True
         """Can a group's prompt be encoded once? The learner finds out."""
 
@@ -164,36 +172,38 @@ class LanguageModel(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """The transformer below the head: ids in, last hidden states out."""
+        """The transformer without the head: from ids to last hidden states."""
         return self.model.get_decoder()
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any, backbone: nn.Module | None = None) -> Tensor:
-        """Last hidden states `[row position width]`, with an attention layout of the engines'."""
+        """Last hidden states `[row position width]`, with one of the engines' attention layouts."""
         out = (backbone or self.backbone)(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
         return out.last_hidden_state
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """The ids of a chat, its template applied, ready for the answer; without a template, of its plain text."""
+        """The ids of a chat in its template, ready for the answer; without a template, of the plain text."""
         if self.tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages)
             return list(self.tokenizer(text)["input_ids"])
         ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         return list(ids)
 
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, with no special token added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, ids: list[int] | np.ndarray) -> str:
-        # An array: of a list, transformers looks at every number first, for longer than it takes to decode them.
+        # An array, because transformers first inspects every number of a list, which takes longer than decoding.
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int64), skip_special_tokens=True)
 
     def piece(self, token: int) -> str:
-        """One token as a person reads it, special ones too."""
+        """One token as text, special tokens included."""
         return self.tokenizer.decode([token])
 
     def save(self, folder: Path) -> None:
-        """An ordinary Hugging Face folder, adapters merged in."""
+        """An ordinary Hugging Face folder, with the adapters merged."""
         model: Any = self.model
         if self._adapted[0] is not None:
-            import copy
-
             model = copy.deepcopy(self._adapted[0]).merge_and_unload()
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
@@ -202,5 +212,5 @@ class LanguageModel(nn.Module):
             os.chmod(path, 0o644)
 
     def trained(self) -> dict[str, Tensor]:
-        """The parameters that training moves, by name."""
+        """The trained parameters, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

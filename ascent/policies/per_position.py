@@ -1,4 +1,4 @@
-"""The lecture's policy: linear, and every response position is drawn independently of the others.
+"""The lecture's policy: linear, with every response position drawn independently of the others.
 
     encoded = Σ_position emb[prompt_position] · E_position
     logits_position = encoded · D_position · embᵀ        (the same embedding, no bias, no activation)
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ascent.core.types import Refused, Space
 from ascent.policies.base import Policy, Sampled, ValueFunction
-from ascent.types import Refused, Space
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,18 @@ class PerPosition:
     dim: int = 10
     """Width of the embedding."""
 
+    backend: ClassVar[str] = "small"
+
     def __call__(self, space: Space, generator: torch.Generator) -> PerPositionPolicy:
         if space.end is not None:
             raise Refused(
-                "--policy per-position draws every position by itself, so it cannot decide to end: "
+                "--policy per-position draws every position independently, so it cannot decide to end: "
                 "use --policy transformer, or a task without an end token"
             )
         return PerPositionPolicy(space, self.dim, generator)
 
     def critic(self, policy: PerPositionPolicy, shared: bool, generator: torch.Generator) -> PerPositionValue:
-        """A value function on this policy's matrices, or on others of their shape."""
+        """A value function on this policy's matrices, or on new ones of the same shape."""
         return PerPositionValue(policy if shared else self(policy.space, generator), shared)
 
 
@@ -81,7 +84,7 @@ class PerPositionPolicy(Policy):
 class PerPositionValue(ValueFunction):
     """V(s_t) = b_t + w_t · encoded + Σ_{u<t} a_u · logit_u(y_u), with the backbone's encoding and logits.
 
-    What the tokens so far have earned, as the backbone scores each against the prompt, and what is to come.
+    The sum is what the tokens so far have earned, estimated from their logits; the rest is what is to come.
     """
 
     def __init__(self, backbone: PerPositionPolicy, shared: bool):

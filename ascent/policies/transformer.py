@@ -1,8 +1,8 @@
-"""A small autoregressive transformer whose groups share their prompt.
+"""A small autoregressive transformer that encodes a prompt once for its whole group.
 
-The prompt is encoded once; its keys and values serve all samples of its group, in training as in
-sampling. Training sees every state at once, sampling one token at a time with a key-value cache,
-and both go through the same few lines, so their log-probs agree to rounding.
+All samples of a group share the keys and values of their prompt, in training and in sampling.
+Training computes every state at once, sampling one token at a time with a key-value cache. Both use
+the same code, so their log-probs agree up to rounding.
 
 Pre-norm blocks, learned positions, a GELU MLP of four times the width. No dropout.
 """
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ascent.policies.base import Policy, Sampled, ValueFunction, draw
-from ascent.types import Refused, Space
+from ascent.core.types import Refused, Space
+from ascent.policies.base import Policy, Sampled, ValueFunction, draw_next
 
 Cache = tuple[Tensor, Tensor]
 """Keys and values, `[row head position channel]`."""
@@ -33,11 +34,13 @@ class Transformer:
     layers: int = 2
     """Blocks."""
     heads: int = 4
-    """Attention heads; they divide the width."""
+    """Attention heads; the width must be a multiple."""
+
+    backend: ClassVar[str] = "small"
 
     def __post_init__(self) -> None:
         if min(self.width, self.layers, self.heads) < 1:
-            raise Refused("--policy.width, --policy.layers and --policy.heads are 1 or more")
+            raise Refused("--policy.width, --policy.layers and --policy.heads must be 1 or more")
         if self.width % self.heads:
             raise Refused(
                 f"--policy.width {self.width} is not a multiple of --policy.heads {self.heads}: each head takes "
@@ -48,7 +51,7 @@ class Transformer:
         return TransformerPolicy(space, self, generator)
 
     def critic(self, policy: TransformerPolicy, shared: bool, generator: torch.Generator) -> TransformerValue:
-        """A value function on this policy's blocks, or on others of their shape."""
+        """A value function on this policy's blocks, or on new ones of the same shape."""
         return TransformerValue(policy if shared else self(policy.space, generator), shared)
 
 
@@ -61,7 +64,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Float[Tensor, "row position width"], past: Cache | None) -> tuple[Tensor, Cache]:
-        """Attend to `past`, whole, and causally to x itself; return x and the grown cache."""
+        """Attend to all of `past`, and causally to x; return the new x and the longer cache."""
         rows, length, width = x.shape
         split = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
@@ -91,7 +94,7 @@ class TransformerPolicy(Policy):
 
     @torch.no_grad()
     def _initialize(self, generator: torch.Generator) -> None:
-        """Unit-variance layers, a nearly uniform first policy, all drawn from one generator."""
+        """Layers of unit variance and a nearly uniform first policy, all drawn from one generator."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0, 1 / math.sqrt(module.in_features), generator=generator)
@@ -117,7 +120,7 @@ class TransformerPolicy(Policy):
         return hidden[:, -1], caches
 
     def states(self, prompt: Tensor, response: Tensor, head: nn.Module) -> Float[Tensor, "prompt sample state out"]:
-        """What a head makes of the state before each token, and of the one after the last."""
+        """The head's output at the state before each token, and at the state after the last token."""
         prompts, samples, tokens = response.shape
         first, caches = self._encode(prompt)
         out = head(first)[:, None, None].expand(-1, samples, -1, -1)
@@ -141,7 +144,7 @@ class TransformerPolicy(Policy):
             if t > 0:
                 hidden, caches = self._forward(tokens[-1][:, None], prompt.shape[1] + t, caches)
                 logits = self.head(hidden[:, -1])
-            token, logp = draw(logits, temperature, generator)
+            token, logp = draw_next(logits, temperature, generator)
             tokens.append(token)
             logps.append(logp)
             length += running
@@ -154,7 +157,7 @@ class TransformerPolicy(Policy):
 
 
 class TransformerValue(ValueFunction):
-    """A linear head on the last layer's state, 0 at first."""
+    """A linear head on the last layer's state, initially 0."""
 
     def __init__(self, backbone: TransformerPolicy, shared: bool):
         super().__init__(backbone, shared)

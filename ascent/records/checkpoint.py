@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ascent.types import Refused
+from ascent.core.types import Refused
+from ascent.records.reading import numbered_files
 
 Groups = dict[str, dict[str, Tensor]]
+UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
 def name(step: int) -> str:
@@ -50,7 +51,7 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
 
 
 def _drop(path: Path) -> None:
-    """Renamed before it is taken apart, so that a kill never leaves half of it under its name."""
+    """Rename a checkpoint before its files are removed, so that a kill never leaves half of it under its name."""
     gone = path.with_name(f".dropping-{path.name}")
     os.replace(path, gone)
     shutil.rmtree(gone)
@@ -58,8 +59,7 @@ def _drop(path: Path) -> None:
 
 def complete(folder: Path) -> list[Path]:
     """The checkpoints that were renamed into place, oldest first."""
-    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-    return sorted(found, key=step_of)
+    return list(numbered_files(folder, r"step_(\d+)").values())
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -68,33 +68,36 @@ def clear_unfinished(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def load(path: Path) -> tuple[Groups, dict[str, Any]]:
-    """Its tensors and its state, after every checksum was found right."""
+def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
+    """The tensors and the state of a checkpoint, after all checksums were verified."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for file, expected in manifest["sha256"].items():
-            if _checksum(path / file) != expected:
-                raise ValueError(f"{file} does not match its checksum")
+        _verify(path)
         groups = {p.stem: load_file(p) for p in path.glob("*.safetensors")}
         return groups, json.loads((path / "state.json").read_text())
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except UNREADABLE as error:
         older = [step_of(p) for p in complete(path.parent) if step_of(p) < step_of(path)]
         run = path.parent.parent
-        back = f"Go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
+        back = f"To go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
         raise Refused(f"{path} is corrupt: {error}. {back}") from None
 
 
 def params(path: Path) -> dict[str, Tensor]:
-    """The policy's parameters of a checkpoint, its checksum found right, or of any folder with a params.safetensors."""
+    """The policy's parameters of a checkpoint, verified, or of any folder with a params.safetensors."""
     file = path / "params.safetensors"
     try:
         if (path / "manifest.json").exists():
-            expected = json.loads((path / "manifest.json").read_text())["sha256"][file.name]
-            if _checksum(file) != expected:
-                raise ValueError(f"{file.name} does not match its checksum")
+            _verify(path, file.name)
         return load_file(file)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise Refused(f"{path}: its parameters cannot be read: {error}") from None
+
+
+def _verify(path: Path, *files: str) -> None:
+    """Compare files of a checkpoint, by default all, with its manifest."""
+    checksums = json.loads((path / "manifest.json").read_text())["sha256"]
+    for file in files or checksums:
+        if _checksum(path / file) != checksums[file]:
+            raise ValueError(f"{file} does not match its checksum")
 
 
 def _checksum(path: Path) -> str:
@@ -103,7 +106,7 @@ def _checksum(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have a file or a folder on the disk before going on."""
+    """Return when a file or a folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

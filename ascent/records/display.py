@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ascent.correction import MISMATCH
+from ascent.core.metric_names import MISMATCH
+from ascent.records.metrics import PHASES
 
 SHOWN = (
     ("reward", "reward"),
@@ -23,9 +24,6 @@ SHOWN = (
     ("entropy", "entropy"),
     ("reward_errors", "reward errors"),
 )
-
-
-PHASES = ("generate", "reward", "score", "update", "sync", "eval")
 
 
 class Display:

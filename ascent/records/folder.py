@@ -1,12 +1,12 @@
-"""A run's folder: who may write to it, and how files get there whole.
+"""A run's folder: who may write to it, and how its files are written as a whole.
 
 run.json       status, result, versions; replaced as a whole
 config.json    every setting, resolved, with the objective in words
-metrics.jsonl  one line a step        updates.jsonl  one line an optimizer update
-events.jsonl   flags and trouble      rollouts/      sampled responses, one Parquet file a step
-held_out/      greedy answers to held-out prompts, one Parquet file an evaluation
+metrics.jsonl  one line per step      updates.jsonl  one line per optimizer update
+events.jsonl   flags and trouble      rollouts/      sampled responses, one Parquet file per step
+held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
-.alive         who writes here, and when it last gave a sign of life
+.alive         which process writes here, and when it last did
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ import json
 import os
 import re
 import shutil
+import socket
+import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ascent.records import alive
-from ascent.types import Refused
+from ascent.core.types import Refused
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
 SAMPLED, HELD_OUT = BY_STEP = ("rollouts", "held_out")
-"""Folders with a file a step."""
-UNBEGUN = {".lock", alive.NAME, alive.ASIDE, "config.json", ".config.json.new", ".run.json.new"}
-"""All that a folder can hold before its run.json is there: a run that was killed before it began."""
+"""Folders with one file per step."""
+SIGN, SIGN_ASIDE = ".alive", ".alive.new"
+SIGN_EVERY = 5.0
+"""Seconds between two signs of life."""
+UNBEGUN = {".lock", SIGN, SIGN_ASIDE, "config.json", ".config.json.new", ".run.json.new"}
+"""What a run leaves that was killed before it began, that is, before its run.json was written."""
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -52,16 +57,67 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines, up to its last newline: a torn last line is still being written."""
+    """The lines of a JSONL file, up to its last newline: an incomplete last line is still being written."""
     if not path.exists():
         return []
-    text, found = path.read_bytes(), []
-    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
+    data, lines = path.read_bytes(), []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError as error:
-            raise Refused(f"{path}, line {number}, is no JSON: {error}. Something else has written there") from None
-    return found
+            raise Refused(
+                f"{path}, line {number}, is not valid JSON: {error}. Something other than Ascent has written there"
+            ) from None
+    return lines
+
+
+class SignOfLife:
+    """The file .alive, for readers on machines that cannot see who holds the lock: host, process, time.
+
+    A thread of its own replaces it every few seconds until `stop`, however long a step takes. A process that ends
+    removes it; one that is killed leaves it to grow old. Errors are ignored. A fork of the process has no such thread,
+    and does not end that of its parent.
+    """
+
+    def __init__(self, folder: Path, lock: IO[str]):
+        self.folder, self.pid, self.host = folder, os.getpid(), socket.gethostname()
+        self._held, self._lock = weakref.ref(lock), os.fstat(lock.fileno())
+        self._over = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._work, name="ascent-alive", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if os.getpid() != self.pid:
+            return
+        self._over.set()
+        self._thread.join(SIGN_EVERY)  # no longer, in case a disk hangs
+        if self._ours():
+            for name in (SIGN, SIGN_ASIDE):
+                with suppress(OSError):
+                    os.unlink(self.folder / name)
+
+    def _work(self) -> None:
+        while not self._over.wait(SIGN_EVERY) and self._held() is not None:
+            self._write()
+
+    def _write(self) -> None:
+        """Write aside and rename, so that nobody reads half of it. It is not flushed, so it never waits for a disk."""
+        if not self._ours():
+            return
+        with suppress(OSError):
+            with open(self.folder / SIGN_ASIDE, "w") as file:
+                json.dump({"host": self.host, "pid": self.pid, "time": time.time()}, file)
+            os.rename(self.folder / SIGN_ASIDE, self.folder / SIGN)
+
+    def _ours(self) -> bool:
+        """Is this still the folder that was locked? It may have been removed, and another made in its place."""
+        lock = self._held()
+        if lock is None or lock.closed:
+            return False
+        with suppress(OSError):
+            return os.path.samestat(os.stat(self.folder / ".lock"), self._lock)
+        return False
 
 
 class RunFolder:
@@ -72,11 +128,11 @@ class RunFolder:
         self.run: dict[str, Any] = {}
         """What run.json holds."""
         self._lock: IO[str] | None = None
-        self._alive: alive.SignOfLife | None = None
+        self._alive: SignOfLife | None = None
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], run: dict[str, Any]) -> RunFolder:
-        """A new folder with its config. One that holds anything is refused, never overwritten."""
+        """A new folder with its config. One that is not empty is refused, never overwritten."""
         refuse_taken(path)
         folder = cls(path)
         try:
@@ -92,7 +148,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """An existing run's folder, to go on writing."""
+        """An existing run's folder, to continue it."""
         folder = cls(path)
         folder.run = read_json(path / "run.json")
         try:
@@ -122,7 +178,7 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
-        self._alive = alive.SignOfLife(self.path, self._lock)
+        self._alive = SignOfLife(self.path, self._lock)
 
     def note(self, event: str, **more: Any) -> None:
         """An event of the run's life (started, resumed, interrupted, …), with its time, into run.json."""
@@ -134,7 +190,7 @@ class RunFolder:
         write_json(self.path / "run.json", self.run)
 
     def check_cut(self, sizes: dict[str, int]) -> None:
-        """Refuse records that are shorter than they were at a checkpoint: what it goes on from is lost."""
+        """Refuse records that are shorter than they were at a checkpoint: what the run would continue from is lost."""
         for name in LINES:
             have, size = (self.path / name).stat().st_size, sizes.get(name, 0)
             if have < size:
@@ -144,7 +200,7 @@ class RunFolder:
                 )
 
     def cut(self, sizes: dict[str, int], step: int) -> None:
-        """Take the records back to where they were at a checkpoint, so that a resume writes them once."""
+        """Cut the records back to where they were at a checkpoint, so that a resumed run writes them once."""
         for name in LINES:
             os.truncate(self.path / name, sizes.get(name, 0))
         for where in BY_STEP:
@@ -166,12 +222,12 @@ class RunFolder:
             shutil.copy2(path, kept / HELD_OUT)
 
     def close(self, last_word: str | None = None) -> None:
-        """Its sign of life goes before its last word: whenever it is killed, a run that ended leaves none behind."""
+        """Remove the sign of life, then write the last event, so that a run that ended never leaves a sign behind."""
         if self._alive is not None:
             self._alive.stop()
             self._alive = None
         if last_word is not None:
-            with suppress(OSError):  # a full disk: it reads as died, and can go on
+            with suppress(OSError):  # a full disk: the run counts as died, and can be resumed
                 self.note(last_word)
         if self._lock is not None:
             self._lock.close()
@@ -179,7 +235,7 @@ class RunFolder:
 
 
 def _lock_soon(file: IO[str]) -> None:
-    """Lock a file. One who only looks whether it is locked holds it for a moment: that is waited for."""
+    """Lock a file. Whoever checks whether it is locked holds it for a moment, so try a few times."""
     for left in reversed(range(20)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,7 +247,7 @@ def _lock_soon(file: IO[str]) -> None:
 
 
 def refuse_taken(path: Path) -> None:
-    """Refuse a folder for a new run that holds anything, and a path that cannot be a folder."""
+    """Refuse a folder for a new run that is not empty, or a path that cannot be a folder."""
     try:
         held = {entry.name for entry in path.iterdir()}
     except FileNotFoundError:
@@ -199,7 +255,7 @@ def refuse_taken(path: Path) -> None:
     except OSError as error:
         raise _unwritable(path, error) from None
     if held - UNBEGUN:
-        what = f"`ascent resume {path}` goes on with it" if "run.json" in held else "it is not empty"
+        what = f"to continue it: ascent resume {path}" if "run.json" in held else "it is not empty"
         raise Refused(f"--out {path}: already there ({what}), and nothing is overwritten. Choose another folder")
 
 
@@ -208,7 +264,7 @@ def _unwritable(path: Path, error: OSError) -> Refused:
 
 
 def is_locked(path: Path) -> bool:
-    """Does a living process write this run?"""
+    """Is a process writing this run?"""
     try:
         with open(path / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-PANELS = (
-    (
-        "Reward",
-        "share of the largest there is",
-        (("reward", "sampled"), ("eval/reward", "greedy"), ("exact/reward", "E[R]")),
-    ),
-    ("Exactly right", "share of answers", (("accuracy", "sampled"), ("eval/accuracy", "greedy"))),
-    ("Entropy", "nats a token", (("entropy", "entropy"),)),
-    (
-        "Groups without signal",
-        "share of groups",
-        (("frac_reward_zero_std", "all rewards equal"), ("frac_all_right", "all right")),
-    ),
+from ascent.records.metrics import SHARES, chart_of, label_of, title_of
+from ascent.records.statistics import interval
+
+Panel = tuple[str, ...]
+"""Metrics that are drawn together, under the title of the first."""
+PAIRS = ("rewards/accuracies", "eval/pairs/accuracy")
+GROUPS = ("frac_reward_zero_std", "frac_all_right")
+OF_A_POLICY = (("reward", "eval/reward", "exact/reward"), ("accuracy", "eval/accuracy"), ("entropy",), GROUPS)
+OF_A_REWARD_MODEL = (
+    PAIRS,
+    ("eval/pairs/log_loss", "loss"),
+    ("rewards/margins", "eval/pairs/margin"),
+    ("eval/pairs/ece",),
 )
-_PAIRS = ("Pairs right", "share of pairs", (("rewards/accuracies", "batch"), ("eval/pairs/accuracy", "held out")))
-OF_REWARDS = (
-    _PAIRS,
-    ("Log-loss", "nats a pair", (("loss", "batch"), ("eval/pairs/log_loss", "held out"))),
-    ("Margin", "reward", (("rewards/margins", "batch"), ("eval/pairs/margin", "held out"))),
-    ("Calibration error", "expected, held out", (("eval/pairs/ece", "held out"),)),
-)
-"""The panels of a reward model's run."""
-OF_STEPS = (
-    ("Squared error", "of a label", (("steps/error", "batch"), ("eval/steps/error", "held out"))),
-    ("Explained", "share of the labels' variance", (("eval/steps/explained", "held out"),)),
-    ("Gradient norm", "before clipping", (("grad_norm", "gradient norm"),)),
-    ("Labels", "sum over a response", (("reward", "batch"),)),
-)
-"""The panels of a process reward's run."""
+OF_A_PROCESS_REWARD = (("steps/error", "eval/steps/error"), ("eval/steps/explained",), ("grad_norm",), ("reward",))
 COLORS = ("#1f5fa8", "#c8511b", "#3f8f4f", "#7a4fa3", "#8a6d1d", "#1a8c8c", "#b03a6a", "#555555", "#6b8e23", "#aa3333")
 DASHES = ("-", "--", ":", "-.")
-
-
-TITLES = {
-    "reward": "Sampled reward",
-    "eval/reward": "Held-out reward, greedy",
-    "exact/reward": "E[R], enumerated",
-    "eval/accuracy": "Exactly right, greedy",
-    "entropy": "Entropy, nats a token",
-    "frac_reward_zero_std": "Groups without signal",
-}
-SHARES = ("eval/accuracy", "frac_reward_zero_std")
+FEW = 20
+"""Each point of a curve gets a dot if there are at most this many points."""
 
 
 def figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -73,47 +50,68 @@ def series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     return np.array([p[0] for p in points]), np.array([p[1] for p in points], dtype=float)
 
 
-def panels_of(metrics: Sequence[Mapping[str, Any]]) -> Any:
-    """What there is to draw of a run: a policy's samples, what it was shown, or a reward model's pairs."""
+def panels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
+    """What to draw of a run: of a policy that samples, of one that learns from offline data, of a reward model."""
 
     def has(name: str) -> bool:
         return any(line.get(name) is not None for line in metrics)
 
     if has("accuracy") or not (has("rewards/accuracies") or has("loss")):
-        return PANELS
+        return OF_A_POLICY
     if not has("entropy"):
-        return OF_STEPS if has("steps/error") else OF_REWARDS
-    greedy = [(head, unit, names[1:]) for head, unit, names in PANELS[:2]]
-    shown = ("Log-prob of what is shown", "nats a token", (("eval/logp", "held out"), ("loss", "loss, a batch's")))
-    return (*greedy, PANELS[2], _PAIRS if has("rewards/accuracies") else shown)
+        return OF_A_PROCESS_REWARD if has("steps/error") else OF_A_REWARD_MODEL
+    offline = PAIRS if has("rewards/accuracies") else ("eval/logp", "loss")
+    return ("eval/reward", "exact/reward"), ("eval/accuracy",), ("entropy",), offline
 
 
-def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | None]], path: Path, title: str) -> Path:
+def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | None]], path: Path, heading: str) -> Path:
     """The curves of a few runs, each (name, metrics, largest reward), side by side in four panels."""
     fig, axes = figure(2, 2, (10.0, 6.2))
-    for axis, (head, unit, names) in zip(axes.flat, panels_of(runs[0][1]), strict=True):
+    for axis, names in zip(axes.flat, panels_of(runs[0][1]), strict=True):
+        chart = chart_of(names[0])
+        scaled = chart.key == "reward" and names != OF_A_PROCESS_REWARD[-1] and all(maximum for _, _, maximum in runs)
         for r, (run, metrics, maximum) in enumerate(runs):
-            for n, (name, words) in enumerate(names):
+            for n, name in enumerate(names):
                 steps, values = series(metrics, name)
-                if not len(values):
-                    continue
-                scale = maximum if head == "Reward" and maximum else 1.0
-                color = COLORS[r] if len(runs) > 1 else COLORS[n]
-                label = words if len(runs) == 1 else f"{run}: {words}"
-                marker = "." if len(values) <= 20 else ""
-                axis.plot(steps, values / scale, DASHES[n % 4], color=color, label=label, linewidth=1.6, marker=marker)
-        axis.set_title(head)
-        axis.set_ylabel(unit if not (head == "Reward" and not any(m for _, _, m in runs)) else "reward")
-        if unit.startswith("share"):
-            axis.set_ylim(-0.03, 1.03)
-        if axis.get_legend_handles_labels()[0] and (len(names) > 1 or len(runs) > 1):
+                label = label_of(name, "greedy")
+                look = line_style(r if len(runs) > 1 else n) | {"linestyle": DASHES[n % 4]}
+                values = values / maximum if scaled and maximum else values
+                draw_line(axis, steps, values, look | {"label": label if len(runs) == 1 else f"{run}: {label}"})
+        unit = "share of the largest there is" if scaled else chart.unit
+        finish_panel(
+            axis,
+            "Labels" if names == OF_A_PROCESS_REWARD[-1] else chart.title,
+            unit,
+            chart.share or scaled,
+            "step" if axis in axes[-1] else "",
+        )
+        if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(frameon=False, fontsize=7.5)
-    for axis in axes.flat:
+    fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
+    return save_figure(fig, path)
+
+
+def draw_line(axis: Any, x: Any, mean: Any, look: Mapping[str, Any], band: tuple[Any, Any] | None = None) -> None:
+    """A curve, with a band between two others. Where points are few, each has a dot."""
+    if len(x):
+        axis.plot(x, mean, **{"marker": "." if len(x) <= FEW else "", **look})
+    if band is not None and len(x):
+        axis.fill_between(x, *band, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def finish_panel(axis: Any, title: str, unit: str, share: bool, xlabel: str) -> None:
+    """The words and the limits of a panel. A text in which matplotlib would see a formula stays a text."""
+    axis.set_title(plain(title))
+    axis.set_ylabel(plain(unit))
+    axis.set_xlabel(xlabel)
+    if share:
+        axis.set_ylim(-0.03, 1.03)
+    if xlabel == "step":
         axis.xaxis.get_major_locator().set_params(integer=True)
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
-    fig.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return _save(fig, path)
+
+
+def plain(text: str) -> str:
+    return text.replace("$", r"\$")
 
 
 Curves = Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarray]]]]
@@ -130,36 +128,31 @@ def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Seque
     for axis, name in zip(axes[0], names, strict=True):
         for i, metrics in enumerate(curves.values()):
             _band(axis, metrics[name], i, name in SHARES, lambda _, steps: steps)
-        axis.set_title(TITLES.get(name, name))
-        axis.set_xlabel("step")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        finish_panel(axis, title_of(name, "greedy")[0], "", name in SHARES, "step")
     for axis, cost in zip(axes[1], next(iter(spent.values()))[0], strict=False):
         for i, (setting, metrics) in enumerate(curves.items()):
             runs = spent[setting]
             _band(axis, metrics["eval/accuracy"], i, True, lambda r, s, runs=runs, c=cost: np.array(runs[r][c])[s - 1])
-        axis.set_title(f"Exactly right, by {cost}")
-        axis.set_xlabel(cost)
+        finish_panel(axis, f"Exactly right, by {cost}", "", True, cost)
     _ends(axes[1][3], curves, spent)
-    handles = [_line(i, label=setting) for i, setting in enumerate(curves)]
-    axes[0][0].legend(handles=handles, frameon=False, fontsize=7.5)
+    axes[0][0].legend(handles=legend_handles(curves), frameon=False, fontsize=7.5)
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return _save(fig, path)
+    return save_figure(fig, path)
 
 
-def style(i: int) -> dict[str, Any]:
-    return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[(i // len(COLORS)) % 4], "linewidth": 1.6}
+def line_style(i: int) -> dict[str, Any]:
+    """A color and a dash: no two settings that stand together have both alike."""
+    return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)], "linewidth": 1.6}
 
 
-def _line(i: int, label: str) -> Any:
+def legend_handles(labels: Iterable[str]) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], label=label, **style(i))
+    return [Line2D([], [], label=plain(label), **line_style(i)) for i, label in enumerate(labels)]
 
 
 def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: bool, place: Any) -> None:
     """The mean of some runs, and its interval; `place` says where on the x axis the steps of a run lie."""
-    from ascent.diagnose.statistics import interval
-
     length = min(len(steps) for steps, _ in runs)
     if not length:
         return
@@ -168,16 +161,11 @@ def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: b
     half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
     x = np.stack([place(r, steps[:length]) for r, (steps, _) in enumerate(runs)]).mean(0)
     low, high = (mean - half, mean + half) if not share else ((mean - half).clip(0, 1), (mean + half).clip(0, 1))
-    axis.plot(x, mean, marker="o" if len(x) == 1 else "", **style(i))
-    axis.fill_between(x, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0)
-    if share:
-        axis.set_ylim(-0.03, 1.03)
+    draw_line(axis, x, mean, line_style(i), (low, high))
 
 
 def _ends(axis: Any, curves: Curves, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Where each setting ended: the last accuracy against the whole time, both with their intervals."""
-    from ascent.diagnose.statistics import interval
-
     for i, (setting, metrics) in enumerate(curves.items()):
         last = [values[-1] for _, values in metrics["eval/accuracy"] if len(values)]
         if not last:
@@ -186,14 +174,13 @@ def _ends(axis: Any, curves: Curves, spent: Mapping[str, Sequence[Mapping[str, A
         y, dy = interval(last)
         color = COLORS[i % len(COLORS)]
         axis.errorbar(x, y, np.nan_to_num(dy), np.nan_to_num(dx), fmt="o", color=color, capsize=2, markersize=5)
-    axis.set_title("Where each ended, exactly right")
-    axis.set_xlabel("seconds a run")
-    axis.set_ylim(-0.03, 1.03)
+    finish_panel(axis, "Where each ended, exactly right", "", True, "seconds per run")
     axis.set_xlim(left=0)
     axis.margins(x=0.2)
 
 
-def _save(fig: Any, path: Path) -> Path:
+def save_figure(fig: Any, path: Path) -> Path:
+    """Write a figure as a PNG file, whole or not at all."""
     from matplotlib import pyplot
 
     aside = path.with_name(f".{path.name}")

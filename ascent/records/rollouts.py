@@ -1,23 +1,23 @@
-"""Responses as Parquet, one file a step and one row a response: sampled ones, and held-out answers."""
+"""Responses as Parquet, one file per step and one row per response: sampled ones, and held-out answers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from ascent.engines.base import Stepped
+from ascent.core.protocols import Stepped, Task
+from ascent.core.types import Batch, Refused
 from ascent.records.folder import HELD_OUT, SAMPLED
 from ascent.records.pieces import Pieces
-from ascent.tasks import Task
-from ascent.types import Batch, Refused
 
 ANSWERS = 64
 """Held-out prompts whose answers are recorded, where not all are."""
 ROWS = 64
-"""In a part of a file, about."""
-MORE = "They are recorded at every evaluation (--eval-every), but for --record-rollouts none"
+"""About this many rows are in one row group of a file."""
+MORE = "They are recorded at every evaluation (--eval-every), except with --record-rollouts none"
 Row = dict[str, Any]
 
 
@@ -25,7 +25,7 @@ def path_of(folder: Path, step: int, where: str = SAMPLED) -> Path:
     return folder / where / f"step_{step:06d}.parquet"
 
 
-def write(
+def write_rollouts(
     folder: Path,
     step: int,
     batch: Batch,
@@ -42,11 +42,12 @@ def write(
     assert batch.index is not None and batch.logp_old is not None and batch.advantage is not None
     by_update, entropy = _by_update(minis, updates, groups), _first_entropy(minis, updates, groups)
     rows = _rows(step, batch, groups, task, pieces or Pieces(task))
+    present = _Present(batch, groups)
     for row in rows:
-        p, s, cut = row["group"], row["sample"], slice(len(row["response"]))
+        p, s = row["group"], row["sample"]
         row["logp_update"] = [i for i, _ in by_update[p]]
-        row["logp"] = [logp[s][cut] for _, logp in by_update[p]]
-        row |= {} if entropy[p] is None else {"entropy": entropy[p][s][cut]}
+        row["logp"] = [present(p, s, logp[s]) for _, logp in by_update[p]]
+        row |= {} if entropy[p] is None else {"entropy": present(p, s, entropy[p][s])}
     _save(path_of(folder, step), rows, batch.mask.shape[1])
 
 
@@ -58,11 +59,10 @@ def write_answers(folder: Path, step: int, batch: Batch, which: str, task: Task,
 
 
 def _rows(step: int, batch: Batch, groups: int, task: Task, pieces: Pieces) -> list[Row]:
-    """What is known of the responses of the first groups, whatever has become of them since."""
+    """The rows of the responses of the first groups, as they were sampled and scored."""
     columns: dict[str, Any] = {
         "prompt": batch.prompt,
         "response": batch.response,
-        "length": batch.length,
         "reward": batch.reward,
         "valid": batch.valid,
         "correct": batch.correct,
@@ -71,19 +71,20 @@ def _rows(step: int, batch: Batch, groups: int, task: Task, pieces: Pieces) -> l
         "logp_old": batch.logp_old,
         "advantage": batch.advantage,
     }
-    columns |= {"logp_ref": batch.logp_ref, "value": batch.value}
+    columns |= {"logp_ref": batch.logp_ref, "value": batch.value, "turn": batch.turn}
+    if bool((batch.present & ~batch.mask).any()):  # which tokens are actions, where observations are among them
+        columns["mask"] = batch.mask
     columns = {name: tensor for name, tensor in columns.items() if tensor is not None}
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items()}
-    per_token = [name for name in lists if name.startswith(("logp", "advantage", "value"))]
+    per_token = [name for name in lists if name.startswith(("logp", "advantage", "value", "mask", "turn"))]
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
-    failed, rows = _failed(batch), []
+    failed, rows, present = _failed(batch), [], _Present(batch, groups)
     for p in range(groups):
         for s in range(batch.mask.shape[1]):
-            cut = slice(lists["length"][p][s])
             row: Row = {"step": step, "group": p, "sample": s}
             row["prompt"] = [i for i in lists["prompt"][p] if i >= 0]
             row["prompt_text"] = task.text(row["prompt"])
-            row["response"] = lists["response"][p][s][cut]
+            row["response"] = present(p, s, lists["response"][p][s])
             row["response_text"] = task.text(row["response"])
             row["pieces"] = pieces(row["response"], row["response_text"])
             row["status"] = "failed" if failed(p, s) else "ok"
@@ -91,13 +92,25 @@ def _rows(step: int, batch: Batch, groups: int, task: Task, pieces: Pieces) -> l
             row["reward"] = sum(lists["reward"][p][s])
             row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
             row |= {} if batch.notes is None else {"reason": batch.notes[p, s]}
-            row |= {name: lists[name][p][s][cut] for name in per_token}
+            row |= {name: present(p, s, lists[name][p][s]) for name in per_token}
             rows.append(row)
     return rows
 
 
+class _Present:
+    """What a row has of a response: the tokens that are there, with their numbers."""
+
+    def __init__(self, batch: Batch, groups: int):
+        self.present = batch.present[:groups].tolist()
+
+    def __call__(self, p: int, s: int, values: list[Any]) -> list[Any]:
+        """The values at the tokens that are there; a number of the whole response stays one."""
+        where = self.present[p][s]
+        return values[: sum(where)] if len(values) == 1 else list(compress(values, where))
+
+
 def _save(final: Path, rows: list[Row], samples: int) -> None:
-    """Whole, or not at all; in parts of whole groups, so that one group can be read without the others."""
+    """Written aside and renamed; each row group has whole groups, so that one can be read without the others."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -107,7 +120,7 @@ def _save(final: Path, rows: list[Row], samples: int) -> None:
 
 
 def _by_update(minis: list[Batch], updates: list[Stepped], groups: int) -> list[list[tuple[int, Any]]]:
-    """For each prompt the updates that saw it, with the log-probs of its samples there."""
+    """For each prompt the updates that used it, with the log-probs of its samples there."""
     found: list[list[tuple[int, Any]]] = [[] for _ in range(groups)]
     for i, (mini, update) in enumerate(zip(minis, updates, strict=True)):
         assert mini.index is not None
@@ -118,7 +131,7 @@ def _by_update(minis: list[Batch], updates: list[Stepped], groups: int) -> list[
 
 
 def _first_entropy(minis: list[Batch], updates: list[Stepped], groups: int) -> list[Any]:
-    """For each prompt the entropy at the tokens of its samples, at the first update that saw it."""
+    """For each prompt the entropy at the tokens of its samples, at the first update that used it."""
     found: list[Any] = [None] * groups
     for mini, update in zip(minis, updates, strict=True):
         assert mini.index is not None
@@ -139,8 +152,8 @@ def _failed(batch: Batch) -> Callable[[int, int], bool]:
     return failed
 
 
-def read(folder: Path, step: int, where: str = SAMPLED) -> list[Row]:
-    """The recorded rows of a step; refused, with what there is, where nothing was recorded."""
+def read_rollouts(folder: Path, step: int, where: str = SAMPLED) -> list[Row]:
+    """The recorded rows of a step; refused, with a list of the recorded steps, if there are none."""
     import pyarrow.parquet as pq
 
     path = path_of(folder, step, where)

@@ -6,14 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ascent.config import Config
-from ascent.policies import CausalLM
+from ascent.core.config import Config
+from ascent.core.types import Refused
+from ascent.engines.backends import backend_of
 from ascent.records import checkpoint, rollouts
 from ascent.records.folder import is_locked, read_json, read_lines
 from ascent.settings import configure, flatten
-from ascent.types import Refused
 
 
 class Run:
@@ -55,12 +53,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dictionary a step."""
+        """One dictionary per step."""
         return read_lines(self.folder / "metrics.jsonl")
 
     @property
     def updates(self) -> list[dict[str, Any]]:
-        """One dictionary an optimizer update."""
+        """One dictionary per optimizer update."""
         return read_lines(self.folder / "updates.jsonl")
 
     @property
@@ -69,11 +67,11 @@ class Run:
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """The recorded responses of a step, one dictionary each."""
-        return rollouts.read(self.folder, step)
+        return rollouts.read_rollouts(self.folder, step)
 
     def held_out(self, step: int) -> list[dict[str, Any]]:
         """The recorded greedy answers of the evaluation in a step, one dictionary each."""
-        return rollouts.read(self.folder, step, rollouts.HELD_OUT)
+        return rollouts.read_rollouts(self.folder, step, rollouts.HELD_OUT)
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -83,16 +81,16 @@ class Run:
         """The newest checkpoint, that of a step, or that of the best evaluation; refused with what there is."""
         if step is not None and best:
             raise Refused(f"{flag} {step} and --best name two checkpoints: give one of them")
-        found = self.checkpoints
-        if not found:
+        checkpoints = self.checkpoints
+        if not checkpoints:
             raise Refused(f"{self.folder}: no checkpoint yet, so there is no policy to load")
         if step is None and not best:
-            return found[-1]
+            return checkpoints[-1]
         if best:
             step, flag = self._best(), "--best"
         wanted = self.folder / "checkpoints" / checkpoint.name(step or 0)
-        if wanted not in found:
-            there = ", ".join(str(checkpoint.step_of(p)) for p in found)
+        if wanted not in checkpoints:
+            there = ", ".join(str(checkpoint.step_of(p)) for p in checkpoints)
             why = f"its best evaluation is that of step {step}, which was not kept (--keep-best does)" if best else ""
             raise Refused(
                 f"{flag}{'' if best else f' {step}'}: {self.folder} has no such checkpoint"
@@ -103,34 +101,30 @@ class Run:
     def _best(self) -> int:
         from ascent.records.writer import best_of
 
-        found = best_of(self.metrics)
-        if found is None:
+        best = best_of(self.metrics)
+        if best is None:
             raise Refused(f"--best: {self.folder} was never evaluated, so no checkpoint is its best")
-        return found[0]
+        return best[0]
 
     @property
     def policy(self) -> Any:
         """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
-        return policy_of(self.config, self.checkpoint())
+        return load_policy(self.config, self.checkpoint())
 
 
-def policy_of(config: Config, path: Path) -> Any:
-    """The policy of a checkpoint, without whatever only training needs."""
-    if getattr(config.algorithm.loss, "trains", "policy") != "policy":
+def load_policy(config: Config, path: Path) -> Any:
+    """The policy of a checkpoint, without what only training needs."""
+    check_trains_policy(config, path.parent.parent)
+    return backend_of(config).policy(config, checkpoint.params(path))
+
+
+def check_trains_policy(config: Config, folder: Path) -> None:
+    """Refuse a run that trained a reward model or a process reward."""
+    if config.algorithm.loss.trains != "policy":
         raise Refused(
-            f"{path.parent.parent} trained a reward and no policy: ascent.learned.rewards.load_reward_model loads a "
-            "reward model, and ascent.learned.process.load_process a process reward"
+            f"{folder} trained a reward and not a policy: ascent.rewards.reward_models.load_reward_model loads a "
+            "reward model, and load_process_reward beside it a process reward"
         )
-    given = checkpoint.params(path)
-    if isinstance(config.policy, CausalLM):
-        from ascent.engines.language import load_params
-
-        lm = config.policy.load(config.seed)
-        load_params(lm.trained(), given)
-        return lm
-    policy = config.policy(config.task.space, torch.Generator())
-    policy.load_state_dict(given)
-    return policy
 
 
 def read_config(path: Path) -> Config:
@@ -140,8 +134,8 @@ def read_config(path: Path) -> Config:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A config.json as it stands, less what is there only to be read."""
-    given = read_json(path)
-    if not isinstance(given, dict) or "task" not in given:
-        raise Refused(f"{path} is no config: it has to be an object with a `task`, as a run's config.json is")
-    return {key: value for key, value in given.items() if key not in ("objective", "formula", "label")}
+    """A config.json as it stands, without what is there only for people."""
+    settings = read_json(path)
+    if not isinstance(settings, dict) or "task" not in settings:
+        raise Refused(f"{path} is not a config: it has to be an object with a `task`, as a run's config.json is")
+    return {key: value for key, value in settings.items() if key not in ("objective", "formula", "label")}

@@ -19,9 +19,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ascent.menu import nearest
+from ascent.core.menu import nearest
+from ascent.core.types import Refused
 from ascent.records.trackers import SINKS, Row, Sink
-from ascent.types import Refused
 
 WAITING = 4096
 """Steps that may wait for a tracker. More are not sent to it."""

@@ -12,8 +12,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -136,27 +136,47 @@ class Trackio(Sink):
 
     def start(self) -> None:
         import trackio
-        import trackio.run
-        import trackio.utils
 
-        for module in (trackio, trackio.run, trackio.utils):
-            vars(module)["print"] = lambda *_, **__: None  # it has no quiet mode, and stdout may be somebody's input
-        self.run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "ascent"),
-            name=self.name,
-            config=flat(self.config),
-            resume="allow" if self.resume_step else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        with _silent_trackio():
+            self.run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", "ascent"),
+                name=self.name,
+                config=flat(self.config),
+                resume="allow" if self.resume_step else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
 
     def log(self, rows: list[Row]) -> None:
-        for step, metrics in rows:
-            self.run.log(metrics, step=step)
+        with _silent_trackio():
+            for step, metrics in rows:
+                self.run.log(metrics, step=step)
 
     def end(self, status: str) -> None:
-        self.run.finish()
+        with _silent_trackio():
+            self.run.finish()
+
+
+@contextmanager
+def _silent_trackio() -> Iterator[None]:
+    """Trackio has no quiet mode, and stdout may be somebody's input. Its `print` is as it was when this is left."""
+    import trackio
+    import trackio.run
+    import trackio.utils
+
+    spaces = [vars(module) for module in (trackio, trackio.run, trackio.utils)]
+    before = [space.get("print") for space in spaces]
+    try:
+        for space in spaces:
+            space["print"] = lambda *_, **__: None
+        yield
+    finally:
+        for space, own in zip(spaces, before, strict=True):
+            if own is None:
+                space.pop("print", None)
+            else:
+                space["print"] = own
 
 
 class Mlflow(Sink):

@@ -1,9 +1,8 @@
-"""What the loop writes down, step by step."""
+"""The records of a run, written step by step."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from contextlib import suppress
@@ -13,42 +12,18 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, contiguous_format
 
-from ascent.config import Config
-from ascent.diagnose.evidence import Flag, answers_in, noted, one_answer, told, weights_of
-from ascent.diagnose.findings import flags
-from ascent.diagnose.watch import watched
-from ascent.engines.base import Learner, Stepped
+from ascent.core.config import Config
+from ascent.core.protocols import Learner, Stepped, Task
+from ascent.core.types import Batch, Metrics, State, Streams
 from ascent.records import checkpoint, rollouts
 from ascent.records.display import Display
 from ascent.records.folder import LINES, RunFolder, read_lines
+from ascent.records.metrics import ALWAYS_WRITTEN
 from ascent.records.pieces import Pieces
+from ascent.records.reading import finite_line
 from ascent.records.sinks import Sinks
-from ascent.tasks import Task
-from ascent.train import Streams
-from ascent.types import Batch, Metrics, State
-
-METRICS = (
-    "step",
-    "reward",
-    "reward_std",
-    "accuracy",
-    "eval/accuracy",
-    "eval/reward",
-    "exact/reward",
-    "entropy",
-    "kl",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "frac_reward_zero_std",
-    "frac_all_right",
-    "frac_all_wrong",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "sampling/sampling_logp_difference/mean",
-    "grad_norm",
-    "reward_errors",
-)
-"""On every line of metrics.jsonl, in this order; null: not measured in this step. The loss comes last."""
+from ascent.records.watch.flags import Flag, batch_responses, metric_warnings, one_answer, reward_weights, with_evidence
+from ascent.records.watch.trends import watch_from
 
 CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
 """On every line of updates.jsonl where the loss clips."""
@@ -68,7 +43,7 @@ class Writer:
         self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
         lines = read_lines(folder.path / "metrics.jsonl")
         sampled = config.algorithm.loss.data == "samples"
-        self.watch = watched(lines, task.max_reward, weights_of(task)) if sampled else None
+        self.watch = watch_from(lines, task.max_reward, reward_weights(task)) if sampled else None
         self.stop = False
         self.best_step, self._fresh_best = best_of(lines), False
         self.last: dict[str, Any] = {}
@@ -77,19 +52,19 @@ class Writer:
         self._beat = time.monotonic()
 
     def held_out(self, task: Task, answers: Batch) -> None:
-        """Greedy answers to held-out prompts, which are kept with the step whose line has their numbers."""
+        """Keep greedy answers to held-out prompts, to be written with the step whose line has their metrics."""
         if self.config.record_rollouts != "none":
             self._answers = task, answers
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
         for i, update in enumerate(updates):
             report = update.report
-            told = {"step": step, "update": i, "loss": report["loss"], "grad_norm": report["grad_norm"]}
-            if CLIPS[0] in report:
-                told |= {name: report[name] for name in CLIPS}
-            self._line("updates.jsonl", told)
+            names = ("loss", "grad_norm", *(CLIPS if CLIPS[0] in report else ()))
+            self._line("updates.jsonl", {"step": step, "update": i} | {name: report[name] for name in names})
         loss = metrics.pop("loss", None)
-        line: dict[str, Any] = {name: metrics.get(name) for name in METRICS} | metrics | {"step": step, "loss": loss}
+        line: dict[str, Any] = (
+            {name: metrics.get(name) for name in ALWAYS_WRITTEN} | metrics | {"step": step, "loss": loss}
+        )
         self._line("metrics.jsonl", line)
         if self.sinks is not None:
             self.sinks.step(step, line)
@@ -101,7 +76,7 @@ class Writer:
                 self.display.say(f"step {step}: {flag.text}")
         if self._recorded(step):
             which = self.config.record_rollouts
-            rollouts.write(self.folder.path, step, batch, minis, updates, which, self.task, self.pieces)
+            rollouts.write_rollouts(self.folder.path, step, batch, minis, updates, which, self.task, self.pieces)
         if self._answers is not None:
             (task, answers), self._answers = self._answers, None
             own = self.pieces if task is self.task else None
@@ -127,17 +102,16 @@ class Writer:
         return self._fresh_best
 
     def _flags(self, step: int, line: dict[str, Any], batch: Batch) -> list[Flag]:
-        """What in this step deserves a look, with its evidence."""
+        """The flags of this step, with their evidence."""
         first = self.watch.first if self.watch is not None else {}
-        plain = [*flags(line, self.task), *self._failed_rewards(line, batch.errors)]
-        found = [noted(name, text, line, first) for name, text in plain]
+        warnings = [*metric_warnings(line, self.task), *self._failed_rewards(line, batch.errors)]
+        flags = [with_evidence(name, text, line, first) for name, text in warnings]
         if self.watch is None:
-            return found
-        found += self.watch.see(line)
+            return flags
+        flags += self.watch.see(line)
         if self._due(step) and "one-answer" not in self.flagged:
-            answer = one_answer(step, answers_in(batch))
-            found += told(answer, self.task.text(list(answer[0])) if answer else "")
-        return found
+            flags += one_answer(step, batch_responses(batch), lambda tokens: self.task.text(list(tokens)))
+        return flags
 
     def _failed_rewards(self, line: dict[str, Any], reasons: tuple[str, ...]) -> list[tuple[str, str]]:
         if not reasons:
@@ -163,11 +137,7 @@ class Writer:
         return step if self._recorded(step) else step - step % self.config.record_every
 
     def _line(self, name: str, values: dict[str, Any]) -> None:
-        """One JSON object; a number that is not finite becomes null, and is named in `nonfinite`."""
-        bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-        if bad:
-            values = {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad}
-        self.files[name].write(json.dumps(values) + "\n")
+        self.files[name].write(json.dumps(finite_line(values)) + "\n")
 
     def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State) -> None:
         for file in self.files.values():
@@ -190,7 +160,7 @@ class Writer:
         self._event("trouble", text)
 
     def say(self, text: str) -> None:
-        """To the person who watches, and into events.jsonl."""
+        """Write a note to the display and to events.jsonl."""
         self.display.say(text)
         self._event("note", text)
 
@@ -203,12 +173,12 @@ class Writer:
 
     def close(self) -> None:
         for file in self.files.values():
-            with suppress(OSError):  # a full disk has been told of by now
+            with suppress(OSError):  # a full disk has been reported by now
                 file.close()
 
 
 def quality(line: dict[str, Any]) -> tuple[float, float] | None:
-    """What makes one evaluation better than another: held-out accuracy, then reward; else log-prob or log-loss."""
+    """The quality of an evaluation: held-out accuracy, then reward; without them log-prob or log-loss."""
     if line.get("eval/logp") is not None:
         return line["eval/logp"], 0.0
     if line.get("eval/accuracy") is None:
@@ -218,6 +188,6 @@ def quality(line: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def best_of(lines: list[dict[str, Any]]) -> tuple[int, tuple[float, float]] | None:
-    """The step after which the best evaluation was made, and how good it was; the first of equals."""
-    found = [(line["step"] + 1, now) for line in lines if (now := quality(line)) is not None]
-    return max(found, key=lambda pair: (pair[1], -pair[0])) if found else None
+    """The step after which the best evaluation was made, and its quality; the first among equals."""
+    evaluated = [(line["step"] + 1, now) for line in lines if (now := quality(line)) is not None]
+    return max(evaluated, key=lambda pair: (pair[1], -pair[0]), default=None)

@@ -1,6 +1,6 @@
-"""Worlds: prompts and verifiable rewards, one file each.
+"""Tasks: prompts and verifiable rewards, one file each.
 
-Imported on use: a process that only grades language needs neither torch nor the small worlds.
+Imported on use: a process that only computes rewards of text needs neither torch nor the small tasks.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ascent.tasks.base import Task
-    from ascent.tasks.lecture import Lecture
-    from ascent.tasks.sort import Sort
+    from ascent.tasks.small.lecture import Lecture
+    from ascent.tasks.small.sort import Sort
 
     TASKS: tuple[type, ...]
 
 _AT = {
-    "Task": "base",
-    "Lecture": "lecture",
-    "Sort": "sort",
+    "Lecture": "small.lecture",
+    "Sort": "small.sort",
     "ReasoningGym": "text",
     "Gsm8k": "text",
     "Countdown": "text",
@@ -32,10 +30,10 @@ _AT = {
 
 def __getattr__(name: str) -> Any:
     if name == "TASKS":
-        return tuple(__getattr__(task) for task in _AT if task != "Task")
+        return tuple(__getattr__(task) for task in _AT)
     if name in _AT:
         return getattr(import_module(f"ascent.tasks.{_AT[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["TASKS", "Lecture", "Sort", "Task"]
+__all__ = ["TASKS", "Lecture", "Sort"]

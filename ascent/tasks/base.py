@@ -1,44 +1,76 @@
-"""What the loop asks of a task."""
+"""What every task has, whether its prompts are numbers or words.
+
+Nothing here imports torch: the processes that compute rewards of text tasks do without it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
-
-from ascent.types import Rollouts, Scores, Space
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 
-class Task(Protocol):
-    """Prompts, and a verifiable reward for the responses to them. A frozen dataclass: its fields are its settings."""
+class BaseTask:
+    """The answers that most tasks give. A task overrides those that it can answer better.
 
-    presets: ClassVar[dict[str, dict[str, Any]]]
-    """Named settings of a whole run; `default` is what `ascent train TASK` does.
-
-    Keys are those of the command line (`loss.high`); a choice's name in place of its axis
-    (`clipped.high`) sets what that choice starts from if it is chosen.
+    A task of your own derives from `SmallTask` or `TextTask`, which derive from this class.
     """
 
-    @property
-    def space(self) -> Space: ...
+    kind: ClassVar[str]
+    """small: prompts and responses are short lists of numbers. text: they are words."""
+    data: ClassVar[str] = "samples"
+    """What there is to learn from: samples, which the task scores; or demonstrations, pairs or steps of a file."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Named settings of a whole run; `default` is what `ascent train TASK` uses."""
 
     @property
     def max_reward(self) -> float | None:
-        """The largest reward there is, where that is known."""
+        """The largest reward there is; None: unknown."""
+        return None
 
     @property
     def loophole(self) -> str | None:
         """How a wrong response can earn the whole reward, where that is known."""
+        return None
 
-    def draw(self, count: int, generator: torch.Generator) -> Int[Tensor, "prompt position"]:
-        """Prompts to train on."""
+    def check_prompts(self, prompts: int) -> None:
+        """Refuse a number of prompts per step that this task cannot draw."""
 
-    def held_out(self, count: int) -> Int[Tensor, "prompt position"]:
-        """The same prompts every time, which `draw` never gives."""
+    def verify(self) -> None:
+        """Refuse, before any work, what cannot be trained on: files, columns, names, reward functions."""
 
-    def score(self, rollouts: Rollouts) -> Scores: ...
+    def report(self) -> list[str]:
+        """What was left out of the data, in words."""
+        return []
 
-    def text(self, ids: list[int]) -> str:
-        """A prompt or a response as a person reads it."""
+    def close(self) -> None:
+        """End the processes that the task has started."""
+
+
+class SmallTask(BaseTask):
+    """A task whose prompts and responses are short lists of numbers: they are the tokens."""
+
+    kind = "small"
+
+
+class WrittenPrompt(NamedTuple):
+    """A prompt for people and for files."""
+
+    words: str
+    prompt: Any
+    """As a JSONL file has it: words, the messages of a chat, or numbers."""
+    chat: Any
+    """The same, but always as messages where there are any."""
+    answer: Any = None
+    """The right answer, where one is known."""
+
+
+def error_line(error: Exception) -> str:
+    """The first line of an error, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def refuse(message: str, value: str = "", known: Any = ()) -> NoReturn:
+    """Refuse bad input, with the known name that is nearest to `value`. `types` brings torch: so only on use."""
+    from ascent.core.menu import nearest
+    from ascent.core.types import Refused
+
+    raise Refused(message + nearest(value, known))

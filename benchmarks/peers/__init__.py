@@ -1,9 +1,9 @@
-"""Other people's programs to be held against: environments of their own, and processes that take turns with us.
+"""Other programs that we compare with. Each has its own environment, and a process that takes turns with ours.
 
 An environment is made once, under ${XDG_CACHE_HOME:-~/.cache}/ascent/peers, by the first benchmark that needs it.
-A peer is a script beside this file. It runs in its environment, does one piece of work (a training step, a batch of
+A peer is a script in this folder. It runs in its environment, does one piece of work (a training step, a batch of
 rollouts) for every line on its standard input, and answers with a line of JSON that says what took how long.
-Meanwhile everyone else waits, so that in one run each has the machine to itself: ours, theirs, ours, theirs.
+Meanwhile all others wait, so that each has the machine to itself: ours, theirs, ours, theirs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Answer = dict[str, Any]
 
 
 def environment(name: str) -> Path:
-    """The Python of a peer's environment, which is made where it is not there."""
+    """The Python of a peer's environment. Makes the environment if it does not exist."""
     if name == HERE_TOO:
         return Path(sys.executable)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -78,7 +78,7 @@ class Peer:
             env=os.environ | threads | VARIABLES.get(name, {}),
         )
         self.about = self.answer()
-        """What it says of itself when it is ready: its versions."""
+        """What it reports when it is ready: its versions."""
 
     def __call__(self) -> Answer:
         assert self.process.stdin is not None
@@ -94,7 +94,7 @@ class Peer:
         self.process.wait()
         self.said.seek(0)
         last = self.said.read().decode(errors="replace")[-4000:]
-        raise RuntimeError(f"{self.script} ended with status {self.process.returncode}. The last that it said:\n{last}")
+        raise RuntimeError(f"{self.script} ended with status {self.process.returncode}. Its last output:\n{last}")
 
     def close(self) -> None:
         assert self.process.stdin is not None

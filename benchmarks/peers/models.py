@@ -51,7 +51,7 @@ GPU_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(folder: Path, shape: dict[str, Any] = TINY, device: str = "cpu") -> str:
-    """A random Llama (or its like) whose tokens are the words w2, w3, …; saved as an ordinary folder."""
+    """A random Llama (or a similar model) whose tokens are the words w2, w3, …; saved as an ordinary folder."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -76,7 +76,7 @@ def random_prompts(count: int, tokens: int, vocab: int) -> list[str]:
 
 
 def smollm2() -> str:
-    """The folder of SmolLM2-135M-Instruct, which is converted where it is not there."""
+    """The folder of SmolLM2-135M-Instruct, converted if it does not exist."""
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "smollm2.py"], stdout=subprocess.PIPE, text=True, check=True
     )

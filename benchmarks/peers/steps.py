@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ascent.assemble import assemble
+from ascent.core.loop import train
+from ascent.core.types import Metrics
 from ascent.settings import configure
-from ascent.train import train
-from ascent.types import Metrics
 from benchmarks.common import close
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw
-from benchmarks.peers.given import Given
+from benchmarks.peers.fixed_prompts import FixedPrompts
 
 LR, MAX_NORM = 1e-6, 1.0
 NEVER = frozenset({-1})
@@ -40,7 +40,7 @@ class Work:
 
 
 class Ours:
-    """Ascent's own loop on its own parts, one step a turn; nothing is recorded, as TRL is told to record nothing."""
+    """Ascent's own loop on its own parts, one step per turn. It records nothing, and TRL is set to record nothing."""
 
     def __init__(self, work: Work):
         settings = {
@@ -55,7 +55,7 @@ class Ours:
             "update.max_norm": MAX_NORM,
             "threads": THREADS if work.device == "cpu" else 0,
         }
-        self.parts = assemble(configure(Given(words=tuple(work.prompts)), settings))
+        self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings))
         self.parts.policy.ends = NEVER  # type: ignore[union-attr]
         self.done = 0
 
@@ -90,7 +90,7 @@ class Ours:
 
 
 def compare(name: str, work: Work, repeats: int, target: float, smoke: bool) -> int:
-    """Both sides in turns; that they did the same work is checked. Without the peer where it is only a trial."""
+    """Both sides in turns; checks that they did the same work. A trial runs without the peer."""
     torch.set_num_threads(THREADS)
     ours = Ours(work)
     sides: dict[str, Any] = {"ascent": ours}
@@ -110,5 +110,5 @@ def compare(name: str, work: Work, repeats: int, target: float, smoke: bool) -> 
     theirs = [list(ids) for ids in answers["trl"][0]["prompts"]]
     assert theirs == ours.prompts, "the two sides were given different prompts"
     speedup = middle(answers["trl"]) / middle(answers["ascent"])
-    print(f"Ascent {middle(answers['ascent']):.2f} s, TRL {middle(answers['trl']):.2f} s a step: {speedup:.2f} times")
+    print(f"Ascent {middle(answers['ascent']):.2f} s, TRL {middle(answers['trl']):.2f} s per step: {speedup:.2f} times")
     return close(name, speedup, 1.0, target, speedup >= target, peers=sides["trl"].about, **more)[1]

@@ -1,6 +1,6 @@
-"""transformers' generate, one batch of rollouts a turn: sdpa attention, key-value cache, prompts padded on the left.
+"""transformers' generate, one batch of rollouts per turn: sdpa attention, key-value cache, prompts padded on the left.
 
-It is not asked for log-probs, which would cost it more.
+It computes no log-probs, which would make it slower.
 """
 
 from __future__ import annotations

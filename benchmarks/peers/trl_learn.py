@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer for benchmarks/learn.py: so many seconds of training, with Ascent's task, reward and evaluation.
+"""TRL's GRPOTrainer for benchmarks/learn.py: it trains for a given time, with Ascent's task, reward and evaluation.
 
 Only training is on the clock, from the trainer's on_step_begin to its on_step_end. The parameters are float32 under
 bfloat16 autocast, nothing is saved or logged, and there is no reference.
@@ -21,13 +21,13 @@ from turns import WORK, answer, wait
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ascent.config import Config
+from ascent.core.config import Config
 from ascent.engines.language import LanguageSampler
-from ascent.engines.language.sampler import PlainDecoder
-from ascent.evaluate import evaluator
+from ascent.engines.language.sampling.sampler import PlainDecoder
 from ascent.policies import LanguageModel
+from ascent.records.evaluation import sample_evaluator
 from ascent.settings import configure
-from ascent.tasks.text.tokenized import Tokenized
+from ascent.tasks.text.tokenized import TokenizedTask
 
 SETTINGS = WORK["settings"]
 
@@ -47,10 +47,10 @@ class Watch(TrainerCallback):
 
     def __init__(self, config: Config, model: Any, tokenizer: Any):
         lm = LanguageModel(model, tokenizer)
-        task = Tokenized(config.task, lm)
+        task = TokenizedTask(config.task, lm)
         sampler = LanguageSampler(lm, config.task.max_tokens, 1.0, torch.Generator(), rows=512)
         sampler.decoder = PlainDecoder
-        self.evaluate, self.config, self.task = evaluator(config, task, sampler, None), config, task
+        self.evaluate, self.config, self.task = sample_evaluator(config, task, sampler), config, task
         self.points: list[dict[str, float]] = []
         self.spent, self.done = 0.0, 0
         self.note(model)

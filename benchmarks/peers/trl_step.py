@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer, one optimizer step a turn: generation, reward, loss, backward pass and optimizer.
+"""TRL's GRPOTrainer, one optimizer step per turn: generation, reward, loss, backward pass and optimizer.
 
-It is set to its fastest for this work: one batch a step, no reference, no checkpointing, nothing logged or saved; and
-since generation and update are aligned, it needs no pass for old log-probs. On a GPU its parameters are bfloat16, which
-its optimizer steps as they are, and the loss is cut into micro-batches that fit. The clock runs from the trainer's
-on_step_begin to its on_step_end, so that loading the data is not counted.
+It has its fastest settings for this work: one batch per step, no reference, no checkpointing, nothing logged or
+saved. Generation and update are aligned, so it needs no pass for old log-probs. On a GPU its parameters are bfloat16,
+which its optimizer updates as they are, and the loss is split into micro-batches that fit. The clock runs from the
+trainer's on_step_begin to its on_step_end, so that loading the data is not counted.
 """
 
 from __future__ import annotations

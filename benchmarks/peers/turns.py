@@ -1,4 +1,4 @@
-"""A peer's end of the conversation: wait for a line, work, answer with a line of JSON. It needs nothing installed."""
+"""The peer's side: wait for a line, work, answer with a line of JSON. It needs only the standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 WORK: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 _out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # whatever libraries print is no answer
+os.dup2(2, 1)  # what libraries print must not reach the answers
 
 
 def answer(**found: Any) -> None:

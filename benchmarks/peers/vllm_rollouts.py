@@ -1,4 +1,4 @@
-"""vLLM on a CPU, one batch of rollouts a turn, with the log-prob of each sampled token.
+"""vLLM on a CPU, one batch of rollouts per turn, with the log-prob of each sampled token.
 
 Prefix caching is on, so that a prompt's samples share it; it is emptied before each turn, as new weights would.
 """

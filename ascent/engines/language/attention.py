@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ascent.engines.language import flash
-from ascent.engines.language.elementwise import rotating
+from ascent.engines.language.learning import flash
+from ascent.engines.language.learning.elementwise import rotating
 
 NAME = "ascent_groups"
 
@@ -59,28 +59,15 @@ def ours(model: Any) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-@dataclass(frozen=True)
-class Group:
-    """Where a group stands in the packed row: its prompt, then its responses one after the other."""
-
-    start: int
-    prompt: int
-    responses: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return self.prompt + sum(self.responses)
-
-
 @dataclass
 class Packed:
     """One row of groups. `keep(layer, k, v)`, if given, is shown the keys and values of the row."""
 
-    groups: list[Group]
+    groups: list[flash.Group]
     keep: Callable[[int, Tensor, Tensor], None] | None = None
     fused: Any = None
     """How segments are attended to at once; None: flash attention where it fits, else a group at a time."""
-    _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _grids: dict[flash.Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _spans: flash.Spans | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -100,7 +87,7 @@ class Packed:
             parts += self._one(group, q[own], k[own], v[own], scale)
         return torch.cat(parts).unsqueeze(0)
 
-    def _one(self, group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
+    def _one(self, group: flash.Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
         prompt = group.prompt
         pq, pk, pv = (x[:prompt].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         own = F.scaled_dot_product_attention(pq, pk, pv, is_causal=True, scale=scale)[0].transpose(0, 1)
@@ -119,7 +106,7 @@ class Packed:
         out = F.scaled_dot_product_attention(rq, k_all, v_all, attn_mask=seen, scale=scale).transpose(1, 2)
         return [own, out.flatten(0, 1) if even else out[inside]]
 
-    def _grid(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _grid(self, group: flash.Group, device: torch.device) -> tuple[Tensor, Tensor]:
         """For each response the indices of its tokens, padded with its last; and where they are its own."""
         if group not in self._grids:
             lengths = torch.tensor(group.responses, device=device)

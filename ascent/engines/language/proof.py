@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ascent.core.types import Refused, Rollouts
 from ascent.engines.language.attention import ours
-from ascent.engines.language.head import Head
-from ascent.engines.language.states import packed_states, padded_states
+from ascent.engines.language.learning.head import Head
+from ascent.engines.language.learning.states import packed_states, padded_states
 from ascent.policies.causal_lm import LanguageModel
-from ascent.types import Refused, Rollouts
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens.

@@ -1,5 +1,5 @@
 // Drawing: a frame with axes in the coordinates of its numbers, and dragging in them.
-import { html } from "./store.js";
+import { html } from "./shared.js";
 
 export function frame({ width, height, x, y, left = 46, right = 16, top = 14, bottom = 38 }) {
   const w = width - left - right;

@@ -1,5 +1,5 @@
 // What figures share: controls, numbers in large type, tables behind charts, Python to copy.
-import { html } from "./store.js";
+import { html } from "./shared.js";
 
 const shown = (control, value) =>
   control.kind === "slider" ? String(+(+value).toPrecision(4)).replace("-", "−") : value;

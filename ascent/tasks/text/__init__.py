@@ -1,14 +1,13 @@
-"""Language worlds. Grading needs no torch; `Tokenized`, which does, is imported from its own module."""
+"""Text tasks. Grading needs no torch; `TokenizedTask`, which does, is imported from its own module."""
 
-from ascent.tasks.text.base import Graded, Problem, Text
+from ascent.tasks.text.base import TextTask
 from ascent.tasks.text.countdown import Countdown
 from ascent.tasks.text.dataset import Dataset
-from ascent.tasks.text.demonstrations import Demonstrations
 from ascent.tasks.text.gsm8k import Gsm8k
-from ascent.tasks.text.jsonl import Jsonl
-from ascent.tasks.text.preferences import Preferences
+from ascent.tasks.text.offline.files import Demonstrations, Preferences, Steps
+from ascent.tasks.text.problems import Graded, Problem
 from ascent.tasks.text.reasoning_gym import ReasoningGym
-from ascent.tasks.text.steps import Steps
+from ascent.tasks.text.rows import Jsonl
 
 __all__ = [
     "Countdown",
@@ -21,5 +20,5 @@ __all__ = [
     "Problem",
     "ReasoningGym",
     "Steps",
-    "Text",
+    "TextTask",
 ]

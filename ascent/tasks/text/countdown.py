@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers, each used exactly once, by + − × ÷ and brackets.
+"""Countdown: reach a target with some numbers, each used exactly once, by + − × ÷ and brackets.
 
 The value of an expression is computed exactly, by a walk over its syntax tree that knows numbers and four
 operations and nothing else: a response is never run.
@@ -15,16 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ascent.tasks.text.answers import MINUS, stated, tidy
-from ascent.tasks.text.base import Graded, Problem, refuse
+from ascent.tasks.base import refuse
+from ascent.tasks.text.answers import MINUS, marked_answer, tidy
 from ascent.tasks.text.generated import Generated
+from ascent.tasks.text.problems import Graded, Problem
 
-OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
 }
+NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 LONGEST = 200
 SIGNS = MINUS | str.maketrans({"×": "*", "·": "*", "÷": "/", "∕": "/", "⁄": "/", "[": "(", "]": ")"})
 LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
@@ -32,18 +34,18 @@ LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "
 
 @dataclass(frozen=True)
 class Countdown(Generated):
-    """Reach a target with the numbers given, each used once."""
+    """Reach a target with some numbers, each used once."""
 
     instruction: str = "End with a line that has only Answer: and the expression, for example Answer: (1 + 2) * 3"
-    """Stands below every prompt: how the answer has to be given."""
+    """Text below every prompt that says how to give the answer."""
     numbers: int = 3
     """How many numbers there are."""
     largest: int = 20
-    """The numbers are 1 to this."""
+    """The numbers are between 1 and this."""
     largest_target: int = 100
-    """The target is 1 to this."""
+    """The target is between 1 and this."""
     partial: float = 0.1
-    """What an expression of the right numbers and of another value earns: a start for small models. 0: nothing."""
+    """Reward of an expression that has the right numbers but the wrong value: a start for small models. 0: nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,12 +55,12 @@ class Countdown(Generated):
             refuse("--largest and --largest-target have to be at least 2")
         if not 0 <= self.partial <= self.lenient:
             refuse(
-                f"--partial is {self.partial:g}: a wrong value earns from 0 to what a right one in the wrong form does "
-                f"(--lenient {self.lenient:g})"
+                f"--partial is {self.partial:g}: a wrong value may earn between 0 and --lenient {self.lenient:g}, "
+                "which is what a right value in the wrong form earns"
             )
 
     def make(self, index: int) -> Problem:
-        """Numbers, combined at random two by two: so there is a solution."""
+        """Random numbers, combined at random two by two, so that there is a solution."""
         rng = random.Random(f"countdown {index}")
         while True:
             numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
@@ -66,7 +68,7 @@ class Countdown(Generated):
             while len(parts) > 1:
                 (x, left), (y, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
                 sign = rng.choice("+-*/" if y else "+-*")
-                parts.append((OPERATIONS[_SIGN[sign]](x, y), f"({left} {sign} {right})"))
+                parts.append((OPERATIONS[sign](x, y), f"({left} {sign} {right})"))
             value, made = parts[0]
             if value.denominator == 1 and 1 <= value <= self.largest_target:
                 break
@@ -81,14 +83,14 @@ class Countdown(Generated):
         return f"Answer: {problem.answer}"
 
     def wrong(self, problem: Problem, other: str | None) -> list[str]:
-        """As elsewhere, and the target alone: no expression of the numbers."""
+        """The usual wrong responses, and the target alone, which is not an expression of the numbers."""
         return [*super().wrong(problem, other), f"Answer: {problem.columns['target']}"]
 
     def grade(self, problem: Problem, response: str) -> Graded:
         numbers, target = Counter(problem.columns["numbers"]), problem.columns["target"]
-        found = stated(response)
-        marked = evaluate(tidy(response if found is None else found))
-        loose = marked if marked is not None else _last_expression(response if found is None else found)
+        stated = marked_answer(response)
+        marked = evaluate_expression(tidy(response if stated is None else stated))
+        loose = marked if marked is not None else _last_expression(response if stated is None else stated)
         if loose is None:
             return Graded(0.0, False, False, "no expression")
         value, used = loose
@@ -99,18 +101,12 @@ class Countdown(Generated):
         return Graded(self.partial, False, False, f"comes to {value} and not {target}"[:200])
 
 
-_SIGN: dict[str, type] = {"+": ast.Add, "-": ast.Sub, "*": ast.Mult, "/": ast.Div}
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
+    """The value of an expression and the numbers in it; None for anything else, and for a division by 0.
 
-
-def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers in it; None for anything else, a division by 0 too.
-
-    What follows an equals sign is left out: (1 + 2) * 3 = 9.
+    What follows an equals sign is ignored: (1 + 2) * 3 = 9.
     """
-    text = text.translate(SIGNS)
-    for name, sign in LATEX.items():
-        text = text.replace(name, sign)
-    text = text.partition("=")[0].strip().strip("$").strip()
+    text = _plain_signs(text).partition("=")[0].strip().strip("$").strip()
     if not text or len(text) > LONGEST or not re.fullmatch(r"[0-9+\-*/() \t]+", text):
         return None
     try:
@@ -120,22 +116,26 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
         return None
 
 
+def _plain_signs(text: str) -> str:
+    text = text.translate(SIGNS)
+    for name, sign in LATEX.items():
+        text = text.replace(name, sign)
+    return text
+
+
 def _value(node: ast.AST, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
-    raise ValueError(f"{type(node).__name__} is no part of an expression")
+    if isinstance(node, ast.BinOp) and type(node.op) in NODES:
+        return OPERATIONS[NODES[type(node.op)]](_value(node.left, used), _value(node.right, used))
+    raise ValueError(f"{type(node).__name__} is not allowed in an expression")
 
 
 def _last_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """The last stretch of a text that is an expression of at least two numbers."""
-    plain = text.translate(SIGNS)
-    for name, sign in LATEX.items():
-        plain = plain.replace(name, sign)
-    for stretch in reversed(re.findall(r"[(0-9][0-9+\-*/() \t]*[)0-9]", plain)):
-        found = evaluate(stretch.strip())
-        if found is not None and len(found[1]) > 1:
-            return found
+    for stretch in reversed(re.findall(r"[(0-9][0-9+\-*/() \t]*[)0-9]", _plain_signs(text))):
+        value = evaluate_expression(stretch.strip())
+        if value is not None and len(value[1]) > 1:
+            return value
     return None

@@ -11,27 +11,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from ascent.tasks.text.base import Problem, refuse
-from ascent.tasks.text.rows import Columns, need
+from ascent.tasks.base import error_line, refuse
+from ascent.tasks.files import absolute_path
+from ascent.tasks.text.problems import Problem
+from ascent.tasks.text.rows import ColumnsTask, import_optional
 
 
 @dataclass(frozen=True)
-class Dataset(Columns):
+class Dataset(ColumnsTask):
     """dataset:NAME: any Hugging Face data set with a column of prompts and one of answers."""
 
     source: str = ""
     """Name on the hub, or a folder. Short form: dataset:NAME."""
     subset: str | None = None
-    """Its configuration, where it has several."""
+    """Its configuration, if it has several."""
     split: str = "train"
-    """What is trained on."""
+    """The split to train on."""
     test_split: str | None = None
-    """What is tested with. None: one prompt in ten is held out."""
+    """The split to test on. None: one prompt in ten is held out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source and Path(self.source).expanduser().is_dir():
-            object.__setattr__(self, "source", str(Path(self.source).expanduser().resolve()))
+            object.__setattr__(self, "source", absolute_path(self.source))
 
     def read(self) -> tuple[list[Problem], list[Problem] | None]:
         if not self.source:
@@ -39,31 +41,32 @@ class Dataset(Columns):
         return self._split(self.split), self._split(self.test_split) if self.test_split else None
 
     def _split(self, split: str) -> list[Problem]:
-        rows = load(self.source, self.subset, split, hint="a folder works as well: dataset:FOLDER, or jsonl:FILE")
+        rows = load_dataset(
+            self.source, self.subset, split, hint="a folder works as well: dataset:FOLDER, or jsonl:FILE"
+        )
         return [self.problem(row, f"dataset:{self.source}, {split}, row {i}") for i, row in enumerate(rows)]
 
 
-def load(name: str, subset: str | None, split: str, hint: str) -> Iterable[dict[str, Any]]:
-    """The rows of one split; whatever hinders that is refused with its reason."""
+def load_dataset(name: str, subset: str | None, split: str, hint: str) -> Iterable[dict[str, Any]]:
+    """The rows of one split; refused with the reason if it cannot be loaded."""
     if importlib.util.find_spec("datasets") is None:
         refuse(f"dataset:{name} needs datasets: pip install 'ascent-rl[lm]'")
     local = Path(name).is_dir()
     if not local:
         _give_up_early()
-    datasets = need("datasets", f"dataset:{name}", "lm")
+    datasets = import_optional("datasets", f"dataset:{name}", "lm")
     try:
         if local and (Path(name, "state.json").exists() or Path(name, "dataset_dict.json").exists()):
-            found = datasets.load_from_disk(name)
+            splits = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(name, subset)
+            splits = datasets.load_dataset(name, subset)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refuse(f"dataset:{name} cannot be loaded: {first}. Without a hub {hint}")
-    if not hasattr(found, "keys"):
-        return found  # one table, saved without splits
-    if split not in found:
-        refuse(f"dataset:{name} has no split {split}; there are: {', '.join(found)}.", split, list(found))
-    return found[split]
+        refuse(f"dataset:{name} cannot be loaded: {error_line(error)}. Without a hub {hint}")
+    if not hasattr(splits, "keys"):
+        return splits  # one table, saved without splits
+    if split not in splits:
+        refuse(f"dataset:{name} has no split {split}; there are: {', '.join(splits)}.", split, list(splits))
+    return splits[split]
 
 
 def _give_up_early() -> None:

@@ -1,21 +1,23 @@
-"""Worlds whose problems are made from an index, without end; one prompt in four is held out by its hash."""
+"""Tasks whose problems are made from an index, without end; one prompt in four is held out by its hash."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ascent.tasks.text.base import Problem, Text, held_out, refuse
+from ascent.tasks.base import refuse
+from ascent.tasks.files import is_held_out
+from ascent.tasks.text.base import TextTask
+from ascent.tasks.text.problems import Problem
 
-ONE_IN = 4
-"""One prompt in so many is held out. Many, for a test set costs so many times its problems to make, and there
-are always more to train on."""
-TRIES = 200
+_HELD_OUT_ONE_IN = 4
+"""A large share: to find the test set, four times as many problems have to be made; training never runs out."""
+_TRIES = 200
 INDICES = 2**31
 """Indices are taken modulo this: several generators take no larger seed."""
 
 
 @dataclass(frozen=True)
-class Generated(Text):
+class Generated(TextTask):
     """Endless problems. A task derives from it and makes the problem of an index."""
 
     def make(self, index: int) -> Problem:
@@ -28,25 +30,25 @@ class Generated(Text):
 
     def train(self, index: int) -> Problem:
         """The first problem from this index on that is not held out."""
-        for step in range(TRIES):
+        for step in range(_TRIES):
             problem = self.make((index + step * 1_000_003) % INDICES)
-            if not held_out(problem.prompt, ONE_IN):
+            if not is_held_out(problem.prompt, _HELD_OUT_ONE_IN):
                 return problem
         refuse("the task makes so few different prompts that all are held out; give it other options")
 
     def test(self, count: int) -> list[Problem]:
-        """The first so many different held-out problems, or as many as are found in a fair time."""
-        found: dict[str, Problem] = {}
+        """The first `count` different held-out problems, or as many as are found in a reasonable time."""
+        problems: dict[str, Problem] = {}
         barren = 0
         for index in range(INDICES):
             problem = self.make(index)
-            new = held_out(problem.prompt, ONE_IN) and str(problem.prompt) not in found
+            new = is_held_out(problem.prompt, _HELD_OUT_ONE_IN) and str(problem.prompt) not in problems
             if new:
-                found[str(problem.prompt)] = problem
+                problems[str(problem.prompt)] = problem
             barren = 0 if new else barren + 1
-            if len(found) == count or barren == TRIES:
+            if len(problems) == count or barren == _TRIES:
                 break
-        return list(found.values())
+        return list(problems.values())
 
     def verify(self) -> None:
         super().verify()

@@ -1,10 +1,10 @@
-"""Any task of reasoning-gym, by its name: made from an index without end, scored by the data set's own function.
+"""Any task of reasoning-gym, by its name: generated from an index without end, scored by the data set's own function.
 
     reasoning-gym:chain_sum      --options '{"max_terms": 2, "max_digits": 1}'
 
-The prompt asks to end with the answer, which small models manage where they manage no mark and no tags. Strictly
-right is a response that does, leniently its last number, word or line (see `answers`). The data sets' own scores
-pay many a wrong answer a little: 0.5 to 17 in place of 7, for it contains it, 0.01 to an empty one. So a score
+The prompt asks to end with the answer, which even models can do that are too small for marks and tags. A response
+that does is strictly right; leniently its last number, word or line counts (see `answers`). The data sets' own scores
+pay many wrong answers a little: 0.5 for 17 instead of 7, because it contains it, and 0.01 for an empty one. So a score
 below 1 counts as 0 unless `--partial` is set.
 
 Stojanovski et al., Reasoning Gym: Reasoning Environments for Reinforcement Learning with Verifiable Rewards, 2025.
@@ -20,10 +20,11 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from ascent.tasks.text.answers import ending, loosely, tidy, whole_number
-from ascent.tasks.text.base import Graded, Problem, refuse
+from ascent.tasks.base import error_line, refuse
+from ascent.tasks.text.answers import final_answer, loose_answer, tidy, whole_number
 from ascent.tasks.text.generated import INDICES, Generated
-from ascent.tasks.text.rows import need
+from ascent.tasks.text.problems import Graded, Problem
+from ascent.tasks.text.rows import import_optional
 
 RIGHT = 1 - 1e-9
 
@@ -33,13 +34,13 @@ class ReasoningGym(Generated):
     """reasoning-gym:NAME: any of its tasks, generated without end."""
 
     instruction: str = "End with the answer."
-    """Stands below every prompt: how the answer has to be given."""
+    """Text below every prompt that says how to give the answer."""
     source: str = ""
     """Name of the data set. Short form: reasoning-gym:NAME."""
     options: str = ""
     """Parameters of the data set, as JSON: {"max_terms": 2}."""
     partial: bool = False
-    """Pay what the data set's own score pays for an answer that is not right; many pay for containing it."""
+    """Use the data set's own score for answers that are not right; many pay for containing the right one."""
 
     @property
     def loophole(self) -> str | None:
@@ -48,7 +49,7 @@ class ReasoningGym(Generated):
         return "the data set's own score pays for answers that are not right, many for merely containing the right one"
 
     def verify(self) -> None:
-        gym = need("reasoning_gym.factory", f"reasoning-gym:{self.source}", "gym")
+        gym = import_optional("reasoning_gym.factory", f"reasoning-gym:{self.source}", "gym")
         if not self.source:
             refuse("reasoning-gym needs a name: ascent train reasoning-gym:chain_sum")
         if self.source not in gym.DATASETS:
@@ -59,8 +60,8 @@ class ReasoningGym(Generated):
         except Exception as error:
             known = ", ".join(k for k in gym.DATASETS[self.source][1].__dataclass_fields__ if k not in ("seed", "size"))
             refuse(
-                f"reasoning-gym:{self.source} cannot be made with --options {self.options or '{}'}: {_first(error)}. "
-                f"Its options: {known}"
+                f"reasoning-gym:{self.source} cannot be made with --options {self.options or '{}'}: {error_line(error)}"
+                f". Its options: {known}"
             )
         super().verify()
 
@@ -68,7 +69,7 @@ class ReasoningGym(Generated):
         try:
             options = json.loads(self.options or "{}")
         except ValueError as error:
-            refuse(f"--options {self.options}: no JSON: {error}")
+            refuse(f"--options {self.options}: not valid JSON: {error}")
         if not isinstance(options, dict) or {"seed", "size"} & options.keys():
             refuse(f"--options {self.options}: an object of the data set's parameters, without seed and size")
         return options
@@ -83,21 +84,21 @@ class ReasoningGym(Generated):
         _maker(self.source, self.options)
 
     def grade(self, problem: Problem, response: str) -> Graded:
-        found = ending(response, problem.answer)
-        strict = self._score(problem, found)
-        loosest = loosely(response, problem.answer)
+        stated = final_answer(response, problem.answer)
+        strict = self._score(problem, stated)
+        loosest = loose_answer(response, problem.answer)
         loose = max(strict, self._score(problem, loosest))
-        said = f"answered {found or loosest}"[:80]
+        reason = f"answered {stated or loosest}"[:80]
         if self.partial:
-            return Graded(max(strict, self.lenient * loose), strict >= RIGHT, loose >= RIGHT, said)
-        return self.graded(strict >= RIGHT, loose >= RIGHT, said)
+            return Graded(max(strict, self.lenient * loose), strict >= RIGHT, loose >= RIGHT, reason)
+        return self.graded(strict >= RIGHT, loose >= RIGHT, reason)
 
-    def _score(self, problem: Problem, found: str | None) -> float:
-        """What the data set pays for an answer: as it stands, tidied, or as a number plainly spelled."""
-        if not found:
+    def _score(self, problem: Problem, stated: str | None) -> float:
+        """The data set's score of an answer: as it is, tidied, or as a plainly spelled number."""
+        if not stated:
             return 0.0
         entry = {"question": problem.prompt, "answer": problem.answer, "metadata": problem.columns["metadata"]}
-        spelled = dict.fromkeys(s for s in (found, tidy(found), whole_number(found)) if s)
+        spelled = dict.fromkeys(s for s in (stated, tidy(stated), whole_number(stated)) if s)
         return max(_scored(_maker(self.source, self.options).dataset, s, entry) for s in spelled)
 
     def gold(self, problem: Problem) -> str | None:
@@ -105,17 +106,17 @@ class ReasoningGym(Generated):
 
 
 def _scored(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
-    """The data set's own score; an answer that makes it fall over is wrong, for most parse before they compare."""
+    """The data set's own score; an answer that makes it raise is wrong, because most parse before they compare."""
     try:
         return float(dataset.score_answer(answer, entry))
     except Exception:
-        if entry["answer"] is not None:  # if the right answer passes, it was this answer's fault
+        if entry["answer"] is not None:  # if the right answer passes, this answer is at fault
             dataset.score_answer(entry["answer"], entry)
         return 0.0
 
 
 class Maker:
-    """A data set, and whether it makes problems of any index or only of a seed of its own."""
+    """A data set. Some make a problem from any index, others only from a seed of their own."""
 
     def __init__(self, source: str, options: dict[str, Any]):
         from reasoning_gym.factory import create_dataset
@@ -149,7 +150,3 @@ def _quietly() -> Iterator[None]:
     """Some generators print."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,7 @@
+"""`python -m ascent` is the command `ascent`."""
+
+import sys
+
+from ascent.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,88 @@
+"""The command `ascent`: finds the commands in this folder, and runs one."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+import ascent.cli
+from ascent.cli.flags import Command
+from ascent.core.menu import nearest
+from ascent.core.types import Refused, Trouble
+
+SECTIONS = ("train", "train on offline data", "make data", "look at a run", "learn")
+
+
+@cache
+def sections() -> dict[str, list[type[Command]]]:
+    """The commands that the modules of this folder list in COMMANDS. The last module comes first, so `train` does."""
+    names = sorted(module.name for module in pkgutil.iter_modules(ascent.cli.__path__) if module.name != "main")
+    modules = [import_module(f"ascent.cli.{name}") for name in reversed(names)]
+    tables = [getattr(module, "COMMANDS", {}) for module in modules]
+    return {section: [command for table in tables for command in table.get(section, ())] for section in SECTIONS}
+
+
+def commands() -> dict[str, type[Command]]:
+    """Every command by its name."""
+    return {command.prog().removeprefix("ascent "): command for listed in sections().values() for command in listed}
+
+
+def usage() -> str:
+    lines = ["usage: ascent COMMAND …"]
+    for section, listed in sections().items():
+        lines += ["", f"{section}:"]
+        for command in listed:
+            summary = " ".join((inspect.getdoc(command) or "").split("\n\n")[0].split())
+            head = f"  {command.usage()}"
+            if len(head) > 23:
+                lines.append(head)
+                head = ""
+            lines += textwrap.wrap(summary, 78, initial_indent=f"{head:<24}", subsequent_indent=" " * 24)
+    return "\n".join([*lines, "", "Run `ascent COMMAND --help` for details. Try `ascent train lecture` first."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 finished, 1 stopped by trouble, 2 bad input, 130 interrupted."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if args else 2
+    return guarded(lambda: _command(args[0]).read(args[1:]).execute() or 0)
+
+
+def _command(name: str) -> type[Command]:
+    if name not in commands():
+        raise Refused(f"{name}: no such command.{nearest(name, commands())} `ascent --help` lists them")
+    return commands()[name]
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit status of a command, however it ends, with the reason in words."""
+    try:
+        status = work()
+        sys.stdout.flush()
+        return status
+    except SystemExit as ended:  # after help was printed
+        return int(ended.code or 0)
+    except Refused as error:
+        print(f"ascent: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Trouble, OSError) as error:
+        print(f"ascent: stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        print(f"ascent: interrupted{f': {error}' if str(error) else ''}", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Credit: how a reward becomes δ, the factor on ∇ log π. One frozen dataclass per choice.
+
+A group credit sees the scored responses of a prompt, `[prompt sample]`. A response whose reward
+failed gets 0 and is left out of G; a group of one gets 0. With a reward per token, R is the
+reward-to-go from that token. Means are then taken at each token index over the whole group, where
+responses that have ended count as 0; std and maximum are those of the totals.
+
+"Unbiased" below means: with sequence-sum weights, on the policy's own samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ascent.core.types import Batch, Refused, State, reward_to_go
+
+Credit = Float[Tensor, "prompt sample #token"]
+Keep = Bool[Tensor, "prompt sample 1"]
+
+
+def _group(batch: Batch) -> tuple[Credit, Keep, Float[Tensor, "prompt 1 1"]]:
+    """R (0 where the reward failed), which responses count, and how many of them a group has."""
+    keep = batch.valid.unsqueeze(-1)
+    R = torch.where(keep, reward_to_go(batch.reward), 0.0)
+    return R, keep, keep.sum(1, keepdim=True).to(R.dtype)
+
+
+def _total(R: Credit) -> Float[Tensor, "prompt sample 1"]:
+    """The reward of the whole response: the reward-to-go of its first token."""
+    return R[..., :1]
+
+
+def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
+    """Groups whose counted rewards are all the same number, tested exactly: max == min.
+
+    Centering in float32 leaves a rounding error in such a group, and a small ε would amplify it.
+    """
+    high = torch.where(keep, total, -torch.inf).amax(1, keepdim=True)
+    low = torch.where(keep, total, torch.inf).amin(1, keepdim=True)
+    return high <= low
+
+
+class Advantage:
+    """A credit: called with a batch and the loop's state, it returns δ."""
+
+    group: ClassVar[bool] = True
+    """Does it compare the responses to the same prompt?"""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Batch fields that it reads beyond reward, mask and valid."""
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        raise NotImplementedError
+
+    def start(self) -> State:
+        """What it remembers, before the first step."""
+        return {}
+
+    def after(self, batch: Batch, state: State) -> State:
+        """What it remembers after a step."""
+        return state
+
+
+@dataclass(frozen=True)
+class Raw(Advantage):
+    """The reward itself (REINFORCE).
+
+    δ = R
+    Williams 1992. Unbiased; the variance grows with the size of the reward, so adding a constant
+    to every reward makes it worse. Degenerate case: none; a group of one is fine.
+    """
+
+    group = False
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        return _group(batch)[0]
+
+
+@dataclass(frozen=True)
+class Centered(Advantage):
+    """The reward minus its group's mean.
+
+    δ_i = R_i − (1/G) Σ_j R_j
+    Shao et al. 2024 without the division; Liu et al. 2025 (Dr. GRPO). A response is part of its
+    own mean, so the expected gradient is (G−1)/G of the true one: same direction, shorter.
+    Degenerate case: a group of one gives 0.
+    """
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        R, keep, n = _group(batch)
+        return torch.where(keep, R - R.sum(1, keepdim=True) / n.clamp(min=1), 0.0)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(Advantage):
+    """The reward minus the mean of the group's other responses (RLOO).
+
+    δ_i = R_i − (1/(G−1)) Σ_{j≠i} R_j = G/(G−1) · centered
+    Kool et al. 2019, Ahmadian et al. 2024. Unbiased: the baseline does not see response i.
+    On sparse 0/1 rewards and small G its variance can exceed raw's.
+    Degenerate case: a group of one gives 0.
+    """
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        _, _, n = _group(batch)
+        return Centered()(batch, state) * n / (n - 1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Normalized(Advantage):
+    """The centered reward over its group's standard deviation (GRPO).
+
+    δ_i = (R_i − mean) / (std + ε),  std² = Σ (R_j − mean)² / (G − ddof)
+    Shao et al. 2024. Biased: each group is scaled by its own 1/std, so nearly solved and nearly
+    hopeless prompts count more than those in between. Degenerate cases: an all-equal group
+    gives exactly 0 (tested as max == min), and so does a group of one.
+    """
+
+    eps: float = 1e-4
+    """Added to the standard deviation."""
+    ddof: int = 1
+    """Degrees of freedom removed from G in the standard deviation."""
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0 or self.ddof not in (0, 1):
+            raise Refused(f"--advantage.eps is {self.eps:g}, .ddof {self.ddof}: ε is 0 or more, and ddof 0 or 1")
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        R, keep, n = _group(batch)
+        total, centered = _total(R), Centered()(batch, state)
+        squares = _total(centered).square().sum(1, keepdim=True)
+        δ = centered / ((squares / (n - self.ddof).clamp(min=1)).sqrt() + self.eps)
+        return torch.where(all_equal(total, keep) | (n < 2), 0.0, δ)
+
+
+@dataclass(frozen=True)
+class BestOnly(Advantage):
+    """The reward, but only for the best responses of the group.
+
+    δ_i = R_i if R_i = max_j R_j else 0      (ties kept)
+    CS336 lecture 17 calls it "max". Biased: it maximises something between the mean and the best
+    of G. Degenerate case: an all-equal group keeps every reward; a group of one gives 0.
+    """
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        R, keep, n = _group(batch)
+        total = _total(R)
+        best = torch.where(keep, total, -torch.inf).amax(1, keepdim=True)
+        return torch.where(keep & (total == best) & (n > 1), R, 0.0)
+
+
+@dataclass(frozen=True)
+class RunningMean(Advantage):
+    """The reward minus a mean kept over the steps.
+
+    δ = R − b;  afterwards b ← m·b + (1−m)·(mean reward of this step),  b = 0 at first
+    Williams 1992's reinforcement baseline. Unbiased: b was fixed before the samples were drawn.
+    Degenerate case: in the first step b = 0 and the credit is raw.
+    """
+
+    momentum: float = 0.9
+    """m: how much of the old mean stays."""
+    group = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise Refused(f"--advantage.momentum is {self.momentum:g}: a share of the old mean, from 0 to below 1")
+
+    def start(self) -> State:
+        return {"baseline": 0.0}
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        R, keep, _ = _group(batch)
+        return torch.where(keep, R - state["baseline"], 0.0)
+
+    def after(self, batch: Batch, state: State) -> State:
+        R, keep, _ = _group(batch)
+        if not bool(keep.any()):
+            return state
+        mean = float(_total(R).sum() / keep.sum())
+        return {**state, "baseline": self.momentum * state["baseline"] + (1 - self.momentum) * mean}
+
+
+@dataclass(frozen=True)
+class Greedy(Advantage):
+    """The reward minus that of one greedy response to the same prompt (ReMax).
+
+    δ = R − R(greedy response)
+    Li et al. 2023. Unbiased: the greedy response is scored and never trained on. It costs one
+    more response per prompt. Degenerate case: when sampling has become greedy, δ = 0.
+    """
+
+    group = False
+    needs = frozenset({"reward_greedy"})
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        assert batch.reward_greedy is not None
+        R, keep, _ = _group(batch)
+        return torch.where(keep, R - batch.reward_greedy, 0.0)
+
+
+@dataclass(frozen=True)
+class OptimalBaseline(Advantage):
+    """The reward minus the baseline of least variance, estimated from the other responses.
+
+    b* = E[‖∇ log π‖² R] / E[‖∇ log π‖²],  for response i over the j ≠ i of its group
+    Greensmith et al. 2004; with the response length for ‖∇ log π‖², Hao et al. 2025 (OPO).
+    Unbiased: the estimate does not see response i. `exact` needs a gradient per response, so it is
+    for tiny policies; `length` is an approximation. Degenerate case: a group of one gives 0.
+    """
+
+    norm: Literal["exact", "length"] = "exact"
+    """‖∇ log π‖² itself, or the number of tokens instead."""
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"score_norm"} if self.norm == "exact" else ())
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        R, keep, n = _group(batch)
+        norm = batch.score_norm if self.norm == "exact" else batch.length.unsqueeze(-1).to(R.dtype)
+        assert norm is not None
+        # Sum over the others directly: a total minus the own term loses all precision if one norm dominates.
+        other = 1 - torch.eye(R.shape[1], dtype=R.dtype)
+        norm = torch.where(keep, norm, 0.0)
+        total = other @ norm
+        # If all others have norm 0, b* is undefined: their plain mean is just as unbiased.
+        plain = (other @ R) / (n - 1).clamp(min=1)
+        baseline = torch.where(total > 0, (other @ (norm * R)) / torch.where(total > 0, total, 1.0), plain)
+        return torch.where(keep & (n > 1), R - baseline, 0.0)
+
+
+@dataclass(frozen=True)
+class BatchNormalized(Advantage):
+    """The reward-to-go of each token, normalized over the whole batch (REINFORCE++).
+
+    δ_t = (R_t − mean) / (std + ε),  mean and std (ddof 1) over all unmasked tokens of the batch
+    Hu et al. 2025. With a KL in the reward per token, R_t has the KL still to come subtracted.
+    Biased: the mean contains the sample itself, and long responses weigh more in it.
+    Degenerate case: a batch of equal rewards gives exactly 0.
+    """
+
+    eps: float = 1e-8
+    """Added to the standard deviation."""
+    group = False
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        R, keep, _ = _group(batch)
+        counted = batch.counted
+        tokens = R.expand_as(counted)[counted]
+        if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
+            return torch.zeros_like(R)
+        return torch.where(keep, (R - tokens.mean()) / (tokens.std() + self.eps), 0.0)
+
+
+ADVANTAGES = (Raw, Centered, LeaveOneOut, Normalized, BestOnly, RunningMean, Greedy, OptimalBaseline, BatchNormalized)

@@ -1,0 +1,213 @@
+"""An algorithm is one choice per axis of the menu; the named algorithms are rows of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent.core import advantages as credit_
+from ascent.core import kl as kl_
+from ascent.core.advantages import ADVANTAGES, Advantage
+from ascent.core.correction import CORRECTIONS, Correction, NoCorrection
+from ascent.core.critics import CRITICS, Critic, NoCritic, OwnCritic
+from ascent.core.exploration import EXPLORATIONS, Exploration, NoBonus
+from ascent.core.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
+from ascent.core.kl import KL, KLS, InLoss, InReward, NoKL
+from ascent.core.losses import LOSSES, Cispo, Clipped, LogProb, Loss, Ratio, SequenceRatio
+from ascent.core.menu import name_of
+from ascent.core.preferences import PREFERENCES, BradleyTerry, Dpo, Likelihood, StepValue
+from ascent.core.reference import REFERENCES, Frozen, NoReference, Reference
+from ascent.core.trust_region import UPDATES, TrustRegion
+from ascent.core.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
+from ascent.core.update import Adam, Update
+from ascent.core.values import GAE, VALUES, Valued
+from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
+
+MENU = {
+    "advantage": (*ADVANTAGES, *VALUES),
+    "loss": (*LOSSES, *PREFERENCES),
+    "weights": WEIGHTS,
+    "kl": KLS,
+    "reference": REFERENCES,
+    "exploration": EXPLORATIONS,
+    "correction": CORRECTIONS,
+    "groups": GROUPS,
+    "shaping": SHAPINGS,
+    "critic": CRITICS,
+    "update": UPDATES,
+}
+"""Every axis with its choices, in the order in which a step uses them."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One choice per axis. What a row does not name is off."""
+
+    advantage: Advantage = credit_.Raw()
+    """Credit: how a reward becomes δ."""
+    loss: Loss = LogProb()
+    """Surrogate: what is maximised per token, given δ."""
+    weights: Weights = SequenceSum()
+    """Aggregation: the weight of each token."""
+    kl: KL = NoKL()
+    """The penalty for leaving the reference."""
+    reference: Reference = NoReference()
+    """The policy that the KL is measured to."""
+    exploration: Exploration = NoBonus()
+    """The entropy bonus."""
+    correction: Correction = NoCorrection()
+    """Importance weights between sampler and trainer."""
+    groups: Groups = All()
+    """Which groups are trained on."""
+    shaping: Shaping = NoShaping()
+    """What a response's length does to its reward."""
+    critic: Critic = NoCritic()
+    """The value function that credit is taken from."""
+    update: Update = Adam()
+    """How a step is taken."""
+
+    def __post_init__(self) -> None:
+        if self.kl.where != "nowhere" and not self.reference.kept:
+            raise Refused(
+                f"--kl {name_of(self.kl)} with --reference {name_of(self.reference)}: a KL needs a "
+                "reference policy. Set --reference frozen (or every, moving-average), or --kl no-kl"
+            )
+        if self.loss.sequence and self.correction.on and self.correction.level == "token":
+            raise Refused(
+                f"--loss {name_of(self.loss)} has one term per response, but --correction {name_of(self.correction)} "
+                "weighs single tokens. Set --correction.level sequence"
+            )
+        valued = "value" in self.advantage.needs
+        if self.loss.sequence and (valued or (self.kl.where == "reward" and self.kl.per == "token")):
+            why = f"--advantage {name_of(self.advantage)}" if valued else "--kl.per token"
+            raise Refused(
+                f"--loss {name_of(self.loss)} needs one credit per response, but {why} makes it differ from token to "
+                "token. Set --kl.per response and a group credit, or --loss clipped"
+            )
+        critic = f"with --critic {name_of(self.critic)}"
+        if valued != self.critic.on:
+            raise Refused(
+                f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and other "
+                "credit does not use one. Set --advantage gae and --critic own-critic, or neither"
+            )
+        if self.update.whole and self.critic.shared:
+            why = "the critic's own steps would move the policy out of the region. Set --critic own-critic"
+            raise Refused(f"--update {name_of(self.update)} {critic}: {why}")
+        self.loss.check(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The batch fields that these choices read beyond tokens, mask, reward and logp."""
+        needs = set(self.advantage.needs)
+        if self.reference.kept:
+            needs.add("logp_ref")
+        if self.kl.where == "reward" and self.kl.estimator == "exact":
+            needs.add("kl_full")
+        return frozenset(needs)
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """What the training forward must compute in addition to logp, with a gradient."""
+        exact = self.kl.where == "loss" and self.kl.estimator == "exact"
+        return frozenset(["kl_full"] * exact + ["entropy"] * (not isinstance(self.exploration, NoBonus)))
+
+    def start(self) -> State:
+        """What the choices remember, before the first step."""
+        return self.advantage.start() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
+
+    def credited(self, batch: Batch, state: State) -> Batch:
+        """The batch with the reward that credit is computed from: shaped by length, minus the KL."""
+        extra = self.shaping(batch)
+        if extra is not None:
+            batch = batch.add(reward=add_outcome(batch, extra))
+        if self.kl.where == "reward":
+            assert batch.logp_old is not None
+            penalty = kl_.estimate_kl(self.kl.estimator, batch.logp_old, batch.logp_ref, batch.kl_full)
+            batch = batch.add(reward=self.kl.shaped(batch, penalty, state["kl_coef"]))
+        return batch
+
+    def credit(self, batch: Batch, state: State) -> tuple[Batch, State]:
+        """δ for every response, and the factor for the gap between sampler and trainer."""
+        credited = self.credited(batch, state)
+        δ = self.advantage(credited, state)
+        if δ.shape[:-1] != batch.valid.shape or δ.shape[-1] not in (1, batch.mask.shape[-1]):
+            raise Refused(
+                f"--advantage {name_of(self.advantage)} returned {list(δ.shape)}: credit is [prompt sample 1], or "
+                f"[prompt sample token], here {[*batch.valid.shape, 1]} or {list(batch.mask.shape)}"
+            )
+        returns = self.advantage.returns(credited) if isinstance(self.advantage, Valued) else None
+        batch = batch.add(advantage=δ, returns=returns, correction=self.correction(batch))
+        return batch, self.advantage.after(credited, state)
+
+    def scalars(self, state: State, progress: float) -> dict[str, float]:
+        """The numbers of this step that a loss or an update reads."""
+        return {"entropy_coef": self.exploration(progress), "kl_coef": state.get("kl_coef", 0.0), "progress": progress}
+
+    def objective(self, mini: Batch, out: Outputs) -> Terms:
+        """What is maximised: Σ weight · (surrogate − β·KL + c·entropy), with sums to report.
+
+        A pure function of a mini-batch and of what the learner computed for it.
+        """
+        assert mini.advantage is not None and mini.weight is not None
+        if (whole := self.loss.terms(mini, out)) is not None:
+            return whole
+        logp_old = mini.logp_old if mini.logp_old is not None else out.logp.detach()
+        counted = mini.counted
+        surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
+        if mini.correction is not None:
+            surrogate = surrogate * mini.correction
+        objective = _total(mini.weight, surrogate)
+        sums = {"entropy": (out.entropy.detach() * counted).sum()}
+        if mini.logp_ref is not None:
+            full = out.kl_full if out.kl_full is not None else mini.kl_full
+            kl = kl_.estimate_kl(self.kl.estimator, out.logp, mini.logp_ref, full)
+            if self.kl.where == "loss":
+                objective = objective - mini.kl_coef * _total(mini.weight, kl)
+            sums["kl"] = (kl.detach() * counted).sum()
+        if mini.entropy_coef:
+            objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
+        clips = self.loss.clipped(out.logp.detach(), logp_old, mini.advantage, counted)
+        if clips is not None:
+            sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()
+            sums["clip_ratio/high_mean"] = (clips[1] & counted).sum()
+        return Terms(objective, sums)
+
+    def after(self, state: State, metrics: Metrics) -> State:
+        """Adaptive coefficients, once a step's metrics are known."""
+        if self.kl.target is None:
+            return state
+        return {**state, "kl_coef": kl_.adapt(state["kl_coef"], metrics["kl"], self.kl.target)}
+
+
+def _total(weight: Float[Tensor, "prompt sample token"], term: Float[Tensor, "prompt sample #token"]) -> Tensor:
+    """Σ weight · term; a term of a whole response takes the sum of its tokens' weights."""
+    if term.shape[-1] != weight.shape[-1]:
+        weight = weight.sum(-1, keepdim=True)
+    return (weight * term).sum()
+
+
+_CLIP = Clipped(0.2, 0.2)
+GRPO = Algorithm(credit_.Normalized(1e-4), _CLIP, SequenceMean(), InLoss("k3", 0.04), Frozen())
+
+ALGORITHMS = {
+    "reinforce": Algorithm(credit_.Raw(), LogProb(), SequenceSum()),
+    "reinforce-baseline": Algorithm(credit_.RunningMean(), LogProb(), SequenceSum()),
+    "best-only": Algorithm(credit_.BestOnly(), LogProb(), SequenceSum()),
+    "rloo": Algorithm(credit_.LeaveOneOut(), LogProb(), SequenceSum(), InReward("k1", 0.05, "response"), Frozen()),
+    "reinforce++": Algorithm(credit_.BatchNormalized(), _CLIP, TokenMean(), InReward("k1", 0.01, "token"), Frozen()),
+    "grpo": GRPO,
+    "dr-grpo": replace(GRPO, advantage=credit_.Centered(), weights=FixedLength(), kl=NoKL(), reference=NoReference()),
+    "dapo": Algorithm(credit_.Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
+    "gspo": Algorithm(credit_.Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
+    "cispo": Algorithm(credit_.Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
+    "actor-critic": Algorithm(GAE(1.0, 0.95), LogProb(), TokenMean(), critic=OwnCritic()),
+    "ppo": Algorithm(GAE(1.0, 0.95, whitened=True), _CLIP, TokenMean(), critic=OwnCritic()),
+    "trpo": Algorithm(credit_.LeaveOneOut(), Ratio(), TokenMean(), update=TrustRegion(0.01)),
+    "sft": Algorithm(credit_.Raw(), Likelihood(), TokenMean()),
+    "dpo": Algorithm(credit_.Raw(), Dpo(0.1), SequenceMean(), reference=Frozen()),
+    "reward-model": Algorithm(credit_.Raw(), BradleyTerry(), SequenceMean()),
+    "process-reward": Algorithm(credit_.Raw(), StepValue(), TokenMean()),
+}
+"""The named algorithms, as in their papers. `ascent explain NAME` says what other libraries compute."""

@@ -1,0 +1,126 @@
+"""Config: a whole run in one frozen object. `settings.py` makes one from flags, presets and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ascent.core.algorithms import MENU, Algorithm
+from ascent.core.groups import Overlong
+from ascent.core.menu import name_of, to_dict
+from ascent.core.types import Refused
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's numbers, and how it is recorded."""
+
+    task: Any
+    """Where prompts and rewards come from."""
+    policy: Any
+    """What is trained."""
+    algorithm: Algorithm
+    """One choice per axis of the menu."""
+    steps: int = 100
+    """Rollout batches in the run."""
+    prompts: int = 64
+    """Prompts per step."""
+    samples: int = 8
+    """Responses per prompt: G, the size of a group."""
+    epochs: int = 1
+    """Passes over a rollout batch before new rollouts."""
+    minibatches: int = 1
+    """Optimizer updates in one pass."""
+    micro_batch: int = 0
+    """Tokens in one forward pass, prompts counted; 0: what fits. Memory only: it never changes a gradient."""
+    temperature: float = 1.0
+    """Sampling temperature; the sampler's and the learner's log-probs both use it."""
+    top_k: int = 0
+    """Sample from the k most likely tokens only; 0: from all. Language models only, like --top-p and --min-p."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that make up this probability mass."""
+    min_p: float = 0.0
+    """Sample from tokens at least this share as likely as the most likely one."""
+    old_logp: Literal["sampler", "learner"] = "sampler"
+    """Where logp_old comes from: the sampler, or a forward pass of the learner. The mismatch is measured either way."""
+    seed: int = 0
+    """Decides every random number of the run."""
+    init: str | None = None
+    """A run, or a folder with params.safetensors, to start from. None: random parameters."""
+    eval_every: int = 10
+    """Steps between evaluations on held-out prompts; the last step is always evaluated."""
+    eval_prompts: int = 1000
+    """Maximum number of held-out prompts."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = 2
+    """Checkpoints to keep."""
+    keep_best: bool = False
+    """Save and keep the best evaluation's checkpoint too."""
+    record_every: int = 10
+    """Steps between recorded rollouts."""
+    record_rollouts: str = "4"
+    """Groups to record in such a step; `all`: every group of every step; `none`: nothing, and no held-out answers."""
+    max_reward_errors: float = 0.1
+    """Share of a step's rewards that may fail before the run stops."""
+    max_mismatch: float = 0.3
+    """The run stops when the log-probs of sampler and learner differ by more than this on average."""
+    track: tuple[str, ...] = ()
+    """Trackers that get every metric too: tensorboard, wandb, trackio, mlflow."""
+    threads: int = 0
+    """Threads of torch; 0: torch's default. Results are bit-identical only for the same number of threads."""
+
+    def __post_init__(self) -> None:
+        for name in (*_ONE_OR_MORE, *_NOT_NEGATIVE):
+            least = int(name in _ONE_OR_MORE)
+            if getattr(self, name) < least:
+                raise Refused(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least {least}")
+        if not self.temperature > 0:
+            raise Refused(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
+        if self.samples < 2 and self.algorithm.advantage.group:
+            raise Refused(
+                f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: a group credit compares the "
+                "responses of a prompt, and one alone gives 0. Set --samples 2 or more, or --advantage raw, "
+                "running-mean or greedy"
+            )
+        if self.minibatches > self.prompts:
+            raise Refused(
+                f"--minibatches {self.minibatches} with --prompts {self.prompts}: mini-batches are cut between "
+                "prompts, so there cannot be more of them than prompts"
+            )
+        if self.algorithm.update.whole and self.epochs * self.minibatches > 1:
+            raise Refused(
+                f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
+                f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
+            )
+        if self.old_logp == "sampler" and self.algorithm.correction.on:
+            raise Refused(
+                f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "
+                "the two, which is then 0 by definition. Set --old-logp learner"
+            )
+        if not (self.record_rollouts in ("all", "none") or self.record_rollouts.isdigit()):
+            raise Refused(f"--record-rollouts {self.record_rollouts}: a number of groups, `all` or `none`")
+        self.task.check_prompts(self.prompts)
+        shaping, limit = self.algorithm.shaping, self.task.space.limit
+        if isinstance(shaping, Overlong) and self.task.space.end is not None and shaping.margin >= limit:
+            raise Refused(
+                f"--shaping.margin {shaping.margin} with a limit of {limit} tokens: every response would be punished. "
+                f"Set it below {limit}, or --shaping no-shaping"
+            )
+
+    @property
+    def data(self) -> str:
+        """What the run learns from: the task's own offline data, or what the loss asks of a task that scores."""
+        return self.task.data if self.task.data != "samples" else self.algorithm.loss.data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting, resolved; `settings.flatten` reads it back."""
+        axes = {axis: to_dict(getattr(self.algorithm, axis)) for axis in MENU}
+        choices = {"task": to_dict(self.task), "policy": to_dict(self.policy), **axes}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("task", "policy", "algorithm")}
+        return {**choices, **plain}
+
+
+_COUNTS = ("steps", "prompts", "samples", "epochs", "minibatches")
+_ONE_OR_MORE = (*_COUNTS, "eval_every", "eval_prompts", "checkpoint_every", "keep", "record_every")
+_NOT_NEGATIVE = ("micro_batch", "seed", "max_reward_errors", "threads")

@@ -1,0 +1,131 @@
+"""Importance weights between the sampler that drew the tokens and the policy that trains on them.
+
+    w_t = exp(logp_old_t − logp_sampler_t) · m_t
+
+m_t is the probability that top-p or top-k kept at that token: what was really drawn there has
+log-probability logp_sampler − log m. A constant factor on the surrogate. Two things make the policies
+differ, and both are always measured, apart from one another: the mismatch is the gap between two engines
+with one version of the parameters (kernels, precisions), and the lag is that between two versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ascent.core.metric_names import MISMATCH
+from ascent.core.types import Batch, Refused
+
+PerToken = Float[Tensor, "prompt sample token"]
+Factor = Float[Tensor, "prompt sample #token"]
+Level = Literal["token", "sequence"]
+
+
+def log_weight(logp: PerToken, batch: Batch) -> PerToken:
+    """log w at each token, 0 at masked ones."""
+    log_w = logp - batch.logp_sampler
+    if batch.mass is not None:
+        log_w = log_w + batch.mass.log()
+    return torch.where(batch.mask, log_w, 0.0)
+
+
+def _weight(batch: Batch, level: Level) -> Factor:
+    assert batch.logp_old is not None
+    log_w = log_weight(batch.logp_old, batch)
+    return torch.exp(log_w if level == "token" else log_w.sum(-1, keepdim=True))
+
+
+def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[str, Tensor]:
+    """How far the trainer's log-probs are from the sampler's, measured before any update.
+
+    The mean and largest |logp − logp_sampler| of the tokens that this version drew (None: of all), the effective
+    sample size (Σw)²/Σw² as a share of all tokens, and KL(sampler ‖ trainer) as the mean of k3 over them. Where
+    other versions drew tokens too, `lag` is how many steps ago the tokens were drawn on average, and
+    `lag/logp_difference` the mean |logp − logp_sampler| of those that other versions drew.
+    """
+    counted = batch.counted
+    behind = torch.where(batch.version >= 0, (0 if version is None else version) - batch.version, 0)
+    older = counted & (behind != 0) if version is not None else torch.zeros_like(counted)
+    tokens, stale = max(batch.tokens, 1), int(older.sum())
+    gap = torch.where(counted, logp - batch.logp_sampler, 0.0)
+    w = torch.where(counted, torch.exp(log_weight(logp, batch)), 0.0)
+    size = gap.abs() if not stale else torch.where(older, 0.0, gap.abs())
+    measured = {
+        MISMATCH: size.sum() / max(batch.tokens - stale, 1),
+        "sampling/sampling_logp_difference/max": size.max(),
+        "sampling/effective_sample_size": w.sum() ** 2 / (w**2).sum().clamp(min=1e-30) / tokens,
+        "sampling/kl": (torch.expm1(gap) - gap).sum() / tokens,
+    }
+    if stale:
+        measured["sampling/lag"] = torch.where(counted, behind, 0).sum().to(gap.dtype) / tokens
+        measured["sampling/lag/logp_difference"] = torch.where(older, gap.abs(), 0.0).sum() / stale
+    return measured
+
+
+class Correction:
+    """A factor on the surrogate: called with a batch, it returns one per token or per response, or none."""
+
+    on: ClassVar[bool] = False
+    level: Level = "token"
+
+    def __call__(self, batch: Batch) -> Factor | None:
+        return None
+
+
+@dataclass(frozen=True)
+class NoCorrection(Correction):
+    """Sampler and trainer are taken to be the same policy; the mismatch is measured all the same."""
+
+
+@dataclass(frozen=True)
+class Truncated(Correction):
+    """The weight, cut off at c.
+
+    min(w, c), w per token or its product over the response
+    Ionides 2008; for language models, Yao et al. 2025. Biased only where w > c.
+    """
+
+    level: Level = "token"
+    """One weight per token, or their product over the response."""
+    cap: float = 2.0
+    """c: the largest weight."""
+    on = True
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise Refused(f"--correction.cap is {self.cap:g}: no weight would be above 0; set a cap above 0")
+
+    def __call__(self, batch: Batch) -> Factor:
+        return _weight(batch, self.level).clamp(max=self.cap)
+
+
+@dataclass(frozen=True)
+class Masked(Correction):
+    """The weight inside a band; 0 outside, so that tokens that are too far off are not trained on.
+
+    w if low ≤ w ≤ high else 0, w per token or its product over the response
+    """
+
+    level: Level = "token"
+    """One weight per token, or their product over the response."""
+    low: float = 0.5
+    """Below it, 0."""
+    high: float = 2.0
+    """Above it, 0."""
+    on = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise Refused(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
+
+    def __call__(self, batch: Batch) -> Factor:
+        w = _weight(batch, self.level)
+        inside: Bool[Tensor, "prompt sample #token"] = (w >= self.low) & (w <= self.high)
+        return torch.where(inside, w, 0.0)
+
+
+CORRECTIONS = (NoCorrection, Truncated, Masked)

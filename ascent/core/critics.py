@@ -1,0 +1,97 @@
+"""The critic: a value function that is trained with the policy, on its own backbone or on the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent.core.protocols import Learner
+from ascent.core.types import Batch, Refused
+from ascent.core.update import Adam, Update
+from ascent.core.values import value_loss
+
+
+class Critic:
+    """A value function, or none: called with the learner after each update of the policy, it is trained."""
+
+    on: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+    """Does it share the policy's backbone?"""
+    update: Update | None = None
+    """How its own steps are taken."""
+
+    def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
+        """Train on a mini-batch; return sums over its tokens to report."""
+        return {}
+
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        """How good V is on a batch, before any update."""
+        return {}
+
+
+@dataclass(frozen=True)
+class NoCritic(Critic):
+    """No value function: credit comes from groups or from the reward alone."""
+
+
+@dataclass(frozen=True)
+class OwnCritic(Critic):
+    """A value head on a backbone of its own, of the policy's shape.
+
+    loss = ½ (V − return)²; with ε_v the larger of that and ½ (clip(V, V_old ± ε_v) − return)²
+    Schulman et al. 2017. Always a token mean, for any choice of weights; at first V = 0 everywhere.
+    """
+
+    lr: float = 1e-3
+    """Learning rate of the critic's own Adam."""
+    clip: float | None = None
+    """ε_v: how far V may move from the batch's old one and still lower the loss. None: off."""
+    steps: int = 1
+    """Steps of the critic for each update of the policy."""
+    on = True
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and self.steps >= 1 and (self.clip is None or self.clip > 0)):
+            raise Refused(f"--critic {self}: lr must be above 0, steps 1 or more, and clip above 0 or None (off)")
+
+    @property
+    def update(self) -> Update:  # type: ignore[override]
+        return Adam(lr=self.lr)
+
+    def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, ""]:
+        """Its sum over the counted tokens."""
+        return value_loss(mini, value, self.clip)
+
+    def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
+        first, *_ = [learner.fit(mini, self.loss) for _ in range(self.steps)]
+        return {"value/loss": first}
+
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        """Explained variance, 1 − Var(return − V) / Var(return) over counted tokens; 0 where all returns are equal.
+
+        The returns are those that it is trained on, which for λ < 1 include some of V itself.
+        """
+        assert batch.returns is not None and batch.value is not None
+        returns, V = batch.returns[batch.counted], batch.value[..., :-1][batch.counted]
+        if len(returns) < 2:
+            return {"value/explained_variance": torch.zeros(())}
+        share = (returns - V).var() / returns.var()
+        return {"value/explained_variance": torch.where(returns.var() > 0, 1 - share, 0.0)}
+
+
+@dataclass(frozen=True)
+class SharedCritic(OwnCritic):
+    """A value head on the policy's backbone: less memory, but what it learns moves the policy too.
+
+    loss as own-critic's; its Adam moves the head and, beside the policy's Adam, the backbone
+    Schulman et al. 2017. Those steps ignore reward and clip, so a trust region refuses it.
+    """
+
+    shared = True
+
+
+CRITICS = (NoCritic, OwnCritic, SharedCritic)

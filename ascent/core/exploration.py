@@ -1,0 +1,58 @@
+"""The entropy bonus, and how it changes over a run. (The sampling temperature is a field of Config.)
+
+objective = Σ weight · (surrogate + c · H(π(· | state)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ascent.core.types import Refused
+
+
+class Exploration:
+    """A bonus: called with the share of the run that is over, it returns the entropy's coefficient."""
+
+    def __call__(self, progress: float) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class NoBonus(Exploration):
+    """Exploration by sampling alone."""
+
+
+@dataclass(frozen=True)
+class Constant(Exploration):
+    """The same bonus throughout. It moves the optimum: the best policy is then never deterministic."""
+
+    coef: float = 0.01
+    """c, in units of reward per nat."""
+
+    def __call__(self, progress: float) -> float:
+        return self.coef
+
+
+@dataclass(frozen=True)
+class Annealed(Exploration):
+    """A bonus that falls linearly, so that at the end the optimum is that of the reward alone.
+
+    c(p) = start + (end − start) · min(1, p / until), p from 0 to 1 over the run
+    """
+
+    start: float = 0.5
+    """c at the first step."""
+    end: float = 0.0
+    """c from `until` on."""
+    until: float = 0.9
+    """The share of the run after which c stays at `end`."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.until <= 1:
+            raise Refused(f"--exploration.until is {self.until:g}: it is a share of the run, above 0 and at most 1")
+
+    def __call__(self, progress: float) -> float:
+        return self.start + (self.end - self.start) * min(1.0, progress / self.until)
+
+
+EXPLORATIONS = (NoBonus, Constant, Annealed)

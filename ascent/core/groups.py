@@ -1,0 +1,92 @@
+"""Which groups are trained on, and what a response's length does to its reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ascent.core.advantages import all_equal
+from ascent.core.types import Batch, Refused
+
+
+def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
+    """Groups whose rewards from the task are all equal, or that have no reward."""
+    total = batch.reward.sum(-1, keepdim=True)
+    return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
+
+
+class Groups:
+    """A choice of groups: called with a batch, it says which to keep; the rest are drawn again."""
+
+    rounds: int = 1
+
+    def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
+        return torch.ones(batch.mask.shape[0], dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class All(Groups):
+    """Every group that was sampled."""
+
+
+@dataclass(frozen=True)
+class WithSignal(Groups):
+    """Only groups whose rewards differ; the others are replaced by new prompts (DAPO).
+
+    Yu et al. 2025, dynamic sampling. It costs samples, and it shifts the prompt distribution
+    towards prompts of medium difficulty. If too few groups are found, the step trains on those;
+    reward and accuracy are reported over everything that was sampled.
+    """
+
+    rounds: int = 4
+    """Maximum number of draws per step."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise Refused(f"--groups.rounds is {self.rounds}: at least one draw is needed")
+
+    def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
+        return ~without_signal(batch)
+
+
+class Shaping:
+    """A second reward: called with a batch, it returns what to add to each response's, or nothing."""
+
+    def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class NoShaping(Shaping):
+    """The task's reward as it is."""
+
+
+@dataclass(frozen=True)
+class Overlong(Shaping):
+    """A soft penalty before the length limit, instead of a cliff at the limit (DAPO).
+
+    with limit L and margin c: 0 up to L − c tokens, then (L − c − length)/c, −1 if truncated
+    Yu et al. 2025. Added to the reward, whether it is right or wrong. Degenerate case: without an
+    end token no response is too long, and nothing is added.
+    """
+
+    margin: int = 16
+    """c: how many tokens before the limit the penalty begins."""
+
+    def __post_init__(self) -> None:
+        if self.margin < 1:
+            raise Refused(f"--shaping.margin is {self.margin}: it is a number of tokens, 1 or more")
+
+    def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
+        if not batch.ends:
+            return None
+        length = batch.present.sum(-1).to(batch.reward.dtype)  # observations take room too
+        over = (batch.limit - self.margin - length) / self.margin
+        return torch.where(batch.truncated, -1.0, over.clamp(-1.0, 0.0)).unsqueeze(-1)
+
+
+GROUPS = (All, WithSignal)
+SHAPINGS = (NoShaping, Overlong)

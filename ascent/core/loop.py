@@ -1,0 +1,316 @@
+"""The loop, top to bottom: prompts → rollouts → rewards → credit → loss → step → sync → metrics → checkpoint.
+
+It is handed its task, sampler, learner and records, and knows none of their kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from ascent.core.algorithms import Algorithm
+from ascent.core.config import Config
+from ascent.core.correction import mismatch
+from ascent.core.groups import without_signal
+from ascent.core.metric_names import MISMATCH
+from ascent.core.protocols import Learner, Records, Sampler, Stepped, Task, Ticket
+from ascent.core.types import (
+    Batch,
+    Metrics,
+    Refused,
+    Rollouts,
+    State,
+    Streams,
+    Trouble,
+    at_actions,
+    at_last,
+    join,
+    to_batch,
+)
+
+DEADLINE = 3600.0
+"""Seconds that a step waits for its groups, at most."""
+
+
+class Clock:
+    """Seconds spent in each phase of a step, under `time/`."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            advice = "--policy.rows or --max-tokens" if phase in ("generate", "eval") else "--micro-batch"
+            raise Trouble(f"out of memory in the phase {phase}: lower {advice}. It said: {error}") from None
+        self.spent[f"time/{phase}"] += time.perf_counter() - begin
+
+
+def train(
+    config: Config,
+    task: Task,
+    sampler: Sampler,
+    learner: Learner,
+    records: Records,
+    streams: Streams,
+    evaluate: Callable[[], Metrics],
+    start: int = 0,
+    state: State | None = None,
+) -> None:
+    """Steps `start` … `config.steps`, from this state (or the algorithm's first)."""
+    algorithm = config.algorithm
+    needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" else frozenset())
+    check_needs(needs, sampler, learner)
+    state = algorithm.start() if state is None else state
+    sampler.load(learner.params(), version=start)
+    for step in range(start, config.steps):
+        clock, begin = Clock(), time.perf_counter()
+        batch, metrics = collect(task, sampler, algorithm, config, streams.prompts, clock, step)
+        with clock("score"):
+            batch = batch.add(logp_old=batch.logp_sampler)
+            batch = batch.add(**learner.score(batch, needs))
+        batch, state = algorithm.credit(batch, state)
+        batch = batch.add(**algorithm.scalars(state, step / config.steps))
+        minis: list[Batch] = []
+        updates: list[Stepped] = []
+        with clock("update"):
+            for part in batch.minibatches(config.epochs, config.minibatches, streams.order):
+                again = part is batch and minis
+                minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
+                updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
+                updates[-1].sums.update(algorithm.critic(learner, minis[-1]))
+        metrics |= summarize(step, batch, minis, updates, config)
+        with clock("sync"):
+            state = algorithm.after(state, metrics)
+            sampler.load(learner.params(), version=step + 1)
+            algorithm.reference(learner, step)
+        if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
+            with clock("eval"):
+                metrics |= evaluate()
+        working = time.perf_counter() - begin - clock.spent["time/eval"]
+        metrics |= {**clock.spent, "time/tokens_per_second": metrics["num_tokens"] / working}
+        metrics["time/step"] = time.perf_counter() - begin
+        stop_on_trouble(step, metrics, batch, learner, records, config.max_mismatch)
+        records.step(step, metrics, batch, minis, updates)
+        stopping = records.stopping()
+        if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+            records.checkpoint(step + 1, learner, streams, state)
+        if stopping:
+            return
+
+
+def collect(
+    task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, clock: Clock, step: int = 0
+) -> tuple[Batch, Metrics]:
+    """Prompts, rollouts and rewards; with dynamic sampling, again in place of groups without signal.
+
+    The metrics are over everything that was sampled, before any group is dropped. Prompts and responses of a
+    round after the first come from streams of their own, so that what one step draws again moves no other step.
+    """
+    sampled: list[Batch] = []
+    kept: list[Batch] = []
+    missing, errors = config.prompts, []
+    for again in range(algorithm.groups.rounds):
+        seed = None
+        if again:
+            prompts, seed = _seeds(config.seed, step, again)
+            rng = Generator().manual_seed(prompts)
+        ticket = Ticket(step, task.draw(missing, rng), config.samples, seed=seed)
+        batch, reasons = answered(ticket, task, sampler, clock, "reward_greedy" in algorithm.needs)
+        errors += reasons
+        sampled.append(batch)
+        keep = algorithm.groups(batch).nonzero().flatten()[:missing]
+        kept.append(batch if len(keep) == len(batch.prompt) else batch.select(keep))
+        missing -= len(keep)
+        if missing <= 0:
+            break
+    everything = join(sampled)
+    metrics = describe(everything)
+    metrics["reward_errors"] = len(errors)
+    failed = max(len(errors), int((~everything.valid).sum()))
+    if failed > config.max_reward_errors * metrics["num_responses"]:
+        raise Trouble(
+            f"the reward failed on {failed} of {metrics['num_responses']:.0f} responses, more than "
+            f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {[*errors, 'a rollout failed'][0]}"
+        )
+    batch = join(kept)
+    if missing == config.prompts:  # no group has signal: nothing is learned from this step
+        batch = sampled[-1].add(valid=torch.zeros_like(sampled[-1].valid))
+    return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
+
+
+def _seeds(*key: int) -> list[int]:
+    """Two seeds that this key alone decides: of prompts, and of responses."""
+    return [int(word) for word in np.random.SeedSequence(key).generate_state(2, np.uint64) >> 1]
+
+
+def answered(ticket: Ticket, task: Task, sampler: Sampler, clock: Clock, greedy: bool) -> tuple[Batch, list[str]]:
+    """The groups of a ticket with their rewards: scored as they arrive, and then put in the ticket's order.
+
+    With `greedy`, one greedy response per prompt is scored too. Without its baseline a group has no credit: it is
+    left out as if its own rewards had failed.
+    """
+    baseline = replace(ticket, samples=1, greedy=True)
+    tickets = [ticket, baseline] if greedy else [ticket]
+    scores: dict[Ticket, list[tuple[Tensor, Batch, list[str]]]] = {each: [] for each in tickets}
+    sampler.submit(tickets)
+    arrivals = sampler.finished(ticket.step, DEADLINE)
+    while True:
+        with clock("generate"):
+            done = next(arrivals, None)
+        if done is None:
+            break
+        with clock("reward"):
+            scores[done.ticket].append((done.place, *scored(task, done.rollouts)))
+    batch, errors = _in_order(ticket, scores[ticket])
+    if greedy:
+        one, reasons = _in_order(baseline, scores[baseline])
+        batch = batch.add(reward_greedy=one.reward.sum(-1, keepdim=True), valid=batch.valid & one.valid)
+        errors += reasons
+    return batch, errors
+
+
+def _in_order(ticket: Ticket, parts: list[tuple[Tensor, Batch, list[str]]]) -> tuple[Batch, list[str]]:
+    """All groups of a ticket in its order; trouble where one is missing, or came twice."""
+    wanted = torch.arange(len(ticket.prompts))
+    place = torch.cat([place for place, _, _ in parts]) if parts else wanted[:0]
+    if not torch.equal(place.sort().values, wanted):
+        late = sorted(set(wanted.tolist()) - set(place.tolist()))
+        which = f"groups {late[:8]} of {len(wanted)} did not finish within {DEADLINE:g} seconds"
+        raise Trouble(f"step {ticket.step}: {which if late else 'a group came back twice'}; look at the sampler")
+    parts = sorted(parts, key=lambda part: int(part[0][0]))
+    batch, place = join([batch for _, batch, _ in parts]), torch.cat([place for place, _, _ in parts])
+    errors = [reason for _, _, reasons in parts for reason in reasons]
+    return batch if torch.equal(place, wanted) else batch.select(place.argsort()), errors
+
+
+def scored(task: Task, rollouts: Rollouts) -> tuple[Batch, list[str]]:
+    """Rollouts with their rewards; where one failed, the response is marked and the reason returned.
+
+    What rollouts bring of reward, validity and notes stands; the task's score is added to it.
+    """
+    scores = task.score(rollouts)
+    reward, valid = total_reward(rollouts, scores.reward), scores.valid
+    if rollouts.valid is not None:
+        valid = valid & rollouts.valid
+    finite = scores.reward.isfinite().all(-1) & reward.isfinite().all(-1)
+    errors = [*scores.errors, *["the reward is not finite"] * int((valid & ~finite).sum())]
+    reward = torch.where(finite.unsqueeze(-1), reward, 0.0)
+    known = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # whatever stood beside the actions
+    rewards = {"reward": reward, "valid": valid & finite, "correct": scores.correct}
+    batch = to_batch(rollouts, logp_sampler=known, notes=join_notes(rollouts.notes, scores.notes), **rewards)
+    if scores.measures:
+        batch = batch.add(measures=torch.stack(list(scores.measures.values()), -1), measured=tuple(scores.measures))
+    return batch, errors
+
+
+def total_reward(rollouts: Rollouts, score: Tensor) -> Float[Tensor, "prompt sample #token"]:
+    """The task's score plus what the rollouts bring; per token, it lies on actions."""
+    parts = [part for part in (score, rollouts.reward) if part is not None]
+    if all(part.shape[-1] == 1 for part in parts):
+        return sum(parts[1:], parts[0])
+    each = [at_last(rollouts, part) if part.shape[-1] == 1 else at_actions(rollouts, part) for part in parts]
+    return sum(each[1:], each[0])
+
+
+def join_notes(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
+    """Both notes of each response, where both say something."""
+    if first is None or second is None:
+        return second if first is None else first
+    both = ["; ".join(note for note in pair if note) for pair in zip(first.flat, second.flat, strict=True)]
+    return np.array(both, dtype=object).reshape(first.shape)
+
+
+def describe(batch: Batch) -> Metrics:
+    """What was sampled, in numbers: reward and its spread, strict score, signal, lengths."""
+    scored, some = batch.reward.sum(-1)[batch.valid], batch.valid.any(1)
+    right = batch.valid if batch.correct is None else batch.correct & batch.valid
+    length = batch.length.to(scored.dtype)
+    values = {
+        "reward": scored.mean(),
+        "reward_std": scored.std() if len(scored) > 1 else torch.zeros(()),
+        "accuracy": right.sum() / max(len(scored), 1),
+        "frac_reward_zero_std": without_signal(batch).to(scored.dtype).mean(),
+        "frac_all_right": ((right | ~batch.valid).all(1) & some).to(scored.dtype).mean(),
+        "frac_all_wrong": (~right.any(1) & some).to(scored.dtype).mean(),
+        "completions/mean_length": length.mean(),
+        "completions/clipped_ratio": batch.truncated.to(scored.dtype).mean(),
+        "num_tokens": length.sum(),
+    }
+    metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    if batch.correct is None:
+        metrics = {k: v for k, v in metrics.items() if k not in ("accuracy", "frac_all_right", "frac_all_wrong")}
+    if batch.measures is not None:
+        metrics |= dict(zip(batch.measured, batch.measures[batch.valid].mean(0).tolist(), strict=True))
+    return {**metrics, "num_responses": batch.valid.numel()}
+
+
+def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
+    """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them."""
+    if not updates:
+        return {}
+    whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
+    values = [value for u in updates for value in (*u.metrics.values(), *u.sums.values())]
+    rows = torch.stack(values).view(-1, len(names)).tolist()
+    for mini, update, row in zip(minis, updates, rows, strict=True):
+        tokens = max(mini.tokens, 1)
+        row[whole:] = [total / tokens for total in row[whole:]]
+        update.report.update(zip(names, row, strict=True))
+    metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}
+    if not batch.sampled:
+        return metrics
+    if config.old_logp == "learner":
+        assert batch.logp_old is not None
+        gap = mismatch(batch.logp_old, batch, step)
+    else:
+        gap = mismatch(updates[0].logp, minis[0], step)
+    gap |= config.algorithm.critic.measure(batch)
+    return metrics | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
+
+
+def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> None:
+    """Refuse, before any work, what neither the sampler nor the learner can bring."""
+    missing = needs - sampler.fills - learner.fills
+    if missing:
+        raise Refused(
+            f"these choices need {', '.join(sorted(missing))}, which neither {type(sampler).__name__} nor "
+            f"{type(learner).__name__} can compute; choose others, or another engine"
+        )
+
+
+def stop_on_trouble(
+    step: int, metrics: Metrics, batch: Batch, learner: Learner, records: Records, max_mismatch: float
+) -> None:
+    """The first non-finite loss, gradient, log-prob or parameter ends the run, with the batch that made it.
+
+    So does a sampler whose log-probs are far from the trainer's: it samples from another policy.
+    """
+    bad = [name for name in ("loss", "grad_norm", "value/loss") if not abs(metrics.get(name, 0.0)) < float("inf")]
+    if not bool(batch.logp_sampler.isfinite().all()):
+        bad.append("the sampler's log-probs")
+    if not bool(torch.stack([p.isfinite().all() for p in learner.params().values()]).all()):
+        bad.append("the parameters")
+    if bad:
+        where = records.dump(step, batch)
+        raise Trouble(
+            f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
+            "saved is from before. Lower --lr, or set --update.max-norm"
+        )
+    gap = metrics.get(MISMATCH, 0.0)
+    if gap > max_mismatch:
+        raise Trouble(
+            f"step {step}: the log-probs of sampler and trainer are {gap:.3g} apart on average, more than "
+            f"--max-mismatch {max_mismatch:g}: they are not the same policy. The batch is kept in "
+            f"{records.dump(step, batch)}"
+        )

@@ -1,0 +1,199 @@
+"""Surrogates: what is maximised per token, given δ. One frozen dataclass per choice.
+
+ρ = exp(logp − logp_old) compares the policy with itself at the time of sampling. `logp_old` and
+δ are constants: gradient flows through `logp` alone. At ρ = 1 every surrogate here has the
+gradient of the first one, so the first update on a fresh batch is always REINFORCE's.
+
+A surrogate returns one number per token, or, with token length 1, one per response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ascent.core.types import Batch, Outputs, Refused, Terms
+
+PerToken = Float[Tensor, "prompt sample token"]
+Broadcast = Float[Tensor, "prompt sample #token"]
+Clips = tuple[Bool[Tensor, "prompt sample token"], Bool[Tensor, "prompt sample token"]]
+
+
+def _positive(value: float, flag: str) -> None:
+    if not value > 0:
+        raise Refused(f"{flag} is {value:g}, but a clipping bound is a distance from 1: set it above 0")
+
+
+class Loss:
+    """A surrogate: called with log-probs and δ, it returns what is to be maximised."""
+
+    sequence: ClassVar[bool] = False
+    """Does it return one number per response?"""
+    data: ClassVar[Literal["samples", "demonstrations", "pairs", "steps"]] = "samples"
+    """What it learns from: the policy's own samples, or offline data (preferences.py)."""
+    trains: ClassVar[Literal["policy", "rewards", "steps"]] = "policy"
+    """What is trained: a policy, a reward model, or a process reward."""
+
+    def check(self, row: Any) -> None:
+        """Refuse an algorithm that this loss does not fit."""
+
+    def terms(self, mini: Batch, out: Outputs) -> Terms | None:
+        """The whole objective, if it is not a sum over single responses; otherwise None."""
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
+        raise NotImplementedError
+
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        """The tokens that are clipped at the low and at the high bound; None if it never clips."""
+        return None
+
+
+@dataclass(frozen=True)
+class LogProb(Loss):
+    """Log-probability times credit, the naive policy gradient.
+
+    δ · log π
+    Williams 1992. Unbiased on fresh samples. Further updates on the same batch do not correct for
+    the policy having moved.
+    """
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        return advantage * logp
+
+
+@dataclass(frozen=True)
+class Ratio(Loss):
+    """Importance-weighted credit, one ratio per token, never clipped.
+
+    ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
+    Kakade and Langford 2002, and TRPO's objective. A token ratio ignores that the states before
+    it were reached by the old policy, so once the policy has moved it is biased; only the product
+    over the response is the exact importance weight.
+    """
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        return torch.exp(logp - logp_old) * advantage
+
+
+@dataclass(frozen=True)
+class Clipped(Loss):
+    """The ratio, clipped once it has moved far enough (PPO, GRPO).
+
+    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ);  with dual clip c, where δ < 0: at least c·δ
+    Schulman et al. 2017; asymmetric bounds, Yu et al. 2025 (DAPO); dual clip, Ye et al. 2020.
+    The gradient is 0 where ρ has passed the bound in δ's direction. At ρ = 1 nothing is clipped.
+    """
+
+    low: float = 0.2
+    """ε_low: how far below 1 the ratio of a bad token still earns."""
+    high: float = 0.2
+    """ε_high: how far above 1 the ratio of a good token still earns."""
+    dual: float | None = None
+    """c > 1: bounds the loss of a bad token whose ratio has exploded. None: off."""
+
+    def __post_init__(self) -> None:
+        _positive(self.low, "--loss.low")
+        _positive(self.high, "--loss.high")
+        if self.dual is not None and not self.dual > 1:
+            raise Refused(f"--loss.dual is {self.dual:g}: at 1 or less it would clip fresh samples; set it above 1")
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        ρ = torch.exp(logp - logp_old)
+        surrogate = torch.minimum(ρ * advantage, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
+        if self.dual is not None:
+            surrogate = torch.where(advantage < 0, torch.maximum(surrogate, self.dual * advantage), surrogate)
+        return surrogate
+
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return _outside(torch.exp(logp - logp_old), advantage, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class SequenceRatio(Loss):
+    """One ratio for the whole response, with gradient through all its tokens.
+
+    product:  ρ = exp(Σ_t (logp_t − logp_old_t)), the exact importance weight (TRL's RLOO)
+    mean:     ρ = exp(mean_t (logp_t − logp_old_t)), length-normalised (GSPO, Zheng et al. 2025)
+    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ), or ρ δ with no bounds set; the product's over L
+    Only the unclipped product stays unbiased once the policy has moved; its variance grows with
+    the length. Needs an outcome reward: one δ per response. A response's term takes the sum of its
+    tokens' weights. The product's gradient is a sum over its L tokens already, hence its 1/L: at
+    ρ = 1 both forms have the log-prob surrogate's gradient, and with sequence-sum it is ∇E[R].
+    """
+
+    form: Literal["product", "mean"] = "mean"
+    """Sum the log-ratios of the tokens, or take their mean."""
+    low: float | None = 3e-4
+    """ε_low; None with ε_high None: never clipped."""
+    high: float | None = 4e-4
+    """ε_high; None with ε_low None: never clipped."""
+    sequence = True
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise Refused("--loss.low and --loss.high: set both, or both to None for no clipping")
+        for value, flag in ((self.low, "--loss.low"), (self.high, "--loss.high")):
+            if value is not None:
+                _positive(value, flag)
+
+    def log_ratio(self, log_ratio: PerToken, mask: Tensor) -> Float[Tensor, "prompt sample 1"]:
+        total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
+        return total if self.form == "product" else total / mask.sum(-1, keepdim=True).clamp(min=1)
+
+    def __call__(
+        self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor
+    ) -> Float[Tensor, "prompt sample 1"]:
+        if advantage.shape[-1] != 1:
+            raise Refused(
+                f"{type(self).__name__} has one ratio per response, but the credit differs from token to token "
+                "(a reward or a KL per token): use an outcome reward, or --loss clipped"
+            )
+        ρ = torch.exp(self.log_ratio(logp - logp_old, mask))
+        surrogate = ρ * advantage
+        if self.low is not None and self.high is not None:
+            surrogate = torch.minimum(surrogate, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
+        return surrogate / mask.sum(-1, keepdim=True).clamp(min=1) if self.form == "product" else surrogate
+
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        if self.low is None or self.high is None:
+            return None
+        ρ = torch.exp(self.log_ratio(logp - logp_old, mask)).expand_as(logp)
+        return _outside(ρ, advantage, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Cispo(Loss):
+    """Log-probability times credit, weighted by a clipped ratio that carries no gradient (CISPO).
+
+    sg[clip(ρ, 1−ε_low, 1+ε_high)] · δ · log π
+    MiniMax 2025. Unlike with the clipped ratio, every token keeps a gradient; distant tokens only
+    weigh less. ε_low = 1 means no lower bound. At ρ = 1 it is the log-prob surrogate.
+    """
+
+    low: float = 1.0
+    """ε_low; 1: no lower bound."""
+    high: float = 4.0
+    """ε_high; the weight of a token is at most 1 + ε_high."""
+
+    def __post_init__(self) -> None:
+        _positive(self.low, "--loss.low")
+        _positive(self.high, "--loss.high")
+
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
+        ρ = torch.exp(logp.detach() - logp_old)
+        return ρ.clamp(1 - self.low, 1 + self.high) * advantage * logp
+
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
+        return _outside(torch.exp(logp - logp_old), advantage, self.low, self.high)
+
+
+def _outside(ρ: PerToken, advantage: Broadcast, low: float, high: float) -> Clips:
+    """Where the clip is active: low is ρ < 1−ε_low with δ < 0, high is ρ > 1+ε_high with δ > 0."""
+    return (ρ < 1 - low) & (advantage < 0), (ρ > 1 + high) & (advantage > 0)
+
+
+LOSSES = (LogProb, Ratio, Clipped, SequenceRatio, Cispo)

@@ -1,0 +1,71 @@
+"""The reference policy of the KL: when it is made, and how it moves.
+
+The learner keeps the reference beside its policy; a choice only says when to renew it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ascent.core.protocols import Learner
+from ascent.core.types import Refused
+
+
+class Reference:
+    """A policy to measure the KL to: called with the learner after each step, it may renew it."""
+
+    kept: ClassVar[bool] = True
+    """Is there a reference at all?"""
+
+    def __call__(self, learner: Learner, step: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class NoReference(Reference):
+    """No reference: nothing is kept and no KL is measured."""
+
+    kept = False
+
+
+@dataclass(frozen=True)
+class Frozen(Reference):
+    """The policy as it was at the start of the run."""
+
+
+@dataclass(frozen=True)
+class Every(Reference):
+    """The policy as it was at the last multiple of n steps (iterative GRPO's outer loop)."""
+
+    n: int = 10
+    """Steps between two renewals."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise Refused(f"--reference.n is {self.n}: set a number of steps of 1 or more")
+
+    def __call__(self, learner: Learner, step: int) -> None:
+        if (step + 1) % self.n == 0:
+            learner.mix_reference(1.0)
+
+
+@dataclass(frozen=True)
+class MovingAverage(Reference):
+    """An average that follows the policy: after each step π_ref ← (1−r)·π_ref + r·π.
+
+    Degenerate cases: r = 0 is frozen, r = 1 is the policy of the step before.
+    """
+
+    rate: float = 0.05
+    """r: the share of the current policy in the new reference."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise Refused(f"--reference.rate is {self.rate:g}: a share lies between 0 and 1")
+
+    def __call__(self, learner: Learner, step: int) -> None:
+        learner.mix_reference(self.rate)
+
+
+REFERENCES = (NoReference, Frozen, Every, MovingAverage)

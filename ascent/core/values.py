@@ -1,0 +1,158 @@
+"""Credit from a critic: how a value function V distributes a reward over tokens.
+
+V(s_t) is the value of the state before token t, and d_t = r_t + γ V(s_{t+1}) − V(s_t) the TD error
+of that token; every credit here is a sum of those to come. An outcome reward lies on the last action.
+V is 0 after an end token; after a truncated response it is 0 too, or V(s_L) with `bootstrap`. Observations
+are stepped over: the state after an action is the one before the next action.
+
+With the exact V every credit is unbiased at γ = 1; with a wrong one only Monte Carlo is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ascent.core.advantages import Advantage
+from ascent.core.types import Batch, Refused, State, at_last
+
+PerToken = Float[Tensor, "prompt sample token"]
+
+
+def td_errors(batch: Batch, gamma: float, bootstrap: bool) -> tuple[PerToken, Int[Tensor, "prompt sample token"]]:
+    """d_t with the actions moved to the front and 0 behind them, and the order that moved them."""
+    assert batch.value is not None
+    reward = at_last(batch, batch.reward) if batch.reward.shape[-1] == 1 else batch.reward
+    order = (~batch.mask).to(torch.uint8).argsort(dim=-1, stable=True)
+    is_action = batch.mask.gather(-1, order)
+    V = torch.where(is_action, batch.value.gather(-1, order), 0.0)
+    after = torch.nn.functional.pad(V[..., 1:], (0, 1))
+    if bootstrap:  # V(s_L), the state behind the last token, where a response was cut off
+        last = batch.length.unsqueeze(-1) - 1
+        final = batch.value.gather(-1, batch.extent.unsqueeze(-1))
+        after = torch.where((torch.arange(V.shape[-1]) == last) & batch.truncated.unsqueeze(-1), final, after)
+    return torch.where(is_action, reward.gather(-1, order) + gamma * after - V, 0.0), order
+
+
+def discounted_sum(d: PerToken, factor: float) -> PerToken:
+    """Σ_j factor^j d_{t+j}, to the end."""
+    total, sums = torch.zeros_like(d[..., 0]), []
+    for error in d.flip(-1).unbind(-1):
+        total = error + factor * total
+        sums.append(total)
+    return torch.stack(sums[::-1], -1)
+
+
+def whiten(advantage: PerToken, batch: Batch) -> PerToken:
+    """(A − mean) / (std + 1e-8), both over the counted tokens of the batch, ddof 1; 0 where all are equal."""
+    tokens = advantage[batch.counted]
+    if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
+        return torch.zeros_like(advantage)
+    return torch.where(batch.counted, (advantage - tokens.mean()) / (tokens.std() + 1e-8), 0.0)
+
+
+@dataclass(frozen=True)
+class Valued(Advantage):
+    """What the credits from a critic share: A_t = Σ_j (γλ)^j d_{t+j}, unless `spread` says otherwise."""
+
+    gamma: float = 1.0
+    """γ: discount per token. Below 1 the objective is another: a reward counts less for tokens far before it."""
+    bootstrap: bool = field(default=False, kw_only=True)
+    """Continue with V(s_L) after a truncated response (no return ever teaches it: it may drift); off: with 0."""
+    whitened: bool = field(default=False, kw_only=True)
+    """Shift and scale to mean 0 and standard deviation 1 over the tokens of the rollout batch."""
+    lam: ClassVar[float]
+    group = False
+    needs = frozenset({"value"})
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1 and getattr(self, "k", 1) >= 1):
+            raise Refused(f"--advantage {self}: γ and λ must be between 0 and 1, and k must be 1 or more")
+
+    def spread(self, d: PerToken) -> PerToken:
+        return discounted_sum(d, self.gamma * self.lam)
+
+    def advantage(self, batch: Batch) -> PerToken:
+        """A_t of every action, before any whitening; 0 elsewhere."""
+        d, order = td_errors(batch, self.gamma, self.bootstrap)
+        return torch.zeros_like(d).scatter(-1, order, self.spread(d))
+
+    def returns(self, batch: Batch) -> PerToken:
+        """What the critic is trained on: A_t + V(s_t)."""
+        assert batch.value is not None
+        return self.advantage(batch) + batch.value[..., :-1]
+
+    def __call__(self, batch: Batch, state: State) -> PerToken:
+        δ = torch.where(batch.counted, self.advantage(batch), 0.0)
+        return whiten(δ, batch) if self.whitened else δ
+
+
+@dataclass(frozen=True)
+class TD(Valued):
+    """The TD error itself: the reward of a token, and how much better the next state looks.
+
+    A_t = d_t
+    Sutton and Barto 2018, chapter 13; GAE at λ = 0. Lowest variance, all of the critic's bias.
+    Degenerate case: with an outcome reward and V = 0 only the last token gets credit.
+    """
+
+    lam = 0.0
+
+
+@dataclass(frozen=True)
+class KStep(Valued):
+    """k tokens of reward, then the critic.
+
+    A_t = Σ_{j<k} γ^j d_{t+j}
+    Mnih et al. 2016 (A3C). Degenerate cases: k = 1 is TD; from the response's length on, Monte Carlo.
+    """
+
+    k: int = 4
+    """Tokens of reward before the critic takes over."""
+    lam = 1.0
+
+    def spread(self, d: PerToken) -> PerToken:
+        later = torch.nn.functional.pad(d, (0, self.k))[..., self.k :]
+        return discounted_sum(d - self.gamma**self.k * later, self.gamma)
+
+
+@dataclass(frozen=True)
+class GAE(Valued):
+    """A geometric mixture of all k-step credits.
+
+    A_t = Σ_j (γλ)^j d_{t+j}
+    Schulman et al. 2016. λ trades V's bias for the reward's variance: 0 is TD, 1 Monte Carlo.
+    Degenerate case: an outcome reward, γ = λ = 1 and V = the group's mean is the centered credit.
+    """
+
+    lam: float = 0.95  # type: ignore[misc]
+    """λ: 0 trusts the critic, 1 the reward."""
+
+
+@dataclass(frozen=True)
+class MonteCarlo(Valued):
+    """The whole return minus the value: a learned baseline.
+
+    A_t = Σ_j γ^j d_{t+j} = Σ_j γ^j r_{t+j} − V(s_t)
+    Williams 1992 with a baseline for each state; GAE at λ = 1. At γ = 1 unbiased whatever V is.
+    Degenerate case: with `bootstrap` V's error enters even so.
+    """
+
+    lam = 1.0
+
+
+def value_loss(batch: Batch, value: Float[Tensor, "prompt sample state"], clip: float | None) -> Float[Tensor, ""]:
+    """Σ ½ (V − return)² over counted tokens; with ε_v of the larger of that and ½ (clip(V, V_old ± ε_v) − return)²."""
+    assert batch.returns is not None and batch.value is not None
+    V, old = value[..., :-1], batch.value[..., :-1]
+    error = (V - batch.returns) ** 2
+    if clip is not None:
+        error = torch.maximum(error, (old + (V - old).clamp(-clip, clip) - batch.returns) ** 2)
+    return 0.5 * torch.where(batch.counted, error, 0.0).sum()
+
+
+VALUES = (TD, KStep, GAE, MonteCarlo)

@@ -1,0 +1,89 @@
+"""Aggregation as a weight per token, computed once for each optimizer step over its whole mini-batch.
+
+With N the responses and L_i the actions of response i in that step (observations do not count). Surrogate, KL and
+entropy are each Σ weight · per-token value, so no micro-batch, accumulation or world size can
+change the gradient. Responses without signal count; failed or wholly masked ones are in neither
+N nor ΣL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ascent.core.types import Batch
+
+Weight = Float[Tensor, "prompt sample token"]
+
+
+def _counts(batch: Batch) -> tuple[Tensor, Int[Tensor, "prompt sample 1"], Int[Tensor, ""]]:
+    """Counted tokens as 0/1, their number in each response, and the number of responses that have any."""
+    counted = batch.counted
+    length = counted.sum(-1, keepdim=True)
+    return counted.to(batch.logp_sampler.dtype), length, (length > 0).sum().clamp(min=1)
+
+
+class Weights:
+    """An aggregation: called with a mini-batch, it returns the weight of each token."""
+
+    def __call__(self, batch: Batch) -> Weight:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TokenMean(Weights):
+    """Every token counts the same.
+
+    weight = 1 / ΣL
+    DAPO's choice, and TRL's `dapo`. Long responses weigh more than short ones; where lengths
+    differ the direction is not that of ∇E[R], because ΣL depends on the sampled lengths.
+    """
+
+    def __call__(self, batch: Batch) -> Weight:
+        counted, length, _ = _counts(batch)
+        return counted / length.sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class SequenceMean(Weights):
+    """Every response counts the same, spread over its tokens.
+
+    weight = 1 / (N · L_i)
+    The GRPO paper's choice. A token of a long response weighs less, so long wrong answers are
+    punished less per token: where lengths differ the direction is not that of ∇E[R].
+    """
+
+    def __call__(self, batch: Batch) -> Weight:
+        counted, length, responses = _counts(batch)
+        return counted / (length.clamp(min=1) * responses)
+
+
+@dataclass(frozen=True)
+class SequenceSum(Weights):
+    """Tokens are summed, responses averaged: ∇E[R] itself.
+
+    weight = 1 / N
+    The plain policy gradient: the log-probability of a response is a sum.
+    """
+
+    def __call__(self, batch: Batch) -> Weight:
+        counted, _, responses = _counts(batch)
+        return counted / responses
+
+
+@dataclass(frozen=True)
+class FixedLength(Weights):
+    """The sum over a constant: ∇E[R]'s direction, at a size that does not grow with the limit.
+
+    weight = 1 / (N · L_max), L_max the generation limit, never the padded width
+    Liu et al. 2025 (Dr. GRPO).
+    """
+
+    def __call__(self, batch: Batch) -> Weight:
+        counted, _, responses = _counts(batch)
+        return counted / (responses * batch.limit)
+
+
+WEIGHTS = (TokenMean, SequenceMean, SequenceSum, FixedLength)

@@ -1,1 +1,0 @@
-"""Looking closely: the exact gradient, and what an estimator of it is worth."""

@@ -1,0 +1,261 @@
+"""The kernels of a decoding step in Triton. board.py has the same functions in plain torch and says what they compute.
+
+Bytes decide: a step reads each cache once, the logits once and one block of them again. bfloat16 goes in, sums are
+float32, and the running sum that decides a token is float64, as in draw.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-any-generics=False
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ascent.engines.language.sampling import board as formulas
+from ascent.engines.language.sampling.board import DONE, ENDS, LAST, LENGTH, SEED, SLOT, Board, Pair, Turn
+from ascent.engines.language.sampling.draw import Support
+
+BLOCK = 256
+"""Logits whose sum is kept: draw.py looks first for the block and then for the token in it."""
+TILE = 4096
+"""Logits that one program of `_measure` reads."""
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
+    rows, width = x.shape
+    normed, total = torch.empty_like(x), x if y is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    warps = min(8, max(1, block // 512))
+    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, BLOCK=block, ADD=y is not None, num_warps=warps)
+    return total, normed
+
+
+@triton.jit
+def _add_norm(x, y, total, normed, weight, eps, width, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    at = tl.program_id(0) * width
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    a = tl.load(x + at + i, inside, other=0.0)
+    if ADD:
+        a = (a.to(tl.float32) + tl.load(y + at + i, inside, other=0.0).to(tl.float32)).to(a.dtype)
+        tl.store(total + at + i, a, inside)
+    wide = a.to(tl.float32)
+    scaled = (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)).to(a.dtype).to(tl.float32)
+    tl.store(normed + at + i, (scaled * tl.load(weight + i, inside, other=0.0).to(tl.float32)).to(a.dtype), inside)
+
+
+def gated(both: Tensor) -> Tensor:
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(rows, width)
+    _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _gated(both, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    gate = tl.load(both + row * 2 * width + i, inside, other=0.0)
+    up = tl.load(both + row * 2 * width + width + i, inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    active = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * width + i, (active * up).to(gate.dtype), inside)
+
+
+# ---- attention ------------------------------------------------------------------------------------
+
+
+def attend(qkv: Tensor, turn: Turn, board: Board, layer: int) -> Tensor:
+    rows, channel = qkv.shape[0], turn.cos.shape[1]
+    own_k, own_v = board.own[layer]
+    prompt_k, prompt_v = board.prompts[layer]
+    shared = own_k.shape[1]
+    heads = qkv.shape[1] // channel - 2 * shared
+    q_weight, k_weight, eps = turn.norms or (qkv, qkv, 0.0)
+    out = qkv.new_empty(rows, heads * channel)
+    many = rows * shared >= 400  # small programs fill the card; a few have to be large
+    _attend[(rows, shared)](
+        *(qkv, out, turn.cos, turn.sin, q_weight, k_weight, prompt_k, prompt_v, own_k, own_v),
+        *(board.state, board.lanes, board.prompt_length, eps, turn.scale * 1.4426950408889634),
+        *(board.state.shape[1], prompt_k.shape[2], own_k.shape[2]),
+        SHARED=shared,
+        REPEAT=heads // shared,
+        ROWS=max(16, triton.next_power_of_2(heads // shared)),
+        D=channel,
+        KEYS=32 if many else 64,
+        NORMED=turn.norms is not None,
+        S=SLOT,
+        L=LENGTH,
+        num_warps=1 if many else 4,
+        num_stages=3,
+    )
+    return out
+
+
+@triton.jit
+def _attend(
+    qkv, out, cos, sin, q_weight, k_weight, prompt_k, prompt_v, own_k, own_v, state, lanes, prompt_length, eps, scale,
+    lane_count, prompt_room, own_room,
+    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+    NORMED: tl.constexpr, S: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """One program a row and key-value head, for all the query heads that share it; the softmax runs along the keys."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    lane = tl.load(lanes + row)
+    slot, length = tl.load(state + S * lane_count + lane), tl.load(state + L * lane_count + lane).to(tl.int32)
+    known = tl.load(prompt_length + slot).to(tl.int32)
+    c, r = tl.arange(0, D), tl.arange(0, ROWS)
+    position = known + length
+    turn_cos, turn_sin = tl.load(cos + position * D + c).to(tl.float32), tl.load(sin + position * D + c).to(tl.float32)
+    line = qkv + row * (SHARED * REPEAT + 2 * SHARED) * D
+    q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, NORMED)
+    one = tl.arange(0, 1)
+    new = line + (SHARED * REPEAT + head + one) * D
+    k = _rotated(new, one < 1, k_weight, eps, turn_cos, turn_sin, D, NORMED)
+    v = tl.load(new[:, None] + SHARED * D + c[None, :])
+    own = (lane * SHARED + head) * own_room * D
+    put = own + length * D + c[None, :] + one[:, None]
+    tl.store(own_k + put, k)
+    tl.store(own_v + put, v)
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    total = tl.full((ROWS,), 1.0, tl.float32)
+    mixed = tl.zeros((ROWS, D), tl.float32) + v.to(tl.float32)
+    past = (slot * SHARED + head) * prompt_room * D
+    for start in range(0, position, KEYS):  # a softmax in powers of 2: its largest score, its sum, the mixed values
+        n = start + tl.arange(0, KEYS)
+        inside, of_prompt = n < position, (n < known)[:, None]
+        before, after = past + n[:, None] * D + c[None, :], own + (n - known)[:, None] * D + c[None, :]
+        keys = tl.load(tl.where(of_prompt, prompt_k + before, own_k + after), inside[:, None], other=0.0)
+        values = tl.load(tl.where(of_prompt, prompt_v + before, own_v + after), inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        now = tl.maximum(top, tl.max(scores, 1))
+        p, faded = tl.exp2(scores - now[:, None]), tl.exp2(top - now)
+        mixed = mixed * faded[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        total = total * faded + tl.sum(p, 1)
+        top = now
+    to = out + row * SHARED * REPEAT * D + ((head * REPEAT + r) * D)[:, None] + c[None, :]
+    tl.store(to, (mixed / total[:, None]).to(q.dtype), (r < REPEAT)[:, None])
+
+
+@triton.jit
+def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, NORMED: tl.constexpr):
+    """Vectors at these places, normed where asked, and turned: x·cos + (−second half, first half)·sin."""
+    c = tl.arange(0, D)
+    other = (c + D // 2) % D
+    x = tl.load(at[:, None] + c[None, :], inside[:, None], other=0.0)
+    y = tl.load(at[:, None] + other[None, :], inside[:, None], other=0.0)
+    dtype = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if NORMED:
+        by = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = ((x * by).to(dtype).to(tl.float32) * tl.load(weight + c)[None, :].to(tl.float32)).to(dtype).to(tl.float32)
+        y = (y * by).to(dtype).to(tl.float32) * tl.load(weight + other)[None, :].to(tl.float32)
+        y = y.to(dtype).to(tl.float32)
+    return (x * cos[None, :] + tl.where(c[None, :] < D // 2, -y, y) * sin[None, :]).to(dtype)
+
+
+# ---- drawing --------------------------------------------------------------------------------------
+
+
+def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
+    if not (support.whole or greedy):
+        formulas.draw(logits, board, support, greedy)
+        return
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, TILE)
+    per = TILE // BLOCK
+    tops = torch.empty(rows, tiles, device=logits.device)
+    sums = torch.empty(rows, tiles * per, device=logits.device)
+    _measure[(rows, tiles)](logits, board.temperature, tops, sums, vocab, tiles, PER=per, BLOCK=BLOCK)
+    _draw[(rows,)](
+        *(logits, tops, sums, board.temperature, board.state, board.lanes, board.token, board.logp),
+        *(board.ends, board.limit, vocab, tiles, board.state.shape[1], board.token.shape[1]),
+        PER=per,
+        BLOCK=BLOCK,
+        TILES=triton.next_power_of_2(tiles),
+        GREEDY=greedy,
+        ENDS=ENDS,
+        L=LENGTH,
+        LAST=LAST,
+        SEED=SEED,
+        DONE=DONE,
+    )
+
+
+@triton.jit
+def _measure(logits, temperature, tops, sums, vocab, tiles, PER: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a tile of a row's logits z: the largest, m, and of each block in it Σ e^(z − m)."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block = tile * PER + tl.arange(0, PER)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    z = tl.load(logits + row * vocab + i, i < vocab, other=float("-inf")).to(tl.float32)
+    z = z / tl.load(temperature).to(tl.float32)
+    top = tl.max(z)
+    tl.store(tops + row * tiles + tile, top)
+    tl.store(sums + row * tiles * PER + block, tl.sum(tl.exp(z - top), 1))
+
+
+@triton.jit
+def _draw(
+    logits, tops, sums, temperature, state, lanes, token_out, logp_out, ends, limit, vocab, tiles, lane_count, room,
+    PER: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, ENDS: tl.constexpr,
+    L: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr, DONE: tl.constexpr,
+):  # fmt: skip
+    """A row's token from the sums of its blocks and one block of logits; then its output and state."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.load(lanes + row)
+    t, done = tl.load(state + L * lane_count + lane), tl.load(state + DONE * lane_count + lane)
+    cooling = tl.load(temperature).to(tl.float32)
+    tile, per = tl.arange(0, TILES), tl.arange(0, PER)
+    peaks = tl.load(tops + row * tiles + tile, tile < tiles, other=float("-inf"))
+    top = tl.max(peaks)
+    block = tile[:, None] * PER + per[None, :]
+    part = tl.load(sums + row * tiles * PER + block, block < tiles * PER, other=0.0) * tl.exp(peaks - top)[:, None]
+    total = tl.sum(part)
+    if GREEDY:
+        first = tl.min(tl.where(peaks == top, tile, TILES))
+        i = first * PER * BLOCK + tl.arange(0, PER * BLOCK)
+        z = tl.load(logits + row * vocab + i, i < vocab, other=float("-inf")).to(tl.float32) / cooling
+        token = tl.min(tl.where(z == top, i, vocab)).to(tl.int64)
+        chosen = top
+    else:
+        seed = tl.load(state + SEED * lane_count + lane)
+        token, chosen = _invert(logits + row * vocab, part, top, seed, t, vocab, cooling, PER, BLOCK, TILES)
+    end = tl.max((tl.load(ends + tl.arange(0, ENDS)) == token).to(tl.int32)) > 0
+    over = end | (t + 1 >= tl.load(limit))
+    on = done == 0
+    tl.store(token_out + lane * room + t, token, on)
+    tl.store(logp_out + lane * room + t, chosen - (top + tl.log(total)), on)
+    tl.store(state + LAST * lane_count + lane, token, on)
+    tl.store(state + L * lane_count + lane, t + 1, on & (over == 0))
+    tl.store(state + DONE * lane_count + lane, t + 1, on & over)
+
+
+@triton.jit
+def _invert(logits, part, top, seed, t, vocab, cooling, PER: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """The first token at which the running sum of e^(z − top) exceeds u times its total, and its z."""
+    sums = tl.cumsum(tl.reshape(part, (TILES * PER,)).to(tl.float64), 0)
+    point = _uniform(seed, t) * tl.max(sums) * 0.999999999999
+    at = tl.arange(0, TILES * PER)
+    which = tl.minimum(tl.sum((sums <= point).to(tl.int32)), (vocab - 1) // BLOCK)
+    before = tl.sum(tl.where(at == which - 1, sums, 0.0))
+    i = tl.arange(0, BLOCK)
+    z = tl.load(logits + which * BLOCK + i, which * BLOCK + i < vocab, other=float("-inf")).to(tl.float32) / cooling
+    p = tl.exp(z - top)
+    place = tl.sum((before + tl.cumsum(p.to(tl.float64), 0) <= point).to(tl.int32))
+    first, last = tl.min(tl.where(p > 0, i, BLOCK)), tl.max(tl.where(p > 0, i, -1))
+    place = tl.minimum(tl.maximum(place, first), last)
+    return (which * BLOCK + place).to(tl.int64), tl.sum(tl.where(i == place, z, 0.0))
+
+
+@triton.jit
+def _uniform(seed, t):
+    """splitmix64, as in draw.py."""
+    x = seed + (t + 1) * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return ((x >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16

@@ -1,0 +1,179 @@
+"""What lies between a model's matrix products, in one kernel each; transformers writes it out in many.
+
+    norm     x · weight / √(mean(x²) + ε)
+    gate     silu(g) · u
+    rotate   [a, b] ↦ [a·cos − b·sin, b·cos + a·sin], the channels in halves
+
+On a GPU a third of a small model's update goes to such kernels, for each reads and writes everything once. Here sums
+are float32 and results are rounded once. A part of a model is replaced only if it is found to compute the same, to
+rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is not in half precision.
+`Formulas` is what the kernels compute, for the tests on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""How far two forms may be apart, relative to the largest output; other types are left alone."""
+
+
+def fuse(model: nn.Module, ops: Any = None) -> int:
+    """Let the model's norms and gated MLPs compute in one kernel; returns how many do."""
+    return sum(_fuse_norm(module) or _fuse_gate(module, ops) for module in model.modules())
+
+
+@contextmanager
+def rotating(model: Any, ops: Any = None) -> Iterator[None]:
+    """Inside, queries and keys are turned in one kernel each."""
+    ops = ops or (_kernels() if next(model.parameters()).is_cuda else None)
+    where = sys.modules[type(model.get_decoder() if hasattr(model, "get_decoder") else model).__module__]
+    before = getattr(where, "apply_rotary_pos_emb", None)
+    like = next(model.parameters())
+    if ops is None or before is None or not _turns_alike(before, ops, like.dtype, like.device):
+        yield
+        return
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
+        if q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole:
+            return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
+
+    where.apply_rotary_pos_emb = turned  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        where.apply_rotary_pos_emb = before  # type: ignore[attr-defined]
+
+
+def _kernels() -> Any:
+    try:
+        from ascent.engines.language.kernels import elementwise as elementwise_kernels
+    except ImportError:
+        return None
+    return elementwise_kernels
+
+
+def _alike(got: Tensor, want: Tensor) -> bool:
+    return bool((got - want).abs().max() <= ROUNDING[want.dtype] * want.abs().max())
+
+
+def _noise(like: Tensor, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+
+
+# ---- norms ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fuse_norm(module: Any) -> bool:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or eps is None:
+        return False
+    if weight.dim() != 1 or weight.dtype not in ROUNDING:
+        return False
+    x = _noise(weight, 16, len(weight))
+    if not _alike(_normed(module, eps, x), module(x)):
+        return False
+    module.forward = partial(_normed, module, eps)
+    return True
+
+
+def _normed(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
+    return F.rms_norm(hidden_states, module.weight.shape, module.weight, eps)
+
+
+# ---- gates ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fuse_gate(module: Any, ops: Any) -> bool:
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+    weight = getattr(parts[0], "weight", None)
+    if (ops or _kernels()) is None or None in parts or not isinstance(weight, Tensor) or weight.dtype not in ROUNDING:
+        return False
+    x = _noise(weight, 16, weight.shape[-1])
+    if not _alike(_gated(module, ops, x), module(x)):
+        return False
+    module.forward = partial(_gated, module, ops)
+    return True
+
+
+def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:
+    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), ops or _kernels()))
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, ops: Any) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.ops = ops
+        return ops.gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *ctx.ops.gate_slope(grads[0].contiguous(), *ctx.saved_tensors), None
+
+
+# ---- rotations --------------------------------------------------------------------------------------
+
+
+@functools.cache
+@torch.no_grad()
+def _turns_alike(before: Any, ops: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    if dtype not in ROUNDING:
+        return False
+    like = torch.empty((), dtype=dtype, device=device)
+    q, k, angle = _noise(like, 1, 4, 5, 16), _noise(like, 1, 2, 5, 16), _noise(like, 1, 5, 8)
+    cos, sin = angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)
+    try:
+        want = before(q, k, cos, sin)
+    except Exception:  # whatever another architecture's function of this name is
+        return False
+    return all(_alike(_Rotate.apply(x, cos, sin, ops), w) for x, w in zip((q, k), want, strict=True))
+
+
+class _Rotate(torch.autograd.Function):
+    """Its gradient is a turn the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, ops: Any) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.ops = ops
+        return ops.rotate(x, cos, sin, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.ops.rotate(grads[0], *ctx.saved_tensors, True), None, None, None
+
+
+class Formulas:
+    """What the kernels compute, in plain torch."""
+
+    @staticmethod
+    def gate(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def gate_slope(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.sigmoid(gate)
+        return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
+
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+        """`[1 head position channel]`, turned by the angles of each position."""
+        a, b = x.chunk(2, -1)
+        (cos_a, cos_b), (sin_a, sin_b) = cos.unsqueeze(1).chunk(2, -1), sin.unsqueeze(1).chunk(2, -1)
+        if back:
+            return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], -1)
+        return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], -1)

@@ -1,0 +1,200 @@
+"""Drawing tokens: one uniform number per token from a stream of the response's own, and the inverse of the CDF.
+
+The number that decides token t of a response is a hash of (the response's seed, t). So what is drawn does not
+depend on which responses were decoded together. Floating point limits that in one place: matrix products over
+batches of other sizes round differently, and where the uniform number falls within that rounding (about 1e-6)
+of a boundary between two tokens, the other one is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ascent.core.types import Refused
+from ascent.engines.language.learning.head import Head
+
+
+@dataclass(frozen=True)
+class Support:
+    """Which tokens may be drawn: the likeliest k, those that make up a mass p, those near the likeliest."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+            raise Refused(
+                f"--top-k {self.top_k} --top-p {self.top_p:g} --min-p {self.min_p:g}: top-k is 0 (off) or more, top-p "
+                "above 0 and at most 1, min-p from 0 to below 1"
+            )
+
+    @property
+    def whole(self) -> bool:
+        return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
+
+    def allowed(self, p: Tensor) -> Tensor:
+        """Which tokens of each row `[row vocab]` may be drawn; the likeliest always may."""
+        ordered, index = p.sort(-1, descending=True)
+        keep = torch.ones_like(ordered, dtype=torch.bool)
+        if self.top_k:
+            keep[:, self.top_k :] = False
+        if self.top_p < 1.0:
+            keep &= ordered.cumsum(-1) - ordered < self.top_p
+        if self.min_p > 0.0:
+            keep &= ordered >= self.min_p * ordered[:, :1]
+        keep[:, 0] = True
+        return torch.zeros_like(keep).scatter_(-1, index, keep)
+
+
+def uniform(seed: Tensor, t: Tensor) -> Tensor:
+    """A number in [0, 1) from a response's seed and a token's index: splitmix64, in float64."""
+    x = seed + (t + 1) * -7046029254386353131  # the golden ratio's 64 bits, as a signed number
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    x = x ^ _shift(x, 31)
+    return _shift(x, 11).double() * 2.0**-53
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """The unsigned right shift of 64-bit numbers."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def draw_tokens(
+    logits: Tensor, temperature: float, support: Support, u: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token per row, its log-prob over the full vocabulary, and the mass of what could be drawn (None: all).
+
+    Without `u` the likeliest token is taken.
+    """
+    z = logits if temperature == 1.0 else logits / temperature
+    p = torch.softmax(z, -1)
+    mass = None
+    if u is None:
+        token = z.argmax(-1, keepdim=True)
+    else:
+        allowed = p
+        if not support.whole:
+            allowed = torch.where(support.allowed(p), p, 0.0)
+            mass = allowed.sum(-1)
+        token = _invert(allowed, u)
+    return token.squeeze(-1), torch.log(p.gather(-1, token)).squeeze(-1), mass
+
+
+def _invert(p: Tensor, u: Tensor) -> Tensor:
+    """The first token at which the running sum of p exceeds u times its total: first the block, then the token."""
+    rows, vocab = p.shape
+    block = 256
+    cells = (torch.nn.functional.pad(p, (0, -vocab % block)) if vocab % block else p).view(rows, -1, block)
+    sums = cells.sum(-1).double().cumsum(-1)
+    point = u[:, None] * sums[:, -1:] * (1 - 1e-12)  # below the total, whatever the rounding
+    which = (sums <= point).sum(-1, keepdim=True)
+    before = torch.where(which > 0, sums.gather(-1, (which - 1).clamp(min=0)), 0.0)
+    inside = cells.gather(1, which.unsqueeze(-1).expand(-1, -1, block)).squeeze(1)
+    place = (before + inside.double().cumsum(-1) <= point).sum(-1, keepdim=True)
+    possible = inside > 0  # rounding must not pass what may be drawn
+    first = possible.float().argmax(-1, keepdim=True)
+    last = block - 1 - possible.flip(-1).float().argmax(-1, keepdim=True)
+    return which * block + torch.minimum(torch.maximum(place, first), last)
+
+
+Observe = Callable[[int, list[int]], list[int]]
+"""From a response whose turn has ended, and its tokens so far, the tokens that follow; none: it is over."""
+
+
+class Drawn:
+    """Everything that was drawn so far, one row per response, in the order in which they were asked for.
+
+    A response begins, may be extended by tokens that nobody drew (an observation, after a turn of its own), and ends.
+    """
+
+    def __init__(self, count: int, limit: int, ends: frozenset[int], mass: int | None, observe: Observe | None = None):
+        self.limit, self.ends = limit, torch.tensor(sorted(ends))
+        self.token = torch.zeros(count, limit, dtype=torch.long)
+        self.logp = torch.zeros(count, limit)
+        self.mass = None if mass is None else torch.ones(count, limit)
+        self.length = torch.zeros(count, dtype=torch.long)
+        self.ended = torch.zeros(count, dtype=torch.bool)
+        self.cut = torch.zeros(count, dtype=torch.bool)
+        """Responses whose next observation did not fit."""
+        self.observe = observe
+        self.observed = torch.zeros(count, limit, dtype=torch.bool)
+        """Tokens that nobody drew."""
+
+    def add(self, row: list[int], token: Tensor, logp: Tensor, mass: Tensor | None) -> None:
+        token, t = token.cpu(), self.length[row]
+        self.token[row, t] = token
+        self.logp[row, t] = logp.float().cpu()
+        if self.mass is not None and mass is not None:
+            self.mass[row, t] = mass.float().cpu()
+        self.length[row] += 1
+        self.ended[row] = torch.isin(token, self.ends)
+
+    def extend(self, row: int) -> list[int]:
+        """The observation behind a turn that has ended, now part of its response; none: the response is over.
+
+        One that leaves no room for another turn is not begun, and the response counts as cut off.
+        """
+        if self.observe is None or not self.ended[row]:
+            return []
+        start = int(self.length[row])
+        tokens = self.observe(row, self.token[row, :start].tolist())
+        self.ended[row] = not tokens
+        if not tokens or start + len(tokens) >= self.limit:
+            self.cut[row] = bool(tokens)
+            return []
+        self.token[row, start : start + len(tokens)] = torch.tensor(tokens)
+        self.observed[row, start : start + len(tokens)] = True
+        self.length[row] += len(tokens)
+        return tokens
+
+    def running(self, row: list[int]) -> list[bool]:
+        """Which of these responses continue."""
+        return (~self.ended[row] & ~self.cut[row] & (self.length[row] < self.limit)).tolist()
+
+
+@dataclass(frozen=True)
+class Picker:
+    """The next token of responses, from their last hidden states; it is written into `drawn`."""
+
+    head: Head
+    seeds: Tensor | None
+    """One per response; None: the likeliest token is taken."""
+    temperature: float
+    support: Support
+    drawn: Drawn
+    queue: dict[int, list[int]] = field(default_factory=dict)
+    """By response, the tokens of an observation that are still to be fed."""
+
+    def __call__(self, hidden: Tensor, row: list[int]) -> Tensor:
+        if self.drawn.observe is None:
+            return self.draw(hidden, row)
+        drawing = [i for i, response in enumerate(row) if response not in self.queue]
+        token = torch.tensor([self._fed(response) for response in row], device=hidden.device)
+        if drawing:
+            token[drawing] = self.draw(hidden[drawing], [row[i] for i in drawing])
+        for i in drawing:
+            if observation := self.drawn.extend(row[i]):
+                self.queue[row[i]] = observation
+        return token
+
+    def _fed(self, response: int) -> int:
+        """The next token of its observation; 0 where there is none."""
+        tokens = self.queue.get(response, [])
+        if len(tokens) == 1:
+            del self.queue[response]
+        return tokens.pop(0) if tokens else 0
+
+    def draw(self, hidden: Tensor, row: list[int]) -> Tensor:
+        """One token of each response, drawn."""
+        u = None
+        if self.seeds is not None:
+            u = uniform(self.seeds[row], self.drawn.length[row]).to(hidden.device)
+        token, logp, mass = draw_tokens(self.head.logits(hidden), self.temperature, self.support, u)
+        self.drawn.add(row, token, logp, mass)
+        return token

@@ -1,0 +1,297 @@
+"""`ascent explain` and `ascent list`: what an algorithm or a choice computes, where it is biased, and who differs.
+
+The texts of a choice are its docstring, the docstrings of its fields, and its About. This file combines them into the
+formula of a whole algorithm, its objective in words, and the pages that are printed. A test evaluates the printed
+formula against the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections import ChainMap
+from dataclasses import MISSING
+from typing import Any
+
+from ascent.core import kl as kl_
+from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
+from ascent.core.menu import hyperparameters, name_of, nearest
+from ascent.core.types import Refused
+from ascent.core.values import Valued
+from ascent.explain.about import OWN, About, fill_in, first_line
+from ascent.explain.advantages import ABOUT_ADVANTAGES
+from ascent.explain.algorithms import ABOUT_ALGORITHMS
+from ascent.explain.axes import ABOUT_AXES
+from ascent.explain.kl import ABOUT_ESTIMATORS, ABOUT_KL
+from ascent.explain.losses import ABOUT_LOSSES
+from ascent.policies import POLICIES
+from ascent.settings import field_docs
+from ascent.tasks import TASKS
+from ascent.tasks.small import sorting
+from ascent.tasks.user_code import load_python
+
+__all__ = ["explanation", "formula", "menu_text", "objective_in_words"]
+
+WIDTH = 96
+CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS}
+"""What is explained in addition to the axes of an algorithm."""
+ABOUTS: ChainMap[type, About] = ChainMap(ABOUT_ADVANTAGES, ABOUT_LOSSES, ABOUT_KL, ABOUT_AXES)
+
+
+def about_of(cls: type) -> About | None:
+    """The About of a choice; a user's own class may have one as `about = About(...)`."""
+    return ABOUTS.get(cls) or vars(cls).get("about")
+
+
+def menu_label(cls: type) -> str:
+    """A few words for a choice in a menu."""
+    known = about_of(cls)
+    return known.label if known and known.label else name_of(cls)
+
+
+def describe_choice(axis: str, choice: Any) -> About:
+    """The About of a choice with its numbers; for a user's own without one, made from its name and docstring."""
+    known = about_of(type(choice))
+    if known is None and axis == "kl":
+        known = ABOUT_KL[{"nowhere": kl_.NoKL, "loss": kl_.InLoss, "reward": kl_.InReward}[choice.where]]
+    pairs = axis == "loss" and choice.data == "pairs"
+    return fill_in(known or OWN["pairs" if pairs else axis], choice)
+
+
+def describe_choices(algorithm: Algorithm) -> dict[str, About]:
+    """The About of each of an algorithm's choices, by axis."""
+    return {axis: describe_choice(axis, getattr(algorithm, axis)) for axis in MENU}
+
+
+# ── an algorithm as a formula, in words, and how biased it is ──────────────────────────────────
+
+
+def formula(algorithm: Algorithm) -> str:
+    """What is computed, in one to four lines: the reward if it is changed, δ (with A and ρ), and the objective."""
+    parts, kl, loss = describe_choices(algorithm), algorithm.kl, algorithm.loss
+    surrogate, penalty = parts["loss"], parts["kl"].formula
+    if loss.data == "pairs":
+        return f"{surrogate.definitions}\nobjective = Σ_pairs 1/pairs · {surrogate.formula}"
+    if loss.data == "steps":
+        return f"objective = {surrogate.formula}"
+    lines = []
+    shaped = f"R_i ← R_i + {parts['shaping'].formula}" if parts["shaping"].formula else ""
+    per_token = kl.where == "reward" and kl.per == "token"
+    if per_token:
+        first = f"{shaped} on the last token;  " if shaped else ""
+        lines.append(f"{first}r_t ← r_t − {penalty},  R_t = Σ_(u≥t) r_u")
+    elif kl.where == "reward" or shaped:
+        lines.append((shaped or "R_i ← R_i") + (f" − {penalty}" if kl.where == "reward" else ""))
+    credit = parts["advantage"]
+    lines += [str(credit.definitions)] if credit.definitions else []
+    delta = str(credit.formula).replace("R_i", "R_t") if per_token else str(credit.formula)
+    by_token = "R_t" in delta or "value" in algorithm.advantage.needs
+    ratio = f";   {surrogate.definitions}" if surrogate.definitions else ""
+    lines.append(f"{'δ_t' if by_token else 'δ_i'} = {delta}{ratio}")
+    main = f"{parts['correction'].formula}{surrogate.formula}"
+    terms = f" − {penalty}" if kl.where == "loss" else ""
+    terms += f" + {parts['exploration'].formula}" if parts["exploration"].formula else ""
+    weight = parts["weights"]
+    if loss.sequence:
+        rest = f" + Σ_i Σ_t {weight.formula} · [{terms} ]" if terms else ""
+        objective = f"Σ_i {weight.response_formula} · {main}{rest}"
+    else:
+        objective = f"Σ_i Σ_t {weight.formula} · " + (f"[ {main}{terms} ]" if terms else main)
+    return "\n".join([*lines, f"objective = {objective}"])
+
+
+def objective_in_words(algorithm: Algorithm) -> str:
+    """A few sentences: what is maximised, how a step is taken, what the reward is, which samples count."""
+    parts, kl, loss = describe_choices(algorithm), algorithm.kl, algorithm.loss
+    if loss.data in ("pairs", "steps"):
+        return f"{parts['loss'].words}."
+    words = {axis: str(part.words) for axis, part in parts.items()}
+    mean = parts["weights"].response_words if loss.sequence else words["weights"]
+    credit = f" {words['advantage']}" if loss.data == "samples" else ""
+    first = f"Maximise the {mean} {words['loss']}{credit}"
+    penalty = f"{words['kl']} to {words['reference']}"
+    first += f", minus {penalty}" if kl.where == "loss" else ""
+    first += f", plus {words['exploration']}" if words["exploration"] else ""
+    reward = [f"has {penalty} taken off, {kl.per} by {kl.per}"] if kl.where == "reward" else []
+    reward += [words["shaping"]] if words["shaping"] else []
+    each = "response" if algorithm.correction.level == "sequence" else "token"
+    sentences = [
+        first,
+        words["update"],
+        words["critic"],
+        f"The reward {' and '.join(reward)}" if reward else "",
+        f"Each {each} is {words['correction']}" if words["correction"] else "",
+        words["groups"],
+    ]
+    return ". ".join(filter(None, sentences)) + "."
+
+
+def verdict(algorithm: Algorithm) -> str:
+    """Whether the first update on a fresh batch is along the true gradient, judged by the choices alone."""
+    parts = describe_choices(algorithm)
+    goal = "∇E[R]" if parts["kl"].off else "∇(E[R] − β·KL(π ‖ π_ref))"
+    decisive = ("advantage", "weights", "kl", "groups", "exploration")
+    classes = [type(getattr(algorithm, axis)) for axis in ("loss", *decisive)]
+    unknown = [cls.__name__ for cls in classes if about_of(cls) is None]
+    if unknown:
+        return f"Not known: {', '.join(unknown)} is not part of this library. The exact oracle can tell."
+    if algorithm.loss.data != "samples":
+        return parts["loss"].bias
+    gradients = {parts[axis].gradient for axis in decisive}
+    length = "times a constant" if "scaled" in gradients else "itself"
+    if "other" in gradients:
+        return f"Biased even on the policy's own samples: the expected gradient is not along {goal}. Axis by axis:"
+    if "critic" in gradients:
+        return f"As biased as V is wrong: with the exact V the expected gradient is {goal} {length}. Axis by axis:"
+    kind = "Right direction" if "scaled" in gradients else "Unbiased"
+    return f"{kind}: on the policy's own samples the expected gradient is {goal} {length}."
+
+
+# ── pages of plain text ────────────────────────────────────────────────────────────────────────
+
+
+def _item(label: str, text: str, indent: int = 12) -> str:
+    """A labelled paragraph with a hanging indent."""
+    start = f"  {label:<{max(indent, len(label) + 2 if label else 0)}}"
+    if len(start) > WIDTH // 2:
+        return f"  {label}\n{_item('', text, indent)}"
+    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
+
+
+def _section(title: str, *lines: str) -> list[str]:
+    written = [line for line in lines if line]
+    return ["", title, *written] if written else []
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _full(choice: Any) -> str:
+    """clipped(low=0.2, high=0.2, dual=None): the name and every field."""
+    values = ", ".join(f"{name}={_value(value)}" for name, value in vars(choice).items())
+    return name_of(choice) + (f"({values})" if values else "")
+
+
+def _elsewhere(known: About) -> list[str]:
+    named = (("paper", known.paper), ("TRL 1.16", known.trl), ("verl 0.9", known.verl), ("others", known.others))
+    return _section("ELSEWHERE, UNDER THE SAME NAME", *(_item(label, text) for label, text in named if text))
+
+
+def _try(command: str) -> list[str]:
+    return _section("TRY", f"  ascent train {command}" if command else "")
+
+
+def _row(name: str) -> str:
+    algorithm, row = ALGORITHMS[name], ABOUT_ALGORITHMS.get(name, About(trl="", verl=""))
+    parts, kl, sampled = describe_choices(algorithm), algorithm.kl, algorithm.loss.data == "samples"
+    on = [axis for axis, part in parts.items() if not part.off and (part.formula or part.words)]
+    off = [axis for axis, part in parts.items() if part.off]
+    lines = [textwrap.fill(f"{name}: a named algorithm. {row.words}", WIDTH)]
+    choices = (_item(axis, _full(getattr(algorithm, axis))) for axis in on)
+    lines += _section("CHOICES", *choices, _item("off", ", ".join(off)))
+    lines += _section("IN WORDS", _item("", objective_in_words(algorithm), 0))
+    symbols = ["N responses, L_i unmasked tokens in response i, logp = log π of a token"]
+    symbols += [line for part in parts.values() for line in str(part.statistics).splitlines()]
+    if algorithm.loss.data in ("pairs", "steps"):
+        symbols = [str(parts["loss"].statistics)]
+    written = (f"  {line}" for line in formula(algorithm).splitlines())
+    lines += _section("FORMULA", *written, *(_item("", line, 2) for line in symbols))
+    lines += _section("DENOMINATOR", _item("", parts["weights"].denominator + parts["loss"].denominator, 0))
+    biases = (_item(axis, parts[axis].bias) for axis in on if axis != "reference" and sampled)
+    lines += _section("BIAS", _item("", verdict(algorithm), 0), *biases)
+    if kl.where != "nowhere":
+        estimator = ABOUT_ESTIMATORS[kl.estimator]
+        places = (("here", kl.where), ("not here", "reward" if kl.where == "loss" else "loss"))
+        texts = (
+            _item(label, f"{kl.estimator} in the {where}: {getattr(estimator, where)}.") for label, where in places
+        )
+        lines += _section("WHAT THE KL'S GRADIENT IS", *texts)
+    return "\n".join([*lines, *_elsewhere(row), *_try(_row_command(name))])
+
+
+def _row_command(name: str) -> str:
+    """How to train a named algorithm, with the file without which it has nothing to learn from."""
+    return f"sort --algorithm {name}" + (" --labels FILE" if ALGORITHMS[name].loss.data == "steps" else "")
+
+
+def _command(axis: str, cls: Any, off: bool) -> str:
+    """The arguments that train with this choice, with the other choices that it requires."""
+    also = {"kl": " --reference frozen", "correction": " --old-logp learner", "critic": " --advantage gae"}
+    also["advantage"] = " --critic own-critic" if issubclass(cls, Valued) else ""
+    if axis == "task":
+        return name_of(cls)
+    if axis not in MENU | CHOICES:
+        return ""
+    if axis == "loss" and cls.data != "samples":
+        return next((_row_command(row) for row, a in ALGORITHMS.items() if type(a.loss) is cls), "")
+    return f"sort --{axis} {name_of(cls)}" + ("" if off else also.get(axis, ""))
+
+
+def _choice(cls: type, axis: str) -> str:
+    docs, known = field_docs(cls), about_of(cls) or About(trl="", verl="")
+    kind = f"a choice of --{axis}" if axis in MENU else f"a {axis}" if axis in CHOICES else axis
+    lines = [f"{name_of(cls)}: {kind}.", "", textwrap.indent(inspect.getdoc(cls) or first_line(cls), "  ")]
+    defaults = {
+        name: "" if f.default is MISSING else f" ({_value(f.default)})" for name, f in hyperparameters(cls).items()
+    }
+    lines += _section("FIELDS", *(_item(name + default, docs.get(name, ""), 24) for name, default in defaults.items()))
+    lines += _section("DENOMINATOR", _item("", known.denominator, 0) if axis == "weights" else "")
+    lines += _section("BIAS", _item("", known.bias, 0))
+    if axis == "kl" and not known.off:
+        place = "loss" if getattr(cls, "where", "") == "loss" else "reward"
+        gradients = (_item(name, f"{getattr(e, place)}.") for name, e in ABOUT_ESTIMATORS.items())
+        lines += _section("WHAT ITS GRADIENT IS", *gradients)
+    rows = [name for name, row in ALGORITHMS.items() if axis in MENU and type(getattr(row, axis)) is cls]
+    lines += _section("ALGORITHMS THAT USE IT", "" if known.off else _item("", ", ".join(rows), 0))
+    return "\n".join([*lines, *_elsewhere(known), *_try(_command(axis, cls, known.off))])
+
+
+def _estimator(name: str) -> str:
+    estimator = ABOUT_ESTIMATORS[name]
+    rows = [row for row, a in ALGORITHMS.items() if a.kl.where != "nowhere" and a.kl.estimator == name]
+    lines = [f"{name}: an estimator of KL(π ‖ π_ref), with ℓ = log π − log π_ref of a token drawn from π."]
+    lines += ["", f"  {name} = {estimator.formula}"]
+    places = (_item(f"in the {place}", f"{getattr(estimator, place)}.", 15) for place in ("loss", "reward"))
+    lines += _section("BIAS", *places) + _section("ALGORITHMS THAT USE IT", _item("", ", ".join(rows), 0))
+    place = "in-reward" if name == "k1" else "in-loss"
+    return "\n".join([*lines, *_try(f"sort --kl {place} --kl.estimator {name} --reference frozen")])
+
+
+def _reward(name: str) -> str:
+    lines = [f"{name}: a reward of the sorting tasks.", "", _item("", sorting.REWARDS[name], 0)]
+    return "\n".join([*lines, *_try(f"sort --reward {name}")])
+
+
+def explanation(name: str) -> str:
+    """Everything with this name: an algorithm, choices, an estimator of the KL, a policy, a task, a reward."""
+    if name.startswith("python:"):
+        return _choice(load_python("explain", name), "your own choice")
+    wanted = name.strip().lower().replace("_", "-")
+    menus = MENU | CHOICES
+    pages = [_row(wanted)] if wanted in ALGORITHMS else []
+    pages += [_choice(cls, axis) for axis, menu in menus.items() for cls in menu if name_of(cls) == wanted]
+    pages += [_estimator(wanted)] if wanted in ABOUT_ESTIMATORS else []
+    pages += [_reward(wanted)] if wanted in sorting.REWARDS else []
+    if not pages:
+        choices = (name_of(c) for menu in menus.values() for c in menu)
+        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sorting.REWARDS]
+        hint = f"{nearest(wanted, names)} `ascent list` shows every name"
+        raise Refused(f"explain {name}: there is no algorithm or choice with this name.{hint}")
+    return ("\n\n" + "─" * WIDTH + "\n").join(pages)
+
+
+def menu_text() -> str:
+    """Every name of the menu, with one line for each."""
+    lines: list[str] = []
+    for title, axis in (("TASKS", "task"), ("POLICIES", "policy")):
+        lines += _section(title, *(_item(name_of(cls), first_line(cls), 20) for cls in CHOICES[axis]))
+    rows = {name: str(ABOUT_ALGORITHMS.get(name, About()).words) or formula(a) for name, a in ALGORITHMS.items()}
+    lines += _section("ALGORITHMS  (--algorithm)", *(_item(name, words, 20) for name, words in rows.items()))
+    docs = field_docs(Algorithm)
+    for axis, menu in MENU.items():
+        title = f"{axis.upper()}  (--{axis}: {docs[axis].splitlines()[0]})"
+        lines += _section(title, *(_item(name_of(cls), first_line(cls), 20) for cls in menu))
+    estimators = (_item(name, estimator.formula, 20) for name, estimator in ABOUT_ESTIMATORS.items())
+    lines += _section("KL ESTIMATORS  (--kl.estimator, with ℓ = log π − log π_ref)", *estimators)
+    return "\n".join([*lines[1:], "", "`ascent explain NAME` says more about each of them."])

@@ -1,0 +1,189 @@
+"""Figure 4: the clipped surrogate, its gradient by autograd, and where it is silent."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent.core.losses import Clipped, Ratio
+from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
+from ascent.records import rollouts as recorded
+
+_WIDEST = 2.0
+"""The largest ratio on the axis."""
+
+_SNIPPET = """\
+import torch
+from ascent.core.losses import Clipped
+
+ratio, advantage = torch.tensor([[[{ratio}]]], dtype=torch.float64), torch.tensor([[[{A}]]], dtype=torch.float64)
+logp = ratio.log().requires_grad_()
+logp_old, mask = torch.zeros_like(logp), torch.ones_like(logp, dtype=torch.bool)
+objective = Clipped(low={low}, high={high})(logp, logp_old, advantage, mask)
+gradient, = torch.autograd.grad(objective.sum(), logp)
+print("objective", round(objective.item(), 3))
+print("gradient by log π", round(gradient.item(), 3))
+"""
+
+
+def _surrogate(loss: Any, ratio: Float[Tensor, "n"], advantage: float) -> tuple[Tensor, Tensor]:
+    """A surrogate at these ratios, and its gradient by logp: the library's own, through autograd."""
+    logp = ratio.log().view(1, 1, -1).requires_grad_()
+    δ = torch.full_like(logp, advantage).detach()
+    value = loss(logp, torch.zeros_like(logp), δ, torch.ones_like(logp, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    return value.detach().flatten(), gradient.flatten()
+
+
+def _compute(state: ControlState, runs: Path | None) -> Look:
+    A, low, high, ratio = (state[name] for name in ("A", "low", "high", "ratio"))
+    loss = Clipped(low, high)
+    grid = torch.linspace(0.01, _WIDEST, 200, dtype=torch.float64)
+    edges = [1 - low - 1e-9, 1 - low, 1 + high, 1 + high + 1e-9]
+    grid = torch.cat([grid, grid.new_tensor([*edges, ratio])]).unique()
+    objective, gradient = _surrogate(loss, grid, A)
+    free, _ = _surrogate(Ratio(), grid, A)
+    here = int((grid == ratio).nonzero()[0, 0])
+    held = torch.tensor([ratio], dtype=torch.float64).clamp(1 - low, 1 + high) * A
+    zone, words = _dead_zone(loss, A, ratio, float(gradient[here]))
+    rug = _ratios(runs, loss)
+    texts = {
+        "A": signed(A, 2),
+        "low": short(low),
+        "high": short(high),
+        "ratio": short(ratio),
+        "lower": short(1 - low),
+        "upper": short(1 + high),
+        "objective": signed(float(objective[here])),
+        "unclipped": signed(float(free[here])),
+        "clipped": signed(float(held)),
+        "gradient": signed(float(gradient[here])),
+        "zone": words,
+        "rug_total": str(len(rug["ratios"])),
+        "rug_clipped": str(sum(rug["clipped"])),
+        "rug_from": rug["from"],
+    }
+    drawing = {
+        "ratio": grid.tolist(),
+        "objective": objective.tolist(),
+        "unclipped": free.tolist(),
+        "gradient": gradient.tolist(),
+        "zone": zone,
+        "point": [ratio, float(objective[here]), float(gradient[here]), float(free[here])],
+        "rug": rug,
+    }
+    return Look(texts, drawing, [_table(loss, A, ratio)], _SNIPPET.format(A=A, low=low, high=high, ratio=ratio))
+
+
+def _dead_zone(loss: Clipped, A: float, ratio: float, gradient: float) -> tuple[list[float] | None, str]:
+    """Where the gradient is 0, as an interval of the axis, and what that means for this token."""
+    if A == 0:
+        return [0.0, _WIDEST], "Without advantage there is nothing to learn from this token, wherever the ratio is."
+    edge = 1 + loss.high if A > 0 else 1 - loss.low
+    zone = [edge, _WIDEST] if A > 0 else [0.0, edge]
+    side, moved = ("above", "raised") if A > 0 else ("below", "lowered")
+    kind = "a good token" if A > 0 else "a bad token"
+    if gradient == 0:
+        return zone, f"Dead zone: {side} {short(edge)} {kind} has been {moved} enough, and its gradient is exactly 0."
+    if (ratio < 1 - loss.low and A > 0) or (ratio > 1 + loss.high and A < 0):
+        return (
+            zone,
+            f"Outside the bounds, yet alive: it moved the wrong way for {kind}, and the gradient pulls it back.",
+        )
+    return (
+        zone,
+        f"Alive: the gradient is ρ·A. It falls silent {side} {short(edge)}, once {kind} has been {moved} enough.",
+    )
+
+
+def _table(loss: Clipped, A: float, ratio: float) -> DataTable:
+    at = torch.tensor(sorted({0.25, 0.5, 0.75, 1 - loss.low, 1.0, 1 + loss.high, 1.25, 1.5, 1.75, ratio})).double()
+    objective, gradient = _surrogate(loss, at, A)
+    free, _ = _surrogate(Ratio(), at, A)
+    rows = [
+        [short(ρ), signed(u), signed(o), signed(g)]
+        for ρ, u, o, g in zip(at.tolist(), free.tolist(), objective.tolist(), gradient.tolist(), strict=True)
+    ]
+    return DataTable(
+        "The surrogate at some ratios", ("ratio ρ", "unclipped ρ·A", "objective", "gradient ∂/∂log π"), rows
+    )
+
+
+def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
+    """ρ of every recorded token at the last update of the newest recorded batch, and which are clipped now."""
+    newest = _newest(runs)
+    if newest is None:
+        logs, credit = _sampled_now()
+        where = "a batch of the lecture, trained on just now"
+    else:
+        logs, credit = _recorded(*newest)
+        where = f"step {newest[1]} of {newest[0].name}"
+    ρ, δ = torch.tensor(logs).exp().view(1, 1, -1), torch.tensor(credit).view(1, 1, -1)
+    clips = loss.clipped(ρ.log(), torch.zeros_like(ρ), δ, torch.ones_like(ρ, dtype=torch.bool))
+    assert clips is not None
+    return {
+        "ratios": ρ.flatten().tolist(),
+        "good": (δ > 0).flatten().tolist(),
+        "clipped": (clips[0] | clips[1]).flatten().tolist(),
+        "from": where,
+    }
+
+
+def _newest(runs: Path | None) -> tuple[Path, int] | None:
+    """The run and the step of the newest file of rollouts."""
+    files = [] if runs is None else list(runs.glob("*/rollouts/step_*.parquet"))
+    dated = sorted((path.stat().st_mtime_ns, path) for path in files)
+    return (dated[-1][1].parent.parent, int(dated[-1][1].stem.split("_")[1])) if dated else None
+
+
+@lru_cache(maxsize=8)
+def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
+    logs: list[float] = []
+    credit: list[float] = []
+    for row in recorded.read_rollouts(run, step):
+        if row["logp"] and row["valid"]:
+            logs += [now - old for now, old in zip(row["logp"][-1], row["logp_old"], strict=True)]
+            given = row["advantage"]
+            credit += given if len(given) == len(row["logp_old"]) else given[:1] * len(row["logp_old"])
+    return logs[:300], credit[:300]
+
+
+@lru_cache(maxsize=1)
+def _sampled_now() -> tuple[list[float], list[float]]:
+    """One step of the lecture's default settings, in memory: where no run has been recorded yet."""
+    from ascent.assemble import assemble
+    from ascent.core.loop import Clock, collect
+    from ascent.settings import configure
+
+    config = configure("lecture", {"threads": 1})
+    parts, algorithm = assemble(config), config.algorithm
+    batch, _ = collect(parts.task, parts.sampler, algorithm, config, parts.streams.prompts, Clock())
+    batch, state = algorithm.credit(batch.add(logp_old=batch.logp_sampler), algorithm.start())
+    batch = batch.add(**algorithm.scalars(state, 0.0))
+    mini = batch.add(weight=algorithm.weights(batch))
+    for _ in range(config.epochs):
+        stepped = parts.learner.step(mini, algorithm.objective, algorithm.update)
+    assert batch.advantage is not None
+    logs = (stepped.logp - batch.logp_sampler).flatten()
+    return logs.tolist(), batch.advantage.expand_as(stepped.logp).flatten().tolist()
+
+
+FIGURE = Figure(
+    name="clip",
+    place=4,
+    title="The clip",
+    about="What PPO and GRPO maximise for one token, and where its gradient is exactly 0.",
+    controls=(
+        Slider("A", "advantage A", 0.5, -1.0, 1.0, 0.05, "How much better than expected the token was."),
+        Slider("ratio", "ratio ρ", 1.35, 0.05, _WIDEST, 0.05, "Its probability now over that when it was sampled."),
+        Slider("low", "ε low", 0.2, 0.02, 0.9, 0.02, "How far below 1 a bad token may be pushed."),
+        Slider("high", "ε high", 0.2, 0.02, 0.9, 0.02, "How far above 1 a good token may be pushed."),
+    ),
+    compute=_compute,
+    keys=(("←  →", "move the ratio"), ("↑  ↓", "change the advantage"), ("r", "back to the start")),
+)

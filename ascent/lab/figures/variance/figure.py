@@ -1,0 +1,176 @@
+"""Figure 2: 200 estimates of one gradient as dots, with bias and variance, exact and measured."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent.core.advantages import ADVANTAGES, BatchNormalized
+from ascent.core.algorithms import Algorithm
+from ascent.core.menu import name_of
+from ascent.core.types import Refused
+from ascent.explain.explain import menu_label
+from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, signed
+from ascent.lab.figures.variance.rewarded import PROMPT, Rewarded, Tabular
+from ascent.oracle.estimator import Estimate, estimate, pick
+from ascent.oracle.exact import Table as Oracle
+
+_ESTIMATES = 200
+BASELINES = {name_of(cls): cls for cls in ADVANTAGES if cls is not BatchNormalized}
+"""Credit that sees one group at a time; over a batch of 200 groups a batch statistic would see all of them."""
+_LABELS = {name: menu_label(cls) for name, cls in BASELINES.items()}
+
+_SNIPPET = """\
+import torch
+from ascent.core.algorithms import Algorithm
+from ascent.oracle.estimator import estimate
+from ascent.oracle.exact import Table
+from ascent.lab.figures.variance.figure import BASELINES, sampled_gradients
+from ascent.lab.figures.variance.rewarded import PROMPT, Rewarded, Tabular
+
+task = Rewarded({rewarded})
+table = Table(Tabular(task.space), torch.tensor(PROMPT), task)
+algorithm = Algorithm(BASELINES["{baseline}"]())
+state = {{"baseline": table.expected_reward}}  # what a running mean has settled to
+size = table.gradient @ table.gradient
+dots = sampled_gradients(table, algorithm, {samples}, state, seed={seed})
+print("measured variance", round((dots.var(0).sum() / size).item(), 2))
+print("measured bias", round(((dots.mean(0) - table.gradient).norm() / size.sqrt()).item(), 3))
+"""
+_EXACT = """\
+found = estimate(table, algorithm, samples={samples}, state=state)
+print("exact variance", round(found.variance / size.item(), 2))
+print("exact bias", round(found.bias(table.gradient), 3))
+"""
+
+
+@lru_cache(maxsize=32)
+def exact_oracle(rewarded: int) -> Oracle:
+    task = Rewarded(rewarded)
+    return Oracle(Tabular(task.space), torch.tensor(PROMPT), task)
+
+
+def sampled_gradients(
+    table: Oracle, algorithm: Algorithm, samples: int, state: dict[str, float], seed: int, count: int = _ESTIMATES
+) -> Float[Tensor, "estimate parameter"]:
+    """`count` gradients of the algorithm, each on a group of its own drawn from the policy."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.multinomial(table.probability, count * samples, replacement=True, generator=generator)
+    index = rows.view(count, samples)
+    batch = pick(table.filled(algorithm.needs), index)
+    batch, _ = algorithm.credit(batch, state)
+    mini = batch.add(weight=algorithm.weights(batch) * count)  # each group is a batch of its own
+    outputs = table.outputs(algorithm.outputs)
+    logp = outputs.logp.detach()[0][index].requires_grad_()
+    entropy = outputs.entropy.detach()[0][index]
+    objective = algorithm.objective(mini, type(outputs)(logp, entropy)).objective
+    (slope,) = torch.autograd.grad(objective, logp)
+    return torch.einsum("gst,gstd->gd", slope, table.jacobian("logp")[index])
+
+
+@lru_cache(maxsize=512)
+def exact_estimate(rewarded: int, baseline: str, samples: int) -> Estimate | str:
+    """Expectation and variance by enumeration, or why there are too many groups for it."""
+    table = exact_oracle(rewarded)
+    try:
+        return estimate(table, Algorithm(BASELINES[baseline]()), samples, {"baseline": table.expected_reward})
+    except Refused as error:
+        return str(error)
+
+
+@lru_cache(maxsize=32)
+def _frame(rewarded: int) -> tuple[Tensor, Tensor, float]:
+    """Two directions to look along, the gradient's and the widest one orthogonal to it, and how far to look.
+
+    The same for every baseline and group size, so that clouds can be compared.
+    """
+    table = exact_oracle(rewarded)
+    along = table.gradient / table.gradient.norm()
+    score = torch.einsum("yt,ytd->yd", table.batch.mask[0].double(), table.jacobian("logp"))
+    each = table.batch.reward[0] * score - table.gradient
+    flat = each - (each @ along)[:, None] * along
+    _, vectors = torch.linalg.eigh(torch.einsum("y,yd,ye->de", table.probability, flat, flat))
+    across = vectors[:, -1] * vectors[:, -1].sum().sign()
+    farthest = float((table.batch.reward[0] * score).norm(dim=-1).max() / table.gradient.norm())
+    return along, across, float(2 ** math.ceil(math.log2(max(2.0, 0.6 * farthest))))  # half of it from two samples
+
+
+def _compute(state: ControlState, runs: Path | None) -> Look:
+    del runs
+    samples, rewarded, baseline = state["samples"], state["rewarded"], state["baseline"]
+    table, (along, across, reach) = exact_oracle(rewarded), _frame(rewarded)
+    size = float(table.gradient @ table.gradient)
+    algorithm = Algorithm(BASELINES[baseline]())
+    dots = sampled_gradients(table, algorithm, samples, {"baseline": table.expected_reward}, state["seed"])
+    mean, unit = dots.mean(0), math.sqrt(size)
+    variance = float(dots.var(0).sum()) / size
+    exact, raw = exact_estimate(rewarded, baseline, samples), exact_estimate(rewarded, "raw", samples)
+    assert isinstance(raw, Estimate)
+    known = isinstance(exact, Estimate)
+    texts = {
+        "samples": str(samples),
+        "rewarded": str(rewarded),
+        "baseline": _LABELS[baseline],
+        "chance": f"{float(table.expected_reward):.1%}".replace("%", " %"),
+        "bias_measured": f"{float((mean - table.gradient).norm()) / unit:.3f}",
+        "noise": f"{math.sqrt(variance / _ESTIMATES):.3f}",
+        "variance_measured": f"{variance:.2f}",
+        "variance_raw": f"{raw.variance / size:.2f}",
+        **dict.fromkeys(("bias", "variance", "scale", "cosine"), "not enumerated"),
+        "why": "" if known else "The optimal baseline tells all 27 responses apart: too many groups to enumerate.",
+        "silent": str(int((dots == 0).all(1).sum())),
+    }
+    drawing: dict[str, Any] = {
+        "dots": torch.stack([dots @ along, dots @ across], 1).div(unit).tolist(),
+        "mean": [float(mean @ along) / unit, float(mean @ across) / unit],
+        "reach": reach,
+    }
+    if isinstance(exact, Estimate):
+        texts |= {name: f"{getattr(exact, name)(table.gradient):.3f}" for name in ("bias", "scale", "cosine")}
+        texts["variance"] = f"{exact.variance / size:.2f}"
+        drawing["expected"] = [float(exact.mean @ along) / unit, float(exact.mean @ across) / unit]
+    snippet = _SNIPPET + (_EXACT if known else "")
+    return Look(texts, drawing, [_every(rewarded, samples, baseline)], snippet.format(**state))
+
+
+def _every(rewarded: int, samples: int, chosen: str) -> DataTable:
+    """Every baseline at this group size and sparsity, by enumeration; the costly one only where it is asked for."""
+    gradient, rows = exact_oracle(rewarded).gradient, []
+    for name in BASELINES:
+        if name == "optimal-baseline" != chosen:
+            continue
+        exact, numbers = exact_estimate(rewarded, name, samples), ["too many groups"] * 3
+        if isinstance(exact, Estimate):
+            variance = exact.variance / float(gradient @ gradient)
+            numbers = [f"{exact.bias(gradient):.3f}", signed(exact.cosine(gradient)), f"{variance:.2f}"]
+        rows.append([_LABELS[name], *numbers])
+    caption = "Every baseline here, exactly; in units of the gradient's length"
+    return DataTable(caption, ("baseline", "bias", "cosine with ∇E[R]", "variance"), rows)
+
+
+FIGURE = Figure(
+    name="variance",
+    place=2,
+    title="Variance",
+    about="Each dot is one estimate of the gradient from one group of samples; the exact gradient is enumerated.",
+    controls=(
+        Slider("samples", "samples in a group", 4, 2, 16, 1, "G: responses behind each dot.", (2, 4, 8, 16)),
+        Slider("rewarded", "rewarded responses of 27", 3, 1, 18, 1, "Fewer is sparser."),
+        Choice(
+            "baseline",
+            "baseline",
+            "leave-one-out",
+            tuple(_LABELS.items()),
+            "Subtracted from the reward; a running mean is at E[R].",
+        ),
+        Slider("seed", "seed", 0, 0, 99, 1, "Other dots from the same policy."),
+    ),
+    compute=_compute,
+    keys=(("space", "draw again"), ("←  →", "more or fewer samples"), ("r", "back to the start")),
+)

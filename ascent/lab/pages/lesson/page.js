@@ -1,0 +1,70 @@
+// A lesson: the figure beside it, the numbers in the text that follow the figure, and the keys and links that set it.
+import { forPage } from "/static/app.js";
+import { html, ready, render } from "/static/shared.js";
+import { Store } from "./store.js";
+
+function onKey(event, store, figure, place) {
+  if (!forPage(event)) return;
+  const act = {
+    " ": () => event.target.closest("button, a, summary") || figure.space?.(store),
+    ArrowLeft: () => figure.arrow?.(store, -1, 0),
+    ArrowRight: () => figure.arrow?.(store, 1, 0),
+    ArrowUp: () => place.contains(event.target) && figure.arrow?.(store, 0, 1),
+    ArrowDown: () => place.contains(event.target) && figure.arrow?.(store, 0, -1),
+    r: () => (figure.reset ? figure.reset(store) : store.set({ ...store.start }, true)),
+  }[event.key];
+  if (!act) return;
+  const done = act();
+  if (done !== false && !(done instanceof Element)) event.preventDefault();
+}
+
+function bind(store) {
+  for (const output of document.querySelectorAll("[data-bind]")) {
+    const text = store.text(output.dataset.bind);
+    if (output.textContent !== text) output.textContent = text;
+  }
+}
+
+function onLink(event, store, place) {
+  const link = event.target.closest("a.set");
+  if (!link) return;
+  event.preventDefault();
+  const kinds = Object.fromEntries(store.about.controls.map((c) => [c.name, c.kind]));
+  const pairs = [...new URLSearchParams(link.dataset.set)];
+  const changes = Object.fromEntries(pairs.map(([k, v]) => [k, kinds[k] === "slider" ? +v : v]));
+  store.set(changes, link.dataset.fresh === "true");
+  if (place.getBoundingClientRect().top > innerHeight * 0.6) place.scrollIntoView({ behavior: "smooth" });
+}
+
+async function show(place) {
+  const store = new Store(JSON.parse(place.dataset.given));
+  window.lab = store;
+  const figure = await import(store.about.script);
+  place.replaceChildren();
+  place.tabIndex = -1;
+  let waiting = false;
+  const draw = () => {
+    waiting = false;
+    render(html`<${figure.Figure} store=${store} />`, place);
+    bind(store);
+  };
+  store.listeners.push(() => {
+    if (!waiting) requestAnimationFrame(draw);
+    waiting = true;
+  });
+  new ResizeObserver(([entry]) => {
+    const width = Math.round(entry.contentRect.width);
+    if (width && width !== store.width) {
+      store.width = width;
+      store.changed();
+    }
+  }).observe(place);
+  addEventListener("keydown", (event) => onKey(event, store, figure, place));
+  addEventListener("click", (event) => onLink(event, store, place));
+  figure.begin?.(store);
+  draw();
+  ready();
+}
+
+const place = document.getElementById("figure");
+if (place) show(place);

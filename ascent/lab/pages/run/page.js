@@ -1,0 +1,212 @@
+// The page /run?id=…: what became of a run, its flags, its curves with one cursor, and all that is known of it. Live while it runs.
+import { Chart, Cursor } from "/static/chart.js";
+import { lineOf } from "/static/curves.js";
+import { Below, Top } from "./about.js";
+import { asked, completionsLink, Component, Failure, get, HELD, html, keepScroll, nearest, num, poll, ready, render, tell } from "/static/shared.js";
+
+const PAUSE = 2000; // ms between two looks at a run that runs
+const SMOOTH = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
+const KEYS = [["← →", "in a chart: move the cursor by a point (with Shift by ten)"], ["+ −", "zoom in and out around the cursor"], ["0", "zoom out wholly"], ["l", "log scale on and off"], ["Enter", "open the completions of the step"], ["Esc", "take the cursor away"]];
+const AROUND = 10; // steps on either side of one that is to be seen, at least
+const number = (name) => (/^-?\d+$/.test(asked(name)) ? +asked(name) : null);
+const read = () => {
+  const [from, to] = [number("from"), number("to")];
+  return { from: to == null ? null : from, to: from == null ? null : to, smooth: Math.max(0, number("smooth") ?? 0), log: asked("log") === "1" };
+};
+
+class Run extends Component {
+  constructor() {
+    super();
+    this.id = asked("id");
+    this.cursor = new Cursor();
+    this.state = { about: null, curves: null, lines: [], error: "", ...read() };
+  }
+
+  async componentDidMount() {
+    const back = keepScroll();
+    await this.look(true);
+    if (this.state.curves && this.state.from != null) this.show(this.fit(this.state.from, this.state.to));
+    back();
+    addEventListener("popstate", () => this.back());
+    addEventListener("keydown", (event) => {
+      if (event.key === "l" && !event.ctrlKey && !event.metaKey && !event.altKey && !event.target.closest("input, select, textarea, dialog")) this.set({ log: !this.state.log });
+    });
+    this.cursor.set(number("step"));
+    this.cursor.follow((step) => {
+      clearTimeout(this.telling);
+      this.telling = setTimeout(() => tell({ step }), 250);
+    });
+    ready(this.id);
+    window.lab = { about: { keys: KEYS } };
+    this.stop = poll(() => this.look(), this.state.about?.status === "foreign" ? 5 * PAUSE : PAUSE);
+  }
+
+  get live() {
+    return ["running", "foreign"].includes(this.state.about?.status);
+  }
+
+  // Asks for what is new. The old arrays are dropped: a page that is open for a week holds what one that was just opened does.
+  async look(first = false) {
+    if (!first && !this.live && !this.state.error) return false;
+    try {
+      const { from, to, curves } = this.state;
+      const [found, about] = await Promise.all([
+        get("/api/view/curves", { id: this.id, from, to, have: first || this.state.error ? null : curves?.revision }),
+        first || this.state.error || Date.now() - this.looked > 5000 ? this.about() : null,
+      ]);
+      const ended = found.unchanged && found.status !== this.state.about.status;
+      const said = about ?? (ended ? await this.about() : this.state.about);
+      if (from !== this.state.from || to !== this.state.to) return true; // zoomed meanwhile: that has asked for itself
+      this.take(found.unchanged ? null : found.runs[this.id], said);
+    } catch (error) {
+      this.setState({ error: error.message });
+    }
+    return true;
+  }
+
+  about() {
+    this.looked = Date.now();
+    return get("/api/view/run", { id: this.id });
+  }
+
+  take(curves, about = this.state.about) {
+    const now = curves ?? this.state.curves;
+    const same = !curves && JSON.stringify(about.charts) === JSON.stringify(this.state.about?.charts);
+    const lines = same ? this.state.lines : about.charts.map((chart) => chart.series.map((s, i) => lineOf(now, s.metric, s.label, s.colour ?? i)).filter(Boolean));
+    const marks = about.events.filter((e) => e.event === "flag").map((e) => e.step);
+    this.setState({ curves: now, about, lines, marks, error: "" });
+  }
+
+  whole() {
+    const { first, last } = this.state.curves ?? {};
+    return [first ?? 0, last ?? 1];
+  }
+
+  range() {
+    const [first, last] = this.whole();
+    return [this.state.from ?? first, this.state.to ?? last];
+  }
+
+  // Two steps in either order as a part of the run that has some width; nulls: all of it.
+  fit(from, to) {
+    const [first, last] = this.whole();
+    if (from == null) return { from: null, to: null };
+    const clamp = (step) => Math.max(first, Math.min(step, last));
+    const high = clamp(Math.max(from, to, first + 1));
+    const low = clamp(Math.min(from, to, high - 1));
+    return low <= first && high >= last ? { from: null, to: null } : { from: low, to: high };
+  }
+
+  // A zoom is an entry of its own in the history: Back undoes it.
+  zoom(from, to) {
+    this.show(this.fit(from, to), true);
+  }
+
+  back() {
+    const { from, to, smooth, log } = read();
+    this.setState({ smooth, log });
+    this.show(this.fit(from, to));
+  }
+
+  // Steps that a flag names, and some around them where it names one; the cursor goes to the step it was raised at.
+  see([from, to], step) {
+    const [first, last] = this.whole();
+    const around = from === to ? Math.max(AROUND, Math.round(0.03 * (last - first))) : 0;
+    this.zoom(from - around, to + around);
+    this.cursor.set(Math.max(from, Math.min(step, to)));
+    document.querySelector(".charts").scrollIntoView({ block: "start" });
+  }
+
+  set(changes) {
+    this.setState(changes);
+    tell(Object.fromEntries(Object.entries(changes).map(([name, value]) => [name, value === true ? 1 : value || null])));
+  }
+
+  // Draws what is there in the new range at once, and asks for its exact points.
+  async show(next, push = false) {
+    const same = next.from === this.state.from && next.to === this.state.to;
+    this.setState(next);
+    tell(next, push);
+    if (same) return;
+    this.asking?.abort();
+    this.asking = new AbortController();
+    try {
+      const found = await get("/api/view/curves", { id: this.id, ...next }, this.asking.signal);
+      this.take(found.runs[this.id]);
+    } catch (error) {
+      if (error.name !== "AbortError") this.setState({ error: error.message });
+    }
+  }
+
+  // The accuracy of an evaluation is that of its answers; every other chart leads to what was sampled.
+  open(step, chart) {
+    const { held_out: held, recorded } = this.state.about;
+    const answers = held.length > 0 && (chart === "accuracy" || !recorded.length);
+    const at = nearest(answers ? held : recorded, step);
+    tell({ step });
+    if (at != null) location.assign(completionsLink(this.id, at, { set: answers ? HELD : null }));
+  }
+
+  render(_, { about, curves, lines, marks, error, from, smooth, log }) {
+    if (!about) return html`<div><p><a href="/runs">All runs</a></p><h1>${this.id || "Which run?"}</h1><${Failure} text=${this.id ? error : "The address names no run: it needs id=…"} /></div>`;
+    const range = this.range();
+    return html`<div>
+      <${Failure} text=${error} />
+      <${Top} about=${about} onSee=${(steps, step) => this.see(steps, step)} onNoted=${(notes) => this.take(null, { ...this.state.about, notes })} />
+      ${about.charts.length > 0 && html`<${Tools} cursor=${this.cursor} range=${range} whole=${this.whole()} zoomed=${from != null} smooth=${smooth} about=${about}
+        onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => this.set({ smooth: steps })} log=${log} onLog=${(on) => this.set({ log: on })} />`}
+      <div class="charts">${about.charts.map((chart, i) => html`<${Chart} key=${chart.key} name=${chart.key} title=${chart.title} unit=${chart.unit} share=${chart.share}
+        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step, chart.key)} />`)}</div>
+      ${about.charts.length === 0 && html`<p class="note">No curves ${about.status === "running" ? "yet: they come with the first step." : "to draw."}</p>`}
+      <${Below} about=${about} revision=${curves?.revision} />
+    </div>`;
+  }
+}
+
+// The row that stays in sight: smoothing, the range of steps, and the step under the cursor with its completions.
+class Tools extends Component {
+  componentDidMount() {
+    this.leave = this.props.cursor.follow((step) => this.setState({ step }));
+    this.setState({ step: this.props.cursor.step });
+  }
+
+  componentWillUnmount() {
+    this.leave();
+  }
+
+  // What is being typed stays there, though the row is drawn again, until it is done.
+  typed(which, event) {
+    const given = Math.round(+event.target.value);
+    const [from, to] = this.props.range;
+    if (Number.isFinite(given) && event.target.value !== "") this.props.onZoom(which ? from : given, which ? given : to);
+    this.setState({ draft: null });
+  }
+
+  field(which) {
+    const { range, whole } = this.props;
+    const draft = this.state.draft?.which === which ? this.state.draft.text : null;
+    return html`<input id=${which ? "to" : "from"} type="number" aria-label=${which ? "To step" : "From step"} min=${whole[0]} max=${whole[1]} value=${draft ?? range[which]}
+      onInput=${(e) => this.setState({ draft: { which, text: e.target.value } })} onChange=${(e) => this.typed(which, e)} />`;
+  }
+
+  render({ whole, zoomed, smooth, log, about, onZoom, onSmooth, onLog }, { step }) {
+    const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
+    const place = steps.indexOf(smooth) < 0 ? 0 : steps.indexOf(smooth);
+    const [at, held] = step == null ? [] : [nearest(about.recorded, step), nearest(about.held_out, step)];
+    const some = about.recorded.length || about.held_out.length;
+    return html`<div class="tool-row" role="toolbar" aria-label="Charts">
+      <label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" value=${place} aria-valuetext=${smooth ? `${smooth} steps` : "none"} onInput=${(e) => onSmooth(steps[+e.target.value])} />
+        <output>${smooth ? `${num(smooth)} steps` : "none"}</output></label>
+      <label><input id="log" type="checkbox" checked=${log} onChange=${(e) => onLog(e.target.checked)} /> Log scale</label>
+      <span class="range">Steps ${this.field(0)} to ${this.field(1)}
+        <button type="button" id="out" disabled=${!zoomed} onClick=${() => onZoom(null)}>Zoom out</button></span>
+      <span class=${step == null ? "at" : "at on"}>${step == null
+        ? html`<span class="note">${some ? "Drag to zoom, click a step for its completions" : "Drag to zoom; no completions were recorded"}</span>`
+        : html`<b>step ${num(step)}</b> ${at != null && html`<a href=${completionsLink(about.id, at)}>completions${at === step ? "" : ` of step ${at}`}</a>`} ${held != null && html`<a href=${completionsLink(about.id, held, { set: HELD })}>answers, ${about.greedy}${held === step ? "" : `, of step ${held}`}</a>`}`}</span>
+    </div>`;
+  }
+}
+
+const place = document.getElementById("main");
+place.replaceChildren();
+render(html`<${Run} />`, place);

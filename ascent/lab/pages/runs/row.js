@@ -1,0 +1,70 @@
+// One run in the list.
+import { Noting } from "/static/noting.js";
+import { Spark } from "./spark.js";
+import { ago, Badge, Component, date, html, num, percent, runLink, Tags, words } from "/static/shared.js";
+
+// What a column is called, what it sorts by, and whether the largest comes first.
+export const COLUMNS = [
+  { key: "id", title: "Run", of: (r) => r.id },
+  { key: "status", title: "Status", of: (r) => r.status },
+  { key: "step", title: "Steps", of: (r) => r.step, down: true },
+  { key: "curve", title: "Curve", small: "accuracy, else reward", of: (r) => r.accuracy ?? r.reward, down: true },
+  { key: "accuracy", title: "Right", of: (r) => r.accuracy, down: true },
+  { key: "reward", title: "Reward", of: (r) => r.reward, down: true },
+  { key: "flags", title: "Flags", of: (r) => r.flags.length, down: true },
+  { key: "task", title: "Task", of: (r) => words(r.task) },
+  { key: "label", title: "Method", of: (r) => words(r.label) },
+  { key: "seed", title: "Seed", of: (r) => r.seed },
+  { key: "note", title: "Tags and note", of: (r) => `${r.tags.join(" ")} ${r.note}`.trim() },
+  { key: "updated", title: "Changed", of: (r) => r.updated, down: true },
+];
+
+const Steps = ({ row }) => html`<span class="of">${num(row.step)}${row.steps != null && html`<span>/${num(row.steps)}</span>`}</span>
+  ${row.steps > 0 && row.step < row.steps && html`<progress max=${row.steps} value=${Math.min(row.step, row.steps)} aria-label="Steps done"></progress>`}`;
+
+// A run's name, with the folder that it lies in small above it.
+const Name = ({ id }) => {
+  const cut = id.lastIndexOf("/") + 1;
+  return html`<a href=${runLink(id)}>${cut > 0 && html`<small>${id.slice(0, cut)}</small>`}${id.slice(cut)}</a>`;
+};
+
+// A last value, and under it what it was measured on.
+const Measured = ({ value, of, text, children }) => html`<span title=${value == null ? "" : `${of}, the last one measured`}>${text}${children}</span>
+  ${value != null && html`<small>${of}</small>`}`;
+
+const Noted = ({ row, onTag, onEdit, editing }) => html`<div class="noted">
+  <div><${Tags} tags=${row.tags} onPick=${onTag} />${row.note && html`<span class="text" title=${row.note}>${row.note}</span>`}</div>
+  <button type="button" class="plain edit" aria-expanded=${editing} aria-label=${`Edit tags and note of ${row.id}`} onClick=${() => onEdit(!editing)}>${row.tags.length || row.note ? "Edit" : "Add"}</button>
+</div>`;
+
+const Flags = ({ flags }) => flags.length
+  ? html`<span class="flags" title=${flags.join(", ")}><i aria-hidden="true">⚑</i> ${flags.length}<span class="sr">: ${flags.join(", ")}</span></span>`
+  : html`<span class="none" aria-label="none">–</span>`;
+
+export class Row extends Component {
+  shouldComponentUpdate(next) {
+    const { row, picked, editing, spark, minute, tag } = this.props;
+    return next.row !== row || next.picked !== picked || next.editing !== editing || next.spark !== spark || next.minute !== minute || next.tag !== tag;
+  }
+
+  render({ row, picked, editing, spark, sparks, onPick, onEdit, onTag }) {
+    const cell = (name, content, label) => html`<td role="cell" class=${`c-${name}`} data-label=${label ?? null}>${content}</td>`;
+    return html`<tr role="row" data-id=${row.id} class=${picked ? "picked" : ""}>
+        <td role="cell" class="c-tick"><input type="checkbox" checked=${picked} aria-label=${`Compare ${row.id}`} onChange=${(e) => onPick(e.target.checked)} /></td>
+        ${cell("id", html`<${Name} id=${row.id} />`)}
+        ${cell("status", html`<${Badge} status=${row.status} said=${row.said} />${row.status !== "finished" && row.brief && html`<span class="said" title=${row.said}>${row.brief}</span>`}`)}
+        ${cell("step", html`<${Steps} row=${row} />`)}
+        ${cell("curve", html`<${Spark} row=${row} spark=${spark} sparks=${sparks} />`)}
+        ${cell("accuracy", html`<${Measured} value=${row.accuracy} of=${row.accuracy_of} text=${percent(row.accuracy)} />`, "right")}
+        ${cell("reward", html`<${Measured} value=${row.reward} of=${row.reward_of} text=${num(row.reward)}>${row.reward != null && row.max_reward != null && html`<span class="most"> of ${num(row.max_reward)}</span>`}<//>`, "reward")}
+        ${cell(row.flags.length ? "flags" : "flags no", html`<${Flags} flags=${row.flags} />`)}
+        ${cell("task", words(row.task))}
+        ${cell("label", html`<span title=${words(row.label)}>${words(row.label)}</span>`)}
+        ${cell("seed", row.seed == null ? "–" : words(row.seed), "seed")}
+        ${cell(row.tags.length || row.note ? "note" : "note no", html`<${Noted} row=${row} onTag=${onTag} onEdit=${onEdit} editing=${editing} />`)}
+        ${cell("updated", html`<time title=${date(row.updated)}>${ago(row.updated)}</time>`)}
+      </tr>
+      ${editing && html`<tr role="row" class="editing"><td role="cell" colspan=${COLUMNS.length + 1}>
+        <${Noting} id=${row.id} onDone=${() => onEdit(false)} /></td></tr>`}`;
+  }
+}

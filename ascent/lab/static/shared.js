@@ -1,0 +1,187 @@
+// What pages and figures share: asking the lab, the state in the address, words for numbers, badges and links.
+// Everything that comes from a run is text: it goes through Preact's text nodes and attributes, never into HTML.
+import { Component, h, render } from "./vendor/preact.mjs";
+import htm from "./vendor/htm.mjs";
+
+export { Component, render };
+export const html = htm.bind(h);
+
+export const GONE = "The lab does not answer. Is `ascent lab` still running?";
+
+// ---- asking ----
+// A list gives its name several times; null, undefined and "" leave it out.
+export function queryOf(given) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(given)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one != null && one !== "") query.append(name, one);
+    }
+  }
+  return query.toString();
+}
+
+// The JSON of a path, or an Error with the lab's own words.
+async function ask(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error(GONE);
+  }
+  const found = await answer.json().catch(() => ({ error: `The lab answered ${answer.status}.` }));
+  if (found.error) throw new Error(found.error);
+  return found;
+}
+
+export function get(path, given = {}, signal) {
+  const query = queryOf(given);
+  return ask(query ? `${path}?${query}` : path, { signal });
+}
+
+export const post = (path, body = {}) =>
+  ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+
+// Calls `work` again and again while the tab is seen: `pause` ms after it is done. It ends when `work` gives false.
+export function poll(work, pause) {
+  let timer = null;
+  let ended = false;
+  const again = async () => {
+    timer = null;
+    if (ended || document.hidden) return;
+    if ((await work()) === false) ended = true;
+    else if (!ended) timer = setTimeout(again, pause);
+  };
+  const seen = () => {
+    if (!document.hidden && timer == null && !ended) again();
+  };
+  document.addEventListener("visibilitychange", seen);
+  timer = setTimeout(again, pause);
+  return () => {
+    ended = true;
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", seen);
+  };
+}
+
+// ---- the state in the address ----
+export const asked = (name, otherwise = "") => new URLSearchParams(location.search).get(name) ?? otherwise;
+export const askedAll = (name) => new URLSearchParams(location.search).getAll(name);
+
+// Changes some of the address, in place; `push` keeps the former one for the Back button.
+export function tell(changes, push = false) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, value] of Object.entries(changes)) {
+    query.delete(name);
+    for (const one of Array.isArray(value) ? value : [value]) if (one != null && one !== "") query.append(name, one);
+  }
+  const address = query.size ? `${location.pathname}?${query}` : location.pathname;
+  if (address !== location.pathname + location.search) history[push ? "pushState" : "replaceState"](null, "", address);
+}
+
+const SETTLING = 600; // ms in which charts are drawn and captions filled, and the page still changes its height
+
+// Where the reader was on the page, by address and tab: kept when the page is left. What it gives goes back there, once
+// the page is drawn, if the reader came by Back or reloaded.
+export function keepScroll() {
+  const key = () => `scroll ${location.pathname}${location.search}`;
+  const came = performance.getEntriesByType("navigation")[0]?.type;
+  history.scrollRestoration = "manual";
+  addEventListener("pagehide", () => sessionStorage.setItem(key(), scrollY));
+  const kept = came === "back_forward" || came === "reload" ? sessionStorage.getItem(key()) : null;
+  return () => {
+    let until = kept == null ? 0 : Date.now() + SETTLING;
+    for (const own of ["wheel", "pointerdown", "keydown"]) addEventListener(own, () => (until = 0), { once: true, passive: true });
+    const again = () => {
+      if (Date.now() > until) return;
+      scrollTo(0, +kept);
+      requestAnimationFrame(again);
+    };
+    requestAnimationFrame(again);
+  };
+}
+
+// ---- words for numbers ----
+const minus = (text) => text.replace("-", "−").replace("e+", "e");
+
+// About four digits that matter; thousands get a thin space, tiny and huge ones an exponent.
+export function num(value) {
+  if (value == null) return "–";
+  if (typeof value !== "number") return String(value);
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "nan" : value < 0 ? "−inf" : "inf";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) return minus(value.toExponential(2));
+  if (Number.isInteger(value) || size >= 1000) return minus(grouped(Math.round(value)));
+  return minus(String(+value.toPrecision(4)));
+}
+
+export const grouped = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, "\u2009");
+export const percent = (value) => (value == null ? "–" : minus(`${+(100 * value).toPrecision(3)}%`));
+export const count = (n, one, many = `${one}s`) => `${grouped(n)} ${n === 1 ? one : many}`;
+
+export function ago(then, now = Date.now() / 1000) {
+  if (then == null) return "–";
+  const s = Math.max(0, now - then);
+  if (s < 60) return "just now";
+  if (s < 3600) return `${Math.floor(s / 60)} min ago`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ago`;
+  return s < 30 * 86400 ? count(Math.floor(s / 86400), "day") + " ago" : date(then).slice(0, 10);
+}
+
+// 2026-03-01 14:07, by the clock of who looks.
+export function date(then) {
+  if (then == null) return "–";
+  const d = new Date(then * 1000);
+  const two = (n) => String(n).padStart(2, "0");
+  return `${d.getFullYear()}-${two(d.getMonth() + 1)}-${two(d.getDate())} ${two(d.getHours())}:${two(d.getMinutes())}`;
+}
+
+// ---- links ----
+export const shortOf = (id) => id.split("/").pop();
+export const runLink = (id, more = {}) => `/run?${queryOf({ id, ...more })}`;
+export const completionsLink = (id, step, more = {}) => `/completions?${queryOf({ id, step, ...more })}`;
+export const compareLink = (ids, more = {}) => `/compare?${queryOf({ id: ids, ...more })}`;
+
+// The two sets of recorded responses; what was sampled needs no word in an address.
+export const HELD = "held-out";
+export const setOf = (set) => (set === HELD ? HELD : null);
+
+// A switch between the sets, where there are both.
+export const Sets = ({ sets, set, greedy, go }) => sets?.[HELD] > 0 && (sets.sampled > 0 || set !== HELD) ? html`<div class="c-sets" role="group" aria-label="Which responses">
+  ${[["sampled", "sampled"], [HELD, greedy]].map(([key, text]) => html`<button type="button" key=${key} data-set=${key} aria-pressed=${key === set} onClick=${() => key !== set && go(key)}>${text}</button>`)}</div>` : null;
+
+// The nearest of some sorted steps; null where there are none.
+export function nearest(steps, step) {
+  if (!steps?.length) return null;
+  let low = 0;
+  let high = steps.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle;
+    else high = middle;
+  }
+  return Math.abs(steps[low] - step) <= Math.abs(steps[high] - step) ? steps[low] : steps[high];
+}
+
+// ---- pieces ----
+// Each status has a shape of its own besides its colour and its word.
+const SHAPES = { running: "▸", finished: "✓", interrupted: "‖", failed: "✕", died: "✕", unreadable: "?", foreign: "◇" };
+export const STATUSES = Object.keys(SHAPES);
+export const Badge = ({ status, said }) => html`<span class=${`badge ${STATUSES.includes(status) ? status : "unreadable"}`} title=${said ?? ""}>
+  <i aria-hidden="true">${SHAPES[status] ?? "?"}</i>${status}</span>`;
+
+export const Tags = ({ tags, onPick }) => tags?.length
+  ? html`<span class="tags">${tags.map((tag) => onPick
+      ? html`<button type="button" class="tag" key=${tag} title=${`Only runs tagged ${tag}`} onClick=${() => onPick(tag)}>${tag}</button>`
+      : html`<span class="tag" key=${tag}>${tag}</span>`)}</span>`
+  : null;
+
+export const Failure = ({ text }) => (text ? html`<p class="error" role="alert">${text}</p>` : null);
+
+// The title of the tab, and that the page has drawn what it was asked (a test waits for it).
+export function ready(title) {
+  if (title) document.title = `${title} · Ascent lab`;
+  document.body.dataset.ready = "true";
+}
+
+// What a file holds where a word was expected.
+export const words = (value) => (value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));

@@ -1,0 +1,231 @@
+"""The expectation and the variance of an algorithm's gradient: exactly, for a group size G.
+
+It calls the library's own credit, weights and objective on enumerated batches and repeats none of
+their formulas. A credit sees only a few numbers of each other sample in a group: its reward, its length,
+and what the credit names in its `needs`. Responses that agree in those form a class, and a group is a
+multiset of G classes: C(K+G−1, G) of them for K classes, instead of Mᴳ groups of M responses. Given the
+classes c of a group, its responses are independent: response y of class k has probability p(y | k). The
+gradient is a sum over responses, g = Σ_i g(y_i, c). So
+
+    E[g | c]    = Σ_k n_k A_k                                        A_k = Σ_y p(y | k) g(y, c)
+    E[‖g‖² | c] = ‖Σ_k n_k A_k‖² + Σ_k n_k (B_k − ‖A_k‖²)            B_k = Σ_y p(y | k) ‖g(y, c)‖²
+
+and both are summed over c with its multinomial probability.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ascent.core.algorithms import Algorithm
+from ascent.core.types import Batch, Outputs, Refused, State
+from ascent.oracle.exact import Table
+
+MOST_GROUPS = 50_000
+"""Maximum number of groups."""
+ALONE = 12
+"""Number of groups that are credited one by one to find out whether groups depend on one another."""
+MOST_NUMBERS = 200_000_000
+"""Maximum of groups × (tokens of all responses + parameters), the numbers held in memory."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimator of ∇E[R]: its expectation, and its variance as the trace of its covariance.
+
+    variance = E‖g‖² − ‖E[g]‖²
+    """
+
+    mean: Float[Tensor, "parameter"]
+    variance: float
+    coupled: bool = False
+    """Do the groups of a batch depend on one another (batch-wide credit, token mean over different lengths)?"""
+
+    def scale(self, gradient: Float[Tensor, "parameter"]) -> float:
+        """The expectation's component along the gradient, as a multiple of it: 1 if unbiased."""
+        return float(self.mean @ gradient / (gradient @ gradient))
+
+    def cosine(self, gradient: Float[Tensor, "parameter"]) -> float:
+        """1 if the expectation has the gradient's direction; NaN if either is 0."""
+        return float(self.mean @ gradient / (self.mean.norm() * gradient.norm()))
+
+    def bias(self, gradient: Float[Tensor, "parameter"]) -> float:
+        """‖E[g] − ∇E[R]‖ / ‖∇E[R]‖."""
+        return float((self.mean - gradient).norm() / gradient.norm())
+
+
+def over_prompts(estimates: list[Estimate]) -> Estimate:
+    """The estimator on a batch with one group for each of P prompts: the mean of theirs.
+
+    E[g] = (1/P) Σ_p E[g_p],  Var = (1/P²) Σ_p Var_p, for groups that do not depend on one another.
+    """
+    if len(estimates) > 1 and any(e.coupled for e in estimates):
+        raise Refused(
+            f"a batch of {len(estimates)} prompts with a credit or weights that look across groups (batch-normalized, "
+            "token-mean where lengths differ) is not a mean of single groups: use one prompt, or other choices"
+        )
+    mean = torch.stack([e.mean for e in estimates]).mean(0)
+    return Estimate(mean, sum(e.variance for e in estimates) / len(estimates) ** 2)
+
+
+@dataclass(frozen=True)
+class EnumeratedGroups:
+    """Every multiset of G classes, with its probability, credit and weights."""
+
+    members: Int[Tensor, "group sample"]
+    """The class of each sample, in ascending order."""
+    chance: Float[Tensor, "group"]
+    class_of: Int[Tensor, "response"]
+    credit: Float[Tensor, "group sample #token"]
+    weight: Float[Tensor, "group sample token"]
+    coupled: bool
+
+
+def estimate(
+    table: Table,
+    algorithm: Algorithm,
+    samples: int,
+    state: State | None = None,
+    progress: float = 0.0,
+    groups: EnumeratedGroups | None = None,
+) -> Estimate:
+    """Expectation and variance of the algorithm's gradient on one group of `samples` responses to the table's prompt.
+
+    `state` is what its choices remember (a running mean, an adaptive β) and `progress` the share of the
+    run that is over. With dynamic sampling only the groups that are kept count. Pass `groups` from
+    `enumerate_groups` to save time when algorithms are compared that differ only in their surrogate.
+    """
+    state = algorithm.start() if state is None else state
+    groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
+    batch = table.filled(algorithm.needs)
+    batch = batch.add(correction=algorithm.correction(batch), **algorithm.scalars(state, progress))
+    outputs = table.outputs(algorithm.outputs)
+    total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
+    scatter = groups.weight.new_zeros(len(groups.chance))
+    for k in range(int(groups.class_of.max()) + 1):
+        count = (groups.members == k).sum(1)
+        here = count.nonzero().flatten()
+        one = here, (groups.members[here] == k).long().argmax(1)
+        members = (groups.class_of == k).nonzero().flatten()
+        A, B = class_moments(table, algorithm, batch, outputs, members, groups.credit[one], groups.weight[one])
+        n = count[here].to(total.dtype)
+        total[here] += n[:, None] * A
+        scatter[here] += n * (B - (A**2).sum(-1))
+    mean = groups.chance @ total
+    second = groups.chance @ ((total**2).sum(-1) + scatter)
+    return Estimate(mean, float(second - mean @ mean), groups.coupled)
+
+
+def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: State) -> EnumeratedGroups:
+    """Every multiset of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its credit and its weights."""
+    batch = table.filled(algorithm.needs)
+    seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
+    key = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
+    key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
+    _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
+    classes = int(class_of.max()) + 1
+    _check_size(table, classes, samples)
+    members = torch.tensor(list(itertools.combinations_with_replacement(range(classes), samples)))
+    share = table.probability.new_zeros(classes).index_add_(0, class_of, table.probability)
+    factorial = share.new_tensor([math.factorial(n) for n in range(samples + 1)])
+    counts = torch.nn.functional.one_hot(members, classes).sum(1)
+    chance = factorial[samples] / factorial[counts].prod(-1) * share[members].prod(-1)
+    example = torch.stack([(class_of == k).nonzero()[0, 0] for k in range(classes)])
+    everything = pick(batch, example[members])
+    keep = algorithm.groups(everything)
+    if not bool(keep.any()):
+        raise Refused("no group is ever kept, because all responses earn the same. Set --groups all, or another reward")
+    if not bool(keep.all()):
+        chance = torch.where(keep, chance, 0.0) / chance[keep].sum()
+    return EnumeratedGroups(members, chance, class_of, *credit_groups(algorithm, everything, state))
+
+
+def _check_size(table: Table, classes: int, samples: int) -> None:
+    if samples < 1:
+        raise Refused(f"the group size is {samples}: set 1 or more")
+    groups = math.comb(classes + samples - 1, samples)
+    numbers = groups * (table.batch.mask.numel() + sum(p.numel() for p in table.policy.parameters()))
+    if groups > MOST_GROUPS or numbers > MOST_NUMBERS:
+        raise Refused(
+            f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the credit can tell apart make "
+            f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MOST_GROUPS:,} groups and "
+            f"{MOST_NUMBERS:,} numbers. Lower the group size or the length limit, or use a reward with fewer levels"
+        )
+
+
+def credit_groups(
+    algorithm: Algorithm, everything: Batch, state: State
+) -> tuple[Float[Tensor, "group sample #token"], Float[Tensor, "group sample token"], bool]:
+    """δ and the token weights of each group as a batch of its own, and whether groups depend on one another.
+
+    All groups are first credited as one batch. If a few of them get the same credit alone, and the same
+    weights up to 1/groups, groups are independent and the result holds for all; else each is credited alone.
+    """
+
+    def credited(some: Batch) -> tuple[Tensor, Tensor]:
+        some, _ = algorithm.credit(some, state)
+        assert some.advantage is not None
+        return some.advantage, algorithm.weights(some)
+
+    def alone(which: list[int]) -> tuple[Tensor, Tensor]:
+        parts = [credited(everything.select(slice(c, c + 1))) for c in which]
+        return torch.cat([credit for credit, _ in parts]), torch.cat([weight for _, weight in parts])
+
+    count = len(everything.mask)
+    credit, weight = credited(everything)
+    weight = weight * count
+    some = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
+    pairs = zip(alone(some), (credit, weight), strict=True)
+    same = all(torch.allclose(single, joint[some], rtol=1e-9, atol=1e-12) for single, joint in pairs)
+    return (credit, weight, False) if same else (*alone(list(range(count))), True)
+
+
+def class_moments(
+    table: Table,
+    algorithm: Algorithm,
+    batch: Batch,
+    outputs: Outputs,
+    members: Int[Tensor, "response"],
+    credit: Float[Tensor, "group #token"],
+    weight: Float[Tensor, "group token"],
+) -> tuple[Float[Tensor, "group parameter"], Float[Tensor, "group"]]:
+    """A = Σ_y p(y | k) g(y) and B = Σ_y p(y | k) ‖g(y)‖² over the members y of a class, per group that has it.
+
+    g(y) = Σ_t Σ_x ∂objective/∂x_t ∂x_t/∂θ, x the outputs of the training forward: logp and, where the
+    objective asks for them, entropy and the full-vocabulary KL.
+    """
+    index = members.expand(len(credit), -1)
+    mini = pick(batch, index).add(
+        advantage=credit.unsqueeze(1).expand(-1, len(members), -1),
+        weight=weight.unsqueeze(1).expand(-1, len(members), -1),
+    )
+    names = ["logp", *sorted(algorithm.outputs)]
+    forward = {name: x for name, x in vars(outputs).items() if x is not None}
+    leaves = {name: x.detach()[0][index].requires_grad_() for name, x in forward.items()}
+    objective = algorithm.objective(mini, Outputs(**leaves)).objective
+    slopes = torch.autograd.grad(objective, [leaves[name] for name in names], materialize_grads=True)
+    slope = torch.cat(slopes, -1)
+    jacobian = torch.cat([table.jacobian(name)[members] for name in names], 1)
+    p = table.probability[members]
+    p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)
+    A = torch.einsum("y,gyt,ytd->gd", p, slope, jacobian)
+    B = torch.einsum("y,gyt,gyt->g", p, slope, torch.einsum("gyu,yut->gyt", slope, jacobian @ jacobian.mT))
+    return A, B
+
+
+def pick(batch: Batch, index: Int[Tensor, "group sample"]) -> Batch:
+    """A batch of groups, each made of these responses of a one-prompt batch."""
+    picked: dict[str, Any] = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor):
+            whole = f.name in ("prompt", "reward_greedy", "index")
+            picked[f.name] = value.expand(len(index), *value.shape[1:]) if whole else value[0][index]
+    return replace(batch, **picked)

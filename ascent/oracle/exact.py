@@ -1,0 +1,268 @@
+"""The exact oracle: every response of a small policy is enumerated, and nothing is sampled.
+
+    E[R] = Σ_y π(y) R(y),    ∇E[R] = Σ_y R(y) ∇π(y)
+
+`expected_reward` is cheap enough for every step of a run. A `Table` has every response to one prompt,
+with the batch fields of a training step; `estimator.py` uses it to compute an algorithm's expected gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
+from ascent.core.update import Adam
+from ascent.engines.small.learner import SmallLearner, chosen, log_probs
+from ascent.engines.small.sampler import SmallSampler
+from ascent.policies.base import Policy
+
+MOST_RESPONSES = 50_000
+"""Maximum number of responses to one prompt."""
+NEVER = -1
+"""Stands for the end token in a space without one."""
+MOST_NUMBERS = 100_000_000
+"""Maximum size of a Jacobian: responses × tokens × parameters."""
+AT_ONCE = 100_000
+"""Rows of a Jacobian that are computed at once, times its number of tokens."""
+
+
+class EnumerableTask(Protocol):
+    """What the oracle needs from a task."""
+
+    @property
+    def space(self) -> Space: ...
+
+    def score(self, rollouts: Rollouts) -> Scores: ...
+
+
+class Responses(NamedTuple):
+    """Every possible response, each once, padded with the end token."""
+
+    response: Int[Tensor, "response token"]
+    mask: Bool[Tensor, "response token"]
+    truncated: Bool[Tensor, "response"]
+
+
+def responses_count(space: Space) -> int:
+    """How many responses there are: vocab^limit, or with an end token Σ_{l<limit} (vocab−1)^l + (vocab−1)^limit."""
+    if space.end is None:
+        return space.vocab**space.limit
+    return sum((space.vocab - 1) ** before for before in range(space.limit + 1))
+
+
+@lru_cache(maxsize=16)
+def all_responses(space: Space) -> Responses:
+    """All responses of a space, of different lengths where there is an end token."""
+    count = responses_count(space)
+    if count > MOST_RESPONSES:
+        raise Refused(
+            f"{space.vocab} tokens at up to {space.limit} positions make {count:,} responses, but at most "
+            f"{MOST_RESPONSES:,} can be enumerated: lower the vocabulary or the length limit"
+        )
+    going = [token for token in range(space.vocab) if token != space.end]
+    rows = [list(row) for row in itertools.product(going, repeat=space.limit)]
+    if space.end is not None:
+        shorter = (row for before in range(space.limit) for row in itertools.product(going, repeat=before))
+        rows += [[*row, *[space.end] * (space.limit - len(row))] for row in shorter]
+    tokens = torch.tensor(rows)
+    ends = tokens == (NEVER if space.end is None else space.end)
+    mask = ends.cumsum(-1) - ends.long() == 0
+    return Responses(tokens, mask, ~ends.any(-1) & (space.end is not None))
+
+
+def every_response(space: Space, prompt: Int[Tensor, "prompt position"], temperature: float = 1.0) -> Rollouts:
+    """The rollouts in which every prompt has every response, with 0 for the sampler's log-probs."""
+    response, mask, truncated = all_responses(space)
+    shape = (len(prompt), *response.shape)
+    return Rollouts(
+        prompt=prompt,
+        response=response.expand(shape),
+        mask=mask.expand(shape),
+        logp_sampler=torch.zeros(()).expand(shape),
+        truncated=truncated.expand(shape[:2]),
+        limit=space.limit,
+        temperature=temperature,
+        ends=space.end is not None,
+    )
+
+
+def reward_table(task: EnumerableTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
+    """R(y) of every response to these prompts, NaN where the reward failed, for any policy."""
+    scores = task.score(every_response(task.space, prompt))
+    return torch.where(scores.valid, scores.reward.sum(-1), torch.nan)
+
+
+def probability(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "prompt sample"]:
+    """π(y) of whole responses, at the rollouts' temperature; differentiable."""
+    return chosen(log_probs(policy, rollouts), rollouts).sum(-1).exp()
+
+
+@torch.no_grad()
+def expected_reward(
+    policy: Policy,
+    prompt: Int[Tensor, "prompt position"],
+    reward: Float[Tensor, "prompt response"],
+    temperature: float = 1.0,
+) -> float:
+    """E[R] = Σ_y π(y) R(y), the mean over these prompts, with R from `reward_table`. NaN if any R is."""
+    every = every_response(policy.space, prompt, temperature)
+    return (probability(policy, every) * reward).sum().item() / len(prompt)
+
+
+class Table:
+    """Every response to one prompt under the policies of a training step, computed in float64.
+
+    `policy` is trained; `old` gave logp_old (default: the same policy); `sampler` drew the responses
+    (default: `old`); `reference` is the policy that a KL is measured to; `value` is a critic's value of every
+    state (default: the exact V). Gradients are with respect to the trainable parameters of `policy`, flattened.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompt: Int[Tensor, "position"],
+        task: EnumerableTask,
+        temperature: float = 1.0,
+        old: Policy | None = None,
+        sampler: Policy | None = None,
+        reference: Policy | None = None,
+        value: Float[Tensor, "response state"] | None = None,
+    ):
+        self.policy, self.task = _double(policy), task
+        self.old = self.policy if old is None else _double(old)
+        for p, trained in zip(self.old.parameters(), self.policy.parameters(), strict=True):
+            p.requires_grad_(trained.requires_grad)
+        self.sampler = self.old if sampler is None else _double(sampler)
+        self.reference = None if reference is None else _double(reference)
+        rollouts = every_response(policy.space, prompt.unsqueeze(0), temperature)
+        with torch.no_grad():
+            logp_sampler = chosen(log_probs(self.sampler, rollouts), rollouts)
+            logp_old = chosen(log_probs(self.old, rollouts), rollouts)
+        scores = _scored(task, rollouts)
+        self.batch = to_batch(
+            rollouts,
+            logp_sampler=logp_sampler,
+            reward=scores.reward.to(logp_old.dtype),
+            valid=scores.valid,
+            correct=scores.correct,
+            logp_old=logp_old,
+        )
+        self._fields: dict[str, Tensor] = {} if value is None else {"value": value.unsqueeze(0)}
+        self._jacobians: dict[str, Tensor] = {}
+
+    @property
+    def probability(self) -> Float[Tensor, "response"]:
+        """p(y) under the policy that drew the responses."""
+        return self.batch.logp_sampler.sum(-1).exp()[0]
+
+    @cached_property
+    def expected_reward(self) -> float:
+        """E[R] under the policy that is trained."""
+        return float(self._expected().detach())
+
+    @cached_property
+    def gradient(self) -> Float[Tensor, "parameter"]:
+        """∇E[R], by differentiating the sum itself."""
+        return self.differentiate(self._expected())
+
+    def _expected(self) -> Float[Tensor, ""]:
+        return (probability(self.policy, self.batch) * self.batch.reward.sum(-1)).sum()
+
+    @cached_property
+    def exact_value(self) -> Float[Tensor, "response state"]:
+        """V(s_t) = E[Σ_{u ≥ t} r_u | the first t tokens] under the policy that drew the responses; 0 after the end."""
+        mask, p = self.batch.mask[0], self.probability
+        reward = self.batch.reward if self.batch.reward.shape[-1] > 1 else at_last(self.batch, self.batch.reward)
+        to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
+        tokens = torch.where(mask, self.batch.response[0], NEVER)
+        values = []
+        for t in range(mask.shape[-1] + 1):
+            _, which = tokens[:, :t].unique(dim=0, return_inverse=True) if t else (None, torch.zeros(len(p)).long())
+            share = torch.zeros_like(p).index_add_(0, which, p)
+            total = torch.zeros_like(p).index_add_(0, which, p * to_go[:, t])
+            values.append((total / share.clamp(min=torch.finfo(p.dtype).tiny))[which])
+        return torch.stack(values, -1)
+
+    def differentiate(self, value: Float[Tensor, ""]) -> Float[Tensor, "parameter"]:
+        """∂value/∂θ, flattened."""
+        return _flat(torch.autograd.grad(value, self._parameters, materialize_grads=True))[0]
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for p in self.policy.parameters() if p.requires_grad]
+
+    def _learner(self, policy: Policy, outputs: frozenset[str] = frozenset()) -> SmallLearner:
+        learner = SmallLearner(policy, Adam(), reference=False, outputs=outputs)
+        learner.reference = self.reference
+        return learner
+
+    def outputs(self, names: frozenset[str] = frozenset()) -> Outputs:
+        """The training forward on all responses; the outputs in `names` get a gradient, as logp does."""
+        return self._learner(self.policy, names).evaluate(self.batch)
+
+    def jacobian(self, name: str) -> Float[Tensor, "response token parameter"]:
+        """∂/∂θ of every token's `logp` (its score), `entropy` or `kl_full`."""
+        if name not in self._jacobians:
+            size, parameters = self.batch.mask.numel(), sum(p.numel() for p in self._parameters)
+            if size * parameters > MOST_NUMBERS:
+                raise Refused(
+                    f"the gradients of {size:,} tokens by {parameters:,} parameters are {size * parameters:,} numbers, "
+                    f"but at most {MOST_NUMBERS:,} are allowed: use a smaller policy, vocabulary or length limit"
+                )
+            values: Tensor = getattr(self.outputs(frozenset({name})), name)
+            parts = torch.arange(size).split(max(1, AT_ONCE // size))
+            self._jacobians[name] = torch.cat([self._rows(values, part) for part in parts]).unflatten(
+                0, values.shape[1:]
+            )
+        return self._jacobians[name]
+
+    def _rows(self, values: Tensor, rows: Int[Tensor, "row"]) -> Float[Tensor, "row parameter"]:
+        along = torch.nn.functional.one_hot(rows, values.numel()).to(values.dtype).view(-1, *values.shape)
+        options = {"retain_graph": True, "is_grads_batched": True, "materialize_grads": True}
+        return _flat(torch.autograd.grad(values, self._parameters, along, **options), len(rows))
+
+    def filled(self, needs: frozenset[str]) -> Batch:
+        """The batch with the fields that an algorithm needs, computed by the library's own sampler and learner."""
+        if needs & {"logp_ref", "kl_full"} and self.reference is None:
+            raise Refused("the algorithm needs a reference policy, but the table has none: pass Table(reference=...)")
+        missing = needs.difference(self._fields)
+        if "reward_greedy" in missing:
+            self._fields["reward_greedy"] = self._reward_greedy()
+        if "value" in missing:
+            self._fields["value"] = self.exact_value.unsqueeze(0)
+        self._fields |= self._learner(self.old).score(self.batch, missing)
+        unknown = sorted(needs.difference(self._fields))
+        if unknown:
+            raise Refused(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")
+        return self.batch.add(**{name: self._fields[name] for name in needs})
+
+    def _reward_greedy(self) -> Float[Tensor, "prompt 1 1"]:
+        """The reward of the sampler's greedy response."""
+        sampler = SmallSampler(self.sampler, self.batch.temperature, torch.Generator())
+        reward = _scored(self.task, sampler.generate(Prompts.of(self.batch.prompt), 1, greedy=True)).reward
+        return reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
+
+
+def _scored(task: EnumerableTask, rollouts: Rollouts) -> Scores:
+    scores = task.score(rollouts)
+    if not bool(scores.valid.all()):
+        raise Refused(
+            f"the exact gradient is a sum over all responses, but the reward failed on {int((~scores.valid).sum())} of "
+            f"{scores.valid.numel()}; the first: {' '.join(scores.errors[:1])}. Fix the reward"
+        )
+    return scores
+
+
+def _double(policy: Policy) -> Policy:
+    return copy.deepcopy(policy).double()
+
+
+def _flat(gradients: tuple[Tensor, ...], rows: int = 1) -> Float[Tensor, "row parameter"]:
+    return torch.cat([g.reshape(rows, -1) for g in gradients], 1)

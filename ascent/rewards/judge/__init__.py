@@ -1,0 +1,1 @@
+"""A judge: a language model behind an OpenAI-compatible API that scores one response or compares two."""

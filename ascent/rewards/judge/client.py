@@ -1,0 +1,275 @@
+"""Ask a judge: many requests at once, retries within a deadline, every answer on disk before it is read.
+
+429, 5xx, a malformed reply, a failed connection    retried, with growing pauses
+401, 403, 404: a wrong key or a wrong address       everything ends, because no retry helps
+any other refusal (400: the text is too long, …)    this question fails, the others continue
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+from ascent.core.types import Refused, Trouble
+from ascent.rewards.judge.cache import Answer, Answers, request_key
+from ascent.rewards.judge.settings import Judge
+
+LONGEST_WAIT = 30.0
+"""Maximum seconds between two tries, unless a Retry-After header asks for more."""
+FATAL = (401, 403, 404)
+PASSING = (408, 409, 425, 429)
+"""Statuses that are retried, in addition to every 5xx."""
+GIVE_UP = 8
+"""After this many questions in a row without any answer, the remaining ones are not asked."""
+LARGEST = 1 << 22
+"""Maximum bytes of a reply."""
+SHORTEST_SECRET = 8
+"""Shorter keys are dummies (0, EMPTY) and are not masked in texts."""
+EXCERPT = 160
+"""Characters of an answer in an error."""
+
+
+class JudgeError(Exception):
+    """There is no verdict on this question. It never becomes a number."""
+
+
+class Unanswered(JudgeError):
+    """No answer arrived: the judge was unreachable, busy or broken at every try."""
+
+
+class Stopped(Unanswered):
+    """The question was not asked, because the client was told to stop."""
+
+
+class Unparsed(JudgeError):
+    """An answer arrived, but it contains no verdict. `raw` is the whole answer."""
+
+    def __init__(self, why: str, raw: str):
+        text = " ".join(raw.split())
+        text = text if len(text) <= EXCERPT else f"…{text[-EXCERPT:]}"  # a verdict would stand at the end
+        super().__init__(f"{why}. The answer: {text!r}")
+        self.raw = raw
+
+
+class _Retry(Exception):
+    """A request failed in a way that may pass. `wait`: the seconds that Retry-After asks for."""
+
+    def __init__(self, why: str, wait: float = 0.0):
+        super().__init__(why)
+        self.wait = wait
+
+
+class Question(NamedTuple):
+    """What is asked, and how its answer becomes a verdict (or raises Unparsed)."""
+
+    messages: list[dict[str, str]]
+    parse: Callable[[Answer], Any]
+
+
+@dataclass
+class Counts:
+    """The cost of asking so far."""
+
+    asked: int = 0
+    """Answers received over the network."""
+    kept: int = 0
+    """Answers that were in the cache."""
+    retried: int = 0
+    tokens: int = 0
+    """Tokens of prompts and answers, where the API reports them."""
+
+    def words(self) -> str:
+        retried = f", {self.retried} requests retried" if self.retried else ""
+        tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        return f"{self.asked} answers requested, {self.kept} from the cache{retried}{tokens}"
+
+
+@dataclass
+class JudgeClient:
+    """Asks a judge. Equal questions are asked once."""
+
+    judge: Judge
+    counts: Counts = field(default_factory=Counts)
+    stop: bool = False
+    """Set by a signal handler: no new request is made, and those under way are finished, because they cost money."""
+
+    def __post_init__(self) -> None:
+        self.judge.insist()
+        try:
+            import httpx
+        except ImportError:
+            raise Refused("a judge needs httpx: pip install 'ascent-rl[judge]'") from None
+        self._httpx = httpx
+        self._key = os.environ.get(self.judge.key_env, "").strip()
+        self.answers = Answers(self.judge.cache)
+
+    def ask(self, questions: Sequence[Question], done: Callable[[int], None] = lambda _: None) -> list[Any]:
+        """The verdict or the JudgeError of each question, in order; `done` is called with the index of each."""
+        verdicts = _run(self._ask_all(questions, done))
+        if any(isinstance(verdict, Stopped) for verdict in verdicts):
+            raise KeyboardInterrupt
+        return verdicts
+
+    async def _ask_all(self, questions: Sequence[Question], done: Callable[[int], None]) -> list[Any]:
+        self._slots = asyncio.Semaphore(self.judge.concurrency)
+        self._pending: dict[str, asyncio.Task[Answer]] = {}
+        self._silent = 0
+
+        async def verdict(i: int) -> Any:
+            try:
+                result = await self._verdict(questions[i])
+            except Stopped as stopped:
+                return stopped
+            except JudgeError as error:
+                result = error
+            done(i)
+            return result
+
+        limits = self._httpx.Limits(max_connections=self.judge.concurrency)
+        try:
+            async with self._httpx.AsyncClient(timeout=None, limits=limits) as self._http, asyncio.TaskGroup() as group:
+                tasks = [group.create_task(verdict(i)) for i in range(len(questions))]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _verdict(self, question: Question) -> Any:
+        """Ask, and ask again while the answer contains no verdict."""
+        for again in range(self.judge.again):
+            with suppress(Unparsed):
+                return question.parse(await self._answer(question, again))
+        return question.parse(await self._answer(question, self.judge.again))
+
+    async def _answer(self, question: Question, again: int) -> Answer:
+        """The answer from the cache, from an equal question under way, or over the network."""
+        body = self.judge.body(question.messages)
+        key = request_key(body, again)
+        if (kept := self.answers.get(key)) is not None:
+            self.counts.kept += 1
+            return kept
+        if key not in self._pending:
+            self._pending[key] = asyncio.create_task(self._fetch(key, body))
+            self._pending[key].add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await self._pending[key]
+
+    async def _fetch(self, key: str, body: dict[str, Any]) -> Answer:
+        """Request an answer, with retries until the deadline, and save it."""
+        judge = self.judge
+        async with self._slots:
+            if self._silent >= GIVE_UP:
+                raise Unanswered(f"not asked, because the last {self._silent} questions got no answer at all")
+            end = time.monotonic() + judge.deadline
+            for attempt in range(judge.retries + 1):
+                if self.stop:
+                    raise Stopped
+                try:
+                    answer = await self._request(body, min(judge.timeout, end - time.monotonic()))
+                except _Retry as failure:
+                    why, wait = str(failure), failure.wait
+                else:
+                    self._silent = 0
+                    self.answers.put(key, answer)
+                    self.counts.asked += 1
+                    return answer
+                # exponential, and shortened at random so that not all requests come back at once
+                own = min(LONGEST_WAIT, judge.backoff * 2**attempt) * random.uniform(0.5, 1.0)
+                resume = time.monotonic() + max(own, wait)
+                if attempt == judge.retries or resume >= end:
+                    break
+                self.counts.retried += 1
+                while not self.stop and (left := resume - time.monotonic()) > 0:
+                    await asyncio.sleep(min(left, 0.1))
+            self._silent += 1
+            tries = "1 try" if attempt == 0 else f"{attempt + 1} tries"
+            late = " (the deadline does not allow another)" if attempt < judge.retries else ""
+            raise Unanswered(f"the judge gave no answer after {tries}{late}. The last failure: {why}")
+
+    async def _request(self, body: dict[str, Any], seconds: float) -> Answer:
+        """One request: its answer, or an error that says whether to retry."""
+        url, received = self.judge.url, bytearray()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        request = self._http.stream("POST", url, content=json.dumps(body).encode(), headers=headers)
+        try:
+            async with asyncio.timeout(seconds), request as reply:
+                async for part in reply.aiter_bytes():
+                    received += part
+                    if len(received) > LARGEST:
+                        raise _Retry(f"a reply of more than {LARGEST >> 20} MiB")
+        except TimeoutError:
+            raise _Retry(f"no answer within {max(seconds, 0):.3g} s") from None
+        except self._httpx.HTTPError as error:
+            raise _Retry(f"{type(error).__name__}: {self._masked(str(error)) or 'the connection broke'}") from None
+        except (self._httpx.InvalidURL, UnicodeError) as error:
+            raise Refused(f"--url {url}: {error}") from None
+        text, status = received.decode("utf-8", "replace"), reply.status_code
+        if status == 200:
+            return self._content(text)
+        why = f"{status}: {self._masked(_error_message(text))[:300]}"  # masked first: half a key would not be seen
+        if status in FATAL:
+            advice = f"set the key in ${self.judge.key_env}" if status != 404 else "check --url and --model"
+            raise Trouble(f"the judge at {url} refuses with {why}. No retry helps: {advice}")
+        if status in PASSING or status >= 500:
+            raise _Retry(why, _retry_after(reply.headers.get("retry-after", "")))
+        raise Unanswered(f"the judge refuses with {why}")
+
+    def _content(self, text: str) -> Answer:
+        """What a reply of status 200 contains."""
+        try:
+            reply = json.loads(text)
+            choice = reply["choices"][0]
+            content = choice["message"]["content"]
+            if not isinstance(content, str | None):
+                raise TypeError
+        except (ValueError, LookupError, TypeError):
+            raise _Retry(f"the reply is not a chat completion: {self._masked(text)[:120]!r}") from None
+        usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
+        tokens = usage.get("total_tokens")
+        self.counts.tokens += tokens if isinstance(tokens, int) else 0
+        answer = {"text": content or "", "finish": choice.get("finish_reason"), "usage": usage}
+        return {"model": self.judge.model, **self._masked(answer)}
+
+    def _masked(self, value: Any) -> Any:
+        """A text, or parsed JSON, without the key."""
+        if isinstance(value, dict):
+            return {name: self._masked(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._masked(item) for item in value]
+        if not isinstance(value, str) or len(self._key) < SHORTEST_SECRET:
+            return value
+        return value.replace(self._key, "***").replace(repr(self._key)[1:-1], "***")
+
+
+def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """Run a coroutine to its end, even inside a running event loop (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+def _retry_after(header: str) -> float:
+    """The seconds that a Retry-After header asks for, as a number or a date; 0 if it is neither."""
+    with suppress(ValueError):
+        return float(header)
+    with suppress(ValueError, TypeError):
+        return parsedate_to_datetime(header).timestamp() - time.time()
+    return 0.0
+
+
+def _error_message(text: str) -> str:
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        return " ".join(text.split()) or "no text"

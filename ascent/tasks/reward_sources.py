@@ -1,0 +1,107 @@
+"""Rewards by name, each with a weight: `own`, python:FILE:FUNCTION, judge:FILE, model:RUN and process:RUN."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascent.tasks.base import refuse
+from ascent.tasks.files import absolute_path
+
+OWN = "own"
+FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+LEARNED = {
+    "model": ("reward model", "bradley-terry", "reward-model"),
+    "process": ("process reward", "step-value", "process-reward"),
+    "process-score": ("process reward", "step-value", "process-reward"),
+}
+"""Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """One entry of a reward list: where the reward comes from, and its weight."""
+
+    name: str
+    """As metrics call it: own, the function's name, judge, model; numbered where two have one name."""
+    source: str
+    """own, python:FILE:FUNCTION, judge:FILE, model:RUN or process:RUN, with the whole path."""
+    weight: float = 1.0
+
+    @property
+    def own(self) -> bool:
+        return self.source == OWN
+
+    @property
+    def kind(self) -> str:
+        """own, python, judge, model, process or process-score."""
+        return self.source.partition(":")[0]
+
+    @property
+    def path(self) -> str:
+        """The source without its kind: the judge's file, or the run of a reward model."""
+        return self.source.partition(":")[2]
+
+    def verify(self) -> None:
+        """Refuse a function or a run that is not there. A judge's settings are checked by whoever reads them."""
+        if self.kind in LEARNED:
+            check_reward_run("--reward", self.source)
+        elif self.kind == "python":
+            from ascent.tasks.user_code import load_python
+
+            if not callable(load_python("--reward", self.source)):
+                refuse(f"--reward {self.source}: a reward is a function f(prompt, response, answer, **columns)")
+
+
+def check_reward_run(flag: str, source: str) -> None:
+    """Refuse a folder that is not a run of such a model with a checkpoint. Nothing is loaded yet."""
+    kind, _, where = source.partition(":")
+    what, wanted, command = LEARNED[kind]
+    run = Path(where)
+    try:
+        loss = json.loads((run / "config.json").read_text())["loss"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        refuse(f"{flag} {source}: {run} is not a run; `ascent {command}` makes one")
+    if loss != wanted:
+        refuse(f"{flag} {source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}")
+    if not any((run / "checkpoints").glob("step_*")):
+        refuse(f"{flag} {source}: {run} has no checkpoint yet, so there is no {what} to load")
+
+
+def _split(entry: str) -> tuple[float, str]:
+    """0.5*python:f.py:g -> 0.5, python:f.py:g."""
+    weighed = re.fullmatch(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)", entry)
+    weight, source = (float(weighed[1]), weighed[2].strip()) if weighed else (1.0, entry.strip())
+    if not any(re.fullmatch(form, source) for form in FORMS) or not math.isfinite(weight):
+        refuse(
+            f"--reward {entry}: a reward is `own`, the task's check, python:FILE:FUNCTION, judge:FILE, a model that is "
+            "asked, model:RUN, a reward model, or process:RUN, one of steps; with a weight if wanted: 0.5*model:RUN"
+        )
+    return weight, source
+
+
+def absolute_source(entry: str) -> str:
+    """The entry with the whole path of its file, so that a run can be resumed from any folder."""
+    weight, source = _split(entry)
+    kind, _, where = source.partition(":")
+    if kind == "python":
+        file, name = where.rsplit(":", 1)
+        source = f"python:{absolute_path(file)}:{name}"
+    elif source != OWN:
+        source = f"{kind}:{absolute_path(where)}"
+    return source if weight == 1 else f"{weight!r}*{source}"
+
+
+def parse_rewards(entries: Sequence[str]) -> tuple[RewardSource, ...]:
+    """The parts of a reward; an empty list is the task's own check."""
+    parts: list[RewardSource] = []
+    for entry in entries or (OWN,):
+        weight, source = _split(entry)
+        name = source.rsplit(":", 1)[-1] if source.startswith("python:") else source.partition(":")[0]
+        taken = sum(other.name.split("-")[0] == name for other in parts)
+        parts.append(RewardSource(name if not taken else f"{name}-{taken + 1}", source, weight))
+    return tuple(parts)

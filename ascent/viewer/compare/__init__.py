@@ -1,1 +1,0 @@
-"""Several runs side by side: settings that differ, curves with intervals over seeds, how they ended."""

@@ -1,0 +1,90 @@
+"""`python -m ascent` in a fork of this process: a process of its own that need not load the library first."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Forked:
+    """A fork of this process that runs a program in a session of its own, as far as `subprocess.Popen` offers it."""
+
+    def __init__(self, program: Callable[[], Any], folder: Path, cwd: Path | None = None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.outputs = [folder / "stdout", folder / "stderr"]
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(self._live(program, cwd))
+
+    def _live(self, program: Callable[[], Any], cwd: Path | None) -> int:
+        os.setsid()
+        if cwd is not None:
+            os.chdir(cwd)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, path in enumerate(self.outputs, start=1):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, number)
+        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+        sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), write_through=True)
+        try:
+            return int(program() or 0)
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        except BaseException:
+            traceback.print_exc()
+            return 70
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # as Python does at its end: threads and workers end first
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, seconds: float = 120) -> int:
+        deadline = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise TimeoutError(f"it did not end within {seconds} s: {self.stdout}{self.stderr}")
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def stdout(self) -> str:
+        return self.outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.outputs[1].read_text()
+
+
+def ascent_process(folder: Path, *args: Any, cwd: Path | None = None) -> Forked:
+    """The command with these arguments; what it prints goes to files in the folder."""
+
+    def program() -> None:
+        sys.argv = ["ascent", *map(str, args)]
+        runpy.run_module("ascent", run_name="__main__")
+
+    return Forked(program, folder, cwd)

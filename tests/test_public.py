@@ -1,0 +1,93 @@
+"""The public interface: `from ascent import …` gives every name it promises, and importing it stays light."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import ascent
+from ascent.core.algorithms import MENU
+from ascent.settings import configure
+from ascent.tasks.text.grading.self_test import self_test
+
+
+@pytest.mark.parametrize("name", ascent.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    value = getattr(ascent, name)
+    assert value is not None and name in dir(ascent)
+    assert getattr(value, "__name__", name) == name, "it is public under the name that it was defined with"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ascent.no_such_name
+
+
+def test_every_axis_of_the_menu_has_a_public_base_class() -> None:
+    assert len(set(ascent.__all__)) == len(ascent.__all__)
+    public = {getattr(ascent, name) for name in ascent.__all__ if isinstance(getattr(ascent, name), type)}
+    assert [axis for axis, menu in MENU.items() if not any(set(cls.__mro__) & public for cls in menu)] == []
+
+
+def test_the_choice_that_readme_shows_works(tmp_path: Path) -> None:
+    """Its code block, as a file, chosen on the command line with its field set."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    block = re.search(r"```python\n(# my_credit\.py.*?)```", readme, re.DOTALL)
+    assert block is not None
+    (tmp_path / "my_credit.py").write_text(block[1])
+    config = configure("sort", {"advantage": f"python:{tmp_path}/my_credit.py:Scaled", "advantage.factor": 0.1})
+    credit = config.algorithm.advantage
+    assert isinstance(credit, ascent.Advantage) and credit.factor == 0.1  # type: ignore[attr-defined]
+
+
+def test_the_task_that_the_page_on_language_models_shows_works(tmp_path: Path) -> None:
+    """Right answers pass its check, corrupted ones fail, and its test problems are not among the training problems."""
+    page = (Path(__file__).parent.parent / "docs" / "language-models.md").read_text()
+    block = re.search(r"```python\n(# my_task\.py.*?)```", page, re.DOTALL)
+    assert block is not None
+    (tmp_path / "my_task.py").write_text(block[1])
+    config = configure(f"python:{tmp_path}/my_task.py:Doubling", {"policy.model": "unused"})
+    task = config.task
+    assert isinstance(task, ascent.TextTask) and task.grade(task.train(21), "42").strict
+    assert task.grade(task.train(21), "It is 42") == ascent.Graded(0.5, False, True)
+    assert not {p.prompt for p in task.test(50)} & {task.train(i).prompt for i in range(task.size or 0)}
+    tested = self_test(task, 4)
+    assert tested.ok, tested
+
+
+def test_the_new_places_that_the_changelog_names_exist() -> None:
+    """The right column of its table of moved names."""
+    changelog = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+    table = changelog.split("| before | now |")[1].split("New:")[0]
+    places = {
+        place for row in table.splitlines() for place in re.findall(r"`(ascent[\w.]*)[`(]", row.rpartition(" | ")[2])
+    }
+    assert len(places) > 20
+    for place in places - {"ascent"}:
+        home, _, name = place.rpartition(".")
+        assert hasattr(import_module(home), name) or find_spec(place) is not None, place
+
+
+def in_a_fresh_process(code: str) -> str:
+    root = Path(ascent.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_ascent_imports_no_torch() -> None:
+    heavy = ("torch", "numpy", "transformers", "matplotlib", "pyarrow", "rich")
+    code = f"import sys, ascent\nprint(' '.join(name for name in {heavy!r} if name in sys.modules))"
+    assert in_a_fresh_process(code) == ""
+
+
+def test_writing_a_text_task_imports_no_torch() -> None:
+    """Grading processes import a user's task file, which imports these names."""
+    code = "import sys\nfrom ascent import TextTask, Problem, Graded\nprint('torch' in sys.modules)"
+    assert in_a_fresh_process(code) == "False"
