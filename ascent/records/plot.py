@@ -102,11 +102,11 @@ def draw_line(axis: Any, x: Any, mean: Any, look: Mapping[str, Any], band: tuple
 def finish_panel(axis: Any, title: str, unit: str, share: bool, xlabel: str) -> None:
     """The words and the limits of a panel. A text in which matplotlib would see a formula stays a text."""
     axis.set_title(plain(title))
-    axis.set_ylabel(plain(unit))
+    axis.set_ylabel(plain(unit.partition(", ")[0]))  # what follows is a remark, too long for an axis
     axis.set_xlabel(xlabel)
     if share:
         axis.set_ylim(-0.03, 1.03)
-    if xlabel == "step":
+    if xlabel in ("step", ""):  # an upper panel shares the steps of the one below it
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 
