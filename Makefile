@@ -29,19 +29,19 @@ browser:
 smollm2: setup
 	@$(BIN)/python tools/smollm2.py
 
-# Three workers on two cores, for those that drive a browser wait half of the time. Bytecode is kept, whatever the
+# Four workers on two cores, for those that drive a browser or start a process wait half of the time. Bytecode is kept, whatever the
 # environment says: the tests start many processes, and each would have to compile the package again.
-TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist worksteal
 
 test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
-	$(TESTS)
+	$(TESTS) -n 4
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(TESTS) -m "not slow"
+	$(TESTS) -n 2 -m "not slow and not long"
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -26,66 +26,24 @@ if TYPE_CHECKING:
     from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Space, Trouble
     from ascent.core.update import Update
     from ascent.core.weights import Weights
-    from ascent.policies.base import Policy
-    from ascent.records import Run
+    from ascent.policies.small import Policy
+    from ascent.records.run import Run
     from ascent.tasks.base import SmallTask
-    from ascent.tasks.text.base import TextTask
-    from ascent.tasks.text.problems import Graded, Problem
+    from ascent.tasks.text.base import Graded, Problem, TextTask
     from ascent.workflows.evaluate import evaluate
-    from ascent.workflows.export import export
-    from ascent.workflows.pairs import make_pairs
-    from ascent.workflows.sample import sample
+    from ascent.workflows.labels import make_pairs
+    from ascent.workflows.policy import export, sample
 
 __version__ = "0.1.0"
-__all__ = [
-    "ALGORITHMS",
-    "KL",
-    "Advantage",
-    "Algorithm",
-    "Batch",
-    "Config",
-    "Correction",
-    "Critic",
-    "Exploration",
-    "Graded",
-    "Groups",
-    "Loss",
-    "Policy",
-    "Problem",
-    "Prompts",
-    "Reference",
-    "Refused",
-    "Rollouts",
-    "Run",
-    "Scores",
-    "Shaping",
-    "SmallTask",
-    "Space",
-    "Task",
-    "TextTask",
-    "Trouble",
-    "Update",
-    "Weights",
-    "evaluate",
-    "export",
-    "load",
-    "make_pairs",
-    "resume",
-    "sample",
-    "train",
-]
-
 _MODULES = {
     "api": "train resume load",
-    "records": "Run",
+    "records.run": "Run",
     "workflows.evaluate": "evaluate",
-    "workflows.sample": "sample",
-    "workflows.export": "export",
-    "workflows.pairs": "make_pairs",
+    "workflows.labels": "make_pairs",
+    "workflows.policy": "export sample",
     "tasks.base": "SmallTask",
-    "tasks.text.base": "TextTask",
-    "tasks.text.problems": "Problem Graded",
-    "policies.base": "Policy",
+    "tasks.text.base": "TextTask Problem Graded",
+    "policies.small": "Policy",
     "core.types": "Refused Trouble Batch Prompts Rollouts Scores Space",
     "core.protocols": "Task",
     "core.config": "Config",
@@ -102,6 +60,7 @@ _MODULES = {
     "core.update": "Update",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

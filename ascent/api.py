@@ -1,13 +1,11 @@
 """Ascent in Python: `run = ascent.train("sort", algorithm="grpo", seed=0)`."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,16 @@ from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.types import Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
-from ascent.records import Run, RunFolder, Writer, checkpoint
+from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.records.folder import refuse_taken
-from ascent.records.naming import about, default_folder, run_label
-from ascent.records.sinks import check_sinks, open_sinks
-from ascent.records.watch.findings import findings
-from ascent.settings import configure, flatten, refuse_samples
+from ascent.records.folder import RunFolder, refuse_taken
+from ascent.records.run import Run, Writer, about, default_folder, run_label
+from ascent.records.trackers import Sinks, check_sinks
+from ascent.records.watch import findings
+from ascent.settings import config_from, configure, refuse_samples
 
+RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
+"""The metrics in run.json's `result`."""
 STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
 
@@ -49,9 +49,7 @@ def load(folder: str | Path) -> Run:
 
 def start(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Run:
     """A new run of this config, in a new folder, after the backend's pre-flight."""
-    config = replace(config, threads=config.threads or torch.get_num_threads())
-    if config.init is not None:
-        config = replace(config, init=str(init_folder(config.init)))
+    config = settled(config)
     _refuse_unreadable(config)
     check_sinks(config.track)
     path = Path(out) if out is not None else default_folder(config)
@@ -74,18 +72,21 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
     return carry_out(parts, folder, display, first=0, state=None)
 
 
+def settled(config: Config) -> Config:
+    """The config with its number of threads and the whole path of --init, so that it means the same anywhere."""
+    init = None if config.init is None else str(init_folder(config.init))
+    return replace(config, threads=config.threads or torch.get_num_threads(), init=init)
+
+
 def _refuse_unreadable(config: Config) -> None:
     """Refuse a choice that lives only in this process: the run could be neither resumed nor loaded."""
-    settings = flatten(config.to_dict())
-    try:
-        same = configure(settings.pop("task"), settings) == config
-    except Refused:
-        same = False
-    if not same:
-        raise Refused(
-            "a choice or task of your own was given as an object, which config.json cannot hold. Put it into a file "
-            "and give it as python:FILE:NAME"
-        )
+    with suppress(Refused):
+        if config_from(config.to_dict()) == config:
+            return
+    raise Refused(
+        "a choice or task of your own was given as an object, which config.json cannot hold. Put it into a file and "
+        "give it as python:FILE:NAME"
+    )
 
 
 def resume(run: str | Path, display: Display | None = None, from_step: int | None = None) -> Run:
@@ -100,12 +101,13 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
     folder = RunFolder.reopen(existing.folder)
     try:
         checkpoint.clear_unfinished(folder.path / "checkpoints")
-        chosen = _checkpoint(existing, from_step)
-        first, state, sizes = 0, None, {}
         groups: checkpoint.Groups = {}
-        if chosen is not None:
+        saved: dict[str, Any] = {"step": 0, "state": None, "records": {}}
+        chosen = None
+        if existing.checkpoints or from_step is not None:
+            chosen = existing.checkpoint(from_step, flag="--from")
             groups, saved = checkpoint.load_checkpoint(chosen)
-            first, state, sizes = saved["step"], saved["state"], saved["records"]
+        first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_cut(sizes)
         parts = assemble(existing.config, fresh=chosen is None)
         if chosen is not None:
@@ -126,17 +128,11 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
     return carry_out(parts, folder, display or for_stream(), first, state)
 
 
-def _checkpoint(run: Run, step: int | None) -> Path | None:
-    if step is None:
-        return run.checkpoints[-1] if run.checkpoints else None
-    return run.checkpoint(step, flag="--from")
-
-
 def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, state: State | None) -> Run:
-    """Run the loop in a locked folder, and write down how it ended."""
+    """Run the loop in a locked folder, and write into run.json how it ended, how far it came, and its result."""
     config = parts.config
     writer = Writer(folder, config, parts.task, display)
-    sinks = open_sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
+    sinks = Sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.sinks = sinks
     try:
         with interruptible(writer, lambda: display.say(STOPPING)):
@@ -159,7 +155,16 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
         display.close()
         writer.close()
         parts.close()
-        _close(folder, config)
+        last = Run(folder.path).last
+        folder.run["step"] = last.get("step", -1) + 1
+        if last:  # the last value of what matters, and words
+            folder.run["result"] = {
+                "steps": folder.run["step"],
+                **{name: last.get(name) for name in RESULT},
+                "max_reward": config.task.max_reward,
+                "words": findings(last, config.task, config.algorithm.advantage.group),
+            }
+        folder.close(folder.run["status"])
         sinks.close(folder.run["status"])
     return Run(folder.path)
 
@@ -175,27 +180,6 @@ def _trouble(error: Exception, folder: Path) -> Exception:
         f"an error that Ascent did not expect: {type(error).__name__}: {error}. "
         f"The details are in {folder / 'error.txt'}"
     )
-
-
-def _close(folder: RunFolder, config: Config) -> None:
-    """Write into run.json how far the run came, and its result."""
-    metrics = Run(folder.path).metrics
-    last = {k: v for line in metrics for k, v in line.items() if v is not None}
-    folder.run["step"] = len(metrics)
-    folder.run["result"] = result(last, config) if metrics else None
-    folder.close(folder.run["status"])
-
-
-def result(last: dict[str, Any], config: Config) -> dict[str, Any]:
-    """What run.json says of the outcome: the last value of every metric that matters, and words."""
-    names = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
-    numbers = {name: last.get(name) for name in names}
-    return {
-        "steps": last["step"] + 1,
-        **numbers,
-        "max_reward": config.task.max_reward,
-        "words": findings(last, config.task, config.algorithm.advantage.group),
-    }
 
 
 @contextmanager
@@ -215,6 +199,3 @@ def interruptible(work: Any, announce: Callable[[], None] = lambda: None) -> Ite
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-
-
-__all__ = ["assemble", "default_folder", "load", "resume", "start", "train"]

@@ -1,7 +1,5 @@
 """What the loop is handed: the task, the sampler and the learner of a config. The backend makes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Metrics, Refused, Streams
 from ascent.engines.backend import Backend, BoundTask, Report, Start
 from ascent.engines.backends import backend_of
-from ascent.records import Run, checkpoint
+from ascent.records import checkpoint
 from ascent.records.evaluation import Evaluate, Keep, offline_evaluator, sample_evaluator
+from ascent.records.run import Run
 from ascent.rewards.reward_models import bind_task, check_rewards
 
 

@@ -9,8 +9,6 @@ the one before it.
 A `Setting` describes one field of a dataclass: its flag, its type, its default and its help.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -31,7 +29,7 @@ from ascent.core.update import Adam
 from ascent.policies import POLICIES
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
-from ascent.tasks.user_code import load_python
+from ascent.tasks.files import load_python
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model"}
@@ -115,7 +113,7 @@ def _fit(value: Any, kind: Any, typed: bool) -> Any:
 
 def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
     """The fields of a dataclass as settings, by name. Annotated[int, "N"] names what stands for its value in help."""
-    docs, hints, settings = field_docs(cls), _hints(cls), {}
+    docs, hints, settings = field_docs(cls), get_type_hints(cls, include_extras=True), {}
     for name, field in hyperparameters(cls).items():
         if not field.init:
             continue
@@ -126,12 +124,6 @@ def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
         default = field.default if field.default_factory is MISSING else field.default_factory()
         settings[name] = Setting(key, kind, default, docs.get(name, ""), metavar)
     return settings
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    """The types of a class's fields; it takes a while to evaluate them."""
-    return get_type_hints(cls, include_extras=True)
 
 
 @functools.cache
@@ -215,10 +207,10 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
 
 def refuse_samples(samples: int | None, config: Config) -> None:
     """Refuse a number of responses other than that of the offline data."""
-    if samples is not None and samples != config.samples and config.algorithm.loss.data in SHOWN:
+    if samples is not None and samples != config.samples and config.data in SHOWN:
         raise Refused(
             f"--samples {samples}: {row_label(config.algorithm)} samples nothing; its "
-            f"{config.algorithm.loss.data} have {config.samples} per prompt. Leave --samples out"
+            f"{config.data} have {config.samples} per prompt. Leave --samples out"
         )
 
 
@@ -241,19 +233,24 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def config_from(nested: Mapping[str, Any]) -> Config:
+    """The config that `Config.to_dict` wrote down."""
+    settings = flatten(nested)
+    return configure(settings.pop("task"), settings)
+
+
 def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
     """This axis after a layer: another choice if the layer names one, other fields if it sets any."""
     named = layer.get(axis)
-    if named is not None:
-        cls = find_choice(axis, CHOICES[axis], named) if isinstance(named, str) else named
-        _refuse_stranger(axis, named, cls if isinstance(named, str) or isinstance(cls, type) else type(cls))
-        if not isinstance(cls, type):
-            now = cls
-        elif not isinstance(named, str):
-            now = cls()
-        elif cls is not type(now):
+    if isinstance(named, str):
+        cls = find_choice(axis, CHOICES[axis], named)
+        _refuse_stranger(axis, named, cls)
+        if cls is not type(now):
             starts = {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
             now = build(axis, cls, starts)
+    elif named is not None:
+        _refuse_stranger(axis, named, named if isinstance(named, type) else type(named))
+        now = named() if isinstance(named, type) else named
     values = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
     if not values:
         return now
@@ -328,14 +325,11 @@ def refuse_unknown_fields(axis: str, cls: type, names: Iterable[str]) -> None:
             raise Refused(f"--{axis}.{name.replace('_', '-')}: {name_of(cls)} has no such field; {has}.{hint}")
 
 
-def spell(choice: Any) -> str:
-    """clipped(low=0.2, high=0.28): the name and the fields that differ from their defaults."""
-    changed = []
-    for f in fields(choice):
-        value = getattr(choice, f.name)
-        if value != f.default:
-            changed.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
-    return name_of(choice) + (f"({', '.join(changed)})" if changed else "")
+def spell(choice: Any, every: bool = False) -> str:
+    """clipped(low=0.2, high=0.28): the name and the fields that differ from their defaults, or every field."""
+    values = {f.name: getattr(choice, f.name) for f in fields(choice) if every or getattr(choice, f.name) != f.default}
+    shown = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
+    return name_of(choice) + (f"({', '.join(shown)})" if shown else "")
 
 
 def row_label(algorithm: Algorithm) -> str:

@@ -43,7 +43,6 @@ MAY_IMPORT: dict[str, Room] = {
     "engines.backends": Room("the list of backends", ("core", "policies", "tasks", "engines")),
     "engines.small.backend": Room("the backend of small policies", ("core", "policies", "tasks", "engines")),
     "engines.language.backend": Room("the backend of language models", ("core", "policies", "tasks", "engines")),
-    "engines.language.preflight": Room("a look before training", ("core", "policies", "tasks", "engines")),
     "oracle": Room("exact gradients by enumeration", ("core", "policies", "tasks", "engines")),
     "explain": Room("what a choice computes: one About for each", _NUMBERS),
     "records": Room("the run folder, its metrics, the flags of a run, evaluation", _MADE),
@@ -60,7 +59,7 @@ MAY_IMPORT: dict[str, Room] = {
 """Each room, in order. A longer name is a narrower rule for that module; what a room holds may always import itself."""
 
 ADDING = {
-    "a credit": ("ascent/core/advantages.py", "ascent/explain/advantages.py", "tests/test_advantages.py"),
+    "a credit": ("ascent/core/advantages.py", "ascent/explain/choices.py", "tests/test_advantages.py"),
     "a task": ("ascent/tasks/text/NAME.py", "ascent/tasks/__init__.py", "tests/test_text_tasks.py"),
     "an engine": ("ascent/engines/NAME/backend.py", "ascent/engines/backends.py"),
     "a figure": ("ascent/lab/figures/NAME/",),

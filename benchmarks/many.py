@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascent.api import assemble
+from ascent.assemble import assemble
 from ascent.core.advantages import BatchNormalized, RunningMean
 from ascent.core.config import Config
 from ascent.core.groups import without_signal
@@ -26,7 +26,7 @@ from ascent.core.protocols import Stepped
 from ascent.core.types import Batch, Prompts, Refused, Space
 from ascent.oracle.exact import every_response, probability, reward_table
 from ascent.policies import PerPosition, Policy
-from ascent.policies.base import Sampled
+from ascent.policies.small import Sampled
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 

@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 import ascent
-from ascent.records import Run
+from ascent.records.run import Run
 from benchmarks.common import close
 
 RATIO = 1.5

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascent.api import assemble
+from ascent.assemble import assemble
 from ascent.core.advantages import LeaveOneOut
 from ascent.core.algorithms import Algorithm, SequenceSum
 from ascent.core.loop import train as loop

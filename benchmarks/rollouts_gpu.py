@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from ascent.core.types import Prompts, Rollouts
-from ascent.engines.language import LanguageSampler, prove
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.states import packed_states
+from ascent.engines.language.learning.states import hidden_states, prove
 from ascent.engines.language.sampling.cuda import graph_decoder
+from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import LanguageModel
 from benchmarks.common import close, show
 from benchmarks.peers.models import GPU_SHAPES
@@ -91,7 +91,7 @@ def agreement(lm: LanguageModel, rollouts: Rollouts) -> tuple[float, float]:
         limit=rollouts.limit,
     )
     with ours(lm.model):
-        hidden = packed_states(lm, part)
+        hidden = hidden_states(lm, part)
     target = part.response[part.mask].to(lm.device)
     logp = token_stats(Head.of(lm.model), hidden, target, rollouts.temperature)[0].cpu()
     apart = part.logp_sampler[part.mask] - logp
@@ -103,7 +103,7 @@ def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    from ascent.engines.language.sampling.board import LENGTH
+    from ascent.engines.language.sampling.step import LENGTH
 
     decoder: Any = sampler.decoder
     graph = decoder.graph(rows, sampler.support, False)

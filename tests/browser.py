@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ascent.lab.command import lab_server
+from ascent.lab.server import lab_server
 
 MISSING = "no Chromium is installed: `make browser` installs it, or says how"
 
@@ -109,7 +109,7 @@ class Lab:
         for lock in self.runs.glob("*/.lock"):
             with_pid = lock.read_text().strip()
             command = Path(f"/proc/{with_pid}/cmdline")
-            if with_pid and command.exists() and b"ascent.lab.figures.training.trainer" in command.read_bytes():
+            if with_pid and command.exists() and b"ascent.lab.figures.training.trainings" in command.read_bytes():
                 os.kill(int(with_pid), signal.SIGKILL)
 
 

@@ -26,10 +26,10 @@ from jaxtyping import install_import_hook
 # Before anything imports ascent: under pytest, and only there, every shape is checked. beartype has to
 # be able to ask whether something meets a protocol, so every protocol allows it here.
 Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
-HOUSE = Path(__file__).parents[1] / "ascent"
-WORDS = {"__init__", "__main__", "__pycache__", "cli", "lab", "web"}
-"""What has to do with words and not with tensors: mypy is enough for it."""
-install_import_hook([f"ascent.{path.stem}" for path in HOUSE.iterdir() if path.stem not in WORDS], "beartype.beartype")
+ROOT = Path(__file__).parents[1]
+SHAPED = [path for path in ROOT.glob("ascent/**/*.py") if "\nfrom jaxtyping import " in path.read_text()]
+"""The modules whose annotations have shapes. The others handle words and files: mypy is enough for them."""
+install_import_hook([".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SHAPED], "beartype.beartype")
 
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
@@ -42,14 +42,16 @@ from ascent.core.protocols import Learner, Records, Sampler, Task  # noqa: E402
 from ascent.core.types import Batch, Prompts, Rollouts, Space, to_batch  # noqa: E402
 from ascent.engines.backend import BoundTask  # noqa: E402
 from ascent.engines.small import SmallLearner, SmallSampler  # noqa: E402
+from ascent.oracle.exact import EnumerableTask  # noqa: E402
 from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
-from ascent.policies.base import ValueFunction  # noqa: E402
-from ascent.policies.per_position import PerPositionPolicy, PerPositionValue  # noqa: E402
-from ascent.policies.transformer import TransformerValue  # noqa: E402
+from ascent.policies.small import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
+from ascent.tasks.base import BoundBase  # noqa: E402
 from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
 
 for protocol in (Task, Sampler, Learner, Records, BoundTask):  # Python 3.12 and later want it said of each
     runtime_checkable(protocol)
+for protocol in (Task, BoundTask, EnumerableTask):  # and see nothing of what a bound task hands through
+    protocol.register(BoundBase)  # type: ignore[attr-defined]
 torch.set_num_threads(1)
 settings.register_profile("ascent", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ascent")

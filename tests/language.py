@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ascent.core.types import Batch, Prompts, Rollouts, to_batch
-from ascent.engines.language import LanguageLearner, LanguageSampler, Support
+from ascent.engines.language.learning.learner import LanguageLearner
+from ascent.engines.language.sampling.draw import Support
+from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import LanguageModel
 
 VOCAB, END = 37, 3

@@ -31,7 +31,7 @@ from ascent.oracle.estimator import enumerate_groups, estimate
 from ascent.oracle.exact import Table
 from ascent.policies import PerPosition, Policy, Transformer
 from ascent.settings import spell
-from ascent.tasks.small import sorting
+from ascent.tasks.small import sort
 
 PINS = Path(__file__).parent / "data" / "estimators.json"
 SAMPLES = 3
@@ -46,12 +46,12 @@ class Tiny:
     reward: Callable[[Rollouts, Space], Tensor]
 
     def score(self, rollouts: Rollouts) -> Scores:
-        return replace(sorting.score_sorting("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
+        return replace(sort.score_sorting("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
 
 
 def positions(rollouts: Rollouts, space: Space) -> Tensor:
     """The number of positions right, for the whole response."""
-    return sorting.score_sorting("positions", rollouts, space).reward
+    return sort.score_sorting("positions", rollouts, space).reward
 
 
 def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
@@ -64,7 +64,7 @@ def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
 
 def exactly(rollouts: Rollouts, space: Space) -> Tensor:
     """1 for the sorted prompt, else 0."""
-    return sorting.score_sorting("exact", rollouts, space).reward
+    return sort.score_sorting("exact", rollouts, space).reward
 
 
 def nothing(rollouts: Rollouts, space: Space) -> Tensor:

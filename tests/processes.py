@@ -88,3 +88,9 @@ def ascent_process(folder: Path, *args: Any, cwd: Path | None = None) -> Forked:
         runpy.run_module("ascent", run_name="__main__")
 
     return Forked(program, folder, cwd)
+
+
+def write_sigint(_: Any, folder: str) -> None:
+    """What this process does on Ctrl-C, into a folder: work for a worker of another process."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "sigint").write_text(repr(signal.getsignal(signal.SIGINT)))

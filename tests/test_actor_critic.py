@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ascent
-from ascent.api import assemble
+from ascent.assemble import assemble
 from ascent.cli.main import main
 from ascent.settings import configure
 

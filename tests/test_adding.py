@@ -67,18 +67,18 @@ def passed(files: list[str], keyword: str) -> dict[str, int]:
 
 
 def check_credit() -> None:
-    """Its class, its About and its golden: the rest reads these."""
+    """Its class with its bias, its About and its golden: the rest reads these."""
     from ascent.explain.readme import with_menu
     from ascent.lab.figures import all_figures
     from ascent.settings import configure
 
     assert configure("sort", {"advantage": "halved", "advantage.share": 0.25}).algorithm.advantage.share == 0.25
     page = printed("explain", "halved")
-    assert "The reward minus a share of its group's mean." in page and "In length only: by the share" in page
+    assert "The reward minus a share of its group's mean." in page and "Bias: in length only, by the share" in page
     assert "\n  halved " in printed("list")
     readme = Path("README.md").read_text()
     assert "halved (share)" in with_menu(readme) and "halved (share)" not in readme
-    for name, control in (("variance", "baseline"), ("training", "a.credit")):
+    for name, control in (("trajectory", "credit"), ("variance", "baseline"), ("training", "a.credit")):
         controls = {c.name: c for c in all_figures()[name].controls}
         assert ("halved", "half of the mean") in controls[control].options  # type: ignore[union-attr]
     tests = [f"tests/test_{name}.py" for name in ("advantages", "explain", "oracle", "config")]
@@ -91,6 +91,7 @@ class Halved(Advantage):
     """The reward minus a share of its group's mean.
 
     δ_i = R_i − share · mean
+    Bias: in length only, by the share of the mean that is a response's own.
     """
 
     share: float = 0.5
@@ -102,14 +103,13 @@ class Halved(Advantage):
 
 
 ADVANTAGES = (Halved, '''
-ABOUT = """ABOUT_ADVANTAGES: dict[type, About] = {
+ABOUT = """ABOUTS: dict[type, About] = {
     advantages.Halved: About(
         formula="R_i − {share:g}·mean",
         statistics=f"mean is {GROUP}",
         words="the reward minus {share:g} of its group's mean",
         label="half of the mean",
         gradient="scaled",
-        bias="In length only: by the share of the mean that is a response's own.",
         trl="none.",
         verl="none.",
     ),
@@ -122,7 +122,7 @@ ADDITIONS = {
     "a credit": Addition(
         {
             "ascent/core/advantages.py": [("ADVANTAGES = (", CREDIT)],
-            "ascent/explain/advantages.py": [("ABOUT_ADVANTAGES: dict[type, About] = {\n", ABOUT)],
+            "ascent/explain/choices.py": [("ABOUTS: dict[type, About] = {\n", ABOUT)],
             "tests/test_advantages.py": [
                 ("GOLDENS: dict[type, Any] = {\n", GOLDEN),
                 (

@@ -105,6 +105,7 @@ def full_batch(rewards: Any, shift: float = 0.0, scale: float = 1.0, seed: int =
     return batch_of(reward, lengths, score_norm=norm, reward_greedy=greedy)
 
 
+@pytest.mark.long
 @given(REWARDS, st.floats(-20, 20))
 @pytest.mark.parametrize(
     "credit",
@@ -120,6 +121,7 @@ def test_adding_a_constant_to_every_reward_changes_nothing(credit: Any, rewards:
     close(credit(full_batch(rewards, shift), {}), credit(full_batch(rewards), {}), 1e-7)
 
 
+@pytest.mark.long
 @given(REWARDS)
 @pytest.mark.parametrize("credit", [Centered(), Normalized()], ids=repr)
 def test_group_credit_sums_to_zero(credit: Any, rewards: Any) -> None:
@@ -176,6 +178,7 @@ def test_a_group_of_one(credit: Any) -> None:
         assert bool((δ != 0).all())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("credit", every_credit(), ids=repr)
 @given(value=st.floats(-50, 50, width=32), samples=st.integers(2, 6))
 def test_an_all_equal_group_is_finite(credit: Any, value: float, samples: int) -> None:

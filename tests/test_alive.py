@@ -18,10 +18,9 @@ import pytest
 import ascent
 from ascent.cli.main import main
 from ascent.core.types import Refused
-from ascent.records import RunFolder
 from ascent.records import folder as run_folder
-from ascent.records.folder import refuse_taken
-from ascent.records.status import read_sign
+from ascent.records.folder import RunFolder, refuse_taken
+from ascent.records.places import read_sign
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def test_it_goes_on_between_steps_and_ends_with_the_run(tmp_path: Path) -> None:
 
 def test_a_run_has_one_while_it_trains_and_none_afterwards(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from ascent.records.status import read_sign\nfrom pathlib import Path\n"
+        "from ascent.records.places import read_sign\nfrom pathlib import Path\n"
         f"def own(prompt, response):\n    assert read_sign(Path({str(tmp_path / 'run')!r}))\n    return 1\n"
     )
     given = {"reward": f"python:{tmp_path / 'own.py'}:own", "eval_every": 9, "threads": 1}

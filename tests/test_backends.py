@@ -22,8 +22,7 @@ from ascent.engines.backend import Backend, BoundTask
 from ascent.engines.backends import BACKENDS, backend_of
 from ascent.engines.small.backend import SmallBackend
 from ascent.policies import Transformer
-from ascent.records.naming import run_label
-from ascent.records.run import load_policy
+from ascent.records.run import load_policy, run_label
 from ascent.rewards.reward_models import load_process_reward, load_reward_model
 from ascent.settings import configure
 from ascent.tasks.small.bound import BoundSmallTask
@@ -109,6 +108,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, tiny_folder: Path, mon
 # ---- chosen once -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_policy_names_its_backend(world: World) -> None:
     assert backend_of(world.config()).name == world.name
 
@@ -139,6 +139,7 @@ def test_sampler_and_learner_have_the_same_log_probs(world: World) -> None:
     parts.close()
 
 
+@pytest.mark.long
 def test_the_seed_decides_what_is_drawn(world: World) -> None:
     def drawn(seed: int) -> torch.Tensor:
         parts = world.parts(seed=seed)
@@ -154,6 +155,7 @@ def test_the_seed_decides_what_is_drawn(world: World) -> None:
     assert one.shape != other.shape or not torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_a_new_version_is_seen_after_load(world: World) -> None:
     parts = world.parts(**{"algorithm": "grpo", "lr": 0.5})
     algorithm = parts.config.algorithm
@@ -189,6 +191,7 @@ def test_no_group_is_lost_or_comes_twice(world: World) -> None:
     parts.close()
 
 
+@pytest.mark.long
 def test_state_and_restore_go_on_with_the_same_numbers(world: World) -> None:
     def step(parts: Parts, version: int) -> torch.Tensor:
         algorithm, config = parts.config.algorithm, parts.config
@@ -264,6 +267,7 @@ def saved(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
+@pytest.mark.long
 def test_a_policy_is_loaded_as_it_was_trained(saved: World) -> None:
     run = train(saved, "samples", saved.folder / "run")
     config = run.config
@@ -277,6 +281,7 @@ def test_a_policy_is_loaded_as_it_was_trained(saved: World) -> None:
         assert answers.response[group, 0][answers.mask[group, 0]].tolist() == row["response"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "load"), [("pairs", load_reward_model), ("steps", load_process_reward)])
 def test_a_reward_is_trained_loaded_and_handed_to_a_task(saved: World, what: str, load: Any) -> None:
     run = train(saved, what, saved.folder / what)
@@ -294,7 +299,7 @@ def test_a_reward_is_trained_loaded_and_handed_to_a_task(saved: World, what: str
         close(rated, expected, 1e-5)
     assert bool(rated.isfinite().all())
     parts.close()
-    with pytest.raises(Refused, match="trained a reward"):
+    with pytest.raises(Refused, match="and not a policy"):
         load_policy(run.config, run.checkpoint())
 
 

@@ -110,6 +110,7 @@ def test_the_core_is_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert closing["ok"], before[-1]
 
 
+@pytest.mark.long
 def test_the_house_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("house", capsys)
     assert closing["circles"] == closing["unchecked_rooms"] == closing["kinds_asked"] == closing["wrong_imports"] == 0
@@ -189,6 +190,7 @@ def test_pages_are_measured_in_a_browser(name: str, flags: list[str], capsys: py
     assert closing["value"] > 0
 
 
+@pytest.mark.long
 def test_stacked_runs_are_the_runs_alone(tmp_path: Path) -> None:
     """Three seeds in one loop end where `ascent.train` ends on the last of them; the first steps are too
     few for rounding to tip a sample. The entropy bonus, a KL and a clip are among them."""
@@ -226,6 +228,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LANGUAGE)
 @pytest.mark.usefixtures("threads")
 def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.CaptureFixture[str]) -> None:

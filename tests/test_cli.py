@@ -19,8 +19,8 @@ from ascent.cli import train as cli
 from ascent.cli.main import commands, main
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.menu import name_of
-from ascent.records import Run
 from ascent.records.display import Display
+from ascent.records.run import Run
 from ascent.settings import CHOICES, configure
 from tests.processes import ascent_process
 
@@ -160,6 +160,7 @@ def test_the_course_run_has_its_published_landmarks(credit: str, ascent: Any) ->
     assert found == pytest.approx(LANDMARKS[credit], abs=0.001)
 
 
+@pytest.mark.long
 def test_metrics_and_updates_have_the_fixed_keys(course: Run) -> None:
     for line in course.metrics:
         keys = [key for key in line if not key.startswith("time/")]
@@ -228,6 +229,7 @@ def test_a_dry_run_refuses_what_the_run_would(ascent: Any, course: Run) -> None:
     assert ascent("train", "lecture", "--dry-run", "--init", "nowhere").status == 2
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize("task", ["lecture", "sort"])
 def test_a_config_reproduces_its_run_bit_for_bit(task: str, ascent: Any) -> None:
@@ -257,6 +259,7 @@ def test_init_starts_from_a_run_or_a_folder(ascent: Any) -> None:
     assert refused.status == 2 and "do not fit" in refused.err and not Path("wrong").exists()
 
 
+@pytest.mark.long
 def test_a_run_with_init_resumes_without_its_source(ascent: Any) -> None:
     assert ascent("train", "lecture", "--steps", 1, "--out", "first").status == 0
     flags = ("lecture", "--steps", 4, "--checkpoint-every", 2, "--init", "first")

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 from scipy import stats
 
+from ascent.cli import train as training
 from ascent.cli.main import main
-from ascent.records import Run
+from ascent.core.types import Refused
+from ascent.records.run import Run
 from ascent.records.statistics import interval, t_975
+from ascent.settings import configure
 from ascent.workflows import compare as comparison
-from tests.processes import ascent_process
+from tests.processes import ascent_process, write_sigint
 
 pytestmark = pytest.mark.unchecked  # whole trainings, whose shapes other tests check
 
@@ -54,7 +57,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(comparison, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(comparison, "draw_comparison", lambda _, path, __: path)
+    monkeypatch.setattr(training, "draw_comparison", lambda _, path, __: path)
 
     def call(*args: Any) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -76,8 +79,9 @@ def by_hand(values: list[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(0.975, n - 1)) * math.sqrt(variance / n)
 
 
+@pytest.mark.long
 def test_the_table_is_what_a_hand_computes(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "draw_comparison", DRAW)
+    monkeypatch.setattr(training, "draw_comparison", DRAW)
     seeds = [3, 5, 8]
     status, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", "3,5,8", "--out", "c")
     assert status == 0
@@ -205,6 +209,16 @@ def test_interval_of_known_numbers() -> None:
     mean, half = interval([2.0, 4.0, 6.0])
     assert mean == 4 and half == pytest.approx(4.303 * 2 / math.sqrt(3))
     assert interval([3.0])[0] == 3 and math.isnan(interval([3.0])[1])
+
+
+def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in a worker handles it; a worker that waits would end with a traceback. The command still listens."""
+    monkeypatch.setattr(comparison, "run_one", write_sigint)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Refused, match="not a run folder"):  # it left no run
+        comparison.run_all({"only": configure("lecture", {})}, [0], tmp_path, jobs=1)
+    assert (tmp_path / "only-s0" / "sigint").read_text() == repr(signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ from ascent.core.update import Adam
 from ascent.core.weights import FixedLength, TokenMean
 from ascent.policies import PerPosition, Transformer
 from ascent.settings import PLAIN, configure, find_choice, flatten, row_label, spell
-from ascent.tasks import TASKS, Lecture, Sort
+from ascent.tasks import TASKS
+from ascent.tasks.small.lecture import Lecture
+from ascent.tasks.small.sort import Sort
 
 # ---- layers ---------------------------------------------------------------------------------------
 

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts, Rollouts
-from ascent.engines.language import LanguageLearner, Support
-from ascent.engines.language.sampling import board, cuda
-from ascent.engines.language.sampling.board import DONE, LENGTH, Board, Turn
+from ascent.engines.language.learning.learner import LanguageLearner
+from ascent.engines.language.sampling import cuda, step
 from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
-from ascent.engines.language.sampling.draw import draw_tokens, uniform
-from ascent.engines.language.sampling.llama import Llama, Unlike
+from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
+from ascent.engines.language.sampling.step import DONE, LENGTH, Board, Llama, Turn, Unlike
 from ascent.policies import LanguageModel
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 
@@ -55,6 +54,7 @@ def same(got: Rollouts, want: Rollouts, bound: float = 5e-6) -> None:
 # ---- the whole decoder ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LIKE)
 @pytest.mark.parametrize("other", [GroupDecoder, PlainDecoder])
 def test_it_draws_what_the_others_draw(kind: str, other: Any) -> None:
@@ -71,6 +71,7 @@ def test_biases_and_a_head_of_its_own() -> None:
     same(drawn_by(decoder_of(lm), lm), drawn_by(GroupDecoder, lm))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 64])
 @pytest.mark.parametrize("steps", [1, 3, 8])
 def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +89,7 @@ def test_every_way_to_draw(cut: dict[str, Any]) -> None:
     same(drawn_by(decoder_of(lm), lm, **cut), drawn_by(GroupDecoder, lm, **cut))
 
 
+@pytest.mark.long
 def test_one_decoder_serves_calls_of_any_size() -> None:
     """Longer, shorter, with other ends and temperatures: buffers grow, and nothing of the call before is left."""
     lm = model_of()
@@ -225,7 +227,7 @@ def random_turn(dtype: torch.dtype, device: str, normed: bool, channel: int = 16
 def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None:
     torch.manual_seed(0)
     made, turn, qkv = busy(), random_turn(torch.float64, "cpu", normed), torch.randn(6, 8 * 16, dtype=torch.float64)
-    out = board.attend(qkv, turn, made, 0)
+    out = step.attend(qkv, turn, made, 0)
     for row, lane in enumerate(made.lanes.tolist()):
         slot, length = made.state[:2, lane].tolist()
         known = int(made.prompt_length[slot])
@@ -256,7 +258,7 @@ def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
     u = uniform(before[3, made.lanes], before[1, made.lanes])
     token, logp, _ = draw_tokens(logits / 0.7, 1.0, Support(), u)
     made.ends[0] = token[1]  # the response in lane 1 ends here, that in lane 4 is at the limit, that in 5 was over
-    board.draw(logits, made, Support(), False)
+    step.draw(logits, made, Support(), False)
     for row, lane in enumerate([3, 1, 2, 0, 4]):
         t = int(before[LENGTH, lane])
         assert made.token[lane, t] == token[row]
@@ -290,15 +292,15 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
     torch.manual_seed(0)
     x, y, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((5, 48), (5, 48), (48,)))
     for other in (y, None):
-        for got, want in zip(kernels.add_norm(x, other, w, 1e-5), board.add_norm(x, other, w, 1e-5), strict=True):
+        for got, want in zip(kernels.add_norm(x, other, w, 1e-5), step.add_norm(x, other, w, 1e-5), strict=True):
             near(got, want)
     both = torch.randn(5, 3000).to(DEVICE, dtype)
-    near(kernels.gated(both), board.gated(both))
+    near(kernels.gated(both), step.gated(both))
     for normed, repeat in ((False, 3), (True, 1), (True, 6)):
         mine, plain = busy(dtype, DEVICE, 32), busy(dtype, DEVICE, 32)
         turn = random_turn(dtype, DEVICE, normed, 32)
         qkv = torch.randn(6, (2 * repeat + 4) * 32).to(DEVICE, dtype)
-        near(kernels.attend(qkv, turn, mine, 0), board.attend(qkv, turn, plain, 0))
+        near(kernels.attend(qkv, turn, mine, 0), step.attend(qkv, turn, plain, 0))
         near(mine.own[0][0], plain.own[0][0])
         assert torch.equal(mine.own[0][1], plain.own[0][1])
 
@@ -317,7 +319,7 @@ def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> No
     for _ in range(3 if DEVICE == "cpu" else 20):
         logits = (torch.randn(6, vocab) * 3).to(DEVICE)
         kernels.draw(logits, mine, Support(), greedy)
-        board.draw(logits, plain, Support(), greedy)
+        step.draw(logits, plain, Support(), greedy)
     assert torch.equal(mine.state, plain.state)
     assert torch.equal(mine.token, plain.token)
     assert (mine.logp - plain.logp).abs().max() < 1e-5
@@ -332,6 +334,6 @@ def test_graphs_draw_what_the_others_draw(kind: str, cut: dict[str, Any]) -> Non
     lm = model_of(kind, dtype=torch.float32, head_dim=16)
     lm.model.to("cuda")
     decoder = decoder_of(lm)
-    assert decoder.ops is not board
+    assert decoder.ops is not step
     for rows in (5, 64):
         same(drawn_by(decoder, lm, rows=rows, **cut), drawn_by(GroupDecoder, lm, rows=rows, **cut), 1e-4)

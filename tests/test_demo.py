@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ascent.cli.main import main
-from ascent.records import Run
+from ascent.records.run import Run
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from ascent.core.update import Adam
 from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
 from ascent.records import checkpoint
-from ascent.tasks import Lecture, Sort
+from ascent.tasks.small.lecture import Lecture
+from ascent.tasks.small.sort import Sort
 
 
 def small(tmp_path: Path, **settings: Any) -> ascent.Run:

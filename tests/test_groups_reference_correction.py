@@ -35,7 +35,7 @@ from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores
 from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
 from ascent.settings import configure
-from ascent.tasks import Sort
+from ascent.tasks.small.sort import Sort
 
 # ---- groups ---------------------------------------------------------------------------------------
 
@@ -425,6 +425,7 @@ def test_tolerated_reward_errors_are_counted_and_left_out(tmp_path: Any) -> None
     assert records.metrics[0]["reward_std"] == 0.0
 
 
+@pytest.mark.long
 def test_every_row_takes_a_step_with_finite_numbers() -> None:
     for name in SAMPLED:
         settings = {"algorithm": name, "length": 3, "numbers": 4, "prompts": 3, "samples": 3, "steps": 2, "epochs": 2}
@@ -480,6 +481,7 @@ def test_groups_choice_is_replaceable() -> None:
     assert ALGORITHMS["dapo"].groups == WithSignal()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", SAMPLED)
 def test_what_a_sampler_leaves_in_its_padding_never_matters(row: str) -> None:
     """A serving engine may leave anything after the end of a response: the run's numbers are the same to the bit."""

@@ -19,9 +19,11 @@ from viewed import row as response
 import ascent
 from ascent.core.types import Refused, Rollouts, Scores
 from ascent.lab import server
-from ascent.lab.report import command
-from ascent.records import Run, rollouts
+from ascent.lab.pages.completions.completions import key_of
+from ascent.lab.report import page as report
+from ascent.records import responses
 from ascent.records.places import Place
+from ascent.records.run import Run
 from ascent.tasks.small.sort import Sort
 
 WORLD = {"length": 3, "numbers": 4, "prompts": 2, "samples": 2, "eval_every": 2, "eval_prompts": 7, "show": False}
@@ -32,7 +34,7 @@ def trained(out: Path, **more: Any) -> Run:
 
 
 def test_every_evaluation_leaves_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "ANSWERS", 5)
+    monkeypatch.setattr(responses, "ANSWERS", 5)
     plain = Sort.score
 
     def measured(self: Sort, given: Rollouts) -> Scores:
@@ -59,7 +61,7 @@ def test_every_evaluation_leaves_its_answers(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("which", "expected"), [("none", None), ("1", 5), ("all", 7)])
 def test_how_many_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, expected: int | None) -> None:
-    monkeypatch.setattr(rollouts, "ANSWERS", 5)
+    monkeypatch.setattr(responses, "ANSWERS", 5)
     run = trained(tmp_path / "run", steps=1, record_rollouts=which)
     if expected is None:
         assert list((run.folder / "held_out").iterdir()) == []
@@ -168,8 +170,8 @@ def test_a_page_of_held_out_answers(ask: Callable[..., Any]) -> None:
     assert [g["group"] for g in wrong["groups"]] == [0, 2]
     sampled = ask("completions")
     assert (sampled["set"], sampled["recorded"], sampled["sets"]) == ("sampled", [3], page["sets"])
-    for path in ("completions", "prompt", "prompts", "tokens"):
-        said = ask(path, 400, set="greedy", step=4, group=0)
+    for path in ("completions", "prompt", "tokens"):
+        said = ask(path, 400, set="greedy", step=4, group=0, key=key_of("prompt 0"))
         assert said["error"] == "set=greedy: there are sampled, held-out"
 
 
@@ -187,8 +189,8 @@ def test_prompts_of_both_sets(ask: Callable[..., Any]) -> None:
         *(("held-out", f"prompt {i}", 2) for i in range(3)),
         *(("sampled", f"prompt {i}", 1) for i in (1, 9)),
     ]
-    assert listed["total"] == 5 and [p["set"] for p in ask("prompts", set="sampled")["prompts"]] == ["sampled"] * 2
-    found = ask("prompt", set="held-out", step=4, group=1)
+    assert listed["total"] == 5
+    found = ask("prompt", set="held-out", key=key_of("prompt 1"))
     assert [(s["step"], s["right"], s["common"]["text"]) for s in found["steps"]] == [(4, 1, "yes"), (9, 0, "why")]
     assert found["sets"] == {"held-out": 2, "sampled": 1} and found["prompt"] == "prompt 1"
     assert [s["step"] for s in ask("prompt", key=found["key"])["steps"]] == [3]
@@ -211,8 +213,8 @@ def test_damaged_answers_cost_nothing_else(ask: Callable[..., Any], some: Path) 
         assert said in ask("completions", set="held-out", step=step)["problems"][0]
     listed = ask("prompts")
     assert len(listed["prompts"]) == 5 and len(listed["problems"]) == 3
-    assert [s["step"] for s in ask("prompt", set="held-out", step=4, group=0)["steps"]] == [4, 9]
-    assert len(ask("prompt", step=3, group=1)["problems"]) == 0
+    assert [s["step"] for s in ask("prompt", set="held-out", key=key_of("prompt 0"))["steps"]] == [4, 9]
+    assert len(ask("prompt", key=key_of("prompt 1"))["problems"]) == 0
     shutil.rmtree(some / "held_out")
     (some / "held_out").write_text("a file")
     assert "No answers to held-out prompts" in ask("completions", set="held-out")["problems"][0]
@@ -220,7 +222,7 @@ def test_damaged_answers_cost_nothing_else(ask: Callable[..., Any], some: Path) 
 
 
 def report_of(folder: Path) -> str:
-    text = command.report_of(Place("some", folder, "ascent"))
+    text = report.report_of(Place("some", folder, "ascent"))
     found = re.search(r'<section id="answers">.*?</section>|<section[^>]*id="answers".*?</section>', text, re.S)
     return re.sub(r"<[^>]+>", " ", found[0]) if found else ""
 

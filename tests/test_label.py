@@ -17,12 +17,18 @@ from ascent.cli import main as cli
 from ascent.cli import train as training
 from ascent.core.types import Refused
 from ascent.engines.language.backend import LanguageBackend
-from ascent.records import Run
+from ascent.records.run import Run
 from ascent.rewards.judge.verdicts import JudgeGrader
 from ascent.rewards.reward_models import check_rewards
-from ascent.tasks.text import Jsonl, TextTask
-from ascent.tasks.text.offline.files import read_pairs
+from ascent.tasks import Jsonl
+from ascent.tasks.files import read_jsonl
+from ascent.tasks.text import Problem, TextTask
+from ascent.tasks.text.rows import Preferences
 from ascent.tasks.text.tokenized import TokenizedTask
+
+
+def read_pairs(file: Path) -> list[Problem]:
+    return [Preferences().problem(row, where) for where, row in read_jsonl(file)]
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def test_candidates_become_pairs(here: Path, capsys: pytest.CaptureFixture[str])
         assert label(candidates(here), "pairs.jsonl", "--judge", judge_file(here, server)) == 0
     pairs = read_pairs(here / "pairs.jsonl")
     assert len(pairs) == 9 + 3 + 1
-    assert all(len(pair.chosen) > len(pair.rejected) for pair in pairs)
+    assert all(len(pair.answer or "") > len(pair.columns["rejected"]) for pair in pairs)
     assert pairs[-1].prompt == [{"role": "user", "content": "again"}]
     assert server.count == 2 * 13, "both orders, and the same response twice not at all"
     out = capsys.readouterr()
@@ -124,6 +130,7 @@ def test_an_interrupted_command_goes_on(here: Path, capsys: pytest.CaptureFixtur
     assert f"{26 - first} answers requested, {first} from the cache" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_server_that_goes_away_loses_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = candidates(here)
     with serving(lambda prompt, number: longer(prompt, number) if number < 10 else Reply(drop=True)) as server:
@@ -191,7 +198,7 @@ def test_entries_of_judges(here: Path) -> None:
     task = Jsonl(reward=("own", "2*judge:judge.toml", "judge:judge.toml"))
     assert task.reward[1] == f"2.0*judge:{here / 'judge.toml'}"
     assert [reward.name for reward in task.rewards] == ["own", "judge", "judge-2"]
-    assert JudgeGrader(task.rewards[1].path).judge.model == "m"
+    assert JudgeGrader(str(here / "judge.toml")).judge.model == "m"
     with pytest.raises(Refused, match="there is no such file"):
         check_rewards(LanguageBackend(), TextTask(reward=("judge:none.toml",)))
 

@@ -20,12 +20,12 @@ import ascent as library
 from ascent.cli.main import main
 from ascent.core.types import Refused
 from ascent.policies import LanguageModel
-from ascent.records import Run
+from ascent.records.run import Run
 from ascent.records.statistics import pass_at, powers, prompt_mean, wilson
-from ascent.tasks.text import Jsonl, ReasoningGym
+from ascent.tasks import Jsonl, ReasoningGym
 from ascent.tasks.text.tokenized import TokenizedTask
 from ascent.workflows.evaluate import Evaluation, majority, results
-from ascent.workflows.sample import escape_controls
+from ascent.workflows.policy import escape_controls
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 REWARD = """
@@ -219,6 +219,9 @@ def test_equal_answers_are_one_vote_however_they_are_spelled() -> None:
         def tokenize(self, words: str) -> list[int]:
             return []
 
+        def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
+            return []
+
         def decode(self, ids: list[int]) -> str:
             return ""
 
@@ -252,6 +255,7 @@ def test_a_bare_model_gets_the_share_that_was_made_right(world: Path, tiny_folde
     assert (found.about["prompts"], found.about["model"], found.about["run"]) == (5, str(tiny_folder), None)
 
 
+@pytest.mark.long
 def test_eval_agrees_with_what_training_evaluated(run: Run, ascent: Any) -> None:
     for step in (1, 2):
         said = ascent("eval", run.folder, "--step", step, "--json")
@@ -291,6 +295,7 @@ def test_sampled_numbers_follow_from_the_parquet_alone(run: Run, ascent: Any) ->
     assert "responses" in said.err and "35/35" in said.err, "progress goes to stderr"
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_samples_and_how_many_are_decoded_at_once_does_not(run: Run) -> None:
     def drawn(**more: Any) -> list[Any]:
         found = library.evaluate(run.folder, samples=3, show=False, **more)
@@ -312,6 +317,7 @@ def test_temperature_and_limit_are_those_that_were_asked_for(run: Run) -> None:
     assert len({r["response"] for r in wide.rows}) > 9
 
 
+@pytest.mark.long
 def test_failed_rewards_are_counted_shown_and_left_out(world: Path, tiny_folder: Path, ascent: Any) -> None:
     task = ("eval", f"jsonl:{world}/train.jsonl", "--model", tiny_folder, "--test-file", world / "test.jsonl")
     flags = ("--max-tokens", LIMIT, "--samples", 8, "--reward", f"python:{world}/rewards.py:fails_on_e")
@@ -329,6 +335,7 @@ def test_failed_rewards_are_counted_shown_and_left_out(world: Path, tiny_folder:
     assert every.status == 1 and "failed on every one of 45 responses" in every.err and "I never work" in every.err
 
 
+@pytest.mark.long
 def test_the_small_worlds_go_through_the_same_code(sorter: Run, ascent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     found = json.loads(ascent("eval", sorter.folder, "--samples", 8, "--json").out)
@@ -355,6 +362,7 @@ def test_best_is_the_checkpoint_of_the_best_evaluation(sorter: Run, ascent: Any)
     assert evaluated[found["step"]] == max(evaluated.values())
 
 
+@pytest.mark.long
 def test_a_run_is_evaluated_on_another_task(run: Run, ascent: Any) -> None:
     options = ("--options", '{"min_terms": 2, "max_terms": 2, "max_digits": 1}', "--prompts", 4)
     said = ascent("eval", run.folder, "--task", "reasoning-gym:chain_sum", *options, "--max-tokens", 5, "--json")
@@ -367,6 +375,7 @@ def test_a_run_is_evaluated_on_another_task(run: Run, ascent: Any) -> None:
 # ---- sample -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_sample_prints_responses_below_their_prompts(run: Run, ascent: Any) -> None:
     said = ascent("sample", run.folder, "Say one.", "Say two.", "--count", 2)
     assert said.status == 0 and said.err == ""
@@ -379,6 +388,7 @@ def test_sample_prints_responses_below_their_prompts(run: Run, ascent: Any) -> N
     assert library.sample(run.folder, "Say one.", count=2, seed=5) != rows[:2]
 
 
+@pytest.mark.long
 def test_log_probs_are_those_of_the_model_over_the_whole_vocabulary(tiny_folder: Path, ascent: Any) -> None:
     """At the sampling temperature, whatever top-p, top-k and min-p leave to be drawn from."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -403,6 +413,7 @@ def test_log_probs_are_those_of_the_model_over_the_whole_vocabulary(tiny_folder:
     assert [piece for *_, piece in listed] == [repr(tokenizer.decode([i])) for i in greedy["ids"]]
 
 
+@pytest.mark.long
 def test_one_allowed_token_is_the_greedy_one(tiny_folder: Path) -> None:
     ask = {"model": tiny_folder, "prompts": "Say one.", "max_tokens": 8}
     (greedy,) = library.sample(**ask, greedy=True)
@@ -411,6 +422,7 @@ def test_one_allowed_token_is_the_greedy_one(tiny_folder: Path) -> None:
     assert library.sample(**ask, count=4)[-1]["ids"] != greedy["ids"]
 
 
+@pytest.mark.long
 def test_a_run_is_asked_as_in_training_unless_plain(world: Path, tiny_folder: Path, tmp_path: Path) -> None:
     more = {"instruction": "Be quick.", "system": "You count.", "steps": 1}
     out = {"out": tmp_path / "run"}
@@ -426,6 +438,7 @@ def test_a_run_is_asked_as_in_training_unless_plain(world: Path, tiny_folder: Pa
     assert trained["ids"] == asked["ids"] and trained["prompt"] == asked["prompt"]
 
 
+@pytest.mark.long
 def test_problems_of_a_task_with_answer_score_and_reason(run: Run, world: Path, tiny_folder: Path, ascent: Any) -> None:
     said = ascent("sample", run.folder, "--task", "own", "--count", 5, "--greedy")
     assert said.status == 0 and said.out.count("prompt   Say") == 5 and said.out.count("answer   ") == 5
@@ -465,6 +478,7 @@ def test_a_response_cannot_move_the_cursor() -> None:
 # ---- export -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["run", "adapted"])
 def test_an_exported_model_has_the_same_log_probs(
     which: str, request: pytest.FixtureRequest, tiny_folder: Path, ascent: Any
@@ -601,6 +615,7 @@ def test_a_corrupt_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:
     assert library.evaluate(copy, step=1, show=False).about["step"] == 1
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
     few = {"steps": 4, "eval_every": 1, "checkpoint_every": 4, "keep": 1, "lr": 1e-9, "show": False}
     kept = library.train("lecture", out=tmp_path / "kept", keep_best=True, **few)
@@ -620,7 +635,7 @@ def test_the_functions_of_the_package_are_functions_whatever_was_imported_first(
         "print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ascent.workflows.evaluate", "ascent.workflows.sample", "ascent.workflows.export"]
+    assert done.stdout.split() == ["ascent.workflows.evaluate", "ascent.workflows.policy", "ascent.workflows.policy"]
 
 
 def test_an_evaluation_reads_well(run: Run) -> None:

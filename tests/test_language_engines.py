@@ -14,12 +14,12 @@ from ascent.core.exploration import Constant
 from ascent.core.kl import InLoss
 from ascent.core.types import Batch, Prompts, Refused
 from ascent.core.update import Adam
-from ascent.engines.language import LanguageCritic, LanguageLearner, Support, prove
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning import head
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.states import packed_states, padded_states
-from ascent.engines.language.sampling.draw import draw_tokens, uniform
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
+from ascent.engines.language.learning.states import hidden_states, prove
+from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
 from ascent.policies import LanguageModel
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
@@ -36,6 +36,15 @@ def credited(batch: Batch, algorithm: Algorithm, learner: LanguageLearner) -> Ba
     batch = batch.add(**learner.score(batch, algorithm.needs))
     batch, state = algorithm.credit(batch, algorithm.start())
     return batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
+
+
+@torch.no_grad()
+def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
+    """Whole distributions at the states before actions, by the plain form."""
+    lm.shares = False
+    logits = Head.of(lm.model).logits(hidden_states(lm, batch))
+    lm.shares = True
+    return torch.log_softmax(logits, -1)
 
 
 # ---- architectures --------------------------------------------------------------------------------
@@ -95,13 +104,11 @@ def test_shared_prompts_are_exact(kind: str) -> None:
     lm = model_of(kind)
     batch = awkward(lm)
     found = []
-    for states in (padded_states, packed_states):
+    for shares in (False, True):
+        lm.shares = shares
         lm.model.zero_grad()
-        if states is packed_states:
-            with ours(lm.model):
-                hidden = states(lm, batch)
-        else:
-            hidden = states(lm, batch)
+        with ours(lm.model, shares):
+            hidden = hidden_states(lm, batch)
         torch.sin(3 * hidden).sum().backward()
         found.append((hidden.detach(), [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]))
     (plain, plain_grads), (shared, shared_grads) = found
@@ -116,10 +123,10 @@ def test_a_response_does_not_see_its_siblings() -> None:
     lm = model_of()
     batch = batch_of(lm)
     with ours(lm.model), torch.no_grad():
-        before = packed_states(lm, batch.select(slice(0, 1)))
+        before = hidden_states(lm, batch.select(slice(0, 1)))
         other = batch.select(slice(0, 1))
         other.response[0, 1:] = (other.response[0, 1:] + 1) % 7
-        after = packed_states(lm, other)
+        after = hidden_states(lm, other)
     own = int(batch.mask[0, 0].sum())
     assert torch.equal(before[:own], after[:own])
     assert not torch.allclose(before, after)
@@ -153,7 +160,7 @@ def test_the_chunked_head_is_exact(
     ours_, ref = Head(w, b, scale, cap), Head(w_ref, None, scale, cap)
     found = []
     for values in (
-        token_stats(ours_, h, target, temperature, h_ref, ref, entropy_gradient=True),
+        token_stats(ours_, h, target, temperature, (ref, h_ref), entropy_gradient=True),
         dense(ours_, h, target, temperature, ref.logits(h_ref) / temperature),
     ):
         grads = torch.autograd.grad(sum((m * v).sum() for m, v in zip(mix, values, strict=True)), (h, w, b))
@@ -185,6 +192,7 @@ def test_what_is_drawn_does_not_depend_on_the_batching(rows: int) -> None:
     assert (got.logp_sampler - want.logp_sampler).abs().max() < 5e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SHARING)
 def test_both_decoders_draw_the_same(kind: str) -> None:
     lm, found = model_of(kind), []
@@ -197,13 +205,14 @@ def test_both_decoders_draw_the_same(kind: str) -> None:
     assert (found[0].logp_sampler - found[1].logp_sampler).abs().max() < 5e-6
 
 
+@pytest.mark.long
 def test_a_long_response_outgrows_its_first_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ascent.engines.language.sampling import cache
+    from ascent.engines.language.sampling import sampler
 
     lm = model_of()
     lm.ends = frozenset({-5})
     want = sampler_of(lm, limit=40).generate(Prompts.of(prompts_of()), 2)
-    monkeypatch.setattr(cache, "BLOCK", 3)
+    monkeypatch.setattr(sampler, "BLOCK", 3)
     got = sampler_of(lm, limit=40).generate(Prompts.of(prompts_of()), 2)
     assert torch.equal(got.response, want.response)
     assert bool(want.truncated.all())
@@ -230,6 +239,7 @@ def test_the_mass_is_that_of_the_support() -> None:
         assert abs(float(found[0]) - mass) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("support", [Support(), Support(top_k=2), Support(top_p=0.75)])
 def test_tokens_are_drawn_in_proportion(support: Support) -> None:
     """Every u on a fine grid: the share of each token is its probability among the allowed, to the grid."""
@@ -288,6 +298,7 @@ ROWS = ["reinforce", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "cispo"]
 EXACT = replace(ALGORITHMS["grpo"], kl=InLoss("exact", 0.3), exploration=Constant(0.1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", [*(ALGORITHMS[r] for r in ROWS), EXACT], ids=[*ROWS, "exact KL and entropy"])
 def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
     """Any token budget, checkpointed or not, shared or plain: the same objective and the same gradient."""
@@ -349,6 +360,7 @@ def test_a_reference_is_what_training_started_from() -> None:
     assert torch.equal(learner.score(batch, frozenset({"logp_ref"}))["logp_ref"], after["logp_old"])
 
 
+@pytest.mark.long
 def test_bfloat16_is_stepped_in_float32() -> None:
     """A rate of 1e-6 would be lost in bfloat16: many such steps have to add up."""
     lm = model_of(dtype=torch.bfloat16)
@@ -423,6 +435,7 @@ def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_pr
             assert (value[p, s, len(tokens) + 1 :] == 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) -> None:
     lm = model_of()
@@ -435,6 +448,7 @@ def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) ->
     assert any(not torch.equal(a, b) for a, b in zip(first, lm.model.parameters(), strict=True)) == shared
 
 
+@pytest.mark.long
 def test_a_critic_is_in_the_checkpoint() -> None:
     algorithm = ALGORITHMS["ppo"]
     lm = model_of()
@@ -464,13 +478,13 @@ def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
     start = [p.detach().clone() for p in learner.trainable()]
     for sign in (1, -1):
         learner.assign([a + sign * step * b for a, b in zip(start, v, strict=True)])
-        with torch.no_grad():
-            logs.append(torch.log_softmax(Head.of(lm.model).logits(padded_states(lm, batch)), -1))
+        logs.append(plain_log_probs(lm, batch))
     learner.assign(start)
     slope, p = (logs[0] - logs[1]) / (2 * step), (0.5 * (logs[0] + logs[1])).exp()
     assert found == pytest.approx(float((p * slope**2).sum() / batch.tokens), rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize(("seed", "delta"), [(0, 1e-4), (1, 1e-4), (2, 0.01), (3, 0.01), (0, 0.3), (1, 0.3)])
 def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: float) -> None:
@@ -479,11 +493,9 @@ def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: fl
     algorithm = replace(ALGORITHMS["trpo"], update=replace(ALGORITHMS["trpo"].update, delta=delta))
     learner = learner_of(lm, algorithm, micro_batch=25)
     batch = credited(batch_of(lm), algorithm, learner)
-    with torch.no_grad():
-        old = torch.log_softmax(Head.of(lm.model).logits(padded_states(lm, batch)), -1)
+    old = plain_log_probs(lm, batch)
     stepped = learner.step(batch, algorithm.objective, algorithm.update)
-    with torch.no_grad():
-        new = torch.log_softmax(Head.of(lm.model).logits(padded_states(lm, batch)), -1)
+    new = plain_log_probs(lm, batch)
     kl = float((old.exp() * (old - new)).sum() / batch.tokens)
     assert float(stepped.metrics["trust_region/accepted"]) == 1
     assert kl == pytest.approx(float(stepped.metrics["trust_region/kl"]), rel=1e-4)
@@ -505,3 +517,25 @@ def test_a_sampler_that_nobody_loads_sees_every_step() -> None:
     again = sampler.generate(prompts, 1, greedy=True)
     fresh = sampler_of(lm, limit=6).generate(prompts, 1, greedy=True)
     assert torch.equal(again.response, fresh.response) and torch.equal(again.logp_sampler, fresh.logp_sampler)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("row", ["grpo", "ppo", "trpo"])
+def test_a_share_without_rows_has_a_gradient_of_0(row: str, shares: bool) -> None:
+    """As a rank has it that got no prompt: every sum is 0, and every parameter has a gradient."""
+    lm, algorithm = model_of(), ALGORITHMS[row]
+    lm.shares = shares
+    critic = LanguageCritic(lm, False) if algorithm.critic.on else None
+    kept, update = algorithm.reference.kept, algorithm.critic.update
+    learner = LanguageLearner(lm, algorithm.update, kept, algorithm.outputs, critic=critic, critic_update=update)
+    empty = credited(batch_of(lm), algorithm, learner).share(slice(0, 0))
+    assert all(value.shape[:2] == (0, 4) for value in learner.score(empty, learner.fills & algorithm.needs).values())
+    terms = learner.gradient(empty, algorithm.objective)
+    gradients = [p.grad for p in learner.trainable()]
+    assert float(terms.objective) == 0 and all(g is not None and not g.any() for g in gradients)
+    if algorithm.critic.on:
+        assert float(learner.fit(empty, algorithm.critic.loss)) == 0
+    if row == "trpo":
+        vector = [p.detach().clone() for p in learner.trainable()]
+        assert float(learner.kl_from(empty, vector)) == 0
+        assert not any(part.any() for part in learner.fisher(empty)(vector))

@@ -13,7 +13,7 @@ import pytest
 
 from ascent.cli import train as training
 from ascent.lab.figures import all_figures
-from ascent.lab.pages.lesson.lessons import read_lesson, render
+from ascent.lab.pages.lesson.page import read_lesson, render
 
 FIGURES = all_figures()
 LESSONS = Path(__file__).parents[1] / "lessons"

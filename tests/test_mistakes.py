@@ -30,8 +30,8 @@ from conftest import (
 )
 from torch import Tensor
 
-import ascent.engines.small.learner as local
-import ascent.policies.transformer as transformer
+import ascent.engines.small.engine as local
+import ascent.policies.small as transformer
 from ascent.core.advantages import ADVANTAGES, LeaveOneOut, Normalized, OptimalBaseline, Raw
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.correction import log_weight
@@ -94,6 +94,7 @@ def check_the_first_update_moves(loss: Any) -> None:
         assert gradient_of(learner).abs().max() > 1e-3
 
 
+@pytest.mark.long
 def test_gradient_through_logp_old_would_cancel() -> None:
     for cls in LOSSES:
         check_the_first_update_moves(cls())
@@ -119,6 +120,7 @@ def check_the_denominator_is_the_steps(objective: Callable[[Batch, Outputs], Ter
     assert torch.allclose(found[0], found[2], rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_denominator_of_a_micro_batch(weights: type) -> None:
     algorithm = Algorithm(loss=Clipped(), weights=weights())
@@ -561,10 +563,12 @@ def check_resume(forget: str = "") -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
 
 
+@pytest.mark.long
 def test_resume_remembers_everything() -> None:
     check_resume()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forget", ["sampling", "prompts", "order", "optimizer", "reference", "baseline", "kl_coef"])
 def test_resume_that_forgets(forget: str) -> None:
     """Each source of randomness (the data position is the prompts' one), the optimizer, a moved reference, memories."""

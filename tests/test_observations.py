@@ -27,15 +27,14 @@ from ascent.core.protocols import Stepped, Task
 from ascent.core.types import Batch, Prompts, Rollouts, Scores, Space, at_actions, at_last, join, to_batch
 from ascent.core.values import GAE, VALUES
 from ascent.core.weights import WEIGHTS, FixedLength
-from ascent.engines.language import LanguageCritic, LanguageLearner
 from ascent.engines.language.attention import ours
-from ascent.engines.language.learning.process_reward import add_step_head, score_steps
-from ascent.engines.language.learning.reward_model import HEAD, add_head, rate
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
+from ascent.engines.language.learning.reward_model import HEAD, add_head, response_scores, step_scores
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.engines.small.learner import chosen, log_probs, values_of
-from ascent.lab.pages.completions.tokens import of_row
-from ascent.records import rollouts as records
+from ascent.engines.small.engine import chosen, log_probs, values_of
+from ascent.lab.pages.completions.completions import of_row
+from ascent.records import responses as records
 from tests.language import END, VOCAB, model_of, prompts_of, sampler_of
 from tests.language import gradient_of as language_gradient
 
@@ -319,6 +318,7 @@ def language_logp(lm: Any, batch: Batch) -> Tensor:
     return torch.where(batch.mask, logp, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_language_model_sees_observations_and_scores_actions(name: str, shares: bool) -> None:
@@ -365,13 +365,13 @@ def test_a_language_critics_values(name: str, shares: bool) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ratings_are_read_behind_the_last_token_and_behind_actions(name: str, shares: bool) -> None:
     batch = language_batch(name)
-    for add, reads_steps in ((add_head, False), (add_step_head, True)):
-        lm = add(model_of())
+    for reads_steps in (False, True):
+        lm = add_head(model_of(), bias=reads_steps)
         lm.shares = shares
         head = getattr(lm.model, HEAD)
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
         with ours(lm.model) if shares else torch.no_grad():
-            got = score_steps(lm, batch) if reads_steps else rate(lm, batch)
+            got = step_scores(lm, batch) if reads_steps else response_scores(lm, batch)
         for p, s in itertools.product(range(2), range(3)):
             ids, start = sequence(batch, p, s)
             every = head(lm.backbone(ids[None]).last_hidden_state[0, start - 1 :])[:, 0]
@@ -383,6 +383,7 @@ def test_ratings_are_read_behind_the_last_token_and_behind_actions(name: str, sh
             assert (got[p, s][~batch.mask[p, s]] == 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoder", [GroupDecoder, PlainDecoder, "graphs"])
 def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> None:
     """The response counts as cut off; nothing is drawn behind its end token."""
@@ -403,6 +404,7 @@ def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> Non
     assert rollouts.truncated.all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoder", [GroupDecoder, PlainDecoder, "graphs"])
 def test_a_decoder_extends_a_response(decoder: Any) -> None:
     """A turn that ends is answered, twice at most; log-probs are those of one plain forward pass over everything."""
@@ -442,7 +444,7 @@ def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_
     entropy = torch.rand(batch.mask.shape, dtype=F64)
     update = Stepped({}, {}, torch.where(batch.mask, batch.logp_sampler + 0.1, 0.0), entropy)
     (tmp_path / "rollouts").mkdir()
-    records.write_rollouts(tmp_path, 3, batch, [batch], [update], "all", Pays())
+    records.write_rollouts(tmp_path, 3, batch, [batch], [update], "all", records.Pieces(Pays()))
     rows = records.read_rollouts(tmp_path, 3)
     for row, (p, s) in zip(rows, itertools.product(range(2), range(3)), strict=True):
         there, acted = batch.present[p, s], batch.mask[p, s]
@@ -466,5 +468,5 @@ def test_a_file_of_plain_responses_is_as_it_was(tmp_path: Path) -> None:
     batch = actions_alone(observed("in the middle")).add(index=torch.arange(2), advantage=torch.zeros(2, 3, 1))
     batch = batch.add(logp_old=batch.logp_sampler)
     (tmp_path / "rollouts").mkdir()
-    records.write_rollouts(tmp_path, 0, batch, [], [], "all", Pays())
+    records.write_rollouts(tmp_path, 0, batch, [], [], "all", records.Pieces(Pays()))
     assert not {"mask", "turn"} & records.read_rollouts(tmp_path, 0)[0].keys()

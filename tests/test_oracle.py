@@ -65,6 +65,7 @@ def exact_to(e: Estimate, expected: Tensor, tolerance: float = 1e-10) -> None:
 # ---- what is unbiased -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 @pytest.mark.parametrize("credit", UNBIASED, ids=repr)
 def test_unbiased_with_sequence_sum(space: Space, credit: object) -> None:
@@ -73,6 +74,7 @@ def test_unbiased_with_sequence_sum(space: Space, credit: object) -> None:
         exact_to(estimate(found, Algorithm(credit), samples, STATE), found.gradient)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("space", "most"), [(INDEPENDENT, 5), (RAGGED, 4)], ids=space_name)
 def test_optimal_baseline_with_exact_norms_is_unbiased(space: Space, most: int) -> None:
     """Every response is a class of its own here, so groups are fewer."""
@@ -81,6 +83,7 @@ def test_optimal_baseline_with_exact_norms_is_unbiased(space: Space, most: int) 
         exact_to(estimate(found, Algorithm(OptimalBaseline("exact")), samples), found.gradient)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 @pytest.mark.parametrize("reward", [positions, a_point_each, exactly])
 def test_centered_is_shorter_by_its_own_share(space: Space, reward: object) -> None:
@@ -99,6 +102,7 @@ def test_unbiased_with_rewards_per_token(space: Space, credit: object) -> None:
         exact_to(estimate(found, Algorithm(credit), samples, STATE), found.gradient)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 @pytest.mark.parametrize("credit", UNBIASED, ids=repr)
 def test_product_ratio_is_unbiased_on_samples_of_another_policy(space: Space, credit: object) -> None:
@@ -125,6 +129,7 @@ def test_temperature_is_on_both_sides(space: Space) -> None:
     exact_to(estimate(found, Algorithm(LeaveOneOut()), 3), found.gradient)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 def test_correction_makes_up_for_another_sampler(space: Space) -> None:
     """Drawn by one policy, trained as another: the whole response's weight, never truncated, is exact."""
@@ -140,6 +145,7 @@ def test_correction_makes_up_for_another_sampler(space: Space) -> None:
 # ---- what is not: the pinned table --------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_estimator_is_pinned(world: str) -> None:
@@ -170,6 +176,7 @@ def test_what_is_said_of_a_gradient_holds(choice: Any) -> None:
     ] == (along, same)
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize("weights", [w() for w in WEIGHTS], ids=repr)
 def test_on_fresh_samples_all_surrogates_are_one(weights: object) -> None:
@@ -183,6 +190,7 @@ def test_on_fresh_samples_all_surrogates_are_one(weights: object) -> None:
             assert e.variance == pytest.approx(naive.variance, rel=1e-10)
 
 
+@pytest.mark.long
 def test_weights_turn_the_direction_where_lengths_differ() -> None:
     """Sequence sum is ∇E[R], fixed length 1/L_max of it; the two means turn it, even for raw credit."""
     found = table(RAGGED)
@@ -197,6 +205,7 @@ def test_weights_turn_the_direction_where_lengths_differ() -> None:
 # ---- variance -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_baseline_can_raise_the_variance() -> None:
     """A far one does, and on sparse 0/1 rewards so does leave-one-out at small G; none of them is biased."""
     found = table(INDEPENDENT)
@@ -216,6 +225,7 @@ def test_a_baseline_can_raise_the_variance() -> None:
     assert variance(LeaveOneOut(), 8, of=found) < variance(Raw(), 8, of=found)
 
 
+@pytest.mark.long
 def test_variance_of_raw_falls_as_one_over_samples() -> None:
     found = table(RAGGED)
     one = estimate(found, Algorithm(Raw()), 1).variance

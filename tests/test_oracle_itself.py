@@ -52,7 +52,7 @@ from ascent.engines.small import SmallLearner, SmallSampler
 from ascent.oracle.estimator import estimate, over_prompts, pick
 from ascent.oracle.exact import Table, all_responses, expected_reward, responses_count, reward_table
 from ascent.policies import PerPosition
-from ascent.tasks import Lecture
+from ascent.tasks.small.lecture import Lecture
 
 PRODUCT = SequenceRatio("product", None, None)
 
@@ -167,6 +167,7 @@ BRUTE = {
 BRUTE_AND_SPACE = [(name, SHORT) for name in BRUTE] + [(n, INDEPENDENT) for n in ("grpo", "token mean, dual clip")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "space"), BRUTE_AND_SPACE, ids=space_name)
 def test_classes_agree_with_brute_force(name: str, space: Space) -> None:
     """Stale samples, groups of two: the same mean and variance as a loop over all ordered pairs."""
@@ -179,6 +180,7 @@ def test_classes_agree_with_brute_force(name: str, space: Space) -> None:
     assert e.variance > 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 def test_groups_of_three_agree_with_brute_force() -> None:
     """Multiplicities beyond pairs, with token mean, where each group has its own denominator."""
@@ -189,6 +191,7 @@ def test_groups_of_three_agree_with_brute_force() -> None:
     assert e.variance == pytest.approx(variance, rel=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 def test_variance_is_what_sampling_shows() -> None:
     """Normalized credit with token mean on 400 sampled groups of four: within five standard errors."""
@@ -213,6 +216,7 @@ def test_variance_is_what_sampling_shows() -> None:
 # ---- several prompts, dynamic sampling ------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_several_prompts_are_a_mean_of_single_ones() -> None:
     """Checked on a batch of two prompts with one response each, all 81 of them."""
     policy, task = policy_of(INDEPENDENT), Tiny(INDEPENDENT, positions)
@@ -232,6 +236,7 @@ def test_several_prompts_are_a_mean_of_single_ones() -> None:
     assert e.variance == pytest.approx(second - float(mean @ mean), rel=1e-10)
 
 
+@pytest.mark.long
 def test_what_couples_prompts_is_refused_for_several() -> None:
     ragged, fixed = table(RAGGED), table(INDEPENDENT)
     for found, algorithm, coupled in (

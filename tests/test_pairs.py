@@ -11,16 +11,17 @@ import torch
 
 import ascent
 from ascent.assemble import assemble
-from ascent.cli import compare
 from ascent.cli import main as cli
+from ascent.cli import train as training
 from ascent.cli.flags import parse_train
 from ascent.core.types import Refused, Trouble
 from ascent.settings import configure
-from ascent.tasks.small.offline import SmallOfflineTask
+from ascent.tasks.files import read_jsonl, write_jsonl
+from ascent.tasks.small.bound import SmallOfflineTask
 from ascent.tasks.small.sort import Sort
-from ascent.tasks.text.offline.files import Pair, read_pairs, write_pairs
+from ascent.tasks.text.rows import Preferences
 from ascent.workflows import compare as comparison
-from ascent.workflows.pairs import make_pairs
+from ascent.workflows.labels import make_pairs
 
 
 def written(path: Path, *rows: Any) -> Path:
@@ -46,15 +47,20 @@ USER, GOOD, BAD = (
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
-def test_trls_forms_are_read(row: dict[str, Any], tmp_path: Path) -> None:
-    (pair,) = read_pairs(written(tmp_path / "pairs.jsonl", row))
+def test_trls_forms_are_read(row: dict[str, Any]) -> None:
+    pair = Preferences().problem(row, "line 1")
     assert pair.prompt in ("1 + 1?", [USER])
-    assert (pair.chosen, pair.rejected) == ("2", "3")
+    assert (pair.answer, pair.columns["rejected"]) == ("2", "3")
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    pairs = [Pair("a – b", "ja", "nein"), Pair([USER], "2", "")]
-    assert read_pairs(write_pairs(tmp_path / "p.jsonl", pairs)) == pairs
+    pairs = [
+        {"prompt": "a – b", "chosen": "ja", "rejected": "nein"},
+        {"prompt": [USER], "chosen": "2", "rejected": ""},
+    ]
+    write_jsonl(tmp_path / "p.jsonl", pairs)
+    read = [Preferences().problem(row, where) for where, row in read_jsonl(tmp_path / "p.jsonl")]
+    assert [{"prompt": p.prompt, "chosen": p.answer, **p.columns} for p in read] == pairs
 
 
 BAD_LINES = [
@@ -178,6 +184,7 @@ def test_sft_then_dpo_on_sort(tmp_path: Path) -> None:
     assert (last["accuracy"], last["sampling/sampling_logp_difference/mean"]) == (None, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ["sft", "dpo", "reward-model"])
 @pytest.mark.parametrize("file", [False, True])
 def test_a_run_goes_on_where_it_was_killed(row: str, file: bool, tmp_path: Path) -> None:
@@ -197,6 +204,7 @@ def test_a_run_goes_on_where_it_was_killed(row: str, file: bool, tmp_path: Path)
         assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.long
 def test_compare_takes_what_is_shown_beside_what_is_sampled(tmp_path: Path) -> None:
     """As `ascent compare sort --algorithms sft,dpo,grpo --samples 3` does, in this process."""
     few = ["--length", "3", "--numbers", "4", "--policy.width", "8", "--prompts", "4", "--steps", "2", "--threads", "1"]
@@ -211,7 +219,7 @@ def test_compare_takes_what_is_shown_beside_what_is_sampled(tmp_path: Path) -> N
     costs = {name: (row["responses"], row["labels"]) for name, row in found.items()}
     assert costs == {"sft": (0, 8), "dpo": (0, 8), "grpo": (24, 24)}
     assert "frac_reward_zero_std" not in found["sft"]
-    table = "\n".join(compare.comparison_table(found, 1))
+    table = "\n".join(training.comparison_table(found, 1))
     assert "labels" in table and "exactly right" in table
     assert comparison.draw_comparison(runs, tmp_path / "compare.png", 1).stat().st_size > 10_000
 
@@ -248,6 +256,7 @@ def test_pairs_from_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         make_pairs(tmp_path / "run", tmp_path / "c.jsonl", 10, label=lambda *_: None)
 
 
+@pytest.mark.long
 def test_few_pairs_are_looked_for_as_long_as_many_and_none_is_labelled_for_nothing(tmp_path: Path) -> None:
     """Ten pairs are 200 prompts at most, twenty at once; whoever labels is asked no more once there are ten."""
     ascent.train("sort", algorithm="sft", steps=2, out=tmp_path / "run", **SMALL)
@@ -283,6 +292,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("pairs") / "sums.jsonl", *rows)
 
 
+@pytest.mark.long
 def test_dpo_on_a_language_model(sums: Path, tiny_folder: Path, tmp_path: Path) -> None:
     more = {"steps": 8, "eval_every": 4, "lr": 1e-3, "checkpoint_every": 4, "keep": 9}
     run = ascent.train(f"preferences:{sums}", out=tmp_path / "a", **words(tiny_folder, **more))
@@ -312,6 +322,7 @@ def test_the_ids_are_those_of_chosen_and_rejected(sums: Path, tiny_folder: Path)
     assert torch.equal(parts.task.score(rollouts).reward[..., 0], torch.tensor([[1.0, 0.0]]).expand(26, 2))
 
 
+@pytest.mark.long
 def test_a_micro_batch_of_language_never_cuts_a_pair_nor_changes_a_gradient(sums: Path, tiny_folder: Path) -> None:
     found = []
     for budget in (0, 1, 60):
@@ -346,6 +357,7 @@ def test_losses_and_tasks_that_do_not_go_together(sums: Path, tiny_folder: Path)
             assemble(configure(f"preferences:{sums}", given | settings))
 
 
+@pytest.mark.long
 def test_sft_on_a_task_that_knows_right_responses(tiny_folder: Path, tmp_path: Path) -> None:
     problems = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
     file = written(tmp_path / "problems.jsonl", *problems)

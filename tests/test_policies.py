@@ -15,7 +15,7 @@ from ascent.core.algorithms import Algorithm
 from ascent.core.reference import Frozen
 from ascent.core.types import Prompts, Refused, Space
 from ascent.engines.small import SmallSampler
-from ascent.engines.small.learner import chosen, log_probs
+from ascent.engines.small.engine import chosen, log_probs
 from ascent.policies import POLICIES, CausalLM, PerPosition, Policy, Transformer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from ascent.core.exploration import Constant
 from ascent.core.kl import InLoss, InReward
 from ascent.core.preferences import BradleyTerry, Dpo, Likelihood, margin_of
 from ascent.core.reference import Frozen, NoReference
-from ascent.core.trust_region import TrustRegion
 from ascent.core.types import Batch, Outputs, Refused
+from ascent.core.update import TrustRegion
 from ascent.core.values import GAE
 from ascent.core.weights import SequenceMean, TokenMean
-from ascent.engines.small.reward_model import SmallRewardModelLearner, rate_small_responses
+from ascent.engines.small.engine import SmallLearner, score_small_responses
 from ascent.explain.explain import formula, objective_in_words
-from ascent.policies.transformer import TransformerValue
+from ascent.policies.small import TransformerValue
 
 DPO, RATER = ALGORITHMS["dpo"], ALGORITHMS["reward-model"]
 
@@ -178,10 +179,12 @@ def test_dpo_is_the_same_for_any_micro_batch(budget: int) -> None:
         close(m1[name], m2[name], 1e-12)
 
 
-def rater_of(micro_batch: int = 0) -> SmallRewardModelLearner:
+def rater_of(micro_batch: int = 0) -> SmallLearner:
     model = TransformerValue(policy_of(TINY, ENDED), shared=False).double()
     shake(model, 0.3)
-    return SmallRewardModelLearner(model, RATER.update, micro_batch)
+    learner = SmallLearner(model, RATER.update, False, frozenset(), micro_batch)
+    learner.train_reward(partial(score_small_responses, model))
+    return learner
 
 
 def test_a_reward_model_is_the_same_for_any_micro_batch() -> None:
@@ -208,12 +211,12 @@ def test_a_micro_batch_never_cuts_a_pair() -> None:
 def test_a_rating_is_read_after_the_last_token() -> None:
     """What stands behind a response does not matter; its last token does."""
     learner, batch = rater_of(), pairs_of(ENDED)
-    before = rate_small_responses(learner.model, batch)
+    before = score_small_responses(learner.policy, batch)
     padding = torch.where(batch.mask, batch.response, 0)
-    close(rate_small_responses(learner.model, batch.add(response=padding)), before)
+    close(score_small_responses(learner.policy, batch.add(response=padding)), before)
     last = batch.mask & (torch.arange(1, ENDED.limit + 1) == batch.length.unsqueeze(-1))
     other = torch.where(last, (batch.response + 1) % ENDED.vocab, batch.response)
-    assert bool((rate_small_responses(learner.model, batch.add(response=other)) != before).all())
+    assert bool((score_small_responses(learner.policy, batch.add(response=other)) != before).all())
 
 
 # ---- refusals -------------------------------------------------------------------------------------

@@ -21,23 +21,21 @@ from ascent.cli import main as cli
 from ascent.cli import train as training
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Outputs, Prompts, Refused
-from ascent.engines.language.reward_models import LanguageProcessReward
+from ascent.engines.backend import LearnedReward
+from ascent.engines.language.learning.reward_model import LanguageProcessReward
 from ascent.engines.small import SmallSampler
 from ascent.engines.small.backend import SmallBackend
-from ascent.engines.small.reward_model import SmallProcessReward
 from ascent.oracle.exact import Table
-from ascent.records import Run
-from ascent.records.watch.flags import reward_weights
+from ascent.records.run import Run
+from ascent.records.watch import reward_weights
 from ascent.rewards.reward_models import load_process_reward
 from ascent.settings import configure
-from ascent.tasks import Sort
-from ascent.tasks.offline import offline_rollouts, pad_responses
-from ascent.tasks.process_rewards import gains
-from ascent.tasks.small.bound import BoundSmallTask
-from ascent.tasks.small.offline import SmallOfflineTask, read_examples
-from ascent.tasks.text.steps import TextStep, split_steps
+from ascent.tasks.scoring import gains, offline_rollouts, pad_responses
+from ascent.tasks.small.bound import BoundSmallTask, SmallOfflineTask, read_examples
+from ascent.tasks.small.sort import Sort
+from ascent.tasks.text.tokenized import split_steps
+from ascent.workflows.labels import Labeller, label_steps
 from ascent.workflows.policy import LoadedPolicy, untrained_policy
-from ascent.workflows.step_labels import Labeller, label_steps
 
 ROW = ALGORITHMS["process-reward"]
 WORLD: dict[str, Any] = {"length": 2, "numbers": 4, "threads": 1, "policy.width": 16, "policy.layers": 1}
@@ -61,15 +59,15 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_a_response_is_cut_after_its_separators(name: str) -> None:
     pieces, steps = CUTS[name]
-    assert split_steps(pieces, "\n") == [TextStep(*step) for step in steps]
+    assert list(zip(*split_steps(pieces, "\n"), strict=True)) == steps
 
 
 @given(st.lists(st.text("ab\n", max_size=3), min_size=1, max_size=8))
 def test_steps_lose_no_word_and_end_where_the_response_does(pieces: list[str]) -> None:
-    steps = split_steps(pieces, "\n")
-    assert "".join(step.words for step in steps) == "".join(pieces).replace("\n", "")
-    assert [step.last for step in steps] == sorted(step.last for step in steps)
-    assert steps[-1].last == len(pieces) - 1
+    steps, last = split_steps(pieces, "\n")
+    assert "".join(steps) == "".join(pieces).replace("\n", "")
+    assert last == sorted(last)
+    assert last[-1] == len(pieces) - 1
 
 
 def test_what_steps_add_sums_to_the_last_score() -> None:
@@ -180,7 +178,7 @@ def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
     """Over the responses to the prompts that it learned, by their probability: V at every prefix, R at the end."""
     policy, task = Run(trained / "policy").policy, Run(trained / "policy").config.task
     model = load_process_reward(trained / "process")
-    assert isinstance(model, SmallProcessReward)
+    assert isinstance(model, LearnedReward)
     data = read_examples(trained / "steps.jsonl", task.space, "steps")
     values, scores, shares = [], [], []
     for prompt in data.prompt[data.train].unique(dim=0):
@@ -230,6 +228,7 @@ def test_training_on_a_process_reward_raises_the_true_one(trained: Path, tmp_pat
     assert metrics[-1]["positions"] > metrics[0]["positions"] + 0.5
 
 
+@pytest.mark.long
 def test_labelling_goes_on_where_it_was_stopped(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"prompts": 40, "samples": 2, "rollouts": 3, "show": False}
     whole = label_steps(trained / "policy", tmp_path / "whole.jsonl", **settings)
@@ -298,7 +297,7 @@ def test_scores_are_those_of_the_plain_form_and_of_any_batch(scorer: Path) -> No
     chat = [{"role": "user", "content": "q3"}]
     asked = [(chat, ["yes", "no"], True), (chat, ["no", "yes", "maybe"], False), (chat, ["no"], True)]
     together = model.rate(asked)
-    lm, head = model.lm, model.lm.model.rating
+    lm, head = model.model, model.model.model.rating
     for (_, steps, ended), scores in zip(asked, together, strict=True):
         ids = lm.encode(chat)
         for i, step in enumerate(steps):
@@ -310,6 +309,7 @@ def test_scores_are_those_of_the_plain_form_and_of_any_batch(scorer: Path) -> No
                 assert float(head(hidden)) == pytest.approx(scores[i], abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_process_reward_of_words_lies_on_the_last_tokens_of_steps(
     scorer: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -358,6 +358,7 @@ def test_a_run_with_a_process_reward_of_words(algorithm: str, scorer: Path, tiny
     assert all(row["prompt"] in data.read_text() for row in rows)
 
 
+@pytest.mark.long
 def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp_path: Path) -> None:
     config = configure(f"jsonl:{sums(tmp_path / 'sums.jsonl')}", {**SMALL, "policy.model": str(tiny_folder)})
     loaded = untrained_policy(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import ascent
 from ascent.core.algorithms import MENU
 from ascent.settings import configure
-from ascent.tasks.text.grading.self_test import self_test
+from ascent.tasks.text.grading import self_test
 
 
 @pytest.mark.parametrize("name", ascent.__all__)
@@ -22,6 +23,15 @@ def test_every_public_name_resolves(name: str) -> None:
     value = getattr(ascent, name)
     assert value is not None and name in dir(ascent)
     assert getattr(value, "__name__", name) == name, "it is public under the name that it was defined with"
+
+
+def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
+    tree = ast.parse(Path(ascent.__file__).read_text())
+    (checking,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in checking.body if isinstance(node, ast.ImportFrom)]
+    assert {a.name: node.module for node in imports for a in node.names} == {
+        name: f"ascent.{module}" for name, module in ascent._HOME.items()
+    }
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

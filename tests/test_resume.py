@@ -30,9 +30,11 @@ from ascent.cli.main import main
 from ascent.core.config import Config
 from ascent.core.types import Refused, Streams
 from ascent.engines.small import SmallLearner
-from ascent.records import Run, RunFolder, checkpoint, folder, rollouts, writer
+from ascent.records import checkpoint, folder, responses
+from ascent.records import run as run_records
 from ascent.records.display import Display
-from ascent.records.writer import Writer
+from ascent.records.folder import RunFolder
+from ascent.records.run import Run, Writer
 from ascent.settings import configure
 from tests.processes import Forked, ascent_process
 
@@ -115,14 +117,14 @@ class Moments:
         (Path, "rename"),
         (checkpoint, "save"),
         (checkpoint, "save_file"),
-        (rollouts, "write_rollouts"),
-        (rollouts, "write_answers"),
+        (responses, "write_rollouts"),
+        (responses, "write_answers"),
         (Writer, "_line"),
     )
 
     def __init__(self, last: int | None):
         self.last, self.names = last, []
-        writer.HEARTBEAT = math.inf  # saves that depend on the clock would make every life another one
+        run_records.HEARTBEAT = math.inf  # saves that depend on the clock would make every life another one
         for owner, name in self.TOUCHED:
             setattr(owner, name, self.watched(getattr(owner, name), name))
 
@@ -350,6 +352,7 @@ def test_a_killed_run_says_so_and_how_to_go_on(killed: Path, capsys: pytest.Capt
     assert f"{killed}: died, " in text and f"ascent resume {killed}" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", *(f"{n}.safetensors" for n in ("params", "rng"))])
 def test_a_corrupt_checkpoint_is_refused(
     file: str, killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ascent.assemble import assemble
 from ascent.cli import main as cli
 from ascent.core.types import Refused
 from ascent.engines.small.backend import SmallBackend
-from ascent.records.calibration import calibration, calibration_text
+from ascent.records.evaluation import calibration, calibration_text
 from ascent.rewards.reward_models import bind_task, load_reward_model
 from ascent.settings import configure
 from ascent.tasks.small.sort import Sort
@@ -63,6 +64,7 @@ def rated_sort(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_it_rates_sorted_answers_higher(rated_sort: Path) -> None:
     rater = load_reward_model(rated_sort)
     parts = assemble(configure("sort", {k: v for k, v in SMALL.items() if k != "show"}))
@@ -74,6 +76,7 @@ def test_it_rates_sorted_answers_higher(rated_sort: Path) -> None:
     assert float((rating[differs, 0] > rating[differs, 1]).float().mean()) > 0.8
 
 
+@pytest.mark.long
 def test_it_is_a_reward_and_the_true_one_is_measured_beside_it(rated_sort: Path, tmp_path: Path) -> None:
     kl = {"kl": "in-reward", "kl.estimator": "k1", "kl.coef": 0.1, "kl.per": "token", "reference": "frozen"}
     more = {"algorithm": "ppo", "steps": 12, "reward": f"model:{rated_sort}", "lr": 3e-3, "eval_every": 6, **kl}
@@ -140,6 +143,7 @@ def test_what_is_no_reward_model_is_refused(
         _ = ascent.load(rated_sort).policy
 
 
+@pytest.mark.long
 def test_the_command_says_how_good_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--length", "3", "--numbers", "4", "--policy.width", "8", "--prompts", "8", "--steps", "3", "--threads", "1"]
     out = tmp_path / "run"
@@ -179,10 +183,11 @@ def rated_words(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> 
 def test_a_rating_is_the_head_on_the_last_hidden_state_of_the_plain_model(rated_words: Path) -> None:
     rater = load_reward_model(rated_words)
     chat = [{"role": "user", "content": "2 + 3 ="}]
-    ids = [*rater.lm.encode(chat), *rater.lm.tokenizer("5", add_special_tokens=False)["input_ids"], rater.lm.end]
+    lm = rater.model
+    ids = [*lm.encode(chat), *lm.tokenizer("5", add_special_tokens=False)["input_ids"], lm.end]
     with torch.no_grad():
-        hidden = rater.lm.model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
-        plain = float(rater.lm.model.rating(hidden))
+        hidden = lm.model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+        plain = float(lm.model.rating(hidden))
     assert rater.rate([(chat, "5")])[0] == pytest.approx(plain, abs=1e-4)
     asked = [(chat, "5"), ("2 + 3 =", "5"), (chat, "????"), ([{"role": "user", "content": "a longer prompt"}], "7")]
     together = rater.rate(asked)
@@ -191,6 +196,7 @@ def test_a_rating_is_the_head_on_the_last_hidden_state_of_the_plain_model(rated_
         assert load_reward_model(rated_words, "cpu", batch).rate(asked) == pytest.approx(together, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_reward_model_is_mixed_with_a_check_by_weights(rated_words: Path, tiny_folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
     file = tmp_path / "problems.jsonl"
@@ -211,20 +217,20 @@ def test_a_reward_model_is_mixed_with_a_check_by_weights(rated_words: Path, tiny
         assert row["reward"] == pytest.approx(row["rewards/own"] + 0.5 * row["rewards/model"], abs=1e-4)
         assert f"model: {row['rewards/model']:.3f}" in row["reason"]
     spoken = responses[0]
-    end = rater.lm.decode(spoken["response"][:-1] if spoken["response"][-1] in rater.lm.ends else spoken["response"])
+    ids = spoken["response"]
+    end = rater.model.decode(ids[:-1] if ids[-1] in rater.model.ends else ids)
     prompt = next(r["prompt"] for r in rows if r["prompt"] in spoken["prompt_text"])
     assert spoken["rewards/model"] == pytest.approx(rater.rate([(prompt, end)])[0], abs=1e-3)
 
 
 def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Path, rated_words: Path) -> None:
-    from ascent.tasks.text import Jsonl, Problem
-    from ascent.tasks.text.grading.grading import Grading
-    from ascent.tasks.text.grading.self_test import self_test
-    from ascent.tasks.text.learned_rewards import RewardModelGrader
+    from ascent.tasks import Jsonl
+    from ascent.tasks.text import Problem
+    from ascent.tasks.text.grading import Grading, rate_responses, self_test
 
     task = Jsonl(source="unused", reward=(f"model:{rated_words}",))
     source = task.rewards[0].source
-    rater = RewardModelGrader(task, lambda asked: [math.nan, 2.5][: len(asked)])
+    rater = partial(rate_responses, task, lambda asked: [math.nan, 2.5][: len(asked)])
     grading = Grading(task, {source: rater})
     try:
         bad, good = grading([(Problem("a"), "x"), (Problem("b"), "y")])
@@ -236,7 +242,7 @@ def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Pa
 
 
 def test_a_reward_model_is_not_exported_as_a_policy(rated_words: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="trained a reward and not a policy"):
+    with pytest.raises(Refused, match="trained a reward model and not a policy"):
         ascent.export(rated_words, tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []
 

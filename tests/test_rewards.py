@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ from test_text_tasks import Bytes, rollouts, sums
 
 from ascent.core.types import Refused
 from ascent.settings import configure, flatten
+from ascent.tasks import Countdown, Jsonl, ReasoningGym
 from ascent.tasks.reward_sources import parse_rewards
-from ascent.tasks.text import Countdown, Jsonl, ReasoningGym
-from ascent.tasks.text.grading.grading import Grading
-from ascent.tasks.text.grading.self_test import self_test
-from ascent.tasks.text.grading.worker import Grader, Job
-from ascent.tasks.text.grading.workers import Outcome, Pool
+from ascent.tasks.text.grading import Grading, self_test
 from ascent.tasks.text.tokenized import TokenizedTask
+from ascent.tasks.text.workers import Grader, Job, Outcome, Pool
 
 REWARDS = """
 import os, subprocess, sys, time
@@ -145,7 +144,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def outcomes(own: Callable[[str], str]) -> dict[str, Outcome]:
     """All of them in one go, good ones before, between and after."""
     asked = [x for bad in BAD for x in (bad, "plain")] + list(GOOD)
-    with Pool([Grader(own("f"))], 2, 1.0) as pool:
+    with closing(Pool([Grader(own("f"))], 2, 1.0)) as pool:
         found = pool.run([job(response) for response in asked])
     plain = [o for response, o in zip(asked, found, strict=True) if response == "plain"]
     assert all(o == Outcome(1.0) for o in plain), "what failed beside them did them no harm"
@@ -156,6 +155,7 @@ def job(response: str, grader: int = 0, **columns: Any) -> Job:
     return Job(grader, "prompt", response, "answer", columns or {"a": 2, "b": 3})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", BAD)
 def test_a_failed_reward_is_an_error_with_its_reason(kind: str, outcomes: dict[str, Outcome]) -> None:
     import re
@@ -229,8 +229,7 @@ def test_workers_die_with_a_parent_that_is_killed(own: Callable[[str], str]) -> 
     """Whatever they are doing: waiting, computing, or holding Python's lock inside C."""
     code = f"""
 import os, signal, threading
-from ascent.tasks.text.grading.worker import Grader, Job
-from ascent.tasks.text.grading.workers import Pool
+from ascent.tasks.text.workers import Grader, Job, Pool
 pool = Pool([Grader({own("f")!r})], 4, 100.0)
 pool.run([Job(0, "p", "plain", None, {{}})] * 4)
 print(*[w.process.pid for w in pool.workers], flush=True)
@@ -250,13 +249,13 @@ pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the l
 
 def test_processes_that_cannot_start_are_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import nothing_of_this_name\n")
-    with Pool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, 5.0) as pool:
+    with closing(Pool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, 5.0)) as pool:
         found = pool.run([job("plain")] * 3)
     assert all("no process can compute rewards: ModuleNotFoundError" in str(o.error) for o in found)
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error(own: Callable[[str], str]) -> None:
-    with Pool([Grader(own("f"))], 1, 5.0) as pool:
+    with closing(Pool([Grader(own("f"))], 1, 5.0)) as pool:
         found = pool.run([job("plain", a=lambda: 1), job("plain")])
     assert "cannot be sent" in str(found[0].error)
     assert found[1] == Outcome(1.0)
@@ -346,11 +345,11 @@ def test_the_end_token_and_padding_are_no_part_of_a_response(task: Callable[...,
 
 def test_names_of_rewards() -> None:
     made = parse_rewards(("own", "0.5*python:/a.py:f", "python:/b.py:f", "-2*python:/c.py:g"))
-    assert [(r.name, r.weight, r.own) for r in made] == [
-        ("own", 1.0, True),
-        ("f", 0.5, False),
-        ("f-2", 1.0, False),
-        ("g", -2.0, False),
+    assert [(r.name, r.weight, r.kind) for r in made] == [
+        ("own", 1.0, "own"),
+        ("f", 0.5, "python"),
+        ("f-2", 1.0, "python"),
+        ("g", -2.0, "python"),
     ]
     assert [r.name for r in parse_rewards(())] == ["own"]
 
@@ -414,6 +413,7 @@ def test_a_task_of_ones_own_is_graded_in_processes_and_comes_back(tmp_path: Path
 # ---- self-test ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "task",
     [Countdown(), ReasoningGym(source="chain_sum"), ReasoningGym(source="sudoku")],
@@ -445,6 +445,7 @@ def test_the_self_test_sees_a_reward_that_cannot_tell_right_from_wrong(own: Call
     assert any("a reward failed: reward level: TypeError" in line for line in broken.lines())
 
 
+@pytest.mark.long
 def test_math_verify_runs_in_the_processes(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text("".join(f'{{"prompt": "p{i}", "answer": "\\\\frac{{{i + 1}}}{{97}}"}}\n' for i in range(8)))

@@ -14,10 +14,9 @@ import torch
 
 import ascent
 from ascent.core.types import Batch
-from ascent.engines.language import LanguageLearner
-from ascent.engines.language.learning.learner import fetched
-from ascent.records.pieces import BROKEN, Pieces
-from ascent.tasks.small import sorting
+from ascent.engines.language.learning.learner import LanguageLearner, fetched
+from ascent.records.responses import BROKEN, Pieces
+from ascent.tasks.small.sort import Sort
 
 
 class Bytes:
@@ -39,12 +38,9 @@ class Spaced:
 
 
 def test_pieces_of_a_list_of_numbers() -> None:
-    class Numbers:
-        def text(self, ids: list[int]) -> str:
-            return sorting.numbers_text(ids, 10)
-
-    assert Pieces(Numbers())([1, 0, 10], "[1 0 end]") == ["[1", " 0", " end]"]
-    assert Pieces(Numbers())([7], "[7]") == ["[7]"]
+    pieces = Pieces(Sort(numbers=10, end=True))
+    assert pieces([1, 0, 10], "[1 0 end]") == ["[1", " 0", " end]"]
+    assert pieces([7], "[7]") == ["[7]"]
 
 
 def test_a_character_goes_to_the_token_that_completes_it() -> None:

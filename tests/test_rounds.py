@@ -20,9 +20,9 @@ from test_text_tasks import sums
 from ascent.cli import main as cli
 from ascent.core import loop
 from ascent.core.types import Refused, Trouble
-from ascent.records import Run
+from ascent.records.run import Run
 from ascent.settings import configure
-from ascent.workflows import rounds
+from ascent.workflows import labels, rounds
 from ascent.workflows.rounds import Rounds, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
 from tests.processes import Forked
 
@@ -69,6 +69,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
     for number in (1, 2):
         model, policy = (Run(whole / f"round_{number}" / name) for name in ("reward-model", "policy"))
@@ -109,19 +110,18 @@ def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def some(count: int) -> Any:
-        found = ({"prompt": [i % 4, i // 4], "chosen": [0, 1], "rejected": [1, 1]} for i in range(16))
-        return lambda *_: (next(found) for _ in range(count))
+        return lambda *_: [{"prompt": [i % 4, i // 4], "chosen": [0, 1], "rejected": [1, 1]} for i in range(count)]
 
     made = begin_rounds(tmp_path / "out", config_of(), RoundsPlan(rounds=1, pairs=12), RATER, show=True)
     made.folder.joinpath("round_1").mkdir()
     for count, words in ((8, "round 1: only 8 of 12 planned pairs"), (12, "")):
         monkeypatch.setattr(rounds, "draw_pairs", some(count))
-        made.write_pairs(tmp_path / f"{count}.jsonl", made.policy_before(1), 1)
+        made.make_pairs(1, tmp_path / f"{count}.jsonl")
         said = capsys.readouterr().err
         assert words in said and bool(words) == bool(said)
     monkeypatch.setattr(rounds, "draw_pairs", some(1))
     with pytest.raises(Trouble, match="at least two prompts"):
-        made.write_pairs(tmp_path / "one.jsonl", made.policy_before(1), 1)
+        made.make_pairs(1, tmp_path / "one.jsonl")
     (tmp_path / "8.jsonl").rename(made.part(1, "pairs.jsonl"))
     made.show = False
     (row,) = run_rounds(made)
@@ -130,9 +130,9 @@ def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
 
 def test_no_pair_is_drawn_that_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = iter([{"prompt": [i], "chosen": [0], "rejected": [1]} for i in range(5)])
-    monkeypatch.setattr(rounds, "draw_pairs", lambda *_: pairs)
+    monkeypatch.setattr(labels, "_pairs", lambda *_: pairs)
     made = Rounds(tmp_path, config_of(), RoundsPlan(pairs=3), {}, show=False)
-    made.write_pairs(tmp_path / "pairs.jsonl", made.policy_before(1), 1)
+    made.make_pairs(1, tmp_path / "pairs.jsonl")
     assert len(rows(tmp_path / "pairs.jsonl")) == 3 and len(list(pairs)) == 2
 
 
@@ -148,12 +148,13 @@ def test_the_share_is_of_all_pairs_as_far_as_there_are_old_ones(share: float, re
     assert sum(row["n"] == 1 for row in found) == replayed == len({row["i"] for row in found if row["n"] == 1})
 
 
+@pytest.mark.long
 def test_a_stop_between_any_two_parts_repeats_nothing(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after every single part; each is made once, and all are those of the undisturbed rounds."""
     made: list[str] = []
-    start, write = rounds.start, rounds.write_rows
+    start, write = rounds.start, rounds.write_jsonl
 
     def one_run(config: Any, path: Path, *more: Any, **options: Any) -> Run:
         made.append(f"{path.parent.name}/{path.name}")
@@ -166,7 +167,7 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rounds, "start", one_run)
-    monkeypatch.setattr(rounds, "write_rows", one_file)
+    monkeypatch.setattr(rounds, "write_jsonl", one_file)
     folder = tmp_path / "stopped"
     for _ in range(8):
         with pytest.raises(KeyboardInterrupt, match="ascent rounds"):
@@ -210,6 +211,7 @@ def flags(**settings: Any) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
+@pytest.mark.long
 def test_the_command_goes_on_after_an_interrupt(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,7 +219,7 @@ def test_the_command_goes_on_after_an_interrupt(
     monkeypatch.chdir(tmp_path)
     args = ["rounds", "sort", *flags(**SMALL, **STEPS), *flags(rounds=2, pairs=30, out="out")]
     args += [word for name, value in RATER.items() for word in (f"--rm.{name.replace('_', '-')}", str(value))]
-    from ascent.records import Writer
+    from ascent.records.run import Writer
 
     step = Writer.step
 

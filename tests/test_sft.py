@@ -13,7 +13,7 @@ import ascent
 from ascent.assemble import assemble
 from ascent.cli import main as cli
 from ascent.core.types import Refused
-from ascent.engines.language.preflight import arithmetic, memory
+from ascent.engines.language.backend import arithmetic, memory
 from ascent.settings import configure
 
 
@@ -86,6 +86,7 @@ def test_a_prompt_may_be_shown_twice(tmp_path: Path, tiny_folder: Path) -> None:
     assert said == {"1", "2"}
 
 
+@pytest.mark.long
 def test_sft_goes_on_where_it_was_killed(demonstrations: Path, tiny_folder: Path, tmp_path: Path) -> None:
     more = {"steps": 6, "checkpoint_every": 3, "eval_every": 2, "keep": 9}
     whole = ascent.train(

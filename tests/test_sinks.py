@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from ascent.core.types import Refused
-from ascent.records import sinks, trackers
-from ascent.records.sinks import Sinks, finite, open_sinks
-from ascent.records.trackers import SINKS, Row, Sink, flat
+from ascent.records import trackers
+from ascent.records.metrics import CHARTS
+from ascent.records.trackers import SINKS, Row, Sink, Sinks, finite, flat
 
 CONFIG = {"task": {"name": "sort", "length": 3}, "loss": {"name": "clipped", "high": 0.28}, "steps": 3}
 METRICS = {"step": 1, "reward": 0.5, "clip_ratio/low_mean": 0.25, "kl": None, "loss": float("nan"), "time/step": 2}
@@ -29,7 +30,7 @@ class Said(list[str]):
 
 def opened(folder: Path, *names: str, resume_step: int = 0) -> tuple[Sinks, Said]:
     said = Said()
-    return open_sinks(names, folder, CONFIG, "a-run", resume_step, said), said
+    return Sinks(names, folder, CONFIG, "a-run", resume_step, said), said
 
 
 def run(folder: Path, name: str, steps: range, status: str = "finished", resume_step: int = 0) -> Said:
@@ -55,13 +56,29 @@ def test_tensorboard_holds_the_finite_numbers_and_hides_steps_taken_again(tmp_pa
     assert b"clipped" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
+def test_tensorboard_has_the_charts_of_the_table_of_metrics(tmp_path: Path) -> None:
+    """In its order and under its titles; each chart matches its own metrics and no others."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    run(tmp_path, "tensorboard", range(1))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (held,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+    (category,) = Layout.FromString(held).category
+    assert [chart.title for chart in category.chart] == [chart.title for chart in CHARTS]
+    names = [metric.name for chart in CHARTS for metric in chart.series]
+    for drawn, chart in zip(category.chart, CHARTS, strict=True):
+        matched = [name for name in names if any(re.match(tag, name) for tag in drawn.multiline.tag)]
+        assert matched == [metric.name for metric in chart.series]
+
+
 @pytest.mark.slow
 def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(trackers.Mlflow, "most", 2)
-    monkeypatch.setattr(sinks, "CLOSING", 60.0)
+    monkeypatch.setattr(trackers, "CLOSING", 60.0)
     assert run(tmp_path, "mlflow", range(3), status="interrupted") == []
     assert run(tmp_path, "mlflow", range(3, 5), resume_step=3) == []
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
@@ -82,7 +99,7 @@ def test_wandb_writes_offline_into_the_folder_and_a_resume_is_the_same_run(
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setattr(sinks, "CLOSING", 60.0)
+    monkeypatch.setattr(trackers, "CLOSING", 60.0)
     (said,) = run(tmp_path, "wandb", range(3))
     assert "wandb sync" in said
     run(tmp_path, "wandb", range(3, 5), resume_step=3)
@@ -115,9 +132,9 @@ def test_trackio_holds_the_run_and_leaves_stdout_alone(tmp_path: Path) -> None:
     """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
     code = f"""
 from pathlib import Path
-from ascent.records.sinks import open_sinks
+from ascent.records.trackers import Sinks
 for steps, first in ((range(3), 0), (range(3, 5), 3)):
-    tracked = open_sinks(("trackio",), Path({str(tmp_path)!r}), {CONFIG!r}, "a-run", first, print)
+    tracked = Sinks(("trackio",), Path({str(tmp_path)!r}), {CONFIG!r}, "a-run", first, print)
     for step in steps:
         tracked.step(step, {{"reward": float(step)}})
     tracked.close("finished")
@@ -191,7 +208,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     """A tracker of its own for each test, under the name `fake`; pauses are short."""
     made = type("Fake", (Fake,), {"made": []})
     monkeypatch.setitem(SINKS, "fake", made)
-    monkeypatch.setattr(sinks, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(trackers, "PAUSES", (0.01, 0.01))
     return made
 
 
@@ -244,8 +261,8 @@ def test_a_hanging_tracker_neither_blocks_a_step_nor_the_end(
     fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.hanging = threading.Event()
-    monkeypatch.setattr(sinks, "WAITING", 8)
-    monkeypatch.setattr(sinks, "CLOSING", 0.2)
+    monkeypatch.setattr(trackers, "WAITING", 8)
+    monkeypatch.setattr(trackers, "CLOSING", 0.2)
     begin = time.monotonic()
     said = run(tmp_path, "fake", range(1000))
     assert time.monotonic() - begin < 5
@@ -259,7 +276,7 @@ def test_what_trackers_say_is_said_by_the_thread_of_the_run(fake: type[Fake], tm
     """So that the caller may write it to a file without a lock."""
     fake.failing = 10**9
     spoke: list[int] = []
-    tracked = open_sinks(("fake",), tmp_path, CONFIG, "a-run", 0, lambda _: spoke.append(threading.get_ident()))
+    tracked = Sinks(("fake",), tmp_path, CONFIG, "a-run", 0, lambda _: spoke.append(threading.get_ident()))
     tracked.step(0, {"reward": 1.0})
     tracked.close("failed")
     assert set(spoke) == {threading.get_ident()} and spoke

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from ascent.core.kl import InLoss
 from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Outputs, Terms
 from ascent.core.weights import WEIGHTS, SequenceMean, TokenMean
-from ascent.engines.small.reward_model import SmallProcessRewardLearner, SmallRewardModelLearner
+from ascent.engines.small.engine import SmallLearner, score_small_responses, score_small_steps
 
 PROMPTS, SAMPLES = 2, 3
 SIZES = (1, 2, 3, 4, 5, 6, 7)
@@ -86,6 +87,7 @@ def check_split(algorithm: Algorithm, objective: Callable[[Batch, Outputs], Term
         assert difference < 1e-12, f"micro-batches of {size} change the gradient by {difference:.1e}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("row", SAMPLED)
 def test_every_row_with_every_weight(row: str, weights: type) -> None:
@@ -221,8 +223,10 @@ def offline(row: str) -> tuple[Any, Batch]:
     if algorithm.loss.trains == "policy":
         learner: Any = learner_of(policy, algorithm)
     else:
-        kind = SmallRewardModelLearner if algorithm.loss.trains == "rewards" else SmallProcessRewardLearner
-        learner = kind(critic_of(policy), algorithm.update)
+        score = score_small_responses if algorithm.loss.trains == "rewards" else score_small_steps
+        model = critic_of(policy)
+        learner = SmallLearner(model, algorithm.update, False, frozenset())
+        learner.train_reward(partial(score, model))
     if algorithm.loss.data == "steps":
         batch = batch.add(reward=torch.where(batch.mask, batch.reward, 0.0))
     batch = replace(batch, sampled=False).add(logp_old=batch.logp_sampler)

@@ -23,6 +23,7 @@ HEAVY = ("transformers", "vllm", "ray", "wandb", "rich", "pyarrow", "matplotlib"
 CORE = [name for name in house.modules() if name.startswith("core.")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", house.modules())
 def test_imports_point_one_way(module: str) -> None:
     wrong = house.wrong_imports(module, house.edges()[module])
@@ -35,13 +36,13 @@ def test_imports_point_one_way(module: str) -> None:
         ("core.types", "from ascent.policies import Policy", {"policies"}),
         ("core.loop", "def run():\n    from ascent.engines.small import SmallSampler", {"engines.small"}),
         ("core.loop", "from ascent import api", {"api"}),
-        ("engines.small.learner", "from ascent import tasks", {"tasks"}),
-        ("engines.small.learner", "from ascent.records import Run", {"records"}),
-        ("policies.transformer", "from ascent.engines.small import SmallSampler", {"engines.small"}),
+        ("engines.small.engine", "from ascent import tasks", {"tasks"}),
+        ("engines.small.engine", "from ascent.records import Run", {"records"}),
+        ("policies.small", "from ascent.engines.small import SmallSampler", {"engines.small"}),
         ("tasks.small.sort", "from ascent.policies import Policy", {"policies"}),
         ("tasks.small.sort", "from ascent.rewards.judge import Judge", {"rewards.judge"}),
         ("records.run", "from ascent.assemble import assemble", {"assemble"}),
-        ("workflows.sample", "import ascent.cli.main", {"cli.main"}),
+        ("workflows.policy", "import ascent.cli.main", {"cli.main"}),
         ("web.guard", "from ascent.lab import server", {"lab.server"}),
         ("a_new_room", "from ascent.core import types", {"core.types"}),
     ],
@@ -53,7 +54,7 @@ def test_a_wrong_import_is_seen(module: str, source: str, wrong: set[str]) -> No
 def test_a_backend_may_bind_tasks_and_an_engine_may_not() -> None:
     names = house.imported("from ascent.tasks import TASKS")
     assert house.wrong_imports("engines.small.backend", names) == set()
-    assert house.wrong_imports("engines.small.sampler", names) == names
+    assert house.wrong_imports("engines.small.engine", names) == names
 
 
 def test_nothing_imports_in_a_circle() -> None:
@@ -104,6 +105,7 @@ def test_no_core_file_names_a_heavy_package_at_its_head() -> None:
             assert not [n for n in names if n.split(".")[0] in HEAVY], name
 
 
+@pytest.mark.long
 def test_importing_ascent_brings_nothing_heavy_along() -> None:
     """A fresh process, for pytest itself has imported much."""
     core = ", ".join(f"ascent.{name}" for name in CORE)
@@ -120,6 +122,7 @@ def test_the_core_is_read_in_one_sitting() -> None:
     assert house.lines_by_room()["core"] <= house.CORE
 
 
+@pytest.mark.long
 def test_no_function_is_over_60_lines_and_a_file_over_500_is_worth_a_look() -> None:
     long = []
     for module, path in house.modules().items():
@@ -132,8 +135,8 @@ def test_no_function_is_over_60_lines_and_a_file_over_500_is_worth_a_look() -> N
 
 
 def test_the_package_does_not_grow() -> None:
-    """A ratchet on the way to `house.LINES`: lower it when lines go. A new feature that needs more says so here."""
-    assert sum(house.lines_by_room().values()) <= 27_800
+    """A ratchet: lower it when lines go. A new feature that needs more says so here."""
+    assert sum(house.lines_by_room().values()) <= 24_400
 
 
 def test_a_run_is_at_most_45_fields() -> None:

@@ -12,9 +12,9 @@ from conftest import ENDED, F64, TINY, policy_of, rollouts_of
 from torch import Tensor
 
 from ascent.core.types import Refused, Rollouts, Scores, Space
-from ascent.tasks import TASKS, Lecture, Sort
-from ascent.tasks.small.lecture import LECTURE_PROMPTS
-from ascent.tasks.small.sorting import REWARDS, inclusion_ordering, positions_right, response_numbers
+from ascent.tasks import TASKS
+from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
+from ascent.tasks.small.sort import REWARDS, Sort, inclusion_ordering, position_points, response_numbers
 from ascent.tasks.text import TextTask
 
 END = 10
@@ -64,7 +64,7 @@ def test_every_response_to_every_prompt_of_three_numbers() -> None:
     prompt = torch.tensor(every)
     response = prompt.unsqueeze(0).expand(27, -1, -1)
     expected = torch.tensor([[brute(p, r) for r in every] for p in every])
-    assert torch.equal(positions_right(prompt, response), expected[..., 0].float())
+    assert torch.equal(position_points(prompt, response).sum(-1), expected[..., 0].float())
     assert torch.equal(inclusion_ordering(prompt, response), expected[..., 1].float())
 
 
@@ -310,6 +310,14 @@ def test_an_own_reward_sees_the_numbers_without_end_token_and_padding(tmp_path: 
     drawn = ended([[0, 1, 2, END], [0, 1, END, 5], [END, 1, 2, 3]], [4, 3, 1])
     scores = Sort(reward=reward, length=3, numbers=10, end=True).score(drawn)
     assert scores.reward.flatten().tolist() == [3, 2, 0]
+
+
+def test_an_own_reward_sees_what_the_policy_sampled_and_no_observation_between(tmp_path: Path) -> None:
+    reward = own(tmp_path, "def f(prompt, response):\n    return 10 * response[0] + response[1]\n")
+    drawn = ended([[4, 9, 6, END]], [4])
+    drawn.mask[..., 1] = False  # [4, observation, 6, end]
+    scores = Sort(reward=reward, length=3, numbers=10, end=True).score(drawn)
+    assert scores.reward.flatten().tolist() == [46]
 
 
 def test_an_own_reward_sees_the_whole_response(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from ascent.cli.flags import parse_train
 from ascent.core.types import Prompts, Refused, Rollouts, Space, Trouble
 from ascent.settings import configure, field_docs, flatten
-from ascent.tasks.text import Countdown, Dataset, Graded, Gsm8k, Jsonl, Problem, ReasoningGym, TextTask
+from ascent.tasks import Countdown, Dataset, Gsm8k, Jsonl, ReasoningGym
+from ascent.tasks.text import Graded, Problem, TextTask
 from ascent.tasks.text.answers import (
     check_exact,
     check_math,
@@ -50,6 +51,9 @@ class Bytes:
 
     def tokenize(self, words: str) -> list[int]:
         return list(words.encode())
+
+    def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
+        raise AssertionError("no reward here is learned from steps")
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i).decode(errors="replace")
@@ -142,8 +146,8 @@ def test_no_text_breaks_the_search_for_numbers(text: str) -> None:
     ):
         assert found is None or isinstance(found, str)
     for check in (check_exact, check_number):
-        verdict = check("7", text)
-        assert not verdict.strict or verdict.lenient, "what is strictly right is leniently right"
+        strict, lenient, _ = check("7", text)
+        assert not strict or lenient, "what is strictly right is leniently right"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_absurd_numbers_are_none_and_take_no_time(text: str) -> None:
     """Exact arithmetic on 1e999999999 would fill the memory."""
     assert value_of(last_number(text)) is None
     assert not same_number(last_number(text), last_number(text))
-    assert not check_number("7", text).lenient
+    assert not check_number("7", text)[1]
 
 
 def test_numbers_are_compared_exactly() -> None:
@@ -260,7 +264,7 @@ def test_check_math(response: str, strict: bool, lenient: bool) -> None:
 
 
 def test_math_knows_algebra_and_says_when_the_answer_itself_is_unreadable() -> None:
-    assert check_math("x^2 + 2x + 1", r"\boxed{(x+1)^2}").strict
+    assert check_math("x^2 + 2x + 1", r"\boxed{(x+1)^2}")[0]
     with pytest.raises(ValueError, match="cannot read the right answer"):
         check_math("", "7")
 
@@ -550,6 +554,7 @@ def test_no_answer_is_needed_for_a_reward_of_ones_own(tmp_path: Path) -> None:
     assert task.max_reward is None
 
 
+@pytest.mark.long
 def test_a_dataset_from_folders(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list([{"q": f"{i}?", "a": i} for i in range(30)])
@@ -767,7 +772,7 @@ def test_an_unknown_prompt_is_no_silent_zero(echo: TokenizedTask) -> None:
 def test_grading_needs_no_torch() -> None:
     """In a fresh process: importing what a grading process imports brings neither torch nor the gym along."""
     heavy = ("torch", "numpy", "datasets", "reasoning_gym", "math_verify")
-    imports = "import sys, ascent.tasks.text.grading.worker, ascent.tasks.text"
+    imports = "import sys, ascent.tasks.text.workers, ascent.tasks.text"
     code = f"{imports}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -13,7 +13,7 @@ import ascent
 from ascent.core.types import Rollouts, Trouble
 from ascent.engines.small import SmallLearner, SmallSampler
 from ascent.records import checkpoint
-from ascent.records.writer import best_of
+from ascent.records.run import best_of
 
 SMALL: dict[str, Any] = {
     "steps": 4,

@@ -18,15 +18,14 @@ from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import OwnCritic
 from ascent.core.exploration import Constant
 from ascent.core.losses import Ratio
-from ascent.core.trust_region import TrustRegion, conjugate_gradients
 from ascent.core.types import Batch, Refused
-from ascent.core.update import Adam
+from ascent.core.update import Adam, TrustRegion, conjugate_gradients
 from ascent.core.values import GAE
 from ascent.core.weights import TokenMean
 from ascent.engines.small import SmallLearner
-from ascent.engines.small.learner import log_probs
+from ascent.engines.small.engine import log_probs
 from ascent.policies import PerPosition, Policy
-from ascent.records.watch.flags import metric_warnings
+from ascent.records.watch import metric_warnings
 from ascent.settings import configure, row_label
 
 TRPO = ALGORITHMS["trpo"]
@@ -56,6 +55,7 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro_batch", [0, 1, 5])
 def test_products_are_those_of_the_hessian_of_the_kl(policy: Policy, micro_batch: int) -> None:
     """F·v against the second derivative of the mean KL, taken by finite differences of its gradient; and vᵀFv > 0."""
@@ -104,6 +104,7 @@ def test_conjugate_gradients_solve() -> None:
     assert 0 < float((A @ rough - b).norm()) < float(b.norm()) * 2
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @settings(max_examples=25)
 @given(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
-from ascent.engines.language import LanguageCritic, LanguageLearner
-from ascent.engines.language.attention import Packed, ours
-from ascent.engines.language.learning import elementwise, flash, fused_head, states
+from ascent.engines.language.attention import AttendSegments, Flash, FlashFormulas, Group, Packed, Spans, ours
+from ascent.engines.language.kernels import load_kernels
+from ascent.engines.language.learning import elementwise, states
 from ascent.engines.language.learning.elementwise import fuse
-from ascent.engines.language.learning.flash import Group
-from ascent.engines.language.learning.fused_head import FusedStats
-from ascent.engines.language.learning.parameters import CPU_TOKENS, bytes_per_token, room
-from ascent.engines.language.learning.states import Placed, host_of, packed_states, place
+from ascent.engines.language.learning.head import FusedStats, Head, HeadFormulas
+from ascent.engines.language.learning.learner import CPU_TOKENS, LanguageCritic, LanguageLearner, bytes_per_token, room
+from ascent.engines.language.learning.reward_model import add_head, response_scores
+from ascent.engines.language.learning.states import Placed, hidden_states, host_of, place
 from ascent.policies import CausalLM
 from tests.language import batch_of, model_of
 from tests.test_language_engines import awkward, credited, dense, learner_of
@@ -39,11 +38,11 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
     """Hidden states, and their gradient in every parameter, are those of a group at a time."""
     lm = model_of(kind)
     batch, found = awkward(lm), []
-    for fused in (None, flash.Formulas):
+    for fused in (None, FlashFormulas):
         monkeypatch.setattr(states, "Packed", lambda groups, fused=fused: Packed(groups, fused=fused))
         lm.model.zero_grad()
         with ours(lm.model):
-            hidden = packed_states(lm, batch)
+            hidden = hidden_states(lm, batch)
         torch.sin(3 * hidden).sum().backward()
         found.append((hidden.detach(), [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]))
     assert (found[0][0] - found[1][0]).abs().max() < 1e-10
@@ -53,7 +52,7 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
 
 def test_the_segments_of_a_row() -> None:
     """A prompt of 3 with responses of 2 and 1, then a prompt of 2 alone: derived by hand."""
-    spans = flash.Spans.of([Group(0, 3, (2, 1)), Group(6, 2, ())], torch.device("cpu"))
+    spans = Spans.of([Group(0, 3, (2, 1)), Group(6, 2, ())], torch.device("cpu"))
     assert spans.queries.tolist() == [0, 3, 5, 6, 8]
     assert spans.keys.tolist() == [0, 3, 8, 12, 14]
     assert spans.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
@@ -67,15 +66,15 @@ def test_the_segments_of_a_row() -> None:
 def test_the_kernel_is_the_formula(heads: int, shared: int, channel: int) -> None:
     torch.manual_seed(0)
     groups = [Group(0, 37, (130, 1, 64)), Group(232, 5, (300,)), Group(537, 3, ())]
-    spans = flash.Spans.of(groups, torch.device("cuda"))
+    spans = Spans.of(groups, torch.device("cuda"))
     rows = [torch.randn(540, n, channel, device="cuda", dtype=torch.bfloat16) for n in (heads, shared, shared)]
     grad = torch.randn(540, heads, channel, device="cuda", dtype=torch.bfloat16)
     exact = [x.double().cpu().requires_grad_() for x in rows]
-    on_host = flash.Spans.of(groups, torch.device("cpu"))
-    want = flash.attend(*exact, on_host, 0.1, flash.Formulas)
+    on_host = Spans.of(groups, torch.device("cpu"))
+    want = AttendSegments.apply(*exact, on_host, 0.1, FlashFormulas)
     wants = [want, *torch.autograd.grad(want, exact, grad.double().cpu())]
     rows = [x.requires_grad_() for x in rows]
-    got = flash.attend(*rows, spans, 0.1)
+    got = AttendSegments.apply(*rows, spans, 0.1, Flash)
     gots = [got, *torch.autograd.grad(got, rows, grad)]
     for a, b in zip(gots, wants, strict=True):
         assert (a.double().cpu() - b).norm() / b.norm() < 1e-2
@@ -96,18 +95,12 @@ def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, sca
     torch.manual_seed(0)
     h, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((11, 6), (19, 6), (19,)))
     target, mix = torch.randint(19, (11,)), torch.randn(2, 11, dtype=torch.float64)
-    got = FusedStats.apply(h, w, b, target, 4, scale / temperature, entropy_gradient, fused_head.Formulas)
-    want = dense(fused_head_of(w, b, scale), h, target, temperature, None)[:2]
+    got = FusedStats.apply(h, w, b, target, 4, scale / temperature, entropy_gradient, HeadFormulas)
+    want = dense(Head(w, b, scale), h, target, temperature, None)[:2]
     found = [numbers(entropy_gradient, *values, mix=mix, inputs=(h, w, b)) for values in (got, want)]
     for a, c in zip(*found, strict=True):
         assert (a - c).abs().max() < 1e-12
     assert got[1].requires_grad == entropy_gradient
-
-
-def fused_head_of(weight: Tensor, bias: Tensor, scale: float) -> Any:
-    from ascent.engines.language.learning.head import Head
-
-    return Head(weight, bias, scale)
 
 
 @on_gpu
@@ -120,7 +113,7 @@ def test_the_head_kernels_are_the_formulas(entropy_gradient: bool, vocab: int) -
     target, mix = torch.randint(vocab, (70,), device="cuda"), torch.randn(2, 70, device="cuda")
     got = FusedStats.apply(h, w, b, target, 32, 0.8, entropy_gradient)
     exact = [x.detach().double().requires_grad_() for x in (h, w, b)]
-    want = FusedStats.apply(*exact, target, 32, 0.8, entropy_gradient, fused_head.Formulas)
+    want = FusedStats.apply(*exact, target, 32, 0.8, entropy_gradient, HeadFormulas)
     assert (got[0] - want[0]).abs().max() < 1e-3, "float32 log-probs, whatever the parameters are"
     assert (got[1] - want[1]).abs().max() < 1e-3
     gots = numbers(entropy_gradient, *got, mix=mix, inputs=(h, w, b))[2:]
@@ -165,6 +158,7 @@ def test_a_placed_batch_has_the_same_values() -> None:
 # ---- gradients of bfloat16 parameters -------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
     """Each part's gradient is bfloat16's, and their sum is float32's: small parts are not lost in it."""
     lm = model_of(dtype=torch.bfloat16)
@@ -301,7 +295,7 @@ def test_rotations_are_put_back() -> None:
 
 @on_gpu
 def test_the_elementwise_kernels_are_the_formulas() -> None:
-    kernels, torch_ = elementwise._kernels(), elementwise.Formulas
+    kernels, torch_ = load_kernels("elementwise"), elementwise.Formulas
     g, u, d = (torch.randn(300, 77, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     pairs = [(kernels.gate(g, u), torch_.gate(g.double(), u.double()))]
     pairs += zip(kernels.gate_slope(d, g, u), torch_.gate_slope(d.double(), g.double(), u.double()), strict=True)
@@ -366,10 +360,8 @@ def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str) -> None:
 
 
 def test_a_placed_batch_has_the_same_ratings() -> None:
-    from ascent.engines.language.learning.reward_model import add_head, rate
-
     lm = add_head(model_of())
     torch.nn.init.normal_(lm.model.rating.weight)
     batch = awkward(lm)
     with ours(lm.model):
-        assert torch.equal(rate(lm, batch), rate(lm, placed(batch)))
+        assert torch.equal(response_scores(lm, batch), response_scores(lm, placed(batch)))

@@ -18,15 +18,15 @@ from pin_estimators import INDEPENDENT, RAGGED, SPACES, Tiny, a_point_each, move
 from pin_estimators import policy_of as oracle_policy
 from torch import Tensor
 
-from ascent.core.advantages import Centered, LeaveOneOut
+from ascent.core.advantages import Centered, LeaveOneOut, whiten
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.kl import InReward
 from ascent.core.losses import Clipped, SequenceRatio
 from ascent.core.reference import Frozen
-from ascent.core.trust_region import TrustRegion
 from ascent.core.types import Batch, Refused, Space
-from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued, value_loss, whiten
+from ascent.core.update import TrustRegion
+from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
 from ascent.core.weights import SequenceSum, TokenMean
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
@@ -149,10 +149,10 @@ def test_whitening_by_hand() -> None:
     batch = batch_of([[0.0, 0, 0]], [[2, 1, 1]], valid=[[True, True, False]])
     A = f64([[[1.0, 2], [6, 7], [100, 7]]])
     std = math.sqrt(7) + 1e-8
-    close(whiten(A, batch), [[[-2 / std, -1 / std], [3 / std, 0], [0, 0]]])
-    close(whiten(torch.full_like(A, 0.1), batch), torch.zeros_like(A))
+    close(whiten(A, batch, 1e-8)[batch.counted], [-2 / std, -1 / std, 3 / std])
+    close(whiten(torch.full_like(A, 0.1), batch, 1e-8), torch.zeros_like(A))
     one = batch.add(valid=torch.tensor([[False, True, False]]))
-    close(whiten(A, one), torch.zeros_like(A))
+    close(whiten(A, one, 1e-8), torch.zeros_like(A))
 
 
 def test_value_loss_by_hand() -> None:
@@ -164,8 +164,8 @@ def test_value_loss_by_hand() -> None:
     batch = batch_of([[0.0, 0]], [[3, 3]], valid=[[True, False]], value=torch.zeros(1, 2, 4, dtype=F64))
     batch = batch.add(returns=f64([[[1.0, 1, -1], [9, 9, 9]]]))
     V = f64([[[0.5, 2, 0.5, 77], [1, 1, 1, 1]]]).requires_grad_()
-    close(value_loss(batch, V, None).detach(), 1.75)
-    loss = value_loss(batch, V, 0.2)
+    close(OwnCritic().loss(batch, V).detach(), 1.75)
+    loss = OwnCritic(clip=0.2).loss(batch, V)
     close(loss.detach(), 1.945)
     (slope,) = torch.autograd.grad(loss, V)
     close(slope, [[[0, 1, 1.5, 0], [0, 0, 0, 0]]])  # the first has moved further than it may: no gradient
@@ -193,6 +193,7 @@ def of(credit: Any) -> Algorithm:
 SPREAD = [TD(), KStep(k=2), GAE(1.0, 0.3), GAE(), MonteCarlo()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 @pytest.mark.parametrize("reward", [positions, a_point_each])
 def test_with_the_exact_v_every_credit_is_unbiased_and_with_a_wrong_one_only_monte_carlo(
@@ -245,6 +246,7 @@ def test_values_lower_the_variance() -> None:
 # ---- parity -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_gae_is_torchrls(bootstrap: bool) -> None:
     """torchrl 0.14's functional form, on float32, to 1e-6.
@@ -333,6 +335,7 @@ def test_a_critic_sees_the_state_and_nothing_after_it(policy: Any) -> None:
         assert (moved_to[..., t + 1] - V[..., t + 1]).abs().max() > 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_new_critic_says_0_and_learns_its_returns(policy: Any, shared: bool) -> None:
@@ -364,7 +367,7 @@ def test_the_value_loss_is_a_token_mean_whatever_the_weights_and_the_split(size:
         batch = credited(algorithm, learner, policy)
         learner.fit(batch, algorithm.critic.loss)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.critic.trained() if p.grad is not None]))
-        mean = value_loss(batch, learner.values(batch), 0.1) / batch.tokens
+        mean = algorithm.critic.loss(batch, learner.values(batch)) / batch.tokens
     assert mean > 0 and gradients[0].abs().max() > 1e-4
     close(gradients[1], gradients[0])
 

@@ -16,9 +16,9 @@ from scipy import stats
 
 from ascent.core.types import Refused
 from ascent.lab.curves import Library
-from ascent.lab.pages.compare import files, overlay
-from ascent.lab.pages.compare.comparison import Comparison, dotted
-from ascent.records.columns import numbers_or_none, rounded
+from ascent.lab.pages.compare.comparison import DIGITS, Comparison, dotted
+from ascent.lab.pages.compare.page import MOST_PANELS, Selection, csv_table, picture
+from ascent.records.columns import numbers_or_none
 from ascent.records.metrics import CHARTS, DRAWN, title_of
 
 CONFIG = {
@@ -184,7 +184,7 @@ def test_a_drawn_band_ends_where_the_values_do_and_the_table_has_the_interval(
     mean, half = by_hand([0.0, third])
     with compared(*ids) as found:
         made = found.curves([metric])[metric]
-        table = rows(files.csv_table(found, "curves", [metric]))
+        table = rows(csv_table(found, "curves", Selection([metric])))
     low, high = ends
     drawn = made["groups"]["grpo"]
     assert made["bounds"] == [low, high]
@@ -229,7 +229,7 @@ def test_curves_over_what_they_cost(run: Any, compared: Any, axis: str, each: fl
 
 
 def test_numbers_too_large_for_a_mean_are_none() -> None:
-    found = numbers_or_none(rounded(np.array([1.23456789, np.inf, 0.0, -1e300, 5e-324]), overlay.DIGITS))
+    found = numbers_or_none(np.array([1.23456789, np.inf, 0.0, -1e300, 5e-324]), DIGITS)
     assert found[:3] == [1.23457, None, 0.0] and found[3:] == pytest.approx([-1e300, 5e-324], rel=1e-6)
 
 
@@ -265,7 +265,7 @@ def test_a_view_has_the_exact_points(long: Any, compared: Any, axis: str) -> Non
     view = (float(at[480]) - 0.01, float(at[520]) + 0.01)
     with compared("s0", "s1", "s2") as found:
         made = found.curves(["reward", "eval/accuracy"], axis, view=view)
-        table = rows(files.csv_table(found, "curves", ["reward", "eval/accuracy"], axis, view=view))
+        table = rows(csv_table(found, "curves", Selection(["reward", "eval/accuracy"], axis, view)))
         assert made["reward"]["whole"] == found.curves(["reward"], axis)["reward"]["whole"]
     line = made["reward"]["groups"]["grpo"]
     assert line["bucket"] == 1 and line["x"] == pytest.approx(at[479:522].tolist(), rel=1e-5)
@@ -305,8 +305,8 @@ def test_where_nothing_lies_nothing_is_seen(long: Any, compared: Any, run: Any, 
         assert len(made["groups"]["grpo"]["x"]) == 53 and made["whole"] == [0.0, 999.0]
         over = found.curves(["reward"], "tokens", view=(1e9, 2e9))["reward"]
         assert set(over["groups"]) == {"short", "grpo"} and over["groups"]["grpo"]["seeds"] == 1
-        table = rows(files.csv_table(found, "curves", ["reward"], view=(5000, 6000)))
-        assert len(table) == 1 and files.picture(found, ["reward"], view=(5000, 6000)).startswith(b"\x89PNG")
+        table = rows(csv_table(found, "curves", Selection(["reward"], view=(5000, 6000))))
+        assert len(table) == 1 and picture(found, Selection(["reward"], view=(5000, 6000))).startswith(b"\x89PNG")
 
 
 def test_hostile_costs_and_a_file_that_goes_away_break_no_view(run: Any, root: Path, compared: Any, long: Any) -> None:
@@ -323,7 +323,7 @@ def test_hostile_costs_and_a_file_that_goes_away_break_no_view(run: Any, root: P
                 json.dumps(found.curves(["reward"], axis, view=view), allow_nan=False)
         *_, line = found.curves(["reward"], view=(500, 510))["reward"]["groups"].values()
         assert line["x"] == list(range(499, 512))
-        assert files.picture(found, ["reward"], view=(500, 510)).startswith(b"\x89PNG")
+        assert picture(found, Selection(["reward"], view=(500, 510))).startswith(b"\x89PNG")
 
 
 def test_a_picture_of_a_view_ends_where_it_does(long: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_picture_of_a_view_ends_where_it_does(long: Any, compared: Any, monkey
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
     with compared("s0", "s1") as found:
-        files.picture(found, ["reward", "eval/accuracy"], view=(480, 520))
+        picture(found, Selection(["reward", "eval/accuracy"], view=(480, 520)))
     monkeypatch.undo()
     panel = kept[0].axes[0]
     assert panel.get_xlim() == pytest.approx((479.2, 520.8))
@@ -382,7 +382,7 @@ def test_differences_are_to_the_setting_that_is_chosen(run: Any, compared: Any) 
     assert gaps[None] == gaps["nope"] == {"c": None, "a": -2, "b": -1} and gaps["b"] == {"c": 1, "a": -1, "b": None}
     with compared("c", "a", "b") as found:
         assert [g["name"] for g in found.summary()["groups"]] == found.summary()["order"] == ["c", "a", "b"]
-        table = rows(files.csv_table(found, "finals", [], base="b"))
+        table = rows(csv_table(found, "finals", Selection([]), base="b"))
     assert {row[-1] for row in table[1:] if row[0] != "b"} == {"b"} and {r[-1] for r in table if r[0] == "b"} == {""}
 
 
@@ -474,9 +474,9 @@ def test_what_cannot_be_compared_is_refused(run: Any, compared: Any) -> None:
         with pytest.raises(Refused, match="there are step, samples"):
             found.curves(["reward"], "hours")
         with pytest.raises(Refused, match="there are finals"):
-            files.csv_table(found, "all", ["reward"])
+            csv_table(found, "all", Selection(["reward"]))
         with pytest.raises(Refused, match="a picture has 1 to 60"):
-            files.picture(found, ["reward"] * 61)
+            picture(found, Selection([]))
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_tables_as_csv(two: Comparison) -> None:
     with two as found:
         curves, finals, settings = (
-            rows(files.csv_table(found, what, ["reward"])) for what in ("curves", "finals", "settings")
+            rows(csv_table(found, what, Selection(["reward"]))) for what in ("curves", "finals", "settings")
         )
     assert curves[0] == ["metric", "setting", "seeds", "step", "mean", "low", "high"]
     mean, half = by_hand([0.0, 1.0])
@@ -510,20 +510,22 @@ def test_the_tables_as_csv(two: Comparison) -> None:
     assert settings[0] == ["setting", "a0", "a1", "b"] and ["loss", "clipped", "clipped", "$\\alpha"] in settings
 
 
+@pytest.mark.long
 def test_a_picture_holds_every_chart(two: Comparison) -> None:
-    assert len(DRAWN) <= files.MOST_PANELS
+    assert len(DRAWN) <= MOST_PANELS
     with two as found:
-        svg = files.picture(found, [chart.series[0].name for chart in CHARTS], "step", "svg").decode()
+        svg = picture(found, Selection([chart.series[0].name for chart in CHARTS]), "svg").decode()
     for chart in CHARTS:
         assert title_of(chart.series[0].name)[0] in svg
     assert "bands end at 0 and 1 for shares" in svg
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", ["band", "lines"])
 def test_the_picture(two: Comparison, seeds: str) -> None:
     with two as found:
-        png = files.picture(found, ["reward", "num_tokens"], "samples", "png", seeds)
-        svg = files.picture(found, ["reward"], "step", "svg", seeds).decode()
+        png = picture(found, Selection(["reward", "num_tokens"], "samples"), "png", seeds)
+        svg = picture(found, Selection(["reward"]), "svg", seeds).decode()
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
     assert "<svg" in svg and "Reward, sampled" in svg and "grpo, 2 seeds" in svg and "=cmd()" in svg
 
@@ -543,6 +545,7 @@ def client(two: Comparison, root: Path) -> Any:
 IDS = "id=a0&id=a1&id=b"
 
 
+@pytest.mark.long
 def test_the_routes(client: Any) -> None:
     found = client.get(f"/api/view/compare?{IDS}").json()
     assert list(found["curves"]) == ["reward"] and found["axes"] == ["step", "samples", "tokens", "seconds"]
@@ -568,8 +571,6 @@ def test_the_routes(client: Any) -> None:
         ("id=a0&id=nope", "there is no run nope"),
         ("id=../secret", "not the name of a run"),
         ("&".join(f"id=r{i}" for i in range(51)), "at most 50"),
-        ("id=a0&points=1", "points=1"),
-        ("id=a0&points=x", "points=x"),
         ("id=a0&x=y", "x=y"),
         ("id=a0&from=y", "from=y: a number is needed"),
         ("id=a0&from=3&to=2", "from=3 is behind to=2"),
@@ -581,9 +582,8 @@ def test_requests_that_cannot_be_are_refused(client: Any, query: str, words: str
     answer = client.get(f"/api/view/compare?{query}")
     assert answer.status_code == 400 and words in answer.json()["error"]
     for kind in ("png", "csv"):
-        if "points" not in query:
-            more = "&table=curves" if kind == "csv" else ""
-            assert client.get(f"/api/view/compare.{kind}?{query}{more}").status_code == 400
+        more = "&table=curves" if kind == "csv" else ""
+        assert client.get(f"/api/view/compare.{kind}?{query}{more}").status_code == 400
 
 
 def test_files_refuse_what_they_do_not_know(client: Any) -> None:

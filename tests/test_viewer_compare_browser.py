@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import ascent
-from ascent.lab.report.command import report_of
+from ascent.lab.report.page import report_of
 from ascent.records.folder import read_lines
 from ascent.records.places import Place
 from ascent.records.statistics import interval

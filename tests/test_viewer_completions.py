@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ from viewed import row, write_run, write_step
 import ascent
 from ascent.core.types import Refused
 from ascent.lab import server
-from ascent.lab.pages.completions import prompts, tokens
-from ascent.lab.pages.completions.completions import completions_page, key_of
+from ascent.lab.pages.completions.completions import (
+    all_prompts,
+    completions_page,
+    key_of,
+    loss_of,
+    of_row,
+    prompt_history,
+    tokens,
+)
 from ascent.records import responses as recorded
-from ascent.records import rollouts
-from ascent.records.reading import FileCache
+from ascent.records.folder import FileCache
 
 SOME = [
     row(0, 0, 0.0, "no idea", truncated=True),
@@ -111,7 +118,7 @@ def test_without_a_strict_score_nobody_is_right_or_wrong(tmp_path: Path) -> None
 def test_components_are_columns_of_their_own(tmp_path: Path) -> None:
     rows = [r | {"format": 0.25 * i, "brevity": math.nan} for i, r in enumerate(SOME)]
     page = completions_page(write_run(tmp_path / "r", {0: rows}), sort="sample")
-    assert page["columns"] == ["format", "brevity"]
+    assert list(page["groups"][0]["responses"][0]["parts"]) == ["format", "brevity"]
     assert page["groups"][0]["responses"][1]["parts"] == {"format": 0.25, "brevity": "nan"}
 
 
@@ -123,7 +130,7 @@ def test_numbers_that_are_not_finite_and_empty_responses(tmp_path: Path) -> None
     assert json.loads(json.dumps(page, allow_nan=False)) == page
     assert [(r["sample"], r["reward"]) for r in page["groups"][0]["responses"]] == [(2, 1.0), (0, "nan"), (1, "inf")]
     assert page["groups"][0]["mean"] == 1.0, "of those that are numbers"
-    found = tokens.tokens(run, "ascent", 0, [0])
+    found = tokens(run, "ascent", 0, [0])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     first, empty, third = found["rows"]
     assert first["logp"] == [-1.0, "nan"] and first["ratio"][1] == "nan" and first["entropy"] == ["nan", "inf"]
@@ -134,23 +141,23 @@ def test_numbers_that_are_not_finite_and_empty_responses(tmp_path: Path) -> None
 
 
 def test_a_torn_file_a_missing_one_and_one_of_somebody_else(some: Path, tmp_path: Path) -> None:
-    path = rollouts.path_of(some, 3)
+    path = recorded.path_of(some, 3)
     path.write_bytes(path.read_bytes()[:-500])
     page = completions_page(some, step=3)
     assert page["groups"] == [] and "step_000003.parquet is not a whole Parquet file" in page["problems"][0]
     assert (page["step"], page["next"], page["recorded"]) == (3, 10, [3, 10]), "one can go on to the next"
     with pytest.raises(Refused, match="not a whole Parquet file"):
-        tokens.tokens(some, "ascent", 3, [0])
+        tokens(some, "ascent", 3, [0])
     with pytest.raises(Refused, match="step 4: nothing was recorded"):
-        tokens.tokens(some, "ascent", 4, [0])
-    found = prompts.prompt_history(some, "ascent", key_of("prompt 0"))
+        tokens(some, "ascent", 4, [0])
+    found = prompt_history(some, "ascent", key_of("prompt 0"))
     assert [s["step"] for s in found["steps"]] == [10] and "step_000003" in found["problems"][0]
     write_step(some, 3, [{"group": 1, "text": "x"}])
     assert "has no column sample" in completions_page(some, step=3)["problems"][0]
     shutil.rmtree(some / "rollouts")
     assert "No responses were recorded" in completions_page(some)["problems"][0]
     with pytest.raises(Refused, match="in none of the recorded steps"):
-        prompts.prompt_history(some, "ascent", "0" * 16)
+        prompt_history(some, "ascent", "0" * 16)
 
 
 def test_a_file_that_changes_is_read_again(some: Path) -> None:
@@ -190,7 +197,7 @@ def test_clipped_is_what_the_loss_of_the_run_says(
     tmp_path: Path, loss: Any, advantage: list[float], expected: Any
 ) -> None:
     given = row(0, 0, 1.0, "a b c d", logp=[[-1.0] * 4, LOGP], advantage=advantage)
-    found = tokens.tokens(write_run(tmp_path / "r", {0: [given]}, loss), "ascent", 0, [0])
+    found = tokens(write_run(tmp_path / "r", {0: [given]}, loss), "ascent", 0, [0])
     (one,) = found["rows"]
     assert one["clipped"] == expected
     assert one["ratio"] == pytest.approx([1.0, 1.34986, 0.740818, 0.904837], rel=1e-5)
@@ -202,14 +209,14 @@ def test_clipped_is_what_the_loss_of_the_run_says(
 
 def test_a_response_whose_reward_failed_is_not_clipped(tmp_path: Path) -> None:
     given = row(0, 0, 1.0, "a b c d", logp=[[-1.0] * 4, LOGP], valid=False)
-    (one,) = tokens.tokens(write_run(tmp_path / "r", {0: [given]}), "ascent", 0, [0])["rows"]
+    (one,) = tokens(write_run(tmp_path / "r", {0: [given]}), "ascent", 0, [0])["rows"]
     assert one["clipped"] == [None] * 4
 
 
 def test_what_older_files_lack_is_null_and_said(tmp_path: Path) -> None:
     old = {k: v for k, v in row(0, 0, 1.0, "a b").items() if k not in ("pieces", "entropy", "status", "logp_ref")}
     old["logp"] = []
-    found = tokens.tokens(write_run(tmp_path / "r", {0: [old]}), "ascent", 0, [0])
+    found = tokens(write_run(tmp_path / "r", {0: [old]}), "ascent", 0, [0])
     (one,) = found["rows"]
     assert one["pieces"] == ["⟨100⟩", "⟨101⟩"] and one["entropy"] is one["ratio"] is one["clipped"] is None
     assert set(found["missing"]) == {"pieces", "entropy", "ratio"}
@@ -217,10 +224,10 @@ def test_what_older_files_lack_is_null_and_said(tmp_path: Path) -> None:
 
 def test_lists_of_another_length_are_not_shown_beside_the_wrong_tokens(tmp_path: Path) -> None:
     given = row(0, 0, 1.0, "a b c", logp_old=[-1.0, -1.0], entropy=[0.1] * 4, advantage=[0.1, 0.2])
-    (one,) = tokens.tokens(write_run(tmp_path / "r", {0: [given]}), "ascent", 0, [0])["rows"]
+    (one,) = tokens(write_run(tmp_path / "r", {0: [given]}), "ascent", 0, [0])["rows"]
     assert one["logp"] is one["entropy"] is one["advantage"] is one["ratio"] is one["clipped"] is None
     for mask in ([True, False], [True, None, False], "yes"):
-        assert tokens.of_row(given | {"mask": mask}, None) == tokens.of_row(given, None)
+        assert of_row(given | {"mask": mask}, None) == of_row(given, None)
 
 
 def test_code_of_a_run_is_not_run_by_whoever_looks_at_it(tmp_path: Path) -> None:
@@ -228,7 +235,7 @@ def test_code_of_a_run_is_not_run_by_whoever_looks_at_it(tmp_path: Path) -> None
     bomb.write_text("raise SystemExit('it ran')\n")
     for loss in ({"name": f"python:{bomb}:Loss"}, {"name": "unheard-of"}, {"name": "clipped", "low": -1}, "x", None):
         run = write_run(tmp_path / "r", {0: [row(0, 0, 1.0, "a")]}, loss)
-        found = tokens.tokens(run, "ascent", 0, [0])
+        found = tokens(run, "ascent", 0, [0])
         assert found["rows"][0]["clipped"] is None and found["clip"]["words"], loss
         assert found["rows"][0]["ratio"] is not None
         assert not isinstance(loss, dict) or "bomb" not in loss["name"] or "own" in found["clip"]["words"]
@@ -256,10 +263,24 @@ def test_only_the_part_of_a_file_that_holds_a_group_is_decoded(tmp_path: Path, m
 def test_four_thousand_tokens(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", {0: [row(0, s, 1.0, pieces=["x"] * 4000) for s in range(4)]})
     start = time.perf_counter()
-    found = tokens.tokens(run, "ascent", 0, [0])
+    found = tokens(run, "ascent", 0, [0])
     assert [len(r["ratio"]) for r in found["rows"]] == [4000] * 4 and time.perf_counter() - start < 3
 
 
+def clip_ratios(rows: list[dict[str, Any]], loss: Any) -> dict[str, float]:
+    """The shares of tokens that are shown as clipped after each update: means over the updates."""
+    counts: dict[int, dict[str, int]] = {}
+    for one in rows:
+        for i, update in enumerate(one["logp_update"]):
+            shown = of_row(one | {"logp": one["logp"][: i + 1]}, loss)
+            count = counts.setdefault(update, {"low": 0, "high": 0, "all": 0})
+            count["all"] += sum(one.get("mask") or [True] * len(shown["ids"]))
+            for side in ("low", "high"):
+                count[side] += (shown["clipped"] or []).count(side)
+    return {side: statistics.fmean(count[side] / count["all"] for count in counts.values()) for side in ("low", "high")}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -284,14 +305,14 @@ def test_clips_are_those_that_the_learner_reported(tmp_path: Path, algorithm: st
         **same,
         **settings,
     )
-    loss, about = tokens.loss_of(run.folder)
+    loss, about = loss_of(run.folder)
     assert loss == run.config.algorithm.loss and about["name"]
     for line in run.metrics:
-        found = tokens.clip_ratios(rollouts.read_rollouts(run.folder, line["step"]), loss)
+        found = clip_ratios(recorded.read_rollouts(run.folder, line["step"]), loss)
         assert found["low"] == pytest.approx(line["clip_ratio/low_mean"], abs=1e-9)
         assert found["high"] == pytest.approx(line["clip_ratio/high_mean"], abs=1e-9)
     assert any(line["clip_ratio/low_mean"] + line["clip_ratio/high_mean"] > 0.01 for line in run.metrics)
-    shown = tokens.tokens(run.folder, "ascent", 2, [0])
+    shown = tokens(run.folder, "ascent", 2, [0])
     assert shown["missing"] == {} and all(len(r["pieces"]) == len(r["ids"]) == len(r["entropy"]) for r in shown["rows"])
 
 
@@ -300,38 +321,33 @@ def test_clips_are_those_that_the_learner_reported(tmp_path: Path, algorithm: st
 
 def test_the_same_prompt_over_the_steps(some: Path) -> None:
     key = key_of("prompt 0")
-    found = prompts.prompt_history(some, "ascent", key)
+    found = prompt_history(some, "ascent", key)
     assert (found["prompt"], found["found"], found["recorded"], found["left_out"]) == ("prompt 0", 2, 2, 0)
     first = found["steps"][0]
     assert (first["step"], first["mean"], first["right"], first["size"]) == (3, 0.5, 1, 3)
     assert (first["best"]["text"], first["best"]["reward"], first["common"]["count"]) == ("the answer is 4", 1.0, 1)
-    nothing = prompts.prompt_history(some, "ascent", key_of("prompt 1"))["steps"][0]
+    nothing = prompt_history(some, "ascent", key_of("prompt 1"))["steps"][0]
     assert (nothing["common"]["text"], nothing["common"]["count"], nothing["failed"]) == ("nothing", 2, 1)
-    named = prompts.prompt_key(some, "ascent", prompt="What is 2 + 2?")
-    assert prompts.prompt_key(some, "ascent", step=3, group=2) == named
-    listed = prompts.all_prompts(some, "ascent")
+    listed = all_prompts(some, "ascent")
     assert [(p["prompt"], p["steps"], p["first"], p["last"]) for p in listed["prompts"]] == [
         ("prompt 0", 2, 3, 10),
         ("prompt 1", 1, 3, 3),
         ("What is 2 + 2?", 1, 3, 3),
     ]
-    assert len(prompts.all_prompts(some, "ascent", "what")["prompts"]) == 1
-    for wrong in ({"step": 4, "group": 0}, {"step": 3, "group": 9}, {}):
-        with pytest.raises(Refused):
-            prompts.prompt_key(some, "ascent", **wrong)
 
 
+@pytest.mark.long
 def test_a_thousand_files(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", {0: SOME})
     for step in range(1, 1000):
-        shutil.copyfile(rollouts.path_of(run, 0), rollouts.path_of(run, 0).with_name(f"step_{step:06d}.parquet"))
+        shutil.copyfile(recorded.path_of(run, 0), recorded.path_of(run, 0).with_name(f"step_{step:06d}.parquet"))
     key, start = key_of("prompt 0"), time.perf_counter()
-    found = prompts.prompt_history(run, "ascent", key)
+    found = prompt_history(run, "ascent", key)
     cold = time.perf_counter() - start
     assert (found["found"], len(found["steps"]), found["left_out"]) == (1000, 200, 800)
     assert [found["steps"][0]["step"], found["steps"][-1]["step"]] == [0, 999]
     start = time.perf_counter()
-    assert prompts.prompt_history(run, "ascent", key) == found
+    assert prompt_history(run, "ascent", key) == found
     assert time.perf_counter() - start < cold / 3, "what was read is kept"
     assert cold < 20
 
@@ -374,8 +390,6 @@ def test_routes(client: TestClient) -> None:
     assert len(client.get("/api/view/tokens?id=deep/r&step=3&group=0&sample=1").json()["rows"]) == 1
     key = page["groups"][0]["key"]
     assert client.get(f"/api/view/prompt?id=deep/r&key={key}").json()["prompt"] == "prompt 3"
-    assert client.get("/api/view/prompt?id=deep/r&step=3&group=3").json()["key"] == key
-    assert client.get("/api/view/prompt?id=deep/r&prompt=prompt 3").json()["key"] == key
     assert client.get("/api/view/prompts?id=deep/r").json()["total"] == 4
     assert client.get("/completions?id=deep/r").status_code == 200
 

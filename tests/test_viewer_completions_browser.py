@@ -14,7 +14,7 @@ import pytest
 from viewed import row, write_run, write_step
 
 import ascent
-from ascent.records import rollouts
+from ascent.records import responses
 from tests.browser import Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -118,7 +118,7 @@ def test_held_out_answers(view: View, runs: Path) -> None:
     view.page.click("[data-set=held-out]")
     until(lambda: view.asked("set") == "held-out" and view.page.locator(".c-group").count() == 4)
     view.tokens()
-    answers = rollouts.read_rollouts(runs / "sorted", 1, rollouts.HELD_OUT)
+    answers = responses.read_rollouts(runs / "sorted", 1, responses.HELD_OUT)
     assert view.asked("step") == "1" and view.asked("show") == "" and view.samples() == [[0]] * 4
     right = sum(one["correct"] for one in answers)
     assert view.text(".found") == f"4 answers recorded (held out, greedy), {right} right"
@@ -148,7 +148,7 @@ def test_held_out_answers(view: View, runs: Path) -> None:
     view.page.select_option("#prompt", index=1)
     until(lambda: view.asked("set") == "held-out" and view.asked("key") != "")
     last = {
-        name: rollouts.read_rollouts(runs / name, 2, rollouts.HELD_OUT)[1]["response_text"]
+        name: responses.read_rollouts(runs / name, 2, responses.HELD_OUT)[1]["response_text"]
         for name in ("sorted", "twin")
     }
     until(lambda: view.texts(".beside article pre") == list(last.values()))
@@ -176,7 +176,7 @@ def test_a_real_run_step_by_step(view: View, runs: Path) -> None:
     until(lambda: view.asked("step") == "1" and view.text(".c-steps b") == "1")
     view.tokens()
     sample = view.samples()[0][0]
-    recorded = next(r for r in rollouts.read_rollouts(runs / "sorted", 1) if (r["group"], r["sample"]) == (0, sample))
+    recorded = next(r for r in responses.read_rollouts(runs / "sorted", 1) if (r["group"], r["sample"]) == (0, sample))
     texts = [text.strip() for text in view.texts(".c-response >> nth=0 >> .t")]
     assert texts == [piece.strip() for piece in recorded["pieces"]]
     view.page.hover(".c-tokens .t >> nth=2")
@@ -441,7 +441,7 @@ def test_a_real_model(view: View, runs: Path, smollm2_run: Path) -> None:
     """SmolLM2, a step of a few tokens: its words are there, with spaces where it has them."""
     shutil.copytree(smollm2_run, runs / "smollm2", ignore=shutil.ignore_patterns("checkpoints"))
     view.open("id=smollm2&step=0").tokens()
-    recorded = {r["sample"]: r for r in rollouts.read_rollouts(runs / "smollm2", 0)}
+    recorded = {r["sample"]: r for r in responses.read_rollouts(runs / "smollm2", 0)}
     for i, sample in enumerate(view.samples()[0]):
         shown = view.page.locator(".c-response").nth(i).locator(".c-tokens")
         assert shown.text_content().replace("∅", "") == recorded[sample]["response_text"]

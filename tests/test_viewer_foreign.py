@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ascent.core.types import Refused
-from ascent.lab.pages.completions import prompts, tokens
-from ascent.lab.pages.completions.completions import completions_page, key_of
+from ascent.lab.pages.completions.completions import all_prompts, completions_page, key_of, prompt_history, tokens
 from ascent.records import foreign
 from ascent.records import responses as recorded
 
@@ -62,7 +61,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_what_trl_wrote(trained: Path) -> None:
     """Its own log and its own files are the two sides."""
     assert foreign.foreign_kind(trained) == "trl"
-    assert list(foreign.files_by_step(trained)) == recorded.recorded_steps(trained, "trl") == [1, 2, 3]
+    assert list(foreign.reader_of(trained)[1]) == recorded.recorded_steps(trained, "trl") == [1, 2, 3]
     lines, problems = foreign.foreign_lines(trained)
     assert problems == [] and [line["step"] for line in lines] == [1, 2, 3]
     history = json.loads((trained / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
@@ -98,14 +97,15 @@ def test_what_trl_wrote(trained: Path) -> None:
 @pytest.mark.slow
 def test_completions_of_trl_are_shown_as_ours(trained: Path) -> None:
     page = completions_page(trained, "trl", 2)
-    assert len(page["groups"]) == 3 and page["columns"] == ["vowels", "short"] and page["shares"]["right"] is None
+    assert len(page["groups"]) == 3 and page["shares"]["right"] is None
+    assert list(page["groups"][0]["responses"][0]["parts"]) == ["vowels", "short"]
     first = page["groups"][0]["responses"]
     assert first[0]["reward"] == max(r["reward"] for r in first) and first[0]["length"] is None
     assert all(isinstance(r["advantage"], float) for r in first)
-    assert tokens.tokens(trained, "trl", 2, [0])["missing"]["tokens"]
-    found = prompts.prompt_history(trained, "trl", key_of("ab"))
+    assert tokens(trained, "trl", 2, [0])["missing"]["tokens"]
+    found = prompt_history(trained, "trl", key_of("ab"))
     assert [s["step"] for s in found["steps"]] == [1, 2, 3] and found["prompt"] == "ab"
-    assert len(prompts.all_prompts(trained, "trl")["prompts"]) == 2
+    assert len(all_prompts(trained, "trl")["prompts"]) == 2
 
 
 # ---- TRL's format by hand -------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_verl(tmp_path: Path) -> None:
         ],
     )
     write_verl(tmp_path, 10, [answer("2 + 2?", "4", 1.0)])
-    assert foreign.foreign_kind(tmp_path) == "verl" and list(foreign.files_by_step(tmp_path)) == [7, 10]
+    assert foreign.foreign_kind(tmp_path) == "verl" and list(foreign.reader_of(tmp_path)[1]) == [7, 10]
     rows = foreign.foreign_rows(tmp_path, 7)
     assert [(r["group"], r["sample"], r["response_text"]) for r in rows] == [
         (0, 0, "4 é\u2028"),
@@ -225,8 +225,9 @@ def test_verl(tmp_path: Path) -> None:
     assert "completions/mean_length" not in first and first["completions/mean_characters"] == 1.75
     assert "accuracy" not in last and last["reward_std"] == 0.0
     page = completions_page(tmp_path, "verl", 7)
-    assert page["groups"][0]["answer"] == "4" and page["groups"][0]["kind"] == "mixed" and page["columns"] == ["format"]
-    assert [s["step"] for s in prompts.prompt_history(tmp_path, "verl", key_of("2 + 2?"))["steps"]] == [7, 10]
+    assert page["groups"][0]["answer"] == "4" and page["groups"][0]["kind"] == "mixed"
+    assert list(page["groups"][0]["responses"][0]["parts"]) == ["format"]
+    assert [s["step"] for s in prompt_history(tmp_path, "verl", key_of("2 + 2?"))["steps"]] == [7, 10]
 
 
 def test_flags_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

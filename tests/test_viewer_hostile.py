@@ -18,11 +18,11 @@ import ascent
 from ascent.core.types import Refused
 from ascent.lab.curves import Library, curves
 from ascent.lab.pages.compare.comparison import Comparison
-from ascent.lab.pages.runs.notes import read_note, write_note
+from ascent.lab.pages.runs.page import read_note, write_note
 from ascent.lab.server import application
 from ascent.records.columns import Columns, bucket_starts, bucket_width, parse
 from ascent.records.folder import RunFolder, is_locked
-from ascent.records.status import status_of
+from ascent.records.places import status_of
 from ascent.web.guard import Guard, host_names
 
 DEEP = "[" * 30_000 + "]" * 30_000
@@ -144,6 +144,7 @@ def test_one_damaged_run_costs_no_other_its_row(client: TestClient) -> None:
     assert len(sparks["good"]["points"]) >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*DAMAGES, "verl-odd"])
 @pytest.mark.parametrize(
     "path",
@@ -160,6 +161,7 @@ def test_every_page_of_a_damaged_run_answers(client: TestClient, name: str, path
         assert answer.json()["error"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*DAMAGES, "verl-odd"])
 def test_a_damaged_run_has_a_report_or_a_reason(root: Path, name: str, tmp_path: Path) -> None:
     from ascent.cli import main as cli

@@ -15,9 +15,9 @@ import pytest
 
 import ascent
 from ascent.cli.main import main
-from ascent.lab.report import command, numbers
-from ascent.lab.report.chart import Series, chart
-from ascent.lab.templates import TEMPLATES
+from ascent.lab.page import TEMPLATES
+from ascent.lab.report import page as report
+from ascent.lab.report.chart import Series, chart, exact, number, percent, shown
 from ascent.records.places import Place
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -140,6 +140,7 @@ def tables(path: Path) -> dict[str, list[list[str]]]:
 # ---- what it says -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_finished_run(run: Path, made: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page, lines = made(run), metrics(run)
     assert "Report: " in capsys.readouterr().out
@@ -159,7 +160,7 @@ def test_a_finished_run(run: Path, made: Any, capsys: pytest.CaptureFixture[str]
     for title, metric in names.items():
         assert [[int(step), float(value)] for step, value in found[title]] == [[x["step"], x[metric]] for x in lines]
     assert [row[1] for row in found["Exactly right"]] == [
-        "" if x["eval/accuracy"] is None else numbers.exact(x["eval/accuracy"]) for x in lines
+        "" if x["eval/accuracy"] is None else exact(x["eval/accuracy"]) for x in lines
     ]
 
 
@@ -177,7 +178,7 @@ def test_completions_have_their_numbers_and_a_choice_without_a_script(run: Path,
     assert heads == ["Step 0", "Step 4", "Step 5"]
     rows = pq.read_table(run / "rollouts/step_000000.parquet").to_pylist()
     row = max((r for r in rows if r["group"] == 0), key=lambda r: r["reward"])
-    said = f"δ {numbers.shown(row['advantage'][0], 4)}, log-prob {numbers.shown(row['logp_old'][0], 4)}, "
+    said = f"δ {shown(row['advantage'][0], 4)}, log-prob {shown(row['logp_old'][0], 4)}, "
     assert [a for a in page.all("span") if (a.get("title") or "").startswith(said)]
     assert page.text.count("Best:") + page.text.count("one response:") >= 3
     assert row["prompt_text"] in page.text
@@ -235,16 +236,12 @@ def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
     assert "step 3: all responses, which are not in this file" in page.text, "step 3 was not recorded"
     for anchor in ("seen-2-wrong", (links[1] or "")[1:]):
         section = part(run, anchor)
-        assert section.count("Matches:") == 1 and f"reward {numbers.shown(rows[3]['reward'])}" in section
+        assert section.count("Matches:") == 1 and f"reward {shown(rows[3]['reward'])}" in section
     assert 'href="#flag-0"' in part(run, "seen-2-wrong") and 'href="#flag-2"' in part(run, "seen-2-wrong")
     assert {f"flag-{i}" for i in range(5)} <= ids
     assert "None of the recorded responses is so." in part(run, (links[3] or "")[1:])
     sampled = metrics(run)[2]["num_responses"]
-    how = (
-        f"Recorded: {len(rows)} of the {numbers.shown(sampled)} responses of the step"
-        if sampled > len(rows)
-        else "All "
-    )
+    how = f"Recorded: {len(rows)} of the {shown(sampled)} responses of the step" if sampled > len(rows) else "All "
     assert how in part(run, "seen-2-wrong") and f"{len({r['group'] for r in rows})} groups" in part(run, "seen-2-wrong")
 
 
@@ -272,7 +269,7 @@ def test_evidence_is_bounded_and_it_is_said(run: Path, made: Any) -> None:
     ],
 )
 def test_numbers_are_said_as_on_the_pages(value: Any, said: str, share: str) -> None:
-    assert (numbers.shown(value), numbers.percent(value)) == (said, share)
+    assert (shown(value), percent(value)) == (said, share)
 
 
 def test_shares_are_said_in_percent(run: Path, made: Any) -> None:
@@ -309,8 +306,9 @@ def test_what_a_run_holds_is_text(run: Path, made: Any) -> None:
 # ---- runs in any state ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_that_died_and_one_that_runs(run: Path, made: Any) -> None:
-    from ascent.records import RunFolder
+    from ascent.records.folder import RunFolder
 
     about = json.loads((run / "run.json").read_text()) | {"status": "running", "result": None}
     (run / "run.json").write_text(json.dumps(about))
@@ -357,6 +355,7 @@ def test_a_run_that_was_killed_before_it_began(tmp_path: Path, made: Any) -> Non
     assert "killed before its first step" in made(tmp_path).text
 
 
+@pytest.mark.long
 def test_a_run_of_100_000_steps_is_small_and_exact(trained: Path, tmp_path: Path, made: Any) -> None:
     run, steps = Path(shutil.copytree(trained, tmp_path / "long")), 100_000
     line = metrics(run)[0]
@@ -385,6 +384,7 @@ def test_a_run_of_100_000_steps_is_small_and_exact(trained: Path, tmp_path: Path
     assert len(paths) >= 10, "the band shows a spike that the mean hides"
 
 
+@pytest.mark.long
 def test_long_responses_are_cut_and_it_is_said(run: Path, made: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -462,6 +462,7 @@ def test_what_cannot_be_is_refused(
     assert Path("file").read_text() == "mine"
 
 
+@pytest.mark.long
 def test_a_report_is_replaced_and_another_file_only_by_force(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "a.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
@@ -480,9 +481,9 @@ def test_a_folder_that_cannot_be_written_says_so(run: Path, monkeypatch: pytest.
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command.os, "replace", full)
+    monkeypatch.setattr(report.os, "replace", full)
     with pytest.raises(ascent.core.types.Refused, match="No space left on device"):
-        command.write_aside(run / "report.html", "x")
+        report.write_aside(run / "report.html", b"x")
     assert not (run / ".report.html.new").exists()
 
 
@@ -517,9 +518,9 @@ def test_any_curve_can_be_drawn(values: list[float | None]) -> None:
 
 def test_text_is_escaped_wherever_it_stands() -> None:
     template = TEMPLATES.from_string('<p title="{{ texts[0] }}">{{ texts[1] }}{{ texts[3] }}{{ texts[2] }}</p>')
-    made = template.render(texts=['"><x', "<b>&\x00", numbers.number(1.5), None])
+    made = template.render(texts=['"><x', "<b>&\x00", number(1.5), None])
     assert made == '<p title="&#34;&gt;&lt;x">&lt;b&gt;&amp;␀<data value="1.5">1.5</data></p>'
 
 
 def test_it_is_made_from_a_place(trained: Path) -> None:
-    assert command.report_of(Place("known", trained, "ascent")).startswith("<!doctype html>")
+    assert report.report_of(Place("known", trained, "ascent")).startswith("<!doctype html>")

@@ -23,11 +23,20 @@ import pytest
 import ascent
 from ascent.core.metric_names import MISMATCH
 from ascent.engines.small import SmallSampler
-from ascent.records.watch import trends
-from ascent.records.watch.findings import findings
-from ascent.records.watch.flags import PROMPTS, one_answer, reward_weights, with_evidence
-from ascent.records.watch.trends import BLOCKS, KEYS, LENGTH, Watch, flag_events, watch_from
-from ascent.tasks.small import sorting
+from ascent.records import watch as flags
+from ascent.records.watch import (
+    BLOCKS,
+    KEYS,
+    LENGTH,
+    PROMPTS,
+    Watch,
+    findings,
+    flag_events,
+    one_answer,
+    reward_weights,
+    with_evidence,
+)
+from ascent.tasks.small import sort
 from ascent.tasks.small.sort import Sort
 
 Line = dict[str, Any]
@@ -257,7 +266,9 @@ def test_after_a_resume_it_is_what_it_was() -> None:
     said = [[flag.event(line["step"], 0) for flag in whole.see(line)] for line in lines]
     assert sum(map(len, said)) > 3
     for cut in (1, 37, 63, 128, 130, 299):
-        again = watch_from(kept[:cut], 1.0, {})
+        again = Watch(1.0, {})
+        for line in kept[:cut]:
+            again.see(line)
         assert [[flag.event(line["step"], 0) for flag in again.see(line)] for line in lines[cut:]] == said[cut:]
         assert vars(again) == vars(whole)
 
@@ -295,8 +306,8 @@ def test_evidence_is_before_and_now() -> None:
 
 
 def test_it_is_named_as_the_metrics_are_and_brings_no_torch() -> None:
-    assert trends.MISMATCH == MISMATCH
-    code = "import sys, ascent.records.watch.trends; print('torch' in sys.modules)"
+    assert flags.MISMATCH == MISMATCH
+    code = "import sys, ascent.records.watch; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -409,6 +420,7 @@ def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     return run, said.getvalue()
 
 
+@pytest.mark.long
 def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
     """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
     run, said = nines
@@ -441,7 +453,7 @@ def test_a_part_that_carries_the_reward_is_seen(
     """Paid for what is right and for nines, a policy says nines. Where all large numbers pay too, two parts move."""
 
     def score(task: Sort, rollouts: Any) -> Any:
-        right = sorting.score_sorting("exact", rollouts, task.space)
+        right = sort.score_sorting("exact", rollouts, task.space)
         nines = (rollouts.response == 9).sum(-1).float()
         beside = right.reward.sum(-1) if other == "exact" else (rollouts.response > 4).sum(-1).float()
         parts = {"rewards/nines": nines, f"rewards/{other}": beside}
@@ -479,6 +491,7 @@ class Rounded(Stale):
         self.version = version
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", [Stale, Rounded])
 def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ascent.engines.small.backend.SmallSampler", sampler)
@@ -532,18 +545,21 @@ def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
         assert run.result["eval/accuracy"] > 0.6
 
 
+@pytest.mark.long
 def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(nines: tuple[Any, str], tmp_path: Path) -> None:
     shutil.copytree(nines[0].folder, tmp_path / "again")
     again = ascent.resume(tmp_path / "again", from_step=18)
     assert again.events == nines[0].events and any(event["step"] > 18 for event in again.events)
 
 
+@pytest.mark.long
 def test_what_is_shown_to_learn_from_is_not_watched(tmp_path: Path) -> None:
     """Demonstrations have a reward and an entropy too, but nothing of it is the policy's doing."""
     given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 40, **SMALL}
     assert ascent.train("sort", out=tmp_path / "run", show=False, **given).events == []
 
 
+@pytest.mark.long
 def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2, "record_every": 5}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **SMALL, **given)
@@ -618,15 +634,15 @@ def test_flags_of_a_run_that_ascent_did_not_write() -> None:
     rows = [
         {"prompt_text": f"prompt {i % 16}", "response_text": "42", "reward": 1.0, "correct": False} for i in range(64)
     ]
-    events = flag_events(lines, {10: rows, 100: rows})
+    events = flag_events(lines, [10, 100], lambda _: rows)
     assert events[0]["name"] == "one-answer"
     assert {event["name"] for event in events} == {"one-answer", "reward-up-accuracy-flat", "length-drift"}
     assert events == sorted(events, key=lambda event: event["step"])
     assert events[0]["evidence"]["rollouts"] == {"step": 10, "show": "all", "q": "42"}
     for event in events[1:]:
         assert event["evidence"]["rollouts"]["step"] == (10 if event["step"] < 55 else 100)
-    assert flag_events([{k: v for k, v in line.items() if k != "step"} for line in lines], {}) != []
-    assert flag_events([], {}) == []
+    assert flag_events([{k: v for k, v in line.items() if k != "step"} for line in lines], [], lambda _: []) != []
+    assert flag_events([], [], lambda _: []) == []
 
 
 def test_what_the_parts_of_a_reward_count() -> None:

@@ -5,8 +5,6 @@ A flag is `--name value` or `--name=value`; dashes and underscores are the same.
 dataclass give the flags with their types, defaults and help (`settings.settings_of`).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil
@@ -20,7 +18,10 @@ from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.config import Config
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
+from ascent.engines.backends import BACKENDS
+from ascent.explain.about import first_line
 from ascent.records.run import read_settings
+from ascent.rewards.reward_models import check_rewards
 from ascent.settings import (
     CHOICES,
     PLAIN,
@@ -55,14 +56,11 @@ class Command:
     """What follows its name in usage, where its fields do not say it."""
     takes_more: ClassVar[bool] = False
     """Other words (flags of `ascent train` or of a task) are kept in `rest` instead of refused."""
+    part: ClassVar[type | None] = None
+    """Another dataclass whose fields are flags too."""
     rest: list[str] = field(default_factory=list, init=False)
     of_part: dict[str, Any] = field(default_factory=dict, init=False)
     """The values of the flags of `part`."""
-
-    @classmethod
-    def part(cls) -> type | None:
-        """Another dataclass whose fields are flags too."""
-        return None
 
     @classmethod
     def prog(cls) -> str:
@@ -76,25 +74,23 @@ class Command:
     @classmethod
     def read(cls, args: list[str]) -> Self:
         """The command with these words. If they ask for help, it is printed and the program ends."""
-        own, part = settings_of(cls), cls.part()
+        own, part = settings_of(cls), cls.part
         others = settings_of(part) if part else {}
         words = [setting for setting in own.values() if setting.default is MISSING]
         flags = [setting for setting in own.values() if setting.default is not MISSING]
         if asks_for_help(args):
             groups: list[Group] = [("", words), ("options", flags)]
             if part:
-                groups.append((f"{part.__name__.lower()} options: {_first_line(part)}", others.values()))
+                groups.append((f"{part.__name__.lower()} options: {first_line(part)}", others.values()))
             more = " [OPTIONS]" if flags or cls.takes_more else ""
             print_help(cls.usage() + more, inspect.getdoc(cls) or "", groups)
         values, rest = take(args, [*flags, *others.values()])
         if not cls.takes_more:
-            rest = plain_words(cls.prog(), rest, [*flags, *others.values()])
+            rest = plain_words(cls.prog(), rest, [*flags, *others.values()], most=len(words))
         for setting in words:
             if not rest or (cls.takes_more and is_flag(rest[0])):
                 raise Refused(f"{_metavar(setting)} is missing: {setting.help.rstrip('.')}. Usage: {cls.usage()}")
             values[setting.name] = setting.check(rest.pop(0), _metavar(setting), typed=True)
-        if not cls.takes_more:
-            refuse_rest(cls.prog(), rest, [])
         command = cls(**{name: value for name, value in values.items() if name in own})
         command.rest = rest
         command.of_part = {name: value for name, value in values.items() if name in others}
@@ -164,21 +160,16 @@ def _needed(words: list[str], setting: Setting) -> list[str]:
     return words
 
 
-def plain_words(prog: str, rest: list[str], settings: Iterable[Setting]) -> list[str]:
-    """The words that stand without a flag. Unknown flags are refused; after `--` every word is plain."""
+def plain_words(prog: str, rest: list[str], settings: Iterable[Setting], most: int | None = None) -> list[str]:
+    """The words that stand without a flag, this many at most. Flags are refused; after `--` every word is plain."""
     end = rest.index("--") if "--" in rest else len(rest)
-    refuse_rest(prog, [word for word in rest[:end] if is_flag(word)], settings)
-    return rest[:end] + rest[end + 1 :]
-
-
-def refuse_rest(prog: str, rest: list[str], settings: Iterable[Setting]) -> None:
-    """Refuse the first word that nobody took."""
-    if not rest:
-        return
-    flag = rest[0].partition("=")[0]
-    hint = nearest(flag.replace("_", "-"), [s.flag for s in settings]) if is_flag(flag) else ""
-    what = "has no such flag" if is_flag(flag) else "has no place for this word"
-    raise Refused(f"{flag if is_flag(flag) else rest[0]}: {prog} {what}.{hint} `{prog} --help` says more")
+    for flag in (word.partition("=")[0] for word in rest[:end] if is_flag(word)):
+        hint = nearest(flag.replace("_", "-"), [setting.flag for setting in settings])
+        raise Refused(f"{flag}: {prog} has no such flag.{hint} `{prog} --help` says more")
+    words = rest[:end] + rest[end + 1 :]
+    if most is not None and len(words) > most:
+        raise Refused(f"{words[most]}: {prog} has no place for this word. `{prog} --help` says more")
+    return words
 
 
 # ---- help -----------------------------------------------------------------------------------------------------
@@ -231,10 +222,6 @@ def _in_help(setting: Setting) -> str:
     return f"{setting.help} (default:\N{NO-BREAK SPACE}{text})".strip()
 
 
-def _first_line(cls: type) -> str:
-    return str(cls.__doc__).split("\n")[0]
-
-
 # ---- the settings of a run ------------------------------------------------------------------------------------
 
 RECORDS = ("eval_", "checkpoint_", "keep", "record_", "track")
@@ -283,15 +270,12 @@ def parse_train(args: list[str], prog: str, check_samples: bool = True) -> tuple
         axis, _, name = canonical(rest[0].partition("=")[0].lstrip("-")).partition(".")
         if axis in CHOICES:
             refuse_unknown_fields(axis, type(resolved.chosen[axis]), [name])
-    refuse_rest(f"{prog} {task}", plain_words(f"{prog} {task}", rest, settings), [])
+    plain_words(f"{prog} {task}", rest, settings, most=0)
     values = {name: value for name, value in values.items() if not (name in ("lr", "model") and value is None)}
     config = configure(task, *layers, names, values)
     if check_samples:
         refuse_samples(values.get("samples"), config)
-    from ascent.engines.backends import BACKENDS, task_kind
-    from ascent.rewards.reward_models import check_rewards
-
-    check_rewards(next(b for b in BACKENDS if b.task_kind == task_kind(config.task)), config.task)
+    check_rewards(next(b for b in BACKENDS if b.task_kind == config.task.kind), config.task)
     return config, options
 
 
@@ -342,7 +326,7 @@ def _groups(resolved: Resolved) -> list[Group]:
         run.append(Setting("model", str | None, None, "Folder or hub name of the model: short for --policy.model."))
     groups: list[Group] = [
         ("options", list(settings_of(TrainOptions).values())),
-        (f"task: {_first_line(resolved.task)}", task),
+        (f"task: {first_line(resolved.task)}", task),
         ("run: How much is sampled, and how often it is used.", run),
         ("menu: The algorithm: a named one, or one choice per axis.", _choices(resolved)),
         ("records: What is recorded, and how often.", records),
@@ -350,5 +334,5 @@ def _groups(resolved: Resolved) -> list[Group]:
     for axis, choice in resolved.chosen.items():
         described = settings_of(type(choice), axis)
         settings = [replace(s, default=getattr(choice, name)) for name, s in described.items()]
-        groups.append((f"{axis} {name_of(choice)}: {_first_line(type(choice))}", settings))
+        groups.append((f"{axis} {name_of(choice)}: {first_line(type(choice))}", settings))
     return groups

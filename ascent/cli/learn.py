@@ -1,20 +1,20 @@
 """`ascent demo`, `ascent list`, `ascent explain` and `ascent lab`: to learn what the library does."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from ascent.api import start
 from ascent.cli.flags import Command
 from ascent.core.types import Refused
-from ascent.records.text_tables import wrapped
+from ascent.explain.explain import explanation, menu_text
+from ascent.records.display import for_stream, wrapped
+from ascent.records.plot import draw_line, figure, finish_panel, line_style, save_figure, series
+from ascent.records.run import Run
 from ascent.settings import configure
-
-if TYPE_CHECKING:
-    from ascent.records import Run
+from ascent.workflows.policy import problems, run_policy
 
 
 @dataclass
@@ -28,8 +28,6 @@ class ExplainCommand(Command):
     """An algorithm or a choice, such as grpo."""
 
     def execute(self) -> None:
-        from ascent.explain.explain import explanation
-
         print(explanation(self.name))
 
 
@@ -40,8 +38,6 @@ class ListCommand(Command):
     """
 
     def execute(self) -> None:
-        from ascent.explain.explain import menu_text
-
         print(menu_text())
 
 
@@ -71,7 +67,7 @@ class LabCommand(Command):
             )
         if not 0 <= self.port <= 65535:
             raise Refused(f"--port {self.port}: ports go from 0 to 65535; 0 takes a free one")
-        from ascent.lab.command import serve_lab
+        from ascent.lab.server import serve_lab
 
         return serve_lab(self.runs, self.host, self.port, self.open)
 
@@ -109,9 +105,6 @@ class DemoCommand(Command):
     """
 
     def execute(self) -> int | None:
-        from ascent.api import start
-        from ascent.records.display import for_stream
-
         began = time.monotonic()
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
         runs: dict[str, Run] = {}
@@ -154,9 +147,6 @@ def _story(course: Run, ours: Run, loophole: Run) -> list[str]:
 
 def _answers(run: Run) -> list[str]:
     """The greedy answers of the trained policy to three held-out prompts, with their rewards."""
-    from ascent.workflows.policy import run_policy
-    from ascent.workflows.sample import problems
-
     return [
         f"    {row['prompt']} → [{row['response']}]  reward {row['reward']:g} of {run.config.task.max_reward:g}  "
         + ("sorted" if row["strict"] else "wrong")
@@ -166,8 +156,6 @@ def _answers(run: Run) -> list[str]:
 
 def draw_demo(runs: dict[str, Run], path: Path) -> Path:
     """For each run the share of the reward that it earned and the share that it got right, on one axis."""
-    from ascent.records.plot import draw_line, figure, finish_panel, line_style, save_figure, series
-
     fig, axes = figure(1, len(runs), (13.0, 3.6))
     for axis, (name, title, _, _) in zip(axes.flat, RUNS, strict=True):
         maximum = runs[name].config.task.max_reward or 1.0

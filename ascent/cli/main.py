@@ -1,7 +1,5 @@
 """The command `ascent`: finds the commands in this folder, and runs one."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pkgutil

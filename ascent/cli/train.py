@@ -1,19 +1,28 @@
-"""`ascent train`, `ascent resume` and `ascent preflight`: a run is begun, continued or only checked."""
+"""`ascent train`, `resume`, `preflight`, `rounds` and `compare`: runs are begun, continued or only checked."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Any, Self
 
-from ascent.cli.flags import Command, TrainOptions, parse_train
+from ascent.api import resume, start
+from ascent.assemble import assemble
+from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
-from ascent.records.text_tables import wrapped
-from ascent.settings import row_label, spell
-
-if TYPE_CHECKING:
-    from ascent.records import Run
+from ascent.core.types import Refused
+from ascent.explain.explain import formula, objective_in_words
+from ascent.records.display import cell_text, for_stream, table, width, wrapped
+from ascent.records.folder import refuse_taken, write_json
+from ascent.records.plot import plot_runs
+from ascent.records.run import Run, default_folder
+from ascent.settings import Setting, row_label, spell
+from ascent.workflows.compare import COSTS, draw_comparison, run_all, summarize_runs
+from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
 
 
 @dataclass
@@ -36,15 +45,12 @@ class PreflightCommand(TrainCommand):
     """Check a training before it starts: batch sizes, memory, a self-test of the reward, a first sample."""
 
     def execute(self) -> None:
-        from ascent.assemble import assemble
-
-        parts = assemble(self.config)
-        try:
+        with closing(assemble(self.config)) as parts:
             report = parts.preflight()
-        finally:
-            parts.close()
-        print(plan(self.config, self.options.out or Path("runs")) if report is None else report.text())
-        if report is not None:
+        if report is None:
+            print(plan(self.config, self.options.out or Path("runs")))
+        else:
+            print(report.text())
             report.insist()
 
 
@@ -58,9 +64,6 @@ class ResumeCommand(Command):
     """Go back to the checkpoint of this step. Default: the newest."""
 
     def execute(self) -> int | None:
-        from ascent.api import resume
-        from ascent.records import Run
-
         if self.from_ is None and Run(self.run).status == "finished":
             print(f"{self.run} is finished: there is nothing to resume. Look closer: ascent show {self.run}")
             return None
@@ -69,15 +72,8 @@ class ResumeCommand(Command):
 
 def run_training(config: Config, options: TrainOptions, then: Callable[[Run], None] | None = None) -> int | None:
     """Train, and `then` do something with the finished run; the exit status, where it is not 0."""
-    from ascent.api import start
-    from ascent.records.display import for_stream
-
     if not options.dry_run:
         return report_end(start(config, options.out, for_stream(), options.preflight), then)
-    from ascent.assemble import assemble
-    from ascent.records.folder import refuse_taken
-    from ascent.records.naming import default_folder
-
     folder = options.out or default_folder(config)
     refuse_taken(folder)
     assemble(config).close()
@@ -103,8 +99,6 @@ def report_end(run: Run, then: Callable[[Run], None] | None = None) -> int | Non
 
 def plan(config: Config, folder: Path) -> str:
     """What `ascent train` would do."""
-    from ascent.explain.explain import formula, objective_in_words
-
     sampled, updates = config.prompts * config.samples, config.epochs * config.minibatches
     rounds = config.algorithm.groups.rounds
     more = f", up to {rounds} times where groups have no signal" if rounds > 1 else ""
@@ -126,10 +120,175 @@ def plan(config: Config, folder: Path) -> str:
 
 
 def plot(run: Run) -> Path:
-    from ascent.records.plot import plot_runs
-
     title = f"{run.info['task']}, {run.info['label']}, seed {run.info['seed']}"
     return plot_runs([(run.folder.name, run.metrics, run.config.task.max_reward)], run.folder / "plot.png", title)
 
 
-COMMANDS = {"train": (TrainCommand, ResumeCommand, PreflightCommand)}
+# ---- rounds ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RoundsCommand(Command):
+    """Iterative GRPO: rounds of pairs, a reward model and a policy, each an ordinary run.
+
+      ascent rounds sort --rounds 3 --pairs 256 --steps 100 --rm.steps 200
+      ascent rounds gsm8k --model MODEL --init SFT_RUN --judge judge.toml
+      ascent rounds FOLDER
+
+    The task's own reward labels the pairs and is hidden from the policy; with
+    --judge, a judge labels them. All other flags are those of `ascent train TASK`
+    and apply to the policies (default: --algorithm grpo). With the prefix --rm.
+    they apply to the reward models. `ascent rounds FOLDER` resumes unfinished
+    rounds.
+    """
+
+    takes_more = True
+    part = RoundsPlan
+    source: Annotated[str, "TASK|FOLDER"]
+    """A task, or the folder of rounds to resume. It comes first."""
+    out: Annotated[Path | None, "FOLDER"] = None
+    """The folder. Default: runs/<date>-rounds."""
+    json: bool = False
+    """The table as JSON lines, for scripts."""
+
+    def execute(self) -> None:
+        reward_model, rest = reward_model_settings(self.rest)
+        if (Path(self.source) / ROUNDS_FILE).exists():
+            if self.rest:
+                raise Refused(
+                    f"{' '.join(self.rest)}: the rounds in {self.source} already have their settings. "
+                    f"Leave this out: ascent rounds {self.source}"
+                )
+            rounds = reopen_rounds(Path(self.source))
+        else:
+            row = [] if any(arg.partition("=")[0] == "--algorithm" for arg in rest) else ["--algorithm", "grpo"]
+            config, _ = parse_train([self.source, *row, *rest], self.prog())
+            folder = self.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-rounds"
+            rounds = begin_rounds(folder, config, RoundsPlan(**self.of_part), reward_model)
+        rows = run_rounds(rounds)
+        if self.json:
+            print("\n".join(json.dumps(row) for row in rows))
+            return
+        print("\n".join(table(list(rows[0]), [[cell_text(value) for value in row.values()] for row in rows])))
+        print(f"Look closer: ascent show {rounds.part(len(rows), 'policy')}")
+
+
+def reward_model_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """--rm.steps 200 -> {"steps": 200} (values are read as JSON where they are JSON), and the words that are left."""
+    flags = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--rm.")}
+    values, rest = take(args, [Setting(flag, str, metavar="VALUE") for flag in flags])
+    return {flag.removeprefix("rm."): _json_or_text(value) for flag, value in values.items()}, rest
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+# ---- a comparison ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CompareCommand(Command):
+    """Compare algorithms or settings over several seeds: one table, one picture.
+
+      ascent compare lecture --algorithms reinforce,rloo,grpo
+      ascent compare sort --setting "--algorithm grpo --loss.high 0.28" --setting
+          "--algorithm dapo" --seeds 8 --steps 200
+
+    Every other flag of `ascent train TASK` applies to all of them.
+    """
+
+    takes_more = True
+    task: str
+    """It comes first: ascent compare lecture --algorithms reinforce,rloo,grpo."""
+    algorithms: Annotated[str, "NAME,NAME,…"] = ""
+    """Named algorithms, separated by commas."""
+    setting: Annotated[list[str], '"FLAGS"'] = field(default_factory=list)
+    """Flags of `ascent train`, quoted as one argument; may be repeated: --setting "--algorithm grpo --lr 0.01"."""
+    seeds: Annotated[str, "N|N,N,…"] = "5"
+    """How many seeds (0, 1, …), or which ones, separated by commas: 3,5,8."""
+    out: Path | None = None
+    """Folder of the comparison. Default: runs/<date>-compare-<task>."""
+    jobs: int = 0
+    """Runs in parallel; 0: one per core."""
+
+    def execute(self) -> None:
+        seeds, configs = parse_seeds(self.seeds), self._configs()
+        out = self.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare-{self.task}"
+        runs = run_all(configs, seeds, out, self.jobs or os.cpu_count() or 1)
+        result = summarize_runs(runs)
+        print("\n".join(comparison_table(result, len(seeds))))
+        write_json(out / "compare.json", result)
+        print(f"\nCurves: {draw_comparison(runs, out / 'compare.png', len(seeds))}\nNumbers: {out / 'compare.json'}")
+
+    def _configs(self) -> dict[str, Config]:
+        """The config of every setting that is compared, by its name in the table."""
+        settings = [["--algorithm", name.strip()] for name in self.algorithms.split(",") if name.strip()]
+        for text in self.setting:
+            try:
+                settings.append(shlex.split(text))
+            except ValueError as error:
+                raise Refused(f"--setting {text}: {error}") from None
+        if self.jobs < 0:
+            raise Refused(f"--jobs {self.jobs}: set the number of parallel runs, 1 or more, or 0 for one per core")
+        if not settings:
+            raise Refused('nothing to compare: set --algorithms reinforce,rloo,grpo, or --setting "…" twice')
+        configs: dict[str, Config] = {}
+        for flags in settings:
+            name = " ".join(flags).removeprefix("--algorithm ").replace("--", "")
+            if name in configs:
+                raise Refused(f"{name!r} is given twice: each setting is compared once")
+            configs[name], _ = parse_train([self.task, *self.rest, *flags], self.prog(), check_samples=False)
+        return configs
+
+
+def parse_seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Refused(f"--seeds {text}: give a number of seeds, or a list such as 3,5,8") from None
+    if len(seeds) == 1 and "," not in text:
+        seeds = list(range(seeds[0]))
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise Refused(f"--seeds {text}: seeds must be distinct and not negative, and there must be at least one")
+    return seeds
+
+
+def comparison_table(result: Mapping[str, Any], seeds: int) -> list[str]:
+    """The table, in words that a person reads."""
+    titles = {"exact/reward": "E[R]", "eval/reward": "held-out reward", "eval/accuracy": "exactly right"}
+    shown = [m for m in titles if all(m in row for row in result.values())]
+    shown = [m for m in shown if not (m == "eval/reward" and "exact/reward" in shown)]
+    head = ["setting", *(title for m in shown for title in (titles[m], "to the first")), "silent groups", *COSTS]
+    rows = []
+    for name, row in result.items():
+        cells = [name]
+        for cell in (row[measure] for measure in shown):
+            gap = _pair(cell["difference"], cell["difference_half"], sign=True) if "difference" in cell else "—"
+            cells += [_pair(cell["mean"], cell["half"]), gap]
+        cells.append(f"{row['frac_reward_zero_std']['mean']:.0%}" if "frac_reward_zero_std" in row else "—")
+        rows.append([*cells, *(_cost(row[cost], row[f"{cost}_half"]) for cost in COSTS)])
+    text = table(head, rows)
+    if len(text[0]) > width():  # two tables below each other: measures, and costs
+        cut = 1 + 2 * len(shown)
+        text = [*table(head[:cut], [row[:cut] for row in rows]), ""]
+        text += table([head[0], *head[cut:]], [[row[0], *row[cut:]] for row in rows])
+    note = f"Means over {seeds} seeds ± half of the 95 % interval (Student's t); differences are paired by seed."
+    return [*text, "", wrapped(note if seeds > 1 else "One seed: no interval. Use --seeds 5 or more.")]
+
+
+def _cost(mean: float, half: float | None) -> str:
+    """1,536, or 12.3 ± 0.4: what differs from seed to seed has an interval."""
+    number = f"{mean:,.0f}" if mean == int(mean) else f"{mean:,.1f}"
+    return f"{number} ± {half:,.1f}" if half else number
+
+
+def _pair(mean: float, half: float | None, sign: bool = False) -> str:
+    number = f"{mean:+.3f}" if sign else f"{mean:.3f}"
+    return number if half is None else f"{number} ± {half:.3f}"
+
+
+COMMANDS = {"train": (TrainCommand, ResumeCommand, PreflightCommand, RoundsCommand, CompareCommand)}

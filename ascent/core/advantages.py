@@ -5,10 +5,8 @@ failed gets 0 and is left out of G; a group of one gets 0. With a reward per tok
 reward-to-go from that token. Means are then taken at each token index over the whole group, where
 responses that have ended count as 0; std and maximum are those of the totals.
 
-"Unbiased" below means: with sequence-sum weights, on the policy's own samples.
+A docstring's "Bias:" is that of the gradient, with sequence-sum weights and on the policy's own samples.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -45,6 +43,14 @@ def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
     return high <= low
 
 
+def whiten(credit: Credit, batch: Batch, eps: float) -> Credit:
+    """(δ − mean) / (std + ε), both over the counted tokens of the batch, ddof 1; 0 where all are equal."""
+    tokens = credit.expand_as(batch.counted)[batch.counted]
+    if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
+        return torch.zeros_like(credit)
+    return (credit - tokens.mean()) / (tokens.std() + eps)
+
+
 class Advantage:
     """A credit: called with a batch and the loop's state, it returns δ."""
 
@@ -70,8 +76,8 @@ class Raw(Advantage):
     """The reward itself (REINFORCE).
 
     δ = R
-    Williams 1992. Unbiased; the variance grows with the size of the reward, so adding a constant
-    to every reward makes it worse. Degenerate case: none; a group of one is fine.
+    Williams 1992. Bias: none, because E[R ∇log π] is ∇E[R]. The variance grows with the size of the
+    reward, so adding a constant to every reward makes it worse. A group of one is fine.
     """
 
     group = False
@@ -85,9 +91,8 @@ class Centered(Advantage):
     """The reward minus its group's mean.
 
     δ_i = R_i − (1/G) Σ_j R_j
-    Shao et al. 2024 without the division; Liu et al. 2025 (Dr. GRPO). A response is part of its
-    own mean, so the expected gradient is (G−1)/G of the true one: same direction, shorter.
-    Degenerate case: a group of one gives 0.
+    Liu et al. 2025 (Dr. GRPO). Bias: in length only. A response is in its own mean, so the
+    expectation is (G−1)/G of the gradient. Degenerate case: a group of one gives 0.
     """
 
     def __call__(self, batch: Batch, state: State) -> Credit:
@@ -100,9 +105,8 @@ class LeaveOneOut(Advantage):
     """The reward minus the mean of the group's other responses (RLOO).
 
     δ_i = R_i − (1/(G−1)) Σ_{j≠i} R_j = G/(G−1) · centered
-    Kool et al. 2019, Ahmadian et al. 2024. Unbiased: the baseline does not see response i.
-    On sparse 0/1 rewards and small G its variance can exceed raw's.
-    Degenerate case: a group of one gives 0.
+    Kool et al. 2019, Ahmadian et al. 2024. Bias: none, because the baseline does not see response i.
+    At small G on 0/1 rewards its variance can exceed raw's. Degenerate case: a group of one gives 0.
     """
 
     def __call__(self, batch: Batch, state: State) -> Credit:
@@ -115,9 +119,9 @@ class Normalized(Advantage):
     """The centered reward over its group's standard deviation (GRPO).
 
     δ_i = (R_i − mean) / (std + ε),  std² = Σ (R_j − mean)² / (G − ddof)
-    Shao et al. 2024. Biased: each group is scaled by its own 1/std, so nearly solved and nearly
-    hopeless prompts count more than those in between. Degenerate cases: an all-equal group
-    gives exactly 0 (tested as max == min), and so does a group of one.
+    Shao et al. 2024. Bias: in direction. Each group is scaled by its own 1/std, from the same
+    samples, so nearly solved and nearly hopeless prompts count more than those in between.
+    Degenerate cases: a group of one gives 0, and so does an all-equal one (tested as max == min).
     """
 
     eps: float = 1e-4
@@ -142,8 +146,8 @@ class BestOnly(Advantage):
     """The reward, but only for the best responses of the group.
 
     δ_i = R_i if R_i = max_j R_j else 0      (ties kept)
-    CS336 lecture 17 calls it "max". Biased: it maximises something between the mean and the best
-    of G. Degenerate case: an all-equal group keeps every reward; a group of one gives 0.
+    CS336 lecture 17 calls it "max". Bias: in direction. It maximises something between the mean and
+    the best of G. Degenerate case: an all-equal group keeps every reward; a group of one gives 0.
     """
 
     def __call__(self, batch: Batch, state: State) -> Credit:
@@ -158,8 +162,8 @@ class RunningMean(Advantage):
     """The reward minus a mean kept over the steps.
 
     δ = R − b;  afterwards b ← m·b + (1−m)·(mean reward of this step),  b = 0 at first
-    Williams 1992's reinforcement baseline. Unbiased: b was fixed before the samples were drawn.
-    Degenerate case: in the first step b = 0 and the credit is raw.
+    Williams 1992's reinforcement baseline. Bias: none, because b was fixed before the samples were
+    drawn. Degenerate case: in the first step b = 0 and the credit is raw.
     """
 
     momentum: float = 0.9
@@ -190,8 +194,8 @@ class Greedy(Advantage):
     """The reward minus that of one greedy response to the same prompt (ReMax).
 
     δ = R − R(greedy response)
-    Li et al. 2023. Unbiased: the greedy response is scored and never trained on. It costs one
-    more response per prompt. Degenerate case: when sampling has become greedy, δ = 0.
+    Li et al. 2023. Bias: none, because the greedy response is scored and never trained on. It costs
+    one more response per prompt. Degenerate case: when sampling has become greedy, δ = 0.
     """
 
     group = False
@@ -208,9 +212,9 @@ class OptimalBaseline(Advantage):
     """The reward minus the baseline of least variance, estimated from the other responses.
 
     b* = E[‖∇ log π‖² R] / E[‖∇ log π‖²],  for response i over the j ≠ i of its group
-    Greensmith et al. 2004; with the response length for ‖∇ log π‖², Hao et al. 2025 (OPO).
-    Unbiased: the estimate does not see response i. `exact` needs a gradient per response, so it is
-    for tiny policies; `length` is an approximation. Degenerate case: a group of one gives 0.
+    Greensmith et al. 2004; with the response length for ‖∇ log π‖², Hao et al. 2025 (OPO). Bias:
+    none, because the estimate does not see response i. `exact` needs a gradient per response, so it
+    is for tiny policies; `length` is an approximation. Degenerate case: a group of one gives 0.
     """
 
     norm: Literal["exact", "length"] = "exact"
@@ -240,8 +244,8 @@ class BatchNormalized(Advantage):
 
     δ_t = (R_t − mean) / (std + ε),  mean and std (ddof 1) over all unmasked tokens of the batch
     Hu et al. 2025. With a KL in the reward per token, R_t has the KL still to come subtracted.
-    Biased: the mean contains the sample itself, and long responses weigh more in it.
-    Degenerate case: a batch of equal rewards gives exactly 0.
+    Bias: in direction, less with a larger batch: the mean contains the sample itself, and long
+    responses weigh more in it. Degenerate case: a batch of equal rewards gives exactly 0.
     """
 
     eps: float = 1e-8
@@ -250,11 +254,7 @@ class BatchNormalized(Advantage):
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, _ = _group(batch)
-        counted = batch.counted
-        tokens = R.expand_as(counted)[counted]
-        if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
-            return torch.zeros_like(R)
-        return torch.where(keep, (R - tokens.mean()) / (tokens.std() + self.eps), 0.0)
+        return torch.where(keep, whiten(R, batch, self.eps), 0.0)
 
 
 ADVANTAGES = (Raw, Centered, LeaveOneOut, Normalized, BestOnly, RunningMean, Greedy, OptimalBaseline, BatchNormalized)

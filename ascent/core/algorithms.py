@@ -1,27 +1,23 @@
 """An algorithm is one choice per axis of the menu; the named algorithms are rows of a table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ascent.core import advantages as credit_
-from ascent.core import kl as kl_
 from ascent.core.advantages import ADVANTAGES, Advantage
 from ascent.core.correction import CORRECTIONS, Correction, NoCorrection
 from ascent.core.critics import CRITICS, Critic, NoCritic, OwnCritic
 from ascent.core.exploration import EXPLORATIONS, Exploration, NoBonus
 from ascent.core.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
-from ascent.core.kl import KL, KLS, InLoss, InReward, NoKL
+from ascent.core.kl import KL, KLS, InLoss, InReward, NoKL, adapt, estimate_kl
 from ascent.core.losses import LOSSES, Cispo, Clipped, LogProb, Loss, Ratio, SequenceRatio
 from ascent.core.menu import name_of
 from ascent.core.preferences import PREFERENCES, BradleyTerry, Dpo, Likelihood, StepValue
 from ascent.core.reference import REFERENCES, Frozen, NoReference, Reference
-from ascent.core.trust_region import UPDATES, TrustRegion
 from ascent.core.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
-from ascent.core.update import Adam, Update
+from ascent.core.update import UPDATES, Adam, TrustRegion, Update
 from ascent.core.values import GAE, VALUES, Valued
 from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
 
@@ -100,12 +96,8 @@ class Algorithm:
     @property
     def needs(self) -> frozenset[str]:
         """The batch fields that these choices read beyond tokens, mask, reward and logp."""
-        needs = set(self.advantage.needs)
-        if self.reference.kept:
-            needs.add("logp_ref")
-        if self.kl.where == "reward" and self.kl.estimator == "exact":
-            needs.add("kl_full")
-        return frozenset(needs)
+        exact = self.kl.where == "reward" and self.kl.estimator == "exact"
+        return self.advantage.needs.union(["logp_ref"] * self.reference.kept, ["kl_full"] * exact)
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -124,7 +116,7 @@ class Algorithm:
             batch = batch.add(reward=add_outcome(batch, extra))
         if self.kl.where == "reward":
             assert batch.logp_old is not None
-            penalty = kl_.estimate_kl(self.kl.estimator, batch.logp_old, batch.logp_ref, batch.kl_full)
+            penalty = estimate_kl(self.kl.estimator, batch.logp_old, batch.logp_ref, batch.kl_full)
             batch = batch.add(reward=self.kl.shaped(batch, penalty, state["kl_coef"]))
         return batch
 
@@ -162,7 +154,7 @@ class Algorithm:
         sums = {"entropy": (out.entropy.detach() * counted).sum()}
         if mini.logp_ref is not None:
             full = out.kl_full if out.kl_full is not None else mini.kl_full
-            kl = kl_.estimate_kl(self.kl.estimator, out.logp, mini.logp_ref, full)
+            kl = estimate_kl(self.kl.estimator, out.logp, mini.logp_ref, full)
             if self.kl.where == "loss":
                 objective = objective - mini.kl_coef * _total(mini.weight, kl)
             sums["kl"] = (kl.detach() * counted).sum()
@@ -178,7 +170,7 @@ class Algorithm:
         """Adaptive coefficients, once a step's metrics are known."""
         if self.kl.target is None:
             return state
-        return {**state, "kl_coef": kl_.adapt(state["kl_coef"], metrics["kl"], self.kl.target)}
+        return {**state, "kl_coef": adapt(state["kl_coef"], metrics["kl"], self.kl.target)}
 
 
 def _total(weight: Float[Tensor, "prompt sample token"], term: Float[Tensor, "prompt sample #token"]) -> Tensor:

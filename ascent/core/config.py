@@ -1,14 +1,12 @@
 """Config: a whole run in one frozen object. `settings.py` makes one from flags, presets and files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ascent.core.algorithms import MENU, Algorithm
 from ascent.core.groups import Overlong
 from ascent.core.menu import name_of, to_dict
-from ascent.core.types import Refused
+from ascent.core.types import Refused, check_counts
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,8 @@ class Config:
     """Threads of torch; 0: torch's default. Results are bit-identical only for the same number of threads."""
 
     def __post_init__(self) -> None:
-        for name in (*_ONE_OR_MORE, *_NOT_NEGATIVE):
-            least = int(name in _ONE_OR_MORE)
-            if getattr(self, name) < least:
-                raise Refused(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least {least}")
+        check_counts(1, **{name: getattr(self, name) for name in _ONE_OR_MORE})
+        check_counts(0, **{name: getattr(self, name) for name in _NOT_NEGATIVE})
         if not self.temperature > 0:
             raise Refused(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
         if self.samples < 2 and self.algorithm.advantage.group:

@@ -8,8 +8,6 @@ differ, and both are always measured, apart from one another: the mismatch is th
 with one version of the parameters (kernels, precisions), and the lag is that between two versions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,9 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ascent.core.metric_names import MISMATCH
-from ascent.core.types import Batch, Refused
+from ascent.core.types import Batch, PerToken, Refused
 
-PerToken = Float[Tensor, "prompt sample token"]
 Factor = Float[Tensor, "prompt sample #token"]
 Level = Literal["token", "sequence"]
 
@@ -86,7 +83,8 @@ class Truncated(Correction):
     """The weight, cut off at c.
 
     min(w, c), w per token or its product over the response
-    Ionides 2008; for language models, Yao et al. 2025. Biased only where w > c.
+    Ionides 2008; for language models, Yao et al. 2025. Bias: where w > c; per token also because
+    the sampler chose the earlier tokens. The product is exact up to c.
     """
 
     level: Level = "token"
@@ -108,6 +106,7 @@ class Masked(Correction):
     """The weight inside a band; 0 outside, so that tokens that are too far off are not trained on.
 
     w if low ≤ w ≤ high else 0, w per token or its product over the response
+    Bias: what is outside is dropped; per token also because the sampler chose the earlier tokens.
     """
 
     level: Level = "token"

@@ -1,7 +1,5 @@
 """The critic: a value function that is trained with the policy, on its own backbone or on the policy's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +10,6 @@ from torch import Tensor
 from ascent.core.protocols import Learner
 from ascent.core.types import Batch, Refused
 from ascent.core.update import Adam, Update
-from ascent.core.values import value_loss
 
 
 class Critic:
@@ -43,7 +40,8 @@ class OwnCritic(Critic):
     """A value head on a backbone of its own, of the policy's shape.
 
     loss = ½ (V − return)²; with ε_v the larger of that and ½ (clip(V, V_old ± ε_v) − return)²
-    Schulman et al. 2017. Always a token mean, for any choice of weights; at first V = 0 everywhere.
+    Schulman et al. 2017. Always a token mean, for any choice of weights; at first V = 0
+    everywhere. Bias: none of its own, see the credit.
     """
 
     lr: float = 1e-3
@@ -64,7 +62,12 @@ class OwnCritic(Critic):
 
     def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, ""]:
         """Its sum over the counted tokens."""
-        return value_loss(mini, value, self.clip)
+        assert mini.returns is not None and mini.value is not None
+        V, old = value[..., :-1], mini.value[..., :-1]
+        error = (V - mini.returns) ** 2
+        if self.clip is not None:
+            error = torch.maximum(error, (old + (V - old).clamp(-self.clip, self.clip) - mini.returns) ** 2)
+        return 0.5 * torch.where(mini.counted, error, 0.0).sum()
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
         first, *_ = [learner.fit(mini, self.loss) for _ in range(self.steps)]
@@ -88,7 +91,7 @@ class SharedCritic(OwnCritic):
     """A value head on the policy's backbone: less memory, but what it learns moves the policy too.
 
     loss as own-critic's; its Adam moves the head and, beside the policy's Adam, the backbone
-    Schulman et al. 2017. Those steps ignore reward and clip, so a trust region refuses it.
+    Schulman et al. 2017. Bias: its steps move the policy too, and not along ∇E[R].
     """
 
     shared = True

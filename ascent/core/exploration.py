@@ -3,8 +3,6 @@
 objective = Σ weight · (surrogate + c · H(π(· | state)))
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ascent.core.types import Refused
@@ -24,7 +22,11 @@ class NoBonus(Exploration):
 
 @dataclass(frozen=True)
 class Constant(Exploration):
-    """The same bonus throughout. It moves the optimum: the best policy is then never deterministic."""
+    """The same bonus throughout.
+
+    Bias: it moves the optimum, so that the best policy is never deterministic; and the entropy is
+    that of visited states, which are held fixed.
+    """
 
     coef: float = 0.01
     """c, in units of reward per nat."""
@@ -38,6 +40,8 @@ class Annealed(Exploration):
     """A bonus that falls linearly, so that at the end the optimum is that of the reward alone.
 
     c(p) = start + (end − start) · min(1, p / until), p from 0 to 1 over the run
+    Bias: it moves the optimum until it has fallen to 0. The task `lecture` needs it: without it
+    even the exact gradient stops at E[R] ≈ 3.9 of 5.
     """
 
     start: float = 0.5

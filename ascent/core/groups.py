@@ -1,7 +1,5 @@
 """Which groups are trained on, and what a response's length does to its reward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +34,10 @@ class All(Groups):
 class WithSignal(Groups):
     """Only groups whose rewards differ; the others are replaced by new prompts (DAPO).
 
-    Yu et al. 2025, dynamic sampling. It costs samples, and it shifts the prompt distribution
-    towards prompts of medium difficulty. If too few groups are found, the step trains on those;
-    reward and accuracy are reported over everything that was sampled.
+    Yu et al. 2025, dynamic sampling. It costs samples. If too few groups are found, the step trains
+    on those; reward and accuracy are reported over everything that was sampled. Bias: prompts of
+    medium difficulty are trained on more often. Where δ is 0 on an all-equal group anyway, only the
+    denominator changes: other groups weigh more.
     """
 
     rounds: int = 4
@@ -69,8 +68,8 @@ class Overlong(Shaping):
     """A soft penalty before the length limit, instead of a cliff at the limit (DAPO).
 
     with limit L and margin c: 0 up to L − c tokens, then (L − c − length)/c, −1 if truncated
-    Yu et al. 2025. Added to the reward, whether it is right or wrong. Degenerate case: without an
-    end token no response is too long, and nothing is added.
+    Yu et al. 2025. Bias: it changes the reward, so responses near the limit earn less, even right
+    ones. Degenerate case: without an end token no response is too long, and nothing is added.
     """
 
     margin: int = 16

@@ -7,15 +7,8 @@ With ℓ = log π − log π_ref of a token drawn from π:
     k3 = e^−ℓ + ℓ − 1       unbiased as a value, never negative      (Schulman 2020)
     exact                   Σ_v π(v) (log π(v) − log π_ref(v)) over the whole vocabulary
 
-A good *value* does not imply a good *gradient*:
-
-- In the loss, differentiated per token, k1 pushes nowhere (its expected gradient is 0), k2 and
-  exact push almost along ∇KL(π ‖ π_ref), and k3 along ∇KL(π_ref ‖ π): they hold the visited
-  states fixed and miss what a token does to the KL of later ones.
-- In the reward, k1 gives exactly −β ∇KL(π ‖ π_ref). k2, k3 and exact do not, and may raise the KL.
+A good *value* does not imply a good *gradient*: each place of the penalty has a "Bias:" below.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -24,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ascent.core.types import Batch, Refused, add_outcome, at_last
+from ascent.core.types import Batch, PerToken, Refused, add_outcome, at_last
 
 Estimator = Literal["k1", "k2", "k3", "exact"]
-PerToken = Float[Tensor, "prompt sample token"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -62,13 +54,6 @@ def adapt(coef: float, kl: float, target: float) -> float:
     return coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
-def _check(coef: float, target: float | None) -> None:
-    if not coef >= 0:
-        raise Refused(f"--kl.coef is {coef:g}: a penalty is 0 or more")
-    if target is not None and not target > 0:
-        raise Refused(f"--kl.target is {target:g}: an adaptive coefficient needs a target KL above 0")
-
-
 class KL:
     """A penalty for leaving the reference, and where it goes."""
 
@@ -77,6 +62,12 @@ class KL:
     coef: float = 0.0
     target: float | None = None
     per: Literal["response", "token"] = "response"
+
+    def __post_init__(self) -> None:
+        if not self.coef >= 0:
+            raise Refused(f"--kl.coef is {self.coef:g}: a penalty is 0 or more")
+        if self.target is not None and not self.target > 0:
+            raise Refused(f"--kl.target is {self.target:g}: an adaptive coefficient needs a target KL above 0")
 
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward minus the penalty, for a penalty that goes into the reward."""
@@ -93,7 +84,9 @@ class InLoss(KL):
     """The KL of each token, differentiated, with the surrogate's own weights.
 
     objective = Σ weight · (surrogate − β · KL_t)
-    GRPO's place for it (Shao et al. 2024). k3's gradient is that of KL(π_ref ‖ π), k1's is 0.
+    GRPO's place for it (Shao et al. 2024). Bias: it moves the optimum from E[R] to E[R] − β·KL. In
+    expectation k1 pushes nowhere, k2 and exact almost along ∇KL(π ‖ π_ref), k3 along ∇KL(π_ref ‖ π):
+    they hold the visited states fixed and miss what a token does to the KL of later ones.
     """
 
     estimator: Estimator = "k3"
@@ -104,17 +97,14 @@ class InLoss(KL):
     """KL per token that β is steered to. None: β stays fixed."""
     where = "loss"
 
-    def __post_init__(self) -> None:
-        _check(self.coef, self.target)
-
 
 @dataclass(frozen=True)
 class InReward(KL):
     """A constant, taken from logp_old and subtracted from the reward before any group statistic.
 
     per response: R ← R − β Σ_t KL_t;   per token: r_t ← r_t − β KL_t, then rewards-to-go
-    RLHF's classical place for it (Ziegler et al. 2019). With k1 its gradient is exactly
-    −β ∇KL(π ‖ π_ref); with the others it is not.
+    RLHF's classical place for it (Ziegler et al. 2019). Bias: with k1 only the intended one, because
+    its gradient is exactly −β ∇KL(π ‖ π_ref); that of the others is not, and they may raise the KL.
     """
 
     estimator: Estimator = "k1"
@@ -127,15 +117,12 @@ class InReward(KL):
     """KL per token that β is steered to. None: β stays fixed."""
     where = "reward"
 
-    def __post_init__(self) -> None:
-        _check(self.coef, self.target)
-
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward minus the penalty; with one penalty per token an outcome reward moves to the last token."""
         penalty = torch.where(batch.mask, coef * kl, 0.0)
         if self.per == "response":
             return add_outcome(batch, -penalty.sum(-1, keepdim=True))
-        return (at_last(batch, batch.reward) if batch.reward.shape[-1] == 1 else batch.reward) - penalty
+        return at_last(batch, batch.reward) - penalty
 
 
 KLS = (NoKL, InLoss, InReward)

@@ -3,8 +3,6 @@
 It is handed its task, sampler, learner and records, and knows none of their kinds.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -124,8 +122,8 @@ def collect(
     for again in range(algorithm.groups.rounds):
         seed = None
         if again:
-            prompts, seed = _seeds(config.seed, step, again)
-            rng = Generator().manual_seed(prompts)
+            seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
+            rng, seed = Generator().manual_seed(int(seeds[0])), int(seeds[1])
         ticket = Ticket(step, task.draw(missing, rng), config.samples, seed=seed)
         batch, reasons = answered(ticket, task, sampler, clock, "reward_greedy" in algorithm.needs)
         errors += reasons
@@ -148,11 +146,6 @@ def collect(
     if missing == config.prompts:  # no group has signal: nothing is learned from this step
         batch = sampled[-1].add(valid=torch.zeros_like(sampled[-1].valid))
     return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
-
-
-def _seeds(*key: int) -> list[int]:
-    """Two seeds that this key alone decides: of prompts, and of responses."""
-    return [int(word) for word in np.random.SeedSequence(key).generate_state(2, np.uint64) >> 1]
 
 
 def answered(ticket: Ticket, task: Task, sampler: Sampler, clock: Clock, greedy: bool) -> tuple[Batch, list[str]]:
@@ -220,7 +213,7 @@ def total_reward(rollouts: Rollouts, score: Tensor) -> Float[Tensor, "prompt sam
     parts = [part for part in (score, rollouts.reward) if part is not None]
     if all(part.shape[-1] == 1 for part in parts):
         return sum(parts[1:], parts[0])
-    each = [at_last(rollouts, part) if part.shape[-1] == 1 else at_actions(rollouts, part) for part in parts]
+    each = [at_actions(rollouts, at_last(rollouts, part)) for part in parts]
     return sum(each[1:], each[0])
 
 

@@ -4,8 +4,6 @@ There is no registry and there are no decorators. A menu is a plain tuple at the
 choices. Here choices are only named.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -5,8 +5,6 @@ sample 1 rejected (reward 0). A term of a pair has sample length 1 and takes the
 with sequence-mean is 1/pairs. The policy did not sample these responses, so there is no ratio to an old policy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,7 @@ from ascent.core.correction import NoCorrection
 from ascent.core.exploration import NoBonus
 from ascent.core.groups import All, NoShaping
 from ascent.core.kl import NoKL
-from ascent.core.losses import Broadcast, LogProb, Loss, PerToken
+from ascent.core.losses import LogProb, Loss
 from ascent.core.menu import name_of
 from ascent.core.reference import NoReference
 from ascent.core.types import Batch, Outputs, Refused, Terms
@@ -33,7 +31,8 @@ Margin = Float[Tensor, "prompt 1 1"]
 
 def _refuse_others(row: Any, loss: Loss, **wanted: type) -> None:
     """Refuse choices that have no effect or no meaning for data that the policy did not sample."""
-    for axis, kind in wanted.items():
+    always = {"advantage": Raw, "correction": NoCorrection, "groups": All, "shaping": NoShaping}
+    for axis, kind in (always | wanted).items():
         if type(getattr(row, axis)) is not kind:
             raise Refused(
                 f"--loss {name_of(loss)} with --{axis} {name_of(getattr(row, axis))}: it learns from {loss.data}, "
@@ -49,14 +48,14 @@ class Likelihood(LogProb):
     """Log-probability of demonstrations: supervised fine-tuning (SFT).
 
     δ · log π, with δ = 1 on a demonstrator's responses
-    The log-prob surrogate, and maximum likelihood: it ends at the demonstrator's own distribution,
-    mistakes and all. On the policy's own samples the same gradient is 0 in expectation.
+    The log-prob surrogate, and maximum likelihood. Bias: the gradient is that of −KL(demonstrator ‖
+    π), so π converges to the demonstrator, mistakes and all. On π's own samples its mean is 0.
     """
 
     data = "demonstrations"
 
     def check(self, row: Any) -> None:
-        _refuse_others(row, self, advantage=Raw, correction=NoCorrection, groups=All, shaping=NoShaping)
+        _refuse_others(row, self)
 
 
 class PairLoss(Loss):
@@ -73,11 +72,7 @@ class PairLoss(Loss):
         return F.logsigmoid(margin_of(rating))
 
     def check(self, row: Any) -> None:
-        _refuse_others(row, self, advantage=Raw, weights=SequenceMean, kl=NoKL, exploration=NoBonus)
-        _refuse_others(row, self, correction=NoCorrection, groups=All, shaping=NoShaping)
-
-    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
-        raise Refused(f"--loss {name_of(self)} has one term per pair, and none for a single response")
+        _refuse_others(row, self, weights=SequenceMean, kl=NoKL, exploration=NoBonus)
 
     def terms(self, mini: Batch, out: Outputs) -> Terms:
         """Σ over pairs of weight · value, with the four metrics that TRL reports for pairs."""
@@ -109,10 +104,10 @@ class Dpo(PairLoss):
     """Direct preference optimization: the policy's log-ratio is the reward that explains the pairs.
 
     log σ(β(Δ_w − Δ_l)),  Δ = Σ_t (logp_t − logp_ref_t) over the response
-    Rafailov et al. 2023; smoothing ε, Mitchell 2023 (cDPO): (1−ε)·log σ(m) + ε·log σ(−m). Its
-    optimum is that of the reward less β times the KL, if the pairs follow Bradley–Terry and cover
-    what the policy may say. Only differences count: both log-probs may fall. Degenerate case:
-    at π = π_ref every margin is 0 and the loss is log 2.
+    Rafailov et al. 2023; smoothing ε, Mitchell 2023 (cDPO): (1−ε)·log σ(m) + ε·log σ(−m). Only
+    differences count: both log-probs may fall. Bias: the optimum is that of E[R] − β·KL(π ‖ π_ref)
+    if pairs follow Bradley–Terry with this R and cover what π may say; on finitely many pairs the
+    log-ratios grow without bound. Degenerate case: at π = π_ref every margin is 0 and the loss log 2.
     """
 
     beta: float = 0.1
@@ -152,8 +147,10 @@ class BradleyTerry(PairLoss):
     log σ(r_w − r_l) − c·(r_w + r_l)²
     Bradley and Terry 1952; Ouyang et al. 2022; the second term, Eisenstein et al. 2023, is off by
     default. Assumes that a response is preferred with probability σ(r_w − r_l). r is known up to a
-    constant only, which c fixes. Degenerate case: where every pair is right r grows without bound,
-    so hold pairs out and look at the calibration.
+    constant only, which c fixes. Bias: it is a maximum likelihood fit, and only as good as its
+    pairs. Away from those pairs it extrapolates, and a policy trained on it will exploit that.
+    Degenerate case: where every pair is right r grows without bound, so hold pairs out and look at
+    the calibration.
     """
 
     center: float = 0.0
@@ -189,20 +186,17 @@ class StepValue(Loss):
     """A process reward: a head on a backbone, read after every token of a response in steps.
 
     −½ (v_t − y_t)²,  y_t the label of the step that token t is part of
-    Lightman et al. 2023; labels from rollouts, Wang et al. 2024. It ends at the mean label given the
-    tokens so far: with the mean reward of continuations as label, at the value function of the policy
-    that made them. Degenerate case: within a step v foresees the label of its end, on average.
+    Lightman et al. 2023; labels from rollouts, Wang et al. 2024. Bias: the optimum is the mean
+    label given the tokens so far. With labels from k rollouts it is the value function of the
+    policy that made them, for any k, and not of a later policy. Degenerate case: within a step v
+    foresees the label of its end, on average.
     """
 
     data = "steps"
     trains = "steps"
 
     def check(self, row: Any) -> None:
-        _refuse_others(row, self, advantage=Raw, kl=NoKL, exploration=NoBonus, reference=NoReference, update=Adam)
-        _refuse_others(row, self, correction=NoCorrection, groups=All, shaping=NoShaping)
-
-    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
-        raise Refused(f"--loss {name_of(self)} scores steps, and has no log-prob term")
+        _refuse_others(row, self, kl=NoKL, exploration=NoBonus, reference=NoReference, update=Adam)
 
     def terms(self, mini: Batch, out: Outputs) -> Terms:
         assert mini.weight is not None

@@ -3,8 +3,6 @@
 Derive from them: what a protocol can do by itself, it does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol

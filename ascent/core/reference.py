@@ -3,8 +3,6 @@
 The learner keeps the reference beside its policy; a choice only says when to renew it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +34,10 @@ class Frozen(Reference):
 
 @dataclass(frozen=True)
 class Every(Reference):
-    """The policy as it was at the last multiple of n steps (iterative GRPO's outer loop)."""
+    """The policy as it was at the last multiple of n steps (iterative GRPO's outer loop).
+
+    Bias: the reference moves, so the penalty limits the speed, not the distance from the start.
+    """
 
     n: int = 10
     """Steps between two renewals."""
@@ -54,7 +55,8 @@ class Every(Reference):
 class MovingAverage(Reference):
     """An average that follows the policy: after each step π_ref ← (1−r)·π_ref + r·π.
 
-    Degenerate cases: r = 0 is frozen, r = 1 is the policy of the step before.
+    Bias: as with `every`, the penalty limits the speed, not the distance from the start. Degenerate
+    cases: r = 0 is frozen, r = 1 is the policy of the step before.
     """
 
     rate: float = 0.05

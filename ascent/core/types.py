@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Some = TypeVar("Some", bound="Rollouts")
+PerToken = Float[Tensor, "prompt sample token"]
 Metrics = dict[str, int | float]
 State = dict[str, float]
 """What choices remember from step to step: small, named numbers that the checkpoint saves."""
@@ -39,6 +40,13 @@ class Refused(ValueError):
 
 class Trouble(RuntimeError):
     """A run that had to stop: what happened, where its last good state is, what to change."""
+
+
+def check_counts(least: int = 1, **counts: Any) -> None:
+    """Refuse a count below the least that makes sense, by the name of its flag."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            raise Refused(f"--{name.replace('_', '-')} is {count}: it has to be at least {least}")
 
 
 class Streams:
@@ -125,7 +133,7 @@ class Rollouts:
     """Shorter prompts are padded with −1, which is not a token."""
     response: Int[Tensor, "prompt sample token"]
     mask: Bool[Tensor, "prompt sample token"]
-    logp_sampler: Float[Tensor, "prompt sample token"]
+    logp_sampler: PerToken
     limit: int
     """The generation limit: the most tokens that a response may have, observations counted."""
     truncated: Bool[Tensor, "prompt sample"]
@@ -137,7 +145,7 @@ class Rollouts:
     """The step whose parameters drew each token, or each response; −1 where the sampler does not say."""
     sampled: bool = True
     """False for demonstrations: who wrote them gave no log-probs, and `logp_sampler` is 0."""
-    mass: Float[Tensor, "prompt sample token"] | None = None
+    mass: PerToken | None = None
     """Probability that top-p, top-k or min-p kept at each token; None where nothing was cut."""
     problem: Int[Tensor, "prompt"] | None = None
     """Which problem of the task each prompt is, as the task drew it; None: the prompt is the whole problem."""
@@ -207,13 +215,12 @@ class Batch(Rollouts):
     """Why rewards failed in this step."""
     measures: Float[Tensor, "prompt sample measure"] | None = None
     measured: tuple[str, ...] = ()
-    notes: np.ndarray | None = None
     index: Int[Tensor, "prompt"] | None = None
     """Which prompt of the step's batch this is, so that records can find it in a mini-batch."""
 
-    logp_old: Float[Tensor, "prompt sample token"] | None = None
-    logp_ref: Float[Tensor, "prompt sample token"] | None = None
-    kl_full: Float[Tensor, "prompt sample token"] | None = None
+    logp_old: PerToken | None = None
+    logp_ref: PerToken | None = None
+    kl_full: PerToken | None = None
     """KL(π_old ‖ π_ref) over the whole vocabulary, at each state."""
     score_norm: Float[Tensor, "prompt sample 1"] | None = None
     """‖∇ log π(response)‖², exact."""
@@ -223,9 +230,9 @@ class Batch(Rollouts):
     """V of the state before each token, and of the one after the last; `returns` is what it should have been."""
 
     advantage: Float[Tensor, "prompt sample #token"] | None = None
-    returns: Float[Tensor, "prompt sample token"] | None = None
+    returns: PerToken | None = None
     correction: Float[Tensor, "prompt sample #token"] | None = None
-    weight: Float[Tensor, "prompt sample token"] | None = None
+    weight: PerToken | None = None
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     progress: float = 0.0
@@ -322,9 +329,9 @@ def _widen(value: Tensor, name: str, batch: Batch, width: int) -> Tensor:
 class Outputs:
     """What a learner computes for a mini-batch in its training forward, with gradients."""
 
-    logp: Float[Tensor, "prompt sample token"]
-    entropy: Float[Tensor, "prompt sample token"]
-    kl_full: Float[Tensor, "prompt sample token"] | None = None
+    logp: PerToken
+    entropy: PerToken
+    kl_full: PerToken | None = None
     """KL(π ‖ π_ref) over the whole vocabulary at each state, where the loss asks for it."""
     rating: Float[Tensor, "prompt sample #token"] | None = None
     """What a reward model gives each response, or a process reward each token; its log-probs are 0."""
@@ -346,13 +353,15 @@ def reward_to_go(reward: Float[Tensor, "prompt sample #token"]) -> Float[Tensor,
     return reward if reward.shape[-1] == 1 else reward.flip(-1).cumsum(-1).flip(-1)
 
 
-def at_last(batch: Rollouts, outcome: Float[Tensor, "prompt sample 1"]) -> Float[Tensor, "prompt sample token"]:
-    """An outcome as a reward of the last action of each response."""
+def at_last(batch: Rollouts, reward: Float[Tensor, "prompt sample #token"]) -> PerToken:
+    """A reward per token: an outcome lies on the last action of each response; any other stays as it is."""
+    if reward.shape[-1] > 1:
+        return reward
     last = (batch.mask.cumsum(-1) == batch.length.unsqueeze(-1)) & batch.mask
-    return torch.where(last, outcome, 0.0)
+    return torch.where(last, reward, 0.0)
 
 
-def at_actions(batch: Rollouts, reward: Float[Tensor, "prompt sample token"]) -> Float[Tensor, "prompt sample token"]:
+def at_actions(batch: Rollouts, reward: PerToken) -> PerToken:
     """Rewards on actions alone: one that came with an observation moves to the last action before it.
 
     What was paid before the first action moves to that one; the total stays.

@@ -8,25 +8,21 @@ are stepped over: the state after an action is the one before the next action.
 With the exact V every credit is unbiased at γ = 1; with a wrong one only Monte Carlo is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from ascent.core.advantages import Advantage
-from ascent.core.types import Batch, Refused, State, at_last
-
-PerToken = Float[Tensor, "prompt sample token"]
+from ascent.core.advantages import Advantage, whiten
+from ascent.core.types import Batch, PerToken, Refused, State, at_last
 
 
 def td_errors(batch: Batch, gamma: float, bootstrap: bool) -> tuple[PerToken, Int[Tensor, "prompt sample token"]]:
     """d_t with the actions moved to the front and 0 behind them, and the order that moved them."""
     assert batch.value is not None
-    reward = at_last(batch, batch.reward) if batch.reward.shape[-1] == 1 else batch.reward
+    reward = at_last(batch, batch.reward)
     order = (~batch.mask).to(torch.uint8).argsort(dim=-1, stable=True)
     is_action = batch.mask.gather(-1, order)
     V = torch.where(is_action, batch.value.gather(-1, order), 0.0)
@@ -47,14 +43,6 @@ def discounted_sum(d: PerToken, factor: float) -> PerToken:
     return torch.stack(sums[::-1], -1)
 
 
-def whiten(advantage: PerToken, batch: Batch) -> PerToken:
-    """(A − mean) / (std + 1e-8), both over the counted tokens of the batch, ddof 1; 0 where all are equal."""
-    tokens = advantage[batch.counted]
-    if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
-        return torch.zeros_like(advantage)
-    return torch.where(batch.counted, (advantage - tokens.mean()) / (tokens.std() + 1e-8), 0.0)
-
-
 @dataclass(frozen=True)
 class Valued(Advantage):
     """What the credits from a critic share: A_t = Σ_j (γλ)^j d_{t+j}, unless `spread` says otherwise."""
@@ -64,7 +52,7 @@ class Valued(Advantage):
     bootstrap: bool = field(default=False, kw_only=True)
     """Continue with V(s_L) after a truncated response (no return ever teaches it: it may drift); off: with 0."""
     whitened: bool = field(default=False, kw_only=True)
-    """Shift and scale to mean 0 and standard deviation 1 over the tokens of the rollout batch."""
+    """Shift and scale to mean 0 and standard deviation 1 over the tokens of the rollout batch; this is biased."""
     lam: ClassVar[float]
     group = False
     needs = frozenset({"value"})
@@ -87,8 +75,8 @@ class Valued(Advantage):
         return self.advantage(batch) + batch.value[..., :-1]
 
     def __call__(self, batch: Batch, state: State) -> PerToken:
-        δ = torch.where(batch.counted, self.advantage(batch), 0.0)
-        return whiten(δ, batch) if self.whitened else δ
+        δ = self.advantage(batch)
+        return torch.where(batch.counted, whiten(δ, batch, 1e-8) if self.whitened else δ, 0.0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,8 @@ class TD(Valued):
     """The TD error itself: the reward of a token, and how much better the next state looks.
 
     A_t = d_t
-    Sutton and Barto 2018, chapter 13; GAE at λ = 0. Lowest variance, all of the critic's bias.
+    Sutton and Barto 2018, chapter 13; GAE at λ = 0. Lowest variance. Bias: none with the exact V
+    and γ = 1, unless whitened; else all of V's error: only one token's reward does not come from V.
     Degenerate case: with an outcome reward and V = 0 only the last token gets credit.
     """
 
@@ -108,7 +97,8 @@ class KStep(Valued):
     """k tokens of reward, then the critic.
 
     A_t = Σ_{j<k} γ^j d_{t+j}
-    Mnih et al. 2016 (A3C). Degenerate cases: k = 1 is TD; from the response's length on, Monte Carlo.
+    Mnih et al. 2016 (A3C). Bias: none with the exact V and γ = 1, unless whitened; else V's error
+    k tokens later. Degenerate cases: k = 1 is TD; from the response's length on, Monte Carlo.
     """
 
     k: int = 4
@@ -125,8 +115,9 @@ class GAE(Valued):
     """A geometric mixture of all k-step credits.
 
     A_t = Σ_j (γλ)^j d_{t+j}
-    Schulman et al. 2016. λ trades V's bias for the reward's variance: 0 is TD, 1 Monte Carlo.
-    Degenerate case: an outcome reward, γ = λ = 1 and V = the group's mean is the centered credit.
+    Schulman et al. 2016. Bias: none with the exact V and γ = 1, unless whitened; else λ trades V's
+    error for the reward's variance: 0 is TD, 1 Monte Carlo. Degenerate case: an outcome reward,
+    γ = λ = 1 and V = the group's mean is the centered credit.
     """
 
     lam: float = 0.95  # type: ignore[misc]
@@ -138,21 +129,11 @@ class MonteCarlo(Valued):
     """The whole return minus the value: a learned baseline.
 
     A_t = Σ_j γ^j d_{t+j} = Σ_j γ^j r_{t+j} − V(s_t)
-    Williams 1992 with a baseline for each state; GAE at λ = 1. At γ = 1 unbiased whatever V is.
-    Degenerate case: with `bootstrap` V's error enters even so.
+    Williams 1992 with a baseline for each state; GAE at λ = 1. Bias: none at γ = 1, for any V, unless
+    whitened: the baseline does not depend on the token. With `bootstrap`, V's error at the cut.
     """
 
     lam = 1.0
-
-
-def value_loss(batch: Batch, value: Float[Tensor, "prompt sample state"], clip: float | None) -> Float[Tensor, ""]:
-    """Σ ½ (V − return)² over counted tokens; with ε_v of the larger of that and ½ (clip(V, V_old ± ε_v) − return)²."""
-    assert batch.returns is not None and batch.value is not None
-    V, old = value[..., :-1], batch.value[..., :-1]
-    error = (V - batch.returns) ** 2
-    if clip is not None:
-        error = torch.maximum(error, (old + (V - old).clamp(-clip, clip) - batch.returns) ** 2)
-    return 0.5 * torch.where(batch.counted, error, 0.0).sum()
 
 
 VALUES = (TD, KStep, GAE, MonteCarlo)

@@ -5,10 +5,8 @@ is: callers hold a backend, a bound task, a sampler and a learner. A new engine 
 in `backends.BACKENDS`; tests/test_backends.py then holds it to the contract.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -55,19 +53,42 @@ class BoundTask(Task, Protocol):
     def report(self) -> list[str]:
         """What was left out of the data, in words."""
 
-    def close(self) -> None:
-        """End what was started to compute rewards."""
+
+class OfflineSampler(Sampler):
+    """Answers each prompt with what was written down: a demonstration, a preference pair, or labelled steps.
+
+    So the loop, its records and its checkpoints are the same for offline data as for sampled responses.
+    """
+
+    limit = 0
+
+    def __init__(self, rollouts: Callable[[Prompts], Rollouts]):
+        self.rollouts, self.version = rollouts, -1
+
+    def load(self, params: Params, version: int) -> None:
+        self.version = version
+
+    def generate(
+        self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
+    ) -> Rollouts:
+        rollouts = self.rollouts(prompts)
+        if rollouts.mask.shape[1] != samples:
+            raise ValueError(f"the data has {rollouts.mask.shape[1]} responses per prompt, not {samples}")
+        return replace(rollouts, version=torch.full((*rollouts.mask.shape[:2], 1), self.version))
 
 
-class LearnedReward(Protocol):
-    """A reward model or a process reward, loaded from a run. Call it with rollouts."""
+class LearnedReward:
+    """A reward model or a process reward, loaded from a run: rollouts in, a number per response or per token."""
 
-    config: Config
-    """That of the run that trained it."""
-    batch: int
+    batch: int = 1 << 30
     """Responses that it rates at once."""
 
-    def __call__(self, rollouts: Rollouts) -> Tensor: ...
+    def __init__(self, model: Any, read: Callable[[Any, Rollouts], Tensor], config: Config):
+        self.model, self.read, self.config = model, read, config
+
+    @torch.no_grad()
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        return self.read(self.model, rollouts)
 
 
 class Start(NamedTuple):
@@ -99,19 +120,16 @@ class Backend(ABC):
     name: ClassVar[str]
     """A policy choice names its backend by this (its class attribute `backend`; without one, `small`)."""
     task_kind: ClassVar[str]
-    """The kind of task that its policies read (a task's class attribute `kind`; without one, `small`)."""
+    """The kind of task that its policies read (a task's class attribute `kind`)."""
     words: ClassVar[bool] = False
-    """Are prompts and responses words? A judge reads nothing else."""
+    """Are prompts and responses words? Only then can a judge read them; but a prompt is then of any length, and a
+    typed one has no answer to score a response by."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions run.json lists, beside those of every run."""
     reloads_start: ClassVar[bool] = False
     """Is --init loaded on a resume too, because the reference is in no checkpoint until it has moved?"""
-    one_prompt_length: ClassVar[bool] = True
-    """Have all prompts of a task the same length? If not, a sampler is checked against every set of prompts."""
     enumerates: ClassVar[bool] = False
     """Can its policies give the probability of every response, where there are few? Then E[R] is exact."""
-    typed_prompts_score: ClassVar[bool] = True
-    """Does a typed prompt say all that is needed to score a response to it?"""
 
     # ---- refusals
 

@@ -1,19 +1,12 @@
 """Every backend: a new engine is one folder and one line here."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ascent.core.config import Config
 from ascent.core.types import Refused
 from ascent.engines.backend import Backend
 from ascent.engines.language.backend import LanguageBackend
 from ascent.engines.small.backend import SmallBackend
 
-BACKENDS: list[Backend] = [
-    SmallBackend(),
-    LanguageBackend(),
-]
+BACKENDS: list[Backend] = [SmallBackend(), LanguageBackend()]
 
 
 def backend_of(config: Config) -> Backend:
@@ -23,11 +16,6 @@ def backend_of(config: Config) -> Backend:
     if backend is None:
         there = ", ".join(backend.name for backend in BACKENDS)
         raise Refused(f"--policy: it names the backend {name!r}, which is not there. There are: {there}")
-    if task_kind(config.task) != backend.task_kind:
+    if config.task.kind != backend.task_kind:
         raise Refused(backend.mismatch(config))
     return backend
-
-
-def task_kind(task: Any) -> str:
-    """The kind of a task or of its class, as backends name it: small or text."""
-    return getattr(task, "kind", "small")

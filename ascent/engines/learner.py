@@ -1,50 +1,73 @@
 """What every learner in one process shares: gradients, steps and Fisher products as plain sums over micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ascent.core.protocols import Learner, Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Terms
-
-Linearized = tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]
-"""log π; a probe u and Jᵀu, which is linear in u (its derivative along v is J·v); π where tokens count."""
+from ascent.core.update import Update
 
 
-class InProcessLearner(Learner):
+class InProcessLearner(Learner, Protocol):
     """A learner whose parameters are in this process. An engine adds how a batch is cut, and its forward passes.
 
     Every token count that a sum is divided by is the whole mini-batch's, so that shares of it add up.
     """
 
+    fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full", "score_norm"})
     optimizer: torch.optim.Optimizer | None
+    rate: Callable[[Batch], Tensor] | None = None
+    """What a reward model or a process reward gives a batch; None: a policy is trained."""
     critic: Any = None
     critic_optimizer: torch.optim.Optimizer | None = None
     _params: dict[str, Tensor]
     _trainable: list[Tensor]
     _uphill: Tensor
     """−1: objectives are maximised."""
+    _logp: list[Tensor]
+    _entropy: list[Tensor]
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         """What goes through at once: whole responses and whole pairs. It never changes numbers."""
-        raise NotImplementedError
 
     def evaluate(self, batch: Batch) -> Outputs:
-        """The training forward."""
-        raise NotImplementedError
+        """The training forward of a policy."""
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
         """V at every state, the critic's forward."""
-        raise NotImplementedError
 
-    def linearized(self, micro: Batch) -> Linearized:
-        """The policy's distributions, ready for products with their Jacobian."""
-        raise NotImplementedError
+    def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The batch fields that are needed, of one micro-batch."""
+
+    def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
+        """log π over the whole vocabulary at every state, and how often each of them counts."""
+
+    def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt #sample token"]:
+        """KL(π_old ‖ π) over the vocabulary at every state, π_old having these parameters."""
+
+    def forward(self, micro: Batch) -> Outputs:
+        """The training forward. A reward model has no log-probs, and 0 stands for them."""
+        if self.rate is None:
+            return self.evaluate(micro)
+        rating = self.rate(micro)
+        zeros = rating.new_zeros(micro.mask.shape)
+        return Outputs(zeros, zeros, rating=rating)
+
+    def train_reward(self, rate: Callable[[Batch], Tensor]) -> None:
+        """Train a reward model or a process reward, which scores no batch for a policy."""
+        self.rate, self.fills = rate, frozenset()
+
+    def train_critic(self, critic: Any, update: Update | None) -> None:
+        """Take this critic along; None: there is none."""
+        self.critic = critic
+        if critic is not None and update is not None:
+            self.critic_optimizer = update.optimizer(critic.trained())
+            self.fills = self.fills | {"value"}
 
     def params(self) -> dict[str, Tensor]:
         return self._params
@@ -52,15 +75,20 @@ class InProcessLearner(Learner):
     def trainable(self) -> list[Tensor]:
         return self._trainable
 
+    @torch.no_grad()
+    def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        needs = needs & self.fills
+        parts = [self.scored(micro, needs) for micro in self.split(batch)] if needs else []
+        return {name: joined([part[name] for part in parts], batch).cpu() for name in needs}
+
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         """−∇objective into `.grad`: a plain sum over micro-batches, whatever their number."""
         for parameter in self.trainable():
             parameter.grad = None
         parts: list[Terms] = []
-        self._logp: list[Tensor] = []
-        self._entropy: list[Tensor] = []
+        self._logp, self._entropy = [], []
         for micro in self.split(mini):
-            out = self.evaluate(micro)
+            out = self.forward(micro)
             terms = objective(micro, out)
             terms.objective.backward(self._uphill)
             self._logp.append(out.logp.detach())
@@ -70,18 +98,15 @@ class InProcessLearner(Learner):
         return added(parts)
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
-        """One update on a mini-batch, and what to report of it."""
         terms, report = update(self, mini, objective)
-        _mark_changed(self.trainable())
-        one = len(self._logp) == 1
-        logp = self._logp[0] if one else joined(self._logp, mini)
-        entropy = None if not self._entropy else self._entropy[0] if one else joined(self._entropy, mini)
-        return Stepped({"loss": -terms.objective, **terms.means, **report}, terms.sums, logp, entropy)
+        torch.autograd.graph.increment_version(self.trainable())  # fused optimizers do not, and samplers go by it
+        entropy = joined(self._entropy, mini) if self._entropy else None
+        metrics = {"loss": -terms.objective, **terms.means, **report}
+        return Stepped(metrics, terms.sums, joined(self._logp, mini), entropy)
 
     @torch.no_grad()
     def total(self, mini: Batch, objective: Objective) -> Tensor:
-        """The objective at the present parameters."""
-        parts = [objective(micro, self.evaluate(micro)).objective for micro in self.split(mini)]
+        parts = [objective(micro, self.forward(micro)).objective for micro in self.split(mini)]
         return torch.stack(parts).sum()
 
     def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -90,11 +115,11 @@ class InProcessLearner(Learner):
         A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
         """
         micros = list(self.split(mini))
-        kept = [self.linearized(micros[0])] if len(micros) == 1 else None
+        kept = [self._linearized(micros[0])] if len(micros) == 1 else None
 
         def product(vector: list[Tensor]) -> list[Tensor]:
             total = [torch.zeros_like(p) for p in self.trainable()]
-            for logp_all, probe, slope, weight in kept or map(self.linearized, micros):
+            for logp_all, probe, slope, weight in kept or map(self._linearized, micros):
                 along = torch.stack([(s * v).sum() for s, v in zip(slope, vector, strict=True) if s.requires_grad])
                 (Jv,) = torch.autograd.grad(along.sum(), probe, retain_graph=True)
                 part = torch.autograd.grad(
@@ -105,12 +130,25 @@ class InProcessLearner(Learner):
 
         return product
 
+    def _linearized(self, micro: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+        """log π; a probe u and Jᵀu, which is linear in u (its derivative along v is J·v); π where tokens count."""
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
+            logp_all, count = self.distributions(micro)
+        probe = torch.zeros_like(logp_all, requires_grad=True)
+        slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
+        return logp_all, probe, slope, logp_all.detach().exp() * count
+
+    @torch.no_grad()
+    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
+        """The mean KL(π_old ‖ π): a forward pass of each, so that no distribution is kept."""
+        parts = [torch.where(micro.counted, self.kl(micro, params), 0.0).sum() for micro in self.split(mini)]
+        return torch.stack(parts).sum() / max(mini.tokens, 1)
+
     @torch.no_grad()
     def assign(self, params: list[Tensor]) -> None:
         torch._foreach_copy_(self.trainable(), params)
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        """One step of the critic's optimizer on the loss's token mean; the loss's sum before it."""
         assert self.critic_optimizer is not None
         self.critic_optimizer.zero_grad()
         parts = []
@@ -119,22 +157,29 @@ class InProcessLearner(Learner):
             (part / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
         self.critic_optimizer.step()
-        _mark_changed(self.critic_optimizer.param_groups[0]["params"])
+        torch.autograd.graph.increment_version(self.critic_optimizer.param_groups[0]["params"])
         return torch.stack(parts).sum()
 
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        groups = {"params": {name: p.detach() for name, p in self._params.items()}}
+        groups["optimizer"] = _optimizer_state(self.optimizer)
+        if self.critic is not None:
+            groups["critic"] = dict(self.critic.state_dict())
+            groups["critic_optimizer"] = _optimizer_state(self.critic_optimizer)
+        return groups
 
-def _mark_changed(parameters: list[Tensor]) -> None:
-    """Count a change of these tensors: fused optimizers do not, and a sampler renews its copies by that count."""
-    torch.autograd.graph.increment_version(parameters)
-
-
-def counted_sum(kl: Float[Tensor, "prompt #sample token"], batch: Batch) -> Float[Tensor, ""]:
-    """The sum over the tokens that count."""
-    return torch.where(batch.counted, kl, 0.0).sum()
+    def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """The optimizers and the critic; an engine loads the parameters itself."""
+        _restore_optimizer(self.optimizer, state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+            _restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
 
 
 def joined(parts: list[Tensor], batch: Batch) -> Tensor:
     """Numbers of all micro-batches, as `[prompt sample …]` of the batch."""
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, batch.mask.shape[:2])
 
 
@@ -146,14 +191,15 @@ def added(parts: list[Terms]) -> Terms:
     return Terms(sum((part.objective for part in rest), first.objective), sums, means)
 
 
-def remembered(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """What an optimizer keeps of each parameter, by the parameter's place in its list."""
-    parameters = [] if optimizer is None else optimizer.param_groups[0]["params"]
-    state = {} if optimizer is None else optimizer.state
-    return {f"{i}.{key}": v for i, p in enumerate(parameters) for key, v in state.get(p, {}).items()}
+    if optimizer is None:
+        return {}
+    parameters = enumerate(optimizer.param_groups[0]["params"])
+    return {f"{i}.{key}": v for i, p in parameters for key, v in optimizer.state.get(p, {}).items()}
 
 
-def remind(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
     """Give an optimizer back what it kept."""
     for name, value in kept.items():
         assert optimizer is not None

@@ -5,11 +5,8 @@ formula of a whole algorithm, its objective in words, and the pages that are pri
 formula against the code.
 """
 
-from __future__ import annotations
-
 import inspect
 import textwrap
-from collections import ChainMap
 from dataclasses import MISSING
 from typing import Any
 
@@ -18,24 +15,19 @@ from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
 from ascent.core.values import Valued
-from ascent.explain.about import OWN, About, fill_in, first_line
-from ascent.explain.advantages import ABOUT_ADVANTAGES
-from ascent.explain.algorithms import ABOUT_ALGORITHMS
-from ascent.explain.axes import ABOUT_AXES
-from ascent.explain.kl import ABOUT_ESTIMATORS, ABOUT_KL
-from ascent.explain.losses import ABOUT_LOSSES
+from ascent.explain.about import ABOUT_ALGORITHMS, OWN, About, bias_of, fill_in, first_line
+from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS
 from ascent.policies import POLICIES
-from ascent.settings import field_docs
+from ascent.settings import field_docs, spell
 from ascent.tasks import TASKS
-from ascent.tasks.small import sorting
-from ascent.tasks.user_code import load_python
+from ascent.tasks.files import load_python
+from ascent.tasks.small import sort
 
 __all__ = ["explanation", "formula", "menu_text", "objective_in_words"]
 
 WIDTH = 96
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS}
 """What is explained in addition to the axes of an algorithm."""
-ABOUTS: ChainMap[type, About] = ChainMap(ABOUT_ADVANTAGES, ABOUT_LOSSES, ABOUT_KL, ABOUT_AXES)
 
 
 def about_of(cls: type) -> About | None:
@@ -49,18 +41,17 @@ def menu_label(cls: type) -> str:
     return known.label if known and known.label else name_of(cls)
 
 
-def describe_choice(axis: str, choice: Any) -> About:
-    """The About of a choice with its numbers; for a user's own without one, made from its name and docstring."""
-    known = about_of(type(choice))
-    if known is None and axis == "kl":
-        known = ABOUT_KL[{"nowhere": kl_.NoKL, "loss": kl_.InLoss, "reward": kl_.InReward}[choice.where]]
-    pairs = axis == "loss" and choice.data == "pairs"
-    return fill_in(known or OWN["pairs" if pairs else axis], choice)
-
-
 def describe_choices(algorithm: Algorithm) -> dict[str, About]:
-    """The About of each of an algorithm's choices, by axis."""
-    return {axis: describe_choice(axis, getattr(algorithm, axis)) for axis in MENU}
+    """By axis, the About of a choice with its numbers; a user's own without one has it from its name and docstring."""
+    parts: dict[str, About] = {}
+    for axis in MENU:
+        choice = getattr(algorithm, axis)
+        known = about_of(type(choice))
+        if known is None and axis == "kl":
+            known = ABOUTS[{"nowhere": kl_.NoKL, "loss": kl_.InLoss, "reward": kl_.InReward}[choice.where]]
+        pairs = axis == "loss" and choice.data == "pairs"
+        parts[axis] = fill_in(known or OWN["pairs" if pairs else axis], choice)
+    return parts
 
 
 # ── an algorithm as a formula, in words, and how biased it is ──────────────────────────────────
@@ -136,7 +127,7 @@ def verdict(algorithm: Algorithm) -> str:
     if unknown:
         return f"Not known: {', '.join(unknown)} is not part of this library. The exact oracle can tell."
     if algorithm.loss.data != "samples":
-        return parts["loss"].bias
+        return f"Not a policy gradient, because nothing is sampled. {bias_of(type(algorithm.loss))}"
     gradients = {parts[axis].gradient for axis in decisive}
     length = "times a constant" if "scaled" in gradients else "itself"
     if "other" in gradients:
@@ -163,16 +154,6 @@ def _section(title: str, *lines: str) -> list[str]:
     return ["", title, *written] if written else []
 
 
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _full(choice: Any) -> str:
-    """clipped(low=0.2, high=0.2, dual=None): the name and every field."""
-    values = ", ".join(f"{name}={_value(value)}" for name, value in vars(choice).items())
-    return name_of(choice) + (f"({values})" if values else "")
-
-
 def _elsewhere(known: About) -> list[str]:
     named = (("paper", known.paper), ("TRL 1.16", known.trl), ("verl 0.9", known.verl), ("others", known.others))
     return _section("ELSEWHERE, UNDER THE SAME NAME", *(_item(label, text) for label, text in named if text))
@@ -183,12 +164,12 @@ def _try(command: str) -> list[str]:
 
 
 def _row(name: str) -> str:
-    algorithm, row = ALGORITHMS[name], ABOUT_ALGORITHMS.get(name, About(trl="", verl=""))
+    algorithm, row = ALGORITHMS[name], ABOUT_ALGORITHMS[name]
     parts, kl, sampled = describe_choices(algorithm), algorithm.kl, algorithm.loss.data == "samples"
     on = [axis for axis, part in parts.items() if not part.off and (part.formula or part.words)]
     off = [axis for axis, part in parts.items() if part.off]
     lines = [textwrap.fill(f"{name}: a named algorithm. {row.words}", WIDTH)]
-    choices = (_item(axis, _full(getattr(algorithm, axis))) for axis in on)
+    choices = (_item(axis, spell(getattr(algorithm, axis), every=True)) for axis in on)
     lines += _section("CHOICES", *choices, _item("off", ", ".join(off)))
     lines += _section("IN WORDS", _item("", objective_in_words(algorithm), 0))
     symbols = ["N responses, L_i unmasked tokens in response i, logp = log π of a token"]
@@ -198,7 +179,7 @@ def _row(name: str) -> str:
     written = (f"  {line}" for line in formula(algorithm).splitlines())
     lines += _section("FORMULA", *written, *(_item("", line, 2) for line in symbols))
     lines += _section("DENOMINATOR", _item("", parts["weights"].denominator + parts["loss"].denominator, 0))
-    biases = (_item(axis, parts[axis].bias) for axis in on if axis != "reference" and sampled)
+    biases = (_item(axis, bias_of(type(getattr(algorithm, axis)))) for axis in on if axis != "reference" and sampled)
     lines += _section("BIAS", _item("", verdict(algorithm), 0), *biases)
     if kl.where != "nowhere":
         estimator = ABOUT_ESTIMATORS[kl.estimator]
@@ -230,14 +211,14 @@ def _command(axis: str, cls: Any, off: bool) -> str:
 
 def _choice(cls: type, axis: str) -> str:
     docs, known = field_docs(cls), about_of(cls) or About(trl="", verl="")
+    fields: list[str] = []
     kind = f"a choice of --{axis}" if axis in MENU else f"a {axis}" if axis in CHOICES else axis
     lines = [f"{name_of(cls)}: {kind}.", "", textwrap.indent(inspect.getdoc(cls) or first_line(cls), "  ")]
-    defaults = {
-        name: "" if f.default is MISSING else f" ({_value(f.default)})" for name, f in hyperparameters(cls).items()
-    }
-    lines += _section("FIELDS", *(_item(name + default, docs.get(name, ""), 24) for name, default in defaults.items()))
+    for name, default in ((name, f.default) for name, f in hyperparameters(cls).items()):
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        fields.append(_item(name + (f" ({shown})" if default is not MISSING else ""), docs.get(name, ""), 24))
+    lines += _section("FIELDS", *fields)
     lines += _section("DENOMINATOR", _item("", known.denominator, 0) if axis == "weights" else "")
-    lines += _section("BIAS", _item("", known.bias, 0))
     if axis == "kl" and not known.off:
         place = "loss" if getattr(cls, "where", "") == "loss" else "reward"
         gradients = (_item(name, f"{getattr(e, place)}.") for name, e in ABOUT_ESTIMATORS.items())
@@ -259,7 +240,7 @@ def _estimator(name: str) -> str:
 
 
 def _reward(name: str) -> str:
-    lines = [f"{name}: a reward of the sorting tasks.", "", _item("", sorting.REWARDS[name], 0)]
+    lines = [f"{name}: a reward of the sorting tasks.", "", _item("", sort.REWARDS[name], 0)]
     return "\n".join([*lines, *_try(f"sort --reward {name}")])
 
 
@@ -272,10 +253,10 @@ def explanation(name: str) -> str:
     pages = [_row(wanted)] if wanted in ALGORITHMS else []
     pages += [_choice(cls, axis) for axis, menu in menus.items() for cls in menu if name_of(cls) == wanted]
     pages += [_estimator(wanted)] if wanted in ABOUT_ESTIMATORS else []
-    pages += [_reward(wanted)] if wanted in sorting.REWARDS else []
+    pages += [_reward(wanted)] if wanted in sort.REWARDS else []
     if not pages:
         choices = (name_of(c) for menu in menus.values() for c in menu)
-        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sorting.REWARDS]
+        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sort.REWARDS]
         hint = f"{nearest(wanted, names)} `ascent list` shows every name"
         raise Refused(f"explain {name}: there is no algorithm or choice with this name.{hint}")
     return ("\n\n" + "─" * WIDTH + "\n").join(pages)
@@ -286,8 +267,8 @@ def menu_text() -> str:
     lines: list[str] = []
     for title, axis in (("TASKS", "task"), ("POLICIES", "policy")):
         lines += _section(title, *(_item(name_of(cls), first_line(cls), 20) for cls in CHOICES[axis]))
-    rows = {name: str(ABOUT_ALGORITHMS.get(name, About()).words) or formula(a) for name, a in ALGORITHMS.items()}
-    lines += _section("ALGORITHMS  (--algorithm)", *(_item(name, words, 20) for name, words in rows.items()))
+    rows = (_item(name, str(row.words), 20) for name, row in ABOUT_ALGORITHMS.items())
+    lines += _section("ALGORITHMS  (--algorithm)", *rows)
     docs = field_docs(Algorithm)
     for axis, menu in MENU.items():
         title = f"{axis.upper()}  (--{axis}: {docs[axis].splitlines()[0]})"

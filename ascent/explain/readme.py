@@ -1,9 +1,4 @@
-"""Writes the menu into README.md, between its two markers.
-
-python -m ascent.explain.readme README.md        updates it
-"""
-
-from __future__ import annotations
+"""Writes the menu into README.md, between its two markers: python -m ascent.explain.readme README.md"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curves of runs as points to draw: all of a run in few points, or a part of it exactly."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -11,15 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ascent.records.columns import (
-    Columns,
-    bucket_starts,
-    bucket_width,
-    buckets,
-    numbers_or_none,
-    parse_objects,
-    rounded,
-)
+from ascent.records.columns import Columns, bucket_starts, bucket_width, buckets, numbers_or_none, parse_objects
 from ascent.records.foreign import fingerprint, foreign_lines
 from ascent.records.metrics import DRAWN
 from ascent.records.places import Place
@@ -30,6 +20,9 @@ MOST_BYTES = 1 << 30
 """Memory of all columns that are kept; the ones that were asked for longest ago go first."""
 DIGITS = 7
 """A mean of many steps is drawn, not quoted."""
+View = tuple[float, float]
+"""From where to where on the axis of a curve."""
+EVERYTHING = (-np.inf, np.inf)
 
 
 class Library:
@@ -76,27 +69,12 @@ def measured_metrics(columns: Columns) -> set[str]:
 
 
 def curves(
-    columns: Columns,
-    metrics: Collection[str] = DRAWN,
-    begin: float | None = None,
-    end: float | None = None,
-    points: int = POINTS,
+    columns: Columns, metrics: Collection[str] = DRAWN, view: View = EVERYTHING, points: int = POINTS
 ) -> dict[str, Any]:
-    """At most `points` points of each metric between two steps, as the page draws them.
-
-    Where a point stands for several steps, it is their mean, with the smallest and the largest beside it.
-    """
+    """At most `points` points of each metric; one of several steps is their mean, with the smallest and the largest."""
     steps = columns.steps
-    about = {
-        "revision": columns.revision,
-        "first": _whole(steps[0]) if len(steps) else None,
-        "last": _whole(steps[-1]) if len(steps) else None,
-        "nonfinite": {name: columns.nonfinite[name] for name in metrics if name in columns.nonfinite},
-    }
-    inside: Any = slice(None)
-    if begin is not None or end is not None:
-        low, high = -np.inf if begin is None else begin, np.inf if end is None else end
-        inside = np.flatnonzero((steps >= low) & (steps <= high))
+    first, last = (_whole(steps[0]), _whole(steps[-1])) if len(steps) else (None, None)
+    inside: Any = slice(None) if view == EVERYTHING else np.flatnonzero((steps >= view[0]) & (steps <= view[1]))
     steps = steps[inside]
     width = bucket_width(steps, max(points, 1))
     starts = bucket_starts(steps, width)
@@ -106,15 +84,18 @@ def curves(
     for name in metrics:
         if name in columns and len(starts):
             together = buckets(columns[name][inside], starts)
-            if np.isfinite(together.high).any():
-                series[name] = _series(together, width > 1)
-    return {**about, "bucket": max(width, columns.every), "x": x, "metrics": series}
-
-
-def _series(together: Any, several: bool) -> dict[str, list[float | None]]:
-    if not several:
-        return {"mean": numbers_or_none(together.mean)}
-    return {name: numbers_or_none(rounded(part, DIGITS)) for name, part in together._asdict().items()}
+            if np.isfinite(together["high"]).any():
+                parts, digits = (together, DIGITS) if width > 1 else ({"mean": together["mean"]}, None)
+                series[name] = {part: numbers_or_none(values, digits) for part, values in parts.items()}
+    return {
+        "revision": columns.revision,
+        "first": first,
+        "last": last,
+        "nonfinite": {name: columns.nonfinite[name] for name in metrics if name in columns.nonfinite},
+        "bucket": max(width, columns.every),
+        "x": x,
+        "metrics": series,
+    }
 
 
 def _whole(value: float) -> int | float:

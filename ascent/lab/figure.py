@@ -1,15 +1,9 @@
-"""What a figure is: controls, and a function from their state to everything that the page shows.
-
-The state is a query string, so that an address reproduces a figure. All numbers, and all texts that
-hold numbers, are made here in Python: the page only draws them.
-"""
-
-from __future__ import annotations
+"""A figure: controls, and a function from their state, a query string, to every number and text that the page draws."""
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -120,7 +114,7 @@ class Figure:
     """One sentence: what is seen here."""
     controls: tuple[Control, ...]
     compute: Callable[[ControlState, Path | None], Look]
-    keys: tuple[tuple[str, str], ...] = field(default=())
+    keys: tuple[tuple[str, str], ...] = ()
     """What keys do here, beside those of every page."""
     place: int = 100
     """Where it stands among the figures; those with the same place are sorted by name."""
@@ -140,14 +134,9 @@ class Figure:
 
     def about_itself(self) -> dict[str, Any]:
         """What the page has to know to draw the controls."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "about": self.about,
-            "controls": [asdict(control) for control in self.controls],
-            "keys": [list(pair) for pair in self.keys],
-            "script": f"/static/figures/{self.name}/figure.js",
-        }
+        about = {name: getattr(self, name) for name in ("name", "title", "about", "keys")}
+        controls = [asdict(control) for control in self.controls]
+        return about | {"controls": controls, "script": f"/static/figures/{self.name}/figure.js"}
 
 
 def signed(value: Real, digits: int = 3) -> str:

@@ -5,8 +5,8 @@ A page is a folder in `pages/`: its `page.py` has `routes(lab)`, its `page.js` a
 page. What comes from elsewhere is escaped; there is no inline script or style.
 """
 
-from __future__ import annotations
-
+import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from ascent.core.types import Refused
-from ascent.lab.curves import POINTS, Library
+from ascent.lab import assets_of
+from ascent.lab.curves import Library, View
 from ascent.lab.figures import all_figures
-from ascent.lab.folders import assets_of
-from ascent.lab.templates import TEMPLATES
 from ascent.records.places import Place, find_run
-from ascent.web.bodies import Json
 
 
 @dataclass(frozen=True)
@@ -40,49 +40,73 @@ class Lab:
 
     def read_ahead(self, ids: list[str]) -> None:
         """While the browser still loads its scripts, the files that they will ask for."""
-        for id in ids[:MOST_RUNS]:
+        for id in ids[:MOST_ASKED]:
             with suppress(Refused), self.library.columns(find_run(self.runs, id)):
                 pass
 
 
-MOST_RUNS = 50
+MOST_ASKED = 50
 """Runs that one request may ask for."""
-MOST_POINTS = 5_000
+MOST_BYTES = 100_000
+"""The longest command that is read."""
 EVERYWHERE = ("/static/vendor/uplot.css", "/static/base.css", "/static/chart.css", "/static/app.js")
+VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {0x7F: 0x2421}
+"""Control characters, each as the sign that stands for it."""
 
 
-def page_html(name: str, title: str, template: str = "document.html", styles: Iterable[str] = (), **values: Any) -> str:
-    """The page of a folder in `pages/`, with that folder's own style and script. `current` is the figure it shows.
+def visible(value: Any) -> str:
+    """Any text as it can be shown, with signs for control characters and for halves of a character."""
+    if value is None or isinstance(value, Markup):
+        return value or ""
+    text = str(value).replace("\r\n", "\n").translate(VISIBLE)
+    return text.encode("utf-8", "replace").decode()
 
-    Without a template of its own it is an empty place, which its script fills by what its address says.
-    """
+
+_FILES = FileSystemLoader(Path(__file__).parent)
+TEMPLATES = Environment(loader=_FILES, autoescape=True, finalize=visible, trim_blocks=True, lstrip_blocks=True)
+
+
+def page_of(
+    name: str, title: str, template: str = "document.html", styles: Iterable[str] = (), **values: Any
+) -> HTMLResponse:
+    """The page of a folder in `pages/`. Without a template its script fills it. `current` is the figure it shows."""
+    values |= {"page": name, "title": title, "figures": all_figures()}
     assets = [*EVERYWHERE, *styles, *assets_of("pages", name)]
-    return TEMPLATES.get_template(template).render(
-        page=name, title=title, assets=assets, figures=all_figures(), **values
-    )
+    return HTMLResponse(TEMPLATES.get_template(template).render(assets=assets, **values))
 
 
-def viewer_page(name: str, title: str) -> str:
-    return page_html(name, title, styles=["/static/viewer.css"], current="runs")
-
-
-def runs_page(lab: Lab, name: str, title: str) -> Callable:
-    """A page about the runs that its address names. They are read while the browser loads the page's scripts."""
+def viewer_page(lab: Lab, name: str, title: str) -> Callable:
+    """A page about runs. Those that its address names are read while the browser loads the page's scripts."""
 
     def answer(request: Request) -> Response:
-        ids = request.query_params.getlist("id")
-        return HTMLResponse(viewer_page(name, title), background=BackgroundTask(lab.read_ahead, ids))
+        page = page_of(name, title, styles=["/static/viewer.css"], current="runs")
+        page.background = BackgroundTask(lab.read_ahead, request.query_params.getlist("id"))
+        return page
 
     return answer
 
 
-def html_route(make: Callable[[Request], str]) -> Callable:
-    """A route that makes a page. A route that is a plain function runs off the event loop."""
-    return lambda request: HTMLResponse(make(request))
+class Json(JSONResponse):
+    """JSON of what may come from anyone's files: numbers that are not finite are null, odd letters are escaped."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+        except ValueError:
+            text = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
+        return text.encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def json_route(make: Callable[[Request], Any]) -> Callable:
-    """A route that computes JSON."""
+    """A route that computes JSON. A plain function runs off the event loop."""
 
     def answer(request: Request) -> Response:
         try:
@@ -93,10 +117,25 @@ def json_route(make: Callable[[Request], Any]) -> Callable:
     return answer
 
 
+async def body(request: Request) -> dict[str, Any]:
+    """The JSON object of a command, of bounded length."""
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > MOST_BYTES:
+            raise Refused(f"the command is longer than {MOST_BYTES} bytes")
+    try:
+        asked = json.loads(data)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise Refused("a command is a JSON object")
+    return asked
+
+
 def one_value(request: Request, name: str) -> str:
     """What the address gives for a name; it has to be there."""
-    value = request.query_params.get(name)
-    if not value:
+    if not (value := request.query_params.get(name)):
         raise Refused(f"{name}= is missing")
     return value
 
@@ -109,16 +148,18 @@ def many_values(request: Request, name: str, most: int) -> list[str]:
     return values
 
 
-def number_value(request: Request, name: str) -> float | None:
-    """A number of the address; None without one."""
-    text = request.query_params.get(name)
-    try:
-        value = None if text is None else float(text)
-    except ValueError:
-        value = float("nan")
-    if value is not None and not abs(value) < 1e15:
-        raise Refused(f"{name}={str(text)[:20]}: a number is needed")
-    return value
+def view_of(request: Request) -> View:
+    """From where to where curves are asked for: two numbers of the address, or no bound."""
+
+    def number(name: str, otherwise: float) -> float:
+        if (text := request.query_params.get(name)) is None:
+            return otherwise
+        with suppress(ValueError):
+            if abs(value := float(text)) < 1e15:
+                return value
+        raise Refused(f"{name}={text[:20]}: a number is needed")
+
+    return number("from", -math.inf), number("to", math.inf)
 
 
 def whole_value(request: Request, name: str) -> int | None:
@@ -131,11 +172,3 @@ def read_whole(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,15}", text):
         raise Refused(f"{name}={text[:20]}: a whole number, 0 or more, is needed")
     return int(text)
-
-
-def points_value(request: Request) -> int:
-    """How many points of a curve the address asks for."""
-    points = whole_value(request, "points")
-    if points is not None and not 2 <= points <= MOST_POINTS:
-        raise Refused(f"points={points}: between 2 and {MOST_POINTS:,}")
-    return points or POINTS

@@ -1,28 +1,87 @@
-"""The lab's server: the routes of every page and figure, and the scripts and styles beside them.
+"""The server behind `ascent lab`: the routes, scripts and styles of every page and figure, behind one guard."""
 
-Pages and figures are read with GET, commands are POST, metrics come as server-sent events. The guard stands before all
-of them (`ascent/web/guard.py`), also before what is added later.
-"""
-
-from __future__ import annotations
-
+import ipaddress
 import os
+import secrets
+import socket
+import threading
+import webbrowser
 from pathlib import Path
 
+import torch
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from ascent.core.types import Refused
+from ascent.lab import modules_in, places_of
 from ascent.lab.figures import all_figures
-from ascent.lab.folders import modules_in, places_of
 from ascent.lab.page import Lab
+from ascent.web.guard import Guard, host_name, host_names, kept_secret
 
 STATIC = Path(__file__).parent / "static"
 SERVED = {".js", ".mjs", ".css", ".svg", ".woff2"}
 """Endings of the files that a browser may fetch: not Python, nor data."""
+
+
+def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
+    """Listen until Ctrl-C."""
+    torch.set_num_threads(1)  # figures are small, and trainings want the other cores
+    try:
+        server, listening, address = lab_server(runs.resolve(), host, port)
+    except OSError as error:
+        raise Refused(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
+    print(f"The lab is at {address}\nCtrl-C closes it. Trainings continue.", flush=True)
+    if not _is_local(host):
+        print(f"It listens on {host}, to other machines too, without encryption: they need the token.", flush=True)
+    threading.Thread(target=_warm, daemon=True).start()
+    if open_browser:
+        threading.Timer(0.5, webbrowser.open, [address]).start()
+    server.run(sockets=[listening])
+    return 0
+
+
+def lab_server(runs: Path, host: str, port: int) -> tuple[uvicorn.Server, socket.socket, str]:
+    """The guarded lab over a folder of runs: its server, the socket that it listens on, its address with the token."""
+    secret = kept_secret(runs / ".lab")
+    listening = _bind(host, port)
+    port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
+    app = Guard(application(runs), host_names(host, port), token, secret)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    return uvicorn.Server(config), listening, f"http://{host_name(host)}:{port}/?token={token}"
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """It listens at once: a browser that comes before the server is ready waits, and is not refused."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(where, family=family, dualstack_ipv6=both)
+    except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]
+        raise Refused(
+            f"--host {host} --port {port}: cannot listen there ({why}). Another lab may have it: choose another "
+            "--port, or 0 for a free one"
+        ) from None
+
+
+def _warm() -> None:
+    """Look at every figure once, so that the first visitor does not wait for what is computed once."""
+    import pyarrow.json
+    import pyarrow.parquet  # noqa: F401
+
+    for figure in all_figures().values():
+        figure.look()
 
 
 class Assets(StaticFiles):
@@ -38,17 +97,14 @@ class Assets(StaticFiles):
 
 def application(runs: Path) -> Starlette:
     """The lab over one folder of runs, without its guard."""
-    return Starlette(routes=all_routes(runs), exception_handlers={Refused: _refused, 404: _missing, 405: _missing})
-
-
-def all_routes(runs: Path) -> list[BaseRoute]:
     lab = Lab(runs)
     modules = [*modules_in("ascent.lab.pages", "page"), *modules_in("ascent.lab.figures", "routes")]
-    return [
+    routes = [
         *(route for module in modules for route in module.routes(lab)),
         *(Mount(f"/static/{kind}", Assets(places_of(kind))) for kind in ("figures", "pages")),
         Mount("/static", Assets([STATIC])),
     ]
+    return Starlette(routes=routes, exception_handlers={Refused: _refused, 404: _missing, 405: _missing})
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -58,12 +114,3 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _missing(_: Request, error: Exception) -> Response:
     return PlainTextResponse("There is nothing here.\n", getattr(error, "status_code", 404))
-
-
-def warm() -> None:
-    """Look at every figure once, so that the first visitor does not wait for what is computed once."""
-    import pyarrow.json
-    import pyarrow.parquet  # noqa: F401
-
-    for figure in all_figures().values():
-        figure.look()

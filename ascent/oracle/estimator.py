@@ -13,8 +13,6 @@ gradient is a sum over responses, g = Σ_i g(y_i, c). So
 and both are summed over c with its multinomial probability.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, fields, replace
@@ -131,7 +129,16 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
-    _check_size(table, classes, samples)
+    if samples < 1:
+        raise Refused(f"the group size is {samples}: set 1 or more")
+    groups = math.comb(classes + samples - 1, samples)
+    numbers = groups * (table.batch.mask.numel() + sum(p.numel() for p in table.policy.parameters()))
+    if groups > MOST_GROUPS or numbers > MOST_NUMBERS:
+        raise Refused(
+            f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the credit can tell apart make "
+            f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MOST_GROUPS:,} groups and "
+            f"{MOST_NUMBERS:,} numbers. Lower the group size or the length limit, or use a reward with fewer levels"
+        )
     members = torch.tensor(list(itertools.combinations_with_replacement(range(classes), samples)))
     share = table.probability.new_zeros(classes).index_add_(0, class_of, table.probability)
     factorial = share.new_tensor([math.factorial(n) for n in range(samples + 1)])
@@ -145,19 +152,6 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     if not bool(keep.all()):
         chance = torch.where(keep, chance, 0.0) / chance[keep].sum()
     return EnumeratedGroups(members, chance, class_of, *credit_groups(algorithm, everything, state))
-
-
-def _check_size(table: Table, classes: int, samples: int) -> None:
-    if samples < 1:
-        raise Refused(f"the group size is {samples}: set 1 or more")
-    groups = math.comb(classes + samples - 1, samples)
-    numbers = groups * (table.batch.mask.numel() + sum(p.numel() for p in table.policy.parameters()))
-    if groups > MOST_GROUPS or numbers > MOST_NUMBERS:
-        raise Refused(
-            f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the credit can tell apart make "
-            f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MOST_GROUPS:,} groups and "
-            f"{MOST_NUMBERS:,} numbers. Lower the group size or the length limit, or use a reward with fewer levels"
-        )
 
 
 def credit_groups(
@@ -180,11 +174,11 @@ def credit_groups(
 
     count = len(everything.mask)
     credit, weight = credited(everything)
-    weight = weight * count
+    joint = credit, weight * count
     some = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
-    pairs = zip(alone(some), (credit, weight), strict=True)
-    same = all(torch.allclose(single, joint[some], rtol=1e-9, atol=1e-12) for single, joint in pairs)
-    return (credit, weight, False) if same else (*alone(list(range(count))), True)
+    pairs = zip(alone(some), joint, strict=True)
+    same = all(torch.allclose(single, whole[some], rtol=1e-9, atol=1e-12) for single, whole in pairs)
+    return (*joint, False) if same else (*alone(list(range(count))), True)
 
 
 def class_moments(

@@ -6,8 +6,6 @@
 with the batch fields of a training step; `estimator.py` uses it to compute an algorithm's expected gradient.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import cached_property, lru_cache
@@ -19,9 +17,8 @@ from torch import Tensor
 
 from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
 from ascent.core.update import Adam
-from ascent.engines.small.learner import SmallLearner, chosen, log_probs
-from ascent.engines.small.sampler import SmallSampler
-from ascent.policies.base import Policy
+from ascent.engines.small.engine import SmallLearner, SmallSampler, chosen, log_probs
+from ascent.policies.small import Policy
 
 MOST_RESPONSES = 50_000
 """Maximum number of responses to one prompt."""
@@ -179,7 +176,7 @@ class Table:
     def exact_value(self) -> Float[Tensor, "response state"]:
         """V(s_t) = E[Σ_{u ≥ t} r_u | the first t tokens] under the policy that drew the responses; 0 after the end."""
         mask, p = self.batch.mask[0], self.probability
-        reward = self.batch.reward if self.batch.reward.shape[-1] > 1 else at_last(self.batch, self.batch.reward)
+        reward = at_last(self.batch, self.batch.reward)
         to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
         tokens = torch.where(mask, self.batch.response[0], NEVER)
         values = []
@@ -218,15 +215,13 @@ class Table:
                 )
             values: Tensor = getattr(self.outputs(frozenset({name})), name)
             parts = torch.arange(size).split(max(1, AT_ONCE // size))
-            self._jacobians[name] = torch.cat([self._rows(values, part) for part in parts]).unflatten(
-                0, values.shape[1:]
-            )
+            options = {"retain_graph": True, "is_grads_batched": True, "materialize_grads": True}
+            rows = []
+            for part in parts:
+                along = torch.nn.functional.one_hot(part, size).to(values.dtype).view(-1, *values.shape)
+                rows.append(_flat(torch.autograd.grad(values, self._parameters, along, **options), len(part)))
+            self._jacobians[name] = torch.cat(rows).unflatten(0, values.shape[1:])
         return self._jacobians[name]
-
-    def _rows(self, values: Tensor, rows: Int[Tensor, "row"]) -> Float[Tensor, "row parameter"]:
-        along = torch.nn.functional.one_hot(rows, values.numel()).to(values.dtype).view(-1, *values.shape)
-        options = {"retain_graph": True, "is_grads_batched": True, "materialize_grads": True}
-        return _flat(torch.autograd.grad(values, self._parameters, along, **options), len(rows))
 
     def filled(self, needs: frozenset[str]) -> Batch:
         """The batch with the fields that an algorithm needs, computed by the library's own sampler and learner."""
@@ -234,7 +229,9 @@ class Table:
             raise Refused("the algorithm needs a reference policy, but the table has none: pass Table(reference=...)")
         missing = needs.difference(self._fields)
         if "reward_greedy" in missing:
-            self._fields["reward_greedy"] = self._reward_greedy()
+            sampler = SmallSampler(self.sampler, self.batch.temperature, torch.Generator())
+            reward = _scored(self.task, sampler.generate(Prompts.of(self.batch.prompt), 1, greedy=True)).reward
+            self._fields["reward_greedy"] = reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
         if "value" in missing:
             self._fields["value"] = self.exact_value.unsqueeze(0)
         self._fields |= self._learner(self.old).score(self.batch, missing)
@@ -242,12 +239,6 @@ class Table:
         if unknown:
             raise Refused(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")
         return self.batch.add(**{name: self._fields[name] for name in needs})
-
-    def _reward_greedy(self) -> Float[Tensor, "prompt 1 1"]:
-        """The reward of the sampler's greedy response."""
-        sampler = SmallSampler(self.sampler, self.batch.temperature, torch.Generator())
-        reward = _scored(self.task, sampler.generate(Prompts.of(self.batch.prompt), 1, greedy=True)).reward
-        return reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
 
 
 def _scored(task: EnumerableTask, rollouts: Rollouts) -> Scores:

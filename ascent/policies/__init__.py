@@ -1,9 +1,7 @@
 """Policies: a choice builds a module, and the module computes logits and samples responses."""
 
-from ascent.policies.base import Policy, draw_next
 from ascent.policies.causal_lm import CausalLM, LanguageModel
-from ascent.policies.per_position import PerPosition
-from ascent.policies.transformer import Transformer
+from ascent.policies.small import PerPosition, Policy, Transformer, draw_next
 
 POLICIES = (PerPosition, Transformer, CausalLM)
 

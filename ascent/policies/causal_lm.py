@@ -62,13 +62,18 @@ class CausalLM:
         """
         if not self.model:
             raise Refused("--model is missing: set the folder or the hub name of a causal language model")
-        transformers = _import_transformers()
+        try:
+            import transformers
+        except ImportError:
+            raise Refused("language models need transformers: pip install 'ascent-rl[lm]'") from None
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
         device = pick_device(self.device)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
             dtype = self.dtype_on(device)
             stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
-            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=stored)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=stored)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Refused(f"--model {self.model} cannot be loaded: {first}") from None
@@ -80,8 +85,7 @@ class CausalLM:
             p.data = p.data.to(dtype)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        adapted = self._adapt(model, seed) if self.lora else None
-        lm = LanguageModel(model, tokenizer, adapted)
+        lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
         return lm
 
@@ -92,15 +96,12 @@ class CausalLM:
         return getattr(torch, self.dtype)
 
     def _free_last(self, model: PreTrainedModel) -> None:
-        layers = getattr(model.get_decoder(), "layers", None)
+        layers, norm = (getattr(model.get_decoder(), name, None) for name in ("layers", "norm"))
         if layers is None or self.last_layers > len(layers):
             there = "no list of layers" if layers is None else f"only {len(layers)}"
             raise Refused(f"--policy.last-layers {self.last_layers}: the model has {there}")
-        for layer in layers[-self.last_layers :]:
-            layer.requires_grad_(True)
-        norm = getattr(model.get_decoder(), "norm", None)
-        if norm is not None:
-            norm.requires_grad_(True)
+        for module in (*layers[-self.last_layers :], *([] if norm is None else [norm])):
+            module.requires_grad_(True)
 
     def _adapt(self, model: PreTrainedModel, seed: int) -> Any:
         """LoRA adapters in the model's own layers; the first policy is the model itself."""
@@ -117,16 +118,6 @@ class CausalLM:
                 return get_peft_model(model, config)
             except ValueError as error:
                 raise Refused(f"--policy.lora-targets {self.lora_targets}: {error}") from None
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise Refused("language models need transformers: pip install 'ascent-rl[lm]'") from None
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 def pick_device(name: str) -> torch.device:
@@ -149,17 +140,13 @@ class LanguageModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, adapted: Any = None):
         super().__init__()
-        self.model = model
-        self.tokenizer = tokenizer
-        self._adapted = [
-            adapted
-        ]  # peft's wrapper of the same module, for saving; in a list, so that it is not a submodule
-        ends = model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        self.ends = frozenset(e for e in [*ends, tokenizer.eos_token_id] if e is not None)
+        self.model, self.tokenizer = model, tokenizer
+        self._adapted = (adapted,)  # peft's wrapper of the same module, for saving; in a tuple: it is not a submodule
+        own, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
+        self.ends = frozenset(e for e in [*(ends if isinstance(ends, list) else [ends]), own] if e is not None)
         if not self.ends:
             raise Refused("the model has no end token, so no response could ever end")
-        self.end: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(self.ends)
+        self.end: int = min(self.ends) if own is None else own
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
         self.exact: dict[str, Tensor] = {}
         """Trained parameters as stored, where the model has rounded them: training starts from these."""
@@ -183,14 +170,17 @@ class LanguageModel(nn.Module):
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
         """The ids of a chat in its template, ready for the answer; without a template, of the plain text."""
         if self.tokenizer.chat_template is None:
-            text = "\n\n".join(message["content"] for message in messages)
-            return list(self.tokenizer(text)["input_ids"])
-        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        return list(ids)
+            return list(self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, with no special token added."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
+        """Each step with the separator behind it, tokenized by itself; the end token last, if the response ended."""
+        pieces = [self.tokenize(step + separator) for step in steps[:-1]]
+        return [*pieces, [*self.tokenize(steps[-1]), *([self.end] if ended else [])]]
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         # An array, because transformers first inspects every number of a list, which takes longer than decoding.

@@ -1,7 +1,5 @@
 """Checkpoints: everything that a resume needs, written aside, flushed, renamed, with checksums. No pickles."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,23 +12,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ascent.core.types import Refused
-from ascent.records.reading import numbered_files
+from ascent.records.folder import numbered_files
 
 Groups = dict[str, dict[str, Tensor]]
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
-
-
-def name(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None) -> Path:
+def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None) -> None:
     """Write `folder/step_000100`, and drop all but the newest `keep` and that of the step `best`."""
-    final, aside = folder / name(step), folder / f".writing-{name(step)}"
+    final, aside = folder / f"step_{step:06d}", folder / f".writing-step_{step:06d}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for group, tensors in groups.items():
@@ -47,7 +41,6 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
     for old in complete(folder)[:-keep]:
         if step_of(old) != best:
             _drop(old)
-    return final
 
 
 def _drop(path: Path) -> None:

@@ -1,12 +1,8 @@
-"""metrics.jsonl as columns of numbers, kept up to date as the file grows.
+"""metrics.jsonl as columns of numbers, one per metric, kept up to date as the file grows. NaN: not measured.
 
-There is one column per metric, with one number per line, NaN where nothing was measured. An update parses only the
-bytes that were added. A picture needs fewer points than a long run has steps, so consecutive steps share a bucket:
-their mean, their smallest and their largest value. Buckets begin at multiples of their width. So the buckets of two
-runs hold the same steps, even where one run lacks a line.
+A picture needs fewer points than a long run has steps, so consecutive steps share a bucket. Buckets begin at multiples
+of their width, so that those of two runs hold the same steps, even where one run lacks a line.
 """
-
-from __future__ import annotations
 
 import io
 import json
@@ -18,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ascent.records.reading import open_regular
+from ascent.records.folder import open_regular
 
 CHUNK = 1 << 24
 """Bytes that are parsed at a time."""
@@ -32,19 +28,17 @@ MOST_ODD = 50
 NESTED = 3
 """Objects and lists in a line, on average; Ascent's own lines have at most two."""
 LAST_STEP = 1e15
-"""Steps are below this."""
 Odd = tuple[str, float, str]
 """A metric, a step, and what the value was: nan, inf, -inf."""
 
 
 class Parsed(NamedTuple):
-    """Some lines: their steps, and a column per metric (NaN: not measured)."""
+    """Some lines: their steps, a column per metric (NaN: not measured), and in words those that cannot be read."""
 
     steps: np.ndarray
     columns: dict[str, np.ndarray]
     nonfinite: list[Odd]
     bad: list[str]
-    """Lines that cannot be read, in words."""
 
 
 class Columns:
@@ -92,14 +86,13 @@ class Columns:
         found = self._arrays.get(metric)
         return np.full(self.kept, np.nan) if found is None else found[: self.kept]
 
-    # ---- reading ------------------------------------------------------------------------------------------
-
     def update(self) -> None:
         """Read the whole lines that were added; a torn last one waits. A file that was cut back is read anew."""
         try:
             with open_regular(self.path) as file:
                 size = file.seek(0, io.SEEK_END)
-                if self.offset and not self._continues(file, size):
+                file.seek(self.offset - len(self.tail))
+                if size < self.offset or file.read(len(self.tail)) != self.tail:
                     self.clear()
                 while self.offset < size:
                     file.seek(self.offset)
@@ -118,14 +111,7 @@ class Columns:
         except OSError as error:
             self.problem = str(error)
 
-    def _continues(self, file: Any, size: int) -> bool:
-        if size < self.offset:
-            return False
-        file.seek(self.offset - len(self.tail))
-        return file.read(len(self.tail)) == self.tail
-
     def add(self, new: Parsed) -> None:
-        """Append some lines."""
         self.bad_count += len(new.bad)
         self.bad = (self.bad + new.bad)[:MOST_ODD]
         for name, step, text in new.nonfinite:
@@ -133,27 +119,20 @@ class Columns:
             marked = self.nonfinite.setdefault(name, [])
             if len(marked) < MOST_ODD:
                 marked.append((step, text))
-        known = [name for name in new.columns if name in self._arrays]
-        room = MOST_METRICS - (len(self._arrays) - 1)
-        fresh = [name for name in new.columns if name not in self._arrays]
+        room, fresh = MOST_METRICS - len(self.names), [name for name in new.columns if name not in self._arrays]
         if len(fresh) > room:
             self.problem = f"more than {MOST_METRICS} metrics: those that came later are left out"
         keep = slice(-self.lines % self.every, None, self.every)
         self.lines += len(new.steps)
         begin, self.kept = self.kept, self.kept + len(new.steps[keep])
-        for name in ["step", *known, *fresh[:room]]:
-            values = new.steps if name == "step" else new.columns[name]
+        given = {"step": new.steps, **new.columns}
+        for name in [*self._arrays, *fresh[:room]]:
             self._arrays[name] = enlarged(self._arrays.get(name), begin, self.kept)
-            self._arrays[name][begin : self.kept] = values[keep]
-        for name in self._arrays.keys() - {"step", *new.columns}:
-            self._arrays[name] = enlarged(self._arrays[name], begin, self.kept)
-            self._arrays[name][begin : self.kept] = np.nan
+            self._arrays[name][begin : self.kept] = given[name][keep] if name in given else np.nan
         while self.kept * len(self._arrays) > MOST_NUMBERS:
             self._arrays = {name: values[: self.kept : 2].copy() for name, values in self._arrays.items()}
             self.every, self.kept = 2 * self.every, (self.kept + 1) // 2
             self.problem = f"a very long file: one of {self.every} lines is shown"
-
-    # ---- single lines -------------------------------------------------------------------------------------
 
     def measured(self, metric: str) -> np.ndarray:
         """The lines in which a metric was measured."""
@@ -165,7 +144,6 @@ class Columns:
         return (float(self[metric][there[-1]]), int(self.steps[there[-1]])) if len(there) else None
 
     def total(self, metric: str) -> float | None:
-        """The sum over all lines; None if a line lacks it."""
         so_far = self.running_sum(metric)
         return None if so_far is None else float(so_far[-1])
 
@@ -201,7 +179,7 @@ def enlarged(values: np.ndarray | None, used: int, size: int) -> np.ndarray:
     """An array with room for `size` lines. The lines before a metric first appears hold NaN."""
     if values is not None and len(values) >= size:
         return values
-    grown = np.empty(max(size, size + size // 2 if used else size))
+    grown = np.empty(size + size // 2 if used else size)
     grown[:used] = np.nan if values is None else values[:used]
     return grown
 
@@ -210,17 +188,6 @@ def evenly(places: Sequence[int] | np.ndarray, most: int) -> list[int]:
     """At most `most` of the places, evenly spread, the first and the last among them."""
     at = np.arange(len(places)) if len(places) <= most else np.linspace(0, len(places) - 1, most).round().astype(int)
     return np.asarray(places)[np.unique(at)].tolist()
-
-
-# ---- buckets --------------------------------------------------------------------------------------------
-
-
-class Buckets(NamedTuple):
-    """Values of consecutive lines together: arrays [bucket], NaN where none was measured."""
-
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
 
 
 def bucket_width(steps: np.ndarray, points: int) -> int:
@@ -252,9 +219,10 @@ def bucket_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return total / np.add.reduceat(~gaps, starts, axis=-1, dtype=np.int64)
 
 
-def buckets(values: np.ndarray, starts: np.ndarray) -> Buckets:
-    """Mean, smallest and largest of the lines from each start to the next."""
-    return Buckets(bucket_means(values, starts), np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts))
+def buckets(values: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Mean, smallest and largest of the lines from each start to the next; NaN where none was measured."""
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    return {"mean": bucket_means(values, starts), "low": low, "high": high}
 
 
 def rounded(values: np.ndarray, digits: int) -> np.ndarray:
@@ -266,14 +234,12 @@ def rounded(values: np.ndarray, digits: int) -> np.ndarray:
     return np.where(np.isfinite(short), short, values)
 
 
-def numbers_or_none(values: np.ndarray) -> list[float | None]:
+def numbers_or_none(values: np.ndarray, digits: int | None = None) -> list[float | None]:
     """As JSON holds them: None where nothing was measured, or a sum was too large to be a number."""
+    values = values if digits is None else rounded(values, digits)
     finite = np.isfinite(values)
     listed = values.tolist()
     return listed if finite.all() else [v if ok else None for v, ok in zip(listed, finite.tolist(), strict=True)]
-
-
-# ---- parsing --------------------------------------------------------------------------------------------
 
 
 def parse(data: bytes, number: int = 0) -> Parsed:
@@ -283,7 +249,8 @@ def parse(data: bytes, number: int = 0) -> Parsed:
     columns = None if nested else _columns(data, lines)
     if columns is None:
         return _line_by_line(data.split(b"\n")[:lines], number)
-    nonfinite = _marked(data) if b'"nonfinite"' in data else []
+    marked = [line for line in data.split(b"\n") if b'"nonfinite"' in line] if b'"nonfinite"' in data else []
+    nonfinite = [odd for line in marked for odd in nonfinite_of(_json(line))]
     steps = columns.pop("step")
     for name, values in columns.items():
         odd = np.flatnonzero(np.isinf(values))
@@ -314,13 +281,7 @@ def _columns(data: bytes, lines: int) -> dict[str, np.ndarray] | None:
         elif pa.types.is_null(column.type):
             found[name] = np.full(lines, np.nan)
     found = {name: values if values.flags.writeable else values.copy() for name, values in found.items()}
-    steps = found.get("step")
-    return found if steps is not None and bool((np.abs(steps) < LAST_STEP).all()) else None
-
-
-def _marked(data: bytes) -> list[Odd]:
-    """What Ascent has marked as not finite."""
-    return [odd for line in data.split(b"\n") if b'"nonfinite"' in line for odd in nonfinite_of(_json(line))]
+    return found if "step" in found and bool((np.abs(found["step"]) < LAST_STEP).all()) else None
 
 
 def _json(line: bytes) -> Any:
@@ -336,9 +297,9 @@ def nonfinite_of(line: Any) -> list[Odd]:
     """Numbers that were not finite: marked as Ascent does, or written as such by another program."""
     if not isinstance(line, dict) or not is_number(line.get("step")):
         return []
-    marked = line.get("nonfinite")
-    found = [(k, float(line["step"]), str(v)) for k, v in marked.items()] if isinstance(marked, dict) else []
-    return found + [(k, float(line["step"]), str(v)) for k, v in line.items() if is_number(v) and not is_finite(v)]
+    marked = line["nonfinite"] if isinstance(line.get("nonfinite"), dict) else {}
+    written = {k: v for k, v in line.items() if is_number(v) and not is_finite(v)}
+    return [(k, float(line["step"]), str(v)) for k, v in [*marked.items(), *written.items()]]
 
 
 def is_number(value: Any) -> bool:
@@ -364,10 +325,7 @@ def _line_by_line(lines: list[bytes], number: int) -> Parsed:
 def parse_objects(lines: list[dict[str, Any]]) -> Parsed:
     """Lines that are dictionaries already."""
     names = {name: None for line in lines for name, value in line.items() if is_number(value) or value is None}
-    columns = {name: np.array([_value(line.get(name)) for line in lines]) for name in names}
+    rows = [{k: float(v) for k, v in line.items() if is_number(v) and is_finite(v)} for line in lines]
+    columns = {name: np.array([row.get(name, math.nan) for row in rows]) for name in names}
     steps = columns.pop("step", np.empty(0))
     return Parsed(steps, columns, [odd for line in lines for odd in nonfinite_of(line)], [])
-
-
-def _value(value: Any) -> float:
-    return float(value) if is_number(value) and is_finite(value) else math.nan

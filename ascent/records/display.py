@@ -1,29 +1,37 @@
-"""What a person sees while a run goes on: a bar in a terminal, a line now and then elsewhere."""
+"""What a person sees in a terminal: how a run goes on, paragraphs and tables."""
 
-from __future__ import annotations
-
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ascent.core.metric_names import MISMATCH
-from ascent.records.metrics import PHASES
+from ascent.records.metrics import PHASES, short_of
 
 SHOWN = (
-    ("reward", "reward"),
-    ("exact/reward", "E[R]"),
-    ("accuracy", "right"),
-    ("eval/accuracy", "greedy"),
-    ("eval/logp", "held-out log-prob"),
-    ("rewards/accuracies", "pairs right"),
-    ("eval/pairs/accuracy", "held-out pairs"),
-    ("steps/error", "squared error"),
-    ("eval/steps/error", "held-out error"),
-    ("entropy", "entropy"),
-    ("reward_errors", "reward errors"),
+    *("reward", "exact/reward", "accuracy", "eval/accuracy", "eval/logp", "rewards/accuracies", "eval/pairs/accuracy"),
+    *("steps/error", "eval/steps/error", "entropy", "reward_errors"),
 )
+"""The metrics of a single line, the first to go last."""
+BOARD = {
+    "reward": {"reward": ".3f", "reward_std": ".3f", "accuracy": ".1%", "lenient": ".1%", "eval/accuracy": ".1%"},
+    "groups": {"frac_reward_zero_std": ".0%", "frac_all_right": ".0%", "frac_all_wrong": ".0%"},
+    "pairs": {
+        **{"rewards/accuracies": ".1%", "rewards/margins": ".3f"},
+        **{"eval/pairs/accuracy": ".1%", "eval/pairs/log_loss": ".3f"},
+    },
+    "steps": {"steps/error": ".3f", "eval/steps/error": ".3f"},
+    "length": {"completions/mean_length": ".1f", "completions/clipped_ratio": ".0%"},
+    "policy": {"entropy": ".3f", "kl": ".4f", "clip_ratio/low_mean": ".2%", "clip_ratio/high_mean": ".2%"},
+    "critic": {"value/explained_variance": ".0%"},
+    "update": {"grad_norm": ".3g", MISMATCH: ".1e"},
+    "seconds": {f"time/{phase}": ".2f" for phase in PHASES} | {"time/tokens_per_second": ".0f"},
+    "loss": {"loss": ".4f"},
+}
+"""What the board shows: the lines, and the metrics of each with their formats."""
 
 
 class Display:
@@ -82,35 +90,17 @@ class Board(Display):
         self.live.stop()
 
 
-BOARD: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
-    ("reward", (("reward", "", ".3f"), ("reward_std", "± ", ".3f"), ("accuracy", "right ", ".1%"))),
-    ("", (("lenient", "right in any form ", ".1%"), ("eval/accuracy", "held-out ", ".1%"))),
-    ("groups", (("frac_reward_zero_std", "without signal ", ".0%"), ("frac_all_right", "all right ", ".0%"))),
-    ("", (("frac_all_wrong", "all wrong ", ".0%"),)),
-    ("pairs", (("rewards/accuracies", "right ", ".1%"), ("rewards/margins", "margin ", ".3f"))),
-    ("", (("eval/pairs/accuracy", "held-out ", ".1%"), ("eval/pairs/log_loss", "log-loss ", ".3f"))),
-    ("steps", (("steps/error", "error ", ".3f"), ("eval/steps/error", "held-out ", ".3f"))),
-    ("length", (("completions/mean_length", "", ".1f"), ("completions/clipped_ratio", "cut off ", ".0%"))),
-    ("policy", (("entropy", "entropy ", ".3f"), ("kl", "KL ", ".4f"), ("clip_ratio/low_mean", "clipped low ", ".2%"))),
-    ("", (("clip_ratio/high_mean", "high ", ".2%"), ("value/explained_variance", "V explains ", ".0%"))),
-    ("update", (("grad_norm", "‖∇‖ ", ".3g"), (MISMATCH, "sampler mismatch ", ".1e"))),
-    ("seconds", tuple((f"time/{phase}", f"{phase} ", ".2f") for phase in PHASES)),
-    ("", (("time/tokens_per_second", "tokens/s ", ".0f"),)),
-    ("loss", (("loss", "", ".4f"),)),
-)
-"""What the board shows: a line's name, and its numbers. A line without a name goes on with the one before it."""
-
-
 def board(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lines of the board; what was not measured is left out."""
-    lines: list[tuple[str, str]] = []
-    for name, cells in BOARD:
-        words = [f"{head}{metrics[key]:{form}}" for key, head, form in cells if metrics.get(key) is not None]
-        if name:
-            lines.append((name, "  ".join(words)))
-        elif words:
-            lines[-1] = (lines[-1][0], "  ".join(filter(None, (lines[-1][1], *words))))
-    return [(name, words) for name, words in lines if words]
+    """The lines of the board, each its name and its numbers; what was not measured is left out."""
+    lines = {
+        name: [
+            f"{short_of(key).removeprefix(name)} {metrics[key]:{form}}".strip()
+            for key, form in cells.items()
+            if metrics.get(key) is not None
+        ]
+        for name, cells in BOARD.items()
+    }
+    return [(name, "  ".join(words)) for name, words in lines.items() if words]
 
 
 class Lines(Display):
@@ -132,16 +122,63 @@ class Lines(Display):
 
 def numbers(metrics: Mapping[str, Any], room: int = 200) -> str:
     """What to show of a step, as much as there is room for; how many rewards failed only where some did."""
-    shown = [(name, metrics[key]) for key, name in SHOWN if metrics.get(key) is not None]
-    words = [f"{name} {_short(value)}" for name, value in shown if value or name != "reward errors"]
+    shown = {key: metrics[key] for key in SHOWN if metrics.get(key) is not None}
+    words = [f"{short_of(key)} {cell_text(v)}" for key, v in shown.items() if v or key != "reward_errors"]
     while words and len("  ".join(words)) > room:
         words.pop()
     return "  ".join(words)
 
 
-def _short(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
 def for_stream() -> Display:
     return Board() if sys.stderr.isatty() else Lines()
+
+
+def width() -> int:
+    """Columns of the terminal; plenty where there is none."""
+    return shutil.get_terminal_size(fallback=(160, 24)).columns
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """A paragraph, its later lines set in."""
+    return textwrap.fill(text, min(width(), 120), subsequent_indent=" " * indent, break_long_words=False)
+
+
+def cell_text(value: Any) -> str:
+    """A cell of a table: 0.250, 12, or a dot where there is nothing."""
+    return "·" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Columns set flush right (the first one left if it holds words)."""
+    words = any(row[0] and not row[0].replace(".", "").lstrip("-").isdigit() for row in rows)
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: list[str]) -> str:
+        return "  ".join(
+            c.ljust(w) if i == 0 and words else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+
+    return [line(head), *(line(row) for row in rows)]
+
+
+@contextmanager
+def progress(total: int, what: str, show: bool = True) -> Iterator[Callable[[int], None]]:
+    """For work other than a run: a bar on a terminal, ten lines elsewhere. Call it with how many more are done."""
+    if show and not sys.stderr.isatty():
+        done = 0
+
+        def line(more: int) -> None:
+            nonlocal done
+            done += more
+            if done == total or done * 10 // total > (done - more) * 10 // total:
+                print(f"{done}/{total} {what}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda more: bar.advance(task, more)

@@ -1,17 +1,11 @@
-"""Evaluation on held-out prompts, for each kind of data that a run learns from.
-
-samples          accuracy and reward of greedy answers, and E[R] where all responses can be enumerated
-demonstrations   the mean log-prob of a token
-pairs            accuracy, log-loss and calibration
-steps            the mean squared error, and how much of the labels' variance is explained
-"""
-
-from __future__ import annotations
+"""Evaluation on held-out prompts, for each kind of data that a run learns from."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -21,7 +15,7 @@ from ascent.core.preferences import SHOWN, PairLoss, margin_of
 from ascent.core.protocols import Learner, Sampler, Task
 from ascent.core.types import Batch, Metrics, Outputs, Rollouts, Terms, to_batch
 from ascent.oracle.exact import expected_reward, reward_table
-from ascent.records.calibration import calibration
+from ascent.records.display import table
 
 Evaluate = Callable[[], Metrics]
 Keep = Callable[[Task, Batch], None]
@@ -33,10 +27,7 @@ ENUMERABLE = 5_000
 def sample_evaluator(
     config: Config, task: Task, sampler: Sampler, policy: Any = None, keep: Keep | None = None
 ) -> Evaluate:
-    """Accuracy and reward of greedy answers to held-out prompts.
-
-    With a `policy` that gives the probability of any response, E[R] too, if there are few enough to enumerate.
-    """
+    """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
     prompts = task.held_out(config.eval_prompts)
     few = policy is not None and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
     table = reward_table(task, prompts.prompt) if few else None
@@ -70,52 +61,33 @@ def offline_batch(rollouts: Rollouts, label: Tensor | None = None) -> Batch:
 def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Sampler) -> Evaluate:
     """The evaluator of the data that the run learns from, on what its task holds out."""
     rollouts = sampler.generate(task.held_out(config.eval_prompts), SHOWN[config.data])
-    if config.data == "demonstrations":
-        return demonstration_evaluator(learner, rollouts)
-    if config.data == "pairs":
-        return pair_evaluator(learner, config.algorithm.loss, rollouts)  # type: ignore[arg-type]
-    return step_evaluator(learner, rollouts, task.score(rollouts).reward)
+    batch = offline_batch(rollouts, task.score(rollouts).reward if config.data == "steps" else None)
 
-
-def demonstration_evaluator(learner: Learner, rollouts: Rollouts) -> Evaluate:
-    """The mean log-prob of a token of held-out demonstrations: what SFT maximises, where it was not trained."""
-    batch = offline_batch(rollouts)
-
-    def evaluate() -> Metrics:
+    def demonstrations() -> Metrics:
+        """The mean log-prob of a token: what SFT maximises, where it was not trained."""
         logp = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
         return {"eval/logp": logp[batch.mask].double().mean().item()}
 
-    return evaluate
+    def pairs() -> Metrics:
+        """How much higher each chosen response is rated, by a reward model or by a policy's log-ratios."""
+        loss: PairLoss = config.algorithm.loss  # type: ignore[assignment]
+        compared = batch.add(**learner.score(batch, frozenset({"logp_ref"})))
+        margins = each_part(learner, compared, lambda micro, out: margin_of(loss.rating(micro, out)).flatten())
+        return calibration(torch.cat(margins).double().cpu()).metrics()
 
+    def steps() -> Metrics:
+        """The mean squared error, and how much of the labels' variance the scores explain."""
 
-def pair_evaluator(learner: Learner, loss: PairLoss, pairs: Rollouts) -> Evaluate:
-    """Accuracy, log-loss and calibration on held-out pairs."""
-    return lambda: calibration(pair_margins(learner, loss, pairs)).metrics()
+        def error_of(micro: Batch, out: Outputs) -> Tensor:
+            assert out.rating is not None
+            return (out.rating - micro.reward).cpu()[micro.mask.cpu()]
 
-
-def pair_margins(learner: Learner, loss: PairLoss, pairs: Rollouts) -> Float[Tensor, "pair"]:
-    """How much higher each pair's chosen response is rated, by a reward model or by a policy's log-ratios."""
-    batch = offline_batch(pairs)
-    batch = batch.add(**learner.score(batch, frozenset({"logp_ref"})))
-    parts = each_part(learner, batch, lambda micro, out: margin_of(loss.rating(micro, out)).flatten())
-    return torch.cat(parts).double().cpu()
-
-
-def step_evaluator(learner: Learner, rollouts: Rollouts, label: Tensor) -> Evaluate:
-    """The mean squared error on held-out steps, and how much of the labels' variance the scores explain."""
-    batch = offline_batch(rollouts, label)
-
-    def error_of(micro: Batch, out: Outputs) -> Tensor:
-        assert out.rating is not None
-        return (out.rating - micro.reward).cpu()[micro.mask.cpu()]
-
-    def evaluate() -> Metrics:
         error = torch.cat(each_part(learner, batch, error_of)).double().square().mean()
-        spread = label[rollouts.mask].double().var(correction=0)
-        metrics = {"eval/steps/error": float(error)}
-        return metrics | ({"eval/steps/explained": float(1 - error / spread)} if spread > 0 else {})
+        spread = batch.reward[batch.mask].double().var(correction=0)
+        explained = {"eval/steps/explained": float(1 - error / spread)} if spread > 0 else {}
+        return {"eval/steps/error": float(error)} | explained
 
-    return evaluate
+    return {"demonstrations": demonstrations, "pairs": pairs, "steps": steps}[config.data]
 
 
 def each_part(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], Tensor]) -> list[Tensor]:
@@ -128,3 +100,77 @@ def each_part(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], T
 
     learner.total(batch, collect)
     return parts
+
+
+# ---- calibration: is a reward model right about pairs, and does it know how sure it may be? -----------------------
+#
+# With the margin m = r_w − r_l of a held-out pair, σ(|m|) is the confidence that the higher rated response is the one
+# that was chosen. Calibration compares that confidence with how often it is right.
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The pairs whose confidence σ(|m|) lies in a range: its mean, and the share of them that is right."""
+
+    low: float
+    high: float
+    pairs: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How good a reward model is on held-out pairs."""
+
+    pairs: int
+    accuracy: float
+    """Share of pairs whose chosen response is rated higher; a tie counts half."""
+    log_loss: float
+    """Mean −log σ(m): log 2 = 0.693 is what knowing nothing costs."""
+    margin: float
+    """Mean m."""
+    ece: float
+    """Expected calibration error, Σ_bins (pairs in it / pairs)·|accuracy − confidence| (Guo et al. 2017)."""
+    bins: tuple[Bin, ...]
+    """Those that hold pairs, of equal width from 0.5 to 1."""
+
+    def metrics(self) -> Metrics:
+        return {f"eval/pairs/{name}": getattr(self, name) for name in ("accuracy", "log_loss", "margin", "ece")}
+
+
+def calibration(margin: Float[Tensor, "pair"], bins: int = 10) -> Calibration:
+    """From the margins of held-out pairs. A pair of margin 0 is half right, at a confidence of one half."""
+    margin = margin.double()
+    right = (margin > 0).double() + 0.5 * (margin == 0).double()
+    confidence = torch.sigmoid(margin.abs())
+    place = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    filled = []
+    for i in place.unique().tolist():
+        inside, edges = place == i, (0.5 + 0.5 * i / bins, 0.5 + 0.5 * (i + 1) / bins)
+        filled.append(Bin(*edges, int(inside.sum()), float(confidence[inside].mean()), float(right[inside].mean())))
+    ece = sum(b.pairs * abs(b.accuracy - b.confidence) for b in filled) / len(margin)
+    loss = float(-F.logsigmoid(margin).mean())
+    return Calibration(len(margin), float(right.mean()), loss, float(margin.mean()), ece, tuple(filled))
+
+
+def calibration_text(result: Calibration) -> str:
+    """The figures and the bins, as a person reads them."""
+    head = (
+        f"{result.pairs} held-out pairs: {result.accuracy:.1%} right, log-loss {result.log_loss:.3f} (knowing nothing: "
+        f"0.693), expected calibration error {result.ece:.3f}."
+    )
+    rows = [
+        [f"{b.low:.2f} to {b.high:.2f}", str(b.pairs), f"{b.confidence:.3f}", f"{b.accuracy:.3f}"] for b in result.bins
+    ]
+    return "\n".join([head, "", *table(["confidence", "pairs", "mean", "right"], rows)])
+
+
+def draw_calibration(axis: Any, result: Calibration) -> None:
+    """A reliability diagram: what it was sure of against how often it was right."""
+    confidence, accuracy = [b.confidence for b in result.bins], [b.accuracy for b in result.bins]
+    axis.plot([0.5, 1], [0.5, 1], color="#999999", linewidth=1, linestyle="--", label="perfectly calibrated")
+    axis.scatter(confidence, accuracy, s=[20 + 200 * b.pairs / result.pairs for b in result.bins], color="#1f5fa8")
+    axis.plot(confidence, accuracy, color="#1f5fa8", linewidth=1.2)
+    axis.set(xlabel="confidence, σ(|margin|)", ylabel="share of pairs that is right", ylim=(-0.03, 1.03))
+    axis.legend(frameon=False, fontsize=7.5)

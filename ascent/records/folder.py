@@ -13,21 +13,26 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
 import socket
+import stat
 import threading
 import time
 import weakref
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ascent.core.types import Refused
+from ascent.tasks.base import error_line
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
-SAMPLED, HELD_OUT = BY_STEP = ("rollouts", "held_out")
+BY_STEP = ("rollouts", "held_out")
 """Folders with one file per step."""
 SIGN, SIGN_ASIDE = ".alive", ".alive.new"
 SIGN_EVERY = 5.0
@@ -166,15 +171,18 @@ class RunFolder:
 
     def lock(self) -> None:
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
-        try:
-            _lock_soon(self._lock)
-        except BlockingIOError:
+        for _ in range(20):  # whoever checks whether it is locked holds it for a moment
+            with suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        else:
             self._lock.seek(0)
             pid = self._lock.read().strip() or "unknown"
             self.close()
             raise Refused(
                 f"{self.path}: this run is being written by another process (pid {pid}). Wait for it, or stop it first"
-            ) from None
+            )
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
@@ -215,11 +223,11 @@ class RunFolder:
     def set_aside(self, step: int) -> None:
         """Keep a copy of the records that going back to an older checkpoint will cut."""
         kept = self.path / f"replaced-{time.time_ns()}"
-        (kept / HELD_OUT).mkdir(parents=True)  # its files have the names of those of rollouts
-        for path in [*(self.path / name for name in LINES), *self._files(SAMPLED, step)]:
+        (kept / "held_out").mkdir(parents=True)  # its files have the names of those of rollouts
+        for path in [*(self.path / name for name in LINES), *self._files("rollouts", step)]:
             shutil.copy2(path, kept)
-        for path in self._files(HELD_OUT, step):
-            shutil.copy2(path, kept / HELD_OUT)
+        for path in self._files("held_out", step):
+            shutil.copy2(path, kept / "held_out")
 
     def close(self, last_word: str | None = None) -> None:
         """Remove the sign of life, then write the last event, so that a run that ended never leaves a sign behind."""
@@ -232,18 +240,6 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def _lock_soon(file: IO[str]) -> None:
-    """Lock a file. Whoever checks whether it is locked holds it for a moment, so try a few times."""
-    for left in reversed(range(20)):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if not left:
-                raise
-            time.sleep(0.01)
 
 
 def refuse_taken(path: Path) -> None:
@@ -268,8 +264,130 @@ def is_locked(path: Path) -> bool:
     try:
         with open(path / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
+
+
+# ---- reading what anyone may have written: links are never followed ----------------------------------------
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A regular file, to be read; OSError for a link, a folder or a pipe, which could lead or hang anywhere."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path.name} is not a regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A Parquet file, to be read; refused if it is gone or torn."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise Refused(f"{path.name} is gone: it was removed, or the run was set back") from None
+    except (OSError, pa.ArrowException) as error:
+        words = error_line(error)[:160]
+        raise Refused(f"{path.name} is not a whole Parquet file, torn or still being copied: {words}") from None
+
+
+def finite_json(data: bytes) -> Any:
+    """JSON in which every number is finite; others become None. ValueError if it is not JSON, or nested too deeply."""
+
+    def finite(text: str) -> float | None:
+        value = float(text)
+        return value if math.isfinite(value) else None
+
+    def whole(text: str) -> int | float | None:
+        return int(text) if len(text) <= 15 else finite(text)
+
+    try:
+        return json.loads(data, parse_float=finite, parse_int=whole, parse_constant=lambda _: None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> tuple[dict[str, Any], str]:
+    """A JSON object, or an empty one and what is wrong with its file."""
+    try:
+        held = finite_json(read_regular(path))
+    except FileNotFoundError:
+        return {}, f"{path.name} is missing"
+    except (OSError, ValueError) as error:
+        return {}, f"{path.name} cannot be read: {error}"
+    return (held, "") if isinstance(held, dict) else ({}, f"{path.name} is not a JSON object")
+
+
+def finite_number(value: Any) -> Any:
+    """A finite number; None for anything else."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+    return value if known else None
+
+
+def finite_line(values: dict[str, Any]) -> dict[str, Any]:
+    """A line of records. A number that is not finite becomes None, and is named in `nonfinite`."""
+    bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad} if bad else values
+
+
+def numbered_files(folder: Path, name: str) -> dict[int, Path]:
+    """What a folder has under such names, by the number that the pattern captures; nothing if it cannot be listed."""
+    try:
+        paths = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(name, path.name))}
+    except OSError:
+        return {}
+    return dict(sorted(paths.items()))
+
+
+def printable(value: Any) -> str:
+    """A name that can be shown: what is not a character, such as half of a surrogate pair, is replaced."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def modified_at(path: Path) -> float | None:
+    """When a file was last written; None if it is missing."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None
+
+
+class FileCache:
+    """Keeps what was read of files until they change (size, time). Above a weight of `most`, the least used go."""
+
+    def __init__(self, most: int):
+        self.most, self.held = most, 0
+        self.entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def __call__(
+        self, path: Path, make: Callable[[], Any], *which: Hashable, weight: Callable[[Any], int] = lambda _: 1
+    ) -> Any:
+        about = path.stat()
+        key = (str(path), about.st_size, about.st_mtime_ns, *which)
+        with self.lock:
+            if key in self.entries:
+                self.entries.move_to_end(key)
+                return self.entries[key][0]
+        made = make()
+        heavy = weight(made)
+        if heavy > self.most:
+            return made
+        with self.lock:
+            if key not in self.entries:
+                self.entries[key] = (made, heavy)
+                self.held += heavy
+            while self.held > self.most:
+                self.held -= self.entries.popitem(last=False)[1][1]
+        return made

@@ -1,70 +1,32 @@
-"""Runs of other libraries, read as if they were ours: TRL's completions (Parquet) and verl's rollouts (JSON lines).
-
-What their files do not contain is absent. Steps are counted as those libraries count them, from 1.
-"""
-
-from __future__ import annotations
+"""Runs of TRL and verl, read as if they were ours. What their files lack is absent; steps count from 1, as there."""
 
 import hashlib
 import itertools
 import json
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ascent.core.types import Refused
-from ascent.records.reading import FileCache, finite_json, finite_line, numbered_files, open_regular, read_regular
-from ascent.records.watch.trends import flag_events
+from ascent.records.folder import FileCache, finite_json, finite_line, numbered_files, open_parquet, open_regular
+from ascent.records.watch import flag_events
 from ascent.tasks.base import error_line
 
 Row = dict[str, Any]
-MOST_FLAGGED = 200
 APART = 1e-3
 """If a logged reward is further than this from the sum of its parts, the parts were weighted."""
 _rows = FileCache(200_000)
 _lines = FileCache(20_000)
 _logs = FileCache(50)
-_flags: dict[Path, tuple[bytes, list[dict[str, Any]]]] = {}
+_flags = FileCache(200)
 
 
-class Reader:
-    """Reads the folders of one library."""
-
-    title: ClassVar[str]
-    """The library's name."""
-    part: ClassVar[str]
-    """The name of a reward component's mean in a line of metrics."""
-
-    def files(self, folder: Path) -> dict[int, Path]:
-        """The files of completions by step."""
-        raise NotImplementedError
-
-    def is_run(self, folder: Path) -> bool:
-        """Is this folder a run of this library? File names are checked first, then one file."""
-        raise NotImplementedError
-
-    def rows(self, path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
-        """The completions of one file, as rows like those of our own runs."""
-        raise NotImplementedError
-
-    def reward_names(self, folder: Path) -> tuple[str, ...] | None:
-        """The names of the reward functions, if a log has them."""
-        return None
-
-    def logged(self, folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
-        """What the library itself logged, by step, and what could not be read."""
-        return {}, []
-
-    def logs(self, folder: Path) -> list[Path]:
-        """The files of that log."""
-        return []
-
-
-class Trl(Reader):
+class Trl:
     """TRL's GRPO with `log_completions=True`: completions/completions_00010.parquet, one file per logged step.
 
     Columns (TRL 1.16): step, prompt, completion, one per reward function, whatever a reward function logged itself,
@@ -75,6 +37,7 @@ class Trl(Reader):
 
     title = "TRL"
     part = "rewards/{}/mean"
+    """The name of a reward component's mean in a line of metrics."""
     columns: ClassVar = {"step", "prompt", "completion", "advantage"}
 
     def files(self, folder: Path) -> dict[int, Path]:
@@ -83,6 +46,7 @@ class Trl(Reader):
         return numbered_files(folder / "completions", name) or numbered_files(folder, name)
 
     def is_run(self, folder: Path) -> bool:
+        """Is this folder a run of this library? File names are checked first, then one file."""
         paths = list(self.files(folder).values())
         if not paths:
             return False
@@ -96,22 +60,12 @@ class Trl(Reader):
                 continue
         return True  # by its name; what is wrong with its files is reported when they are opened
 
-    def reward_names(self, folder: Path) -> tuple[str, ...] | None:
-        """As in the log; None: there is no log yet, so every column of numbers may be one."""
-        known = {key for values in self.logged(folder)[0].values() for key in values if key.startswith("rewards/")}
-        return tuple(sorted(key[8:-5] for key in known if key.endswith("/mean"))) or None
-
     def rows(self, path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
         """The rows of a file. A completion's reward is the plain sum of its reward functions."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        try:
-            table = pq.read_table(path)
-        except FileNotFoundError:
-            raise
-        except (OSError, pa.ArrowException) as error:
-            raise Refused(f"{path.name} is not a whole Parquet file: {error_line(error)[:160]}") from None
+        with open_parquet(path) as file:
+            table = file.read()
         missing = {"prompt", "completion"} - set(table.column_names)
         if missing:
             raise Refused(f"{path.name} has no column {' and '.join(sorted(missing))}: these are not TRL's completions")
@@ -140,16 +94,6 @@ class Trl(Reader):
                 row["said"] = {name: str(line[name])[:500] for name in others if line[name] is not None}
             rows.append(row)
         return rows
-
-    def logged(self, folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
-        """What TRL itself logged, by step, from the newest trainer_state.json; and what could not be read."""
-        problems: list[str] = []
-        for path in self.logs(folder):
-            try:
-                return _logs(path, lambda path=path: _history(path)), problems  # type: ignore[misc]
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-                problems.append(f"{path.relative_to(folder)} cannot be read: {error_line(error)[:160]}")
-        return {}, problems
 
     def logs(self, folder: Path) -> list[Path]:
         """Every trainer_state.json: that of the whole run, then those of its checkpoints from the newest."""
@@ -182,17 +126,7 @@ def _content(message: dict[str, Any]) -> str:
     return _text(rest) if rest else ""
 
 
-def _history(path: Path) -> dict[int, dict[str, Any]]:
-    """The log by step. TRL counts tokens from the start; our num_tokens counts those of a step."""
-    ours = {"step_time": "time/step", "num_tokens": "num_tokens/seen"}
-    history: dict[int, dict[str, Any]] = {}
-    for entry in json.loads(read_regular(path))["log_history"]:
-        values = {ours.get(k, k): v for k, v in entry.items() if isinstance(v, int | float)}
-        history.setdefault(int(entry["step"]), {}).update(values)
-    return history
-
-
-class Verl(Reader):
+class Verl:
     """verl's rollouts (`trainer.rollout_data_dir`): 10.jsonl, one file per step and one line per response.
 
     A line has input, output, gts (the right answer; missing in old files), score, step, and whatever else the reward
@@ -208,6 +142,9 @@ class Verl(Reader):
     def files(self, folder: Path) -> dict[int, Path]:
         return numbered_files(folder, r"(\d{1,12})\.jsonl")
 
+    def logs(self, folder: Path) -> list[Path]:
+        return []
+
     def is_run(self, folder: Path) -> bool:
         for path in self.files(folder).values():
             try:
@@ -221,9 +158,10 @@ class Verl(Reader):
     def rows(self, path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
         """The rows of a file; a torn last line is left out, any other that is not JSON is refused."""
         groups: dict[str, int] = {}
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         rows = []
-        data = read_regular(path)
+        with open_regular(path) as file:
+            data = file.read()
         whole = data[: data.rfind(b"\n") + 1].split(b"\n")
         for number, text in enumerate((line for line in whole if line.strip()), 1):
             try:
@@ -234,38 +172,35 @@ class Verl(Reader):
                 raise Refused(
                     f"{path.name}, line {number}, has no {', '.join(self.needed)}: these are not verl's rollouts"
                 )
-            prompt = _text(line["input"])
+            prompt, score = _text(line["input"]), line["score"]
             group = groups.setdefault(str(line.get("uid") or prompt), len(groups))
-            sample = sizes[group] = sizes.get(group, -1) + 1
-            rows.append(self._row(line, prompt, group, sample))
+            right = isinstance(score, int | float) and math.isfinite(score)
+            row = {
+                "step": line.get("step"),
+                "group": group,
+                "sample": sizes[group],
+                "prompt_text": prompt,
+                "response_text": _text(line["output"]),
+                "reward": score if right else None,
+                "valid": right,
+            }
+            sizes[group] += 1
+            if line.get("acc") in (0, 1):  # also true and false
+                row["correct"] = bool(line["acc"])
+            if line.get("gts") is not None:
+                row["answer"] = _text(line["gts"])
+            extra = {k: v for k, v in line.items() if k not in self.known and v is not None}
+            row["parts"] = {k: float(v) for k, v in extra.items() if isinstance(v, int | float)}
+            row["said"] = {k: _text(v)[:500] for k, v in extra.items() if not isinstance(v, int | float)}
+            rows.append(row)
         return sorted(rows, key=lambda row: (row["group"], row["sample"]))
-
-    def _row(self, line: Row, prompt: str, group: int, sample: int) -> Row:
-        score = line["score"]
-        right = isinstance(score, int | float) and math.isfinite(score)
-        row = {
-            "step": line.get("step"),
-            "group": group,
-            "sample": sample,
-            "prompt_text": prompt,
-            "response_text": _text(line["output"]),
-            "reward": score if right else None,
-            "valid": right,
-        }
-        if line.get("acc") in (0, 1):  # also true and false
-            row["correct"] = bool(line["acc"])
-        if line.get("gts") is not None:
-            row["answer"] = _text(line["gts"])
-        extra = {k: v for k, v in line.items() if k not in self.known and v is not None}
-        row["parts"] = {k: float(v) for k, v in extra.items() if isinstance(v, int | float)}
-        row["said"] = {k: _text(v)[:500] for k, v in extra.items() if not isinstance(v, int | float)}
-        return row
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
+Reader = Trl | Verl
 READERS: dict[str, Reader] = {"trl": Trl(), "verl": Verl()}
 
 
@@ -274,17 +209,49 @@ def foreign_kind(folder: Path) -> str | None:
     return next((name for name, reader in READERS.items() if reader.is_run(folder)), None)
 
 
-def files_by_step(folder: Path) -> dict[int, Path]:
-    """The file of completions of each step."""
-    return _files(folder)[1]
+def reader_of(folder: Path) -> tuple[Reader, dict[int, Path]]:
+    """What reads a folder, and the file of completions of each step."""
+    kind = foreign_kind(folder)
+    if kind is None:
+        raise Refused(f"{folder.name}: there are no completions of TRL or verl here")
+    return READERS[kind], READERS[kind].files(folder)
 
 
 def foreign_rows(folder: Path, step: int) -> list[Row]:
     """The completions of a step, as rows like those of our own runs; what is unknown is left out."""
-    reader, files = _files(folder)
+    reader, files = reader_of(folder)
     if step not in files:
         raise Refused(f"step {step}: there are no completions of that step")
-    return _read(reader, files[step], reader.reward_names(folder))
+    return _read(reader, files[step], _reward_names(reader, folder))
+
+
+def _logged(reader: Reader, folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """What the library itself logged, by step, from the newest log; and what could not be read."""
+    problems: list[str] = []
+    for path in reader.logs(folder):
+        try:
+            return _logs(path, partial(_history, path)), problems
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            problems.append(f"{path.relative_to(folder)} cannot be read: {error_line(error)[:160]}")
+    return {}, problems
+
+
+def _history(path: Path) -> dict[int, dict[str, Any]]:
+    """The log by step. TRL counts tokens from the start; our num_tokens counts those of a step."""
+    ours = {"step_time": "time/step", "num_tokens": "num_tokens/seen"}
+    history: dict[int, dict[str, Any]] = {}
+    with open_regular(path) as file:
+        log = json.load(file)["log_history"]
+    for entry in log:
+        values = {ours.get(k, k): v for k, v in entry.items() if isinstance(v, int | float)}
+        history.setdefault(int(entry["step"]), {}).update(values)
+    return history
+
+
+def _reward_names(reader: Reader, folder: Path) -> tuple[str, ...] | None:
+    """The names of the reward functions in the log; None: there is none yet, so every column of numbers may be one."""
+    known = {key for values in _logged(reader, folder)[0].values() for key in values if key.startswith("rewards/")}
+    return tuple(sorted(key[8:-5] for key in known if key.endswith("/mean"))) or None
 
 
 def _read(reader: Reader, path: Path, names: tuple[str, ...] | None) -> list[Row]:
@@ -299,26 +266,28 @@ def _read(reader: Reader, path: Path, names: tuple[str, ...] | None) -> list[Row
 
 
 def foreign_lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """A line of metrics for each step, as in metrics.jsonl, and what could not be read."""
-    reader, files = _files(folder)
-    names = reader.reward_names(folder)
+    """A line of metrics for each step, and what could not be read. What the trainer logged wins over the rows."""
+    reader, files = reader_of(folder)
+    names = _reward_names(reader, folder)
     summed: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
     for step, path in files.items():
         try:
             summed[step] = dict(_lines(path, partial(_summary, reader, path, step, names), names))
-        except (Refused, OSError, ValueError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             problems.append(str(error))
-    logged, unread = reader.logged(folder)
+    logged, unread = _logged(reader, folder)
     problems += unread
-    if _weighted(summed, logged):
+    rewards = [(summed[s].get("reward"), logged[s].get("reward")) for s in summed if s in logged]
+    if any(a is not None and b is not None and abs(a - b) > APART * max(1.0, abs(b)) for a, b in rewards):
         problems.append("the reward functions were weighted: a completion's reward is shown as their plain sum")
-    return _merged(summed, logged), problems
+    steps = sorted({*summed, *logged})
+    return [finite_line(summed.get(step, {}) | {"step": step} | logged.get(step, {})) for step in steps], problems
 
 
 def foreign_files(folder: Path) -> list[Path]:
     """All files that are read."""
-    reader, files = _files(folder)
+    reader, files = reader_of(folder)
     return [*files.values(), *reader.logs(folder)]
 
 
@@ -336,44 +305,19 @@ def fingerprint(folder: Path) -> bytes:
 
 def foreign_events(folder: Path) -> list[dict[str, Any]]:
     """The flags that our own trainer would have raised; computed again when a file has changed."""
-    now = fingerprint(folder)
-    before, flags = _flags.get(folder, (b"", []))
-    if before != now:
-        if len(_flags) >= MOST_FLAGGED:
-            _flags.clear()
-        flags = flag_events(foreign_lines(folder)[0], ForeignRows(folder))
-        _flags[folder] = (now, flags)
-    return flags
+    return _flags(folder, lambda: _raised_flags(folder), fingerprint(folder))
 
 
-class ForeignRows(Mapping[int, list[Row]]):
-    """The rows of each step, read on demand; none where a file cannot be read."""
+def _raised_flags(folder: Path) -> list[dict[str, Any]]:
+    reader, files = reader_of(folder)
+    names = _reward_names(reader, folder)
 
-    def __init__(self, folder: Path):
-        self.reader, self.files = _files(folder)
-        self.names = self.reader.reward_names(folder)
+    def rows_of(step: int) -> list[Row]:
+        with suppress(Refused):
+            return _read(reader, files[step], names)
+        return []
 
-    def __getitem__(self, step: int) -> list[Row]:
-        try:
-            return _read(self.reader, self.files[step], self.names)
-        except Refused:
-            return []
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-def _files(folder: Path) -> tuple[Reader, dict[int, Path]]:
-    kind = foreign_kind(folder)
-    if kind is None:
-        raise Refused(f"{folder.name}: there are no completions of TRL or verl here")
-    return READERS[kind], READERS[kind].files(folder)
-
-
-# ---- a step's completions as a line of metrics ---------------------------------------------------------
+    return flag_events(foreign_lines(folder)[0], list(files), rows_of)
 
 
 def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | None) -> dict[str, Any]:
@@ -404,15 +348,3 @@ def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | Non
 
 def _share(groups: dict[int, list[Row]], holds: Callable[[list[Row]], bool]) -> float:
     return statistics.fmean(holds(group) for group in groups.values())
-
-
-def _merged(summed: dict[int, dict[str, Any]], logged: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines by step; what the trainer logged itself (a mean since its last log) wins over what the rows say."""
-    steps = sorted({*summed, *logged})
-    return [finite_line(summed.get(step, {}) | {"step": step} | logged.get(step, {})) for step in steps]
-
-
-def _weighted(summed: dict[int, dict[str, Any]], logged: dict[int, dict[str, Any]]) -> bool:
-    """Were the reward functions weighted? Then a completion's reward is not the sum that its rows show."""
-    pairs = [(summed[s].get("reward"), logged[s].get("reward")) for s in summed if s in logged]
-    return any(a is not None and b is not None and abs(a - b) > APART * max(1.0, abs(b)) for a, b in pairs)

@@ -1,7 +1,5 @@
 """Pictures of runs: one run's curves, or several compared with their intervals over seeds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,17 +10,11 @@ import numpy as np
 from ascent.records.metrics import SHARES, chart_of, label_of, title_of
 from ascent.records.statistics import interval
 
-Panel = tuple[str, ...]
-"""Metrics that are drawn together, under the title of the first."""
 PAIRS = ("rewards/accuracies", "eval/pairs/accuracy")
 GROUPS = ("frac_reward_zero_std", "frac_all_right")
 OF_A_POLICY = (("reward", "eval/reward", "exact/reward"), ("accuracy", "eval/accuracy"), ("entropy",), GROUPS)
-OF_A_REWARD_MODEL = (
-    PAIRS,
-    ("eval/pairs/log_loss", "loss"),
-    ("rewards/margins", "eval/pairs/margin"),
-    ("eval/pairs/ece",),
-)
+MARGINS = ("rewards/margins", "eval/pairs/margin")
+OF_A_REWARD_MODEL = (PAIRS, ("eval/pairs/log_loss", "loss"), MARGINS, ("eval/pairs/ece",))
 OF_A_PROCESS_REWARD = (("steps/error", "eval/steps/error"), ("eval/steps/explained",), ("grad_norm",), ("reward",))
 COLORS = ("#1f5fa8", "#c8511b", "#3f8f4f", "#7a4fa3", "#8a6d1d", "#1a8c8c", "#b03a6a", "#555555", "#6b8e23", "#aa3333")
 DASHES = ("-", "--", ":", "-.")
@@ -37,10 +29,10 @@ def figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
-    pyplot.rcParams.update(
-        {"grid.alpha": 0.25, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-    )
+    pyplot.rc("font", size=9)
+    pyplot.rc("grid", alpha=0.25)
+    pyplot.rc("axes", grid=True, titlesize=10, titleweight="bold", titlelocation="left")
+    pyplot.rc("axes.spines", top=False, right=False)
     return pyplot.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
 
 
@@ -50,8 +42,8 @@ def series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     return np.array([p[0] for p in points]), np.array([p[1] for p in points], dtype=float)
 
 
-def panels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
-    """What to draw of a run: of a policy that samples, of one that learns from offline data, of a reward model."""
+def panels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """The metrics of each panel: for a policy that samples, one that learns from offline data, or a reward model."""
 
     def has(name: str) -> bool:
         return any(line.get(name) is not None for line in metrics)
@@ -77,17 +69,14 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | Non
                 look = line_style(r if len(runs) > 1 else n) | {"linestyle": DASHES[n % 4]}
                 values = values / maximum if scaled and maximum else values
                 draw_line(axis, steps, values, look | {"label": label if len(runs) == 1 else f"{run}: {label}"})
+        title = "Labels" if names == OF_A_PROCESS_REWARD[-1] else chart.title
         unit = "share of the largest there is" if scaled else chart.unit
-        finish_panel(
-            axis,
-            "Labels" if names == OF_A_PROCESS_REWARD[-1] else chart.title,
-            unit,
-            chart.share or scaled,
-            "step" if axis in axes[-1] else "",
-        )
+        finish_panel(axis, title, unit, names[0] in SHARES or scaled, "step" if axis in axes[-1] else "")
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(frameon=False, fontsize=7.5)
     fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
+    fig.set_layout_engine(None)  # four panels need no search for their places, which takes most of the time
+    fig.subplots_adjust(left=0.075, right=0.985, bottom=0.075, top=0.885, hspace=0.26, wspace=0.19)
     return save_figure(fig, path)
 
 
@@ -95,8 +84,8 @@ def draw_line(axis: Any, x: Any, mean: Any, look: Mapping[str, Any], band: tuple
     """A curve, with a band between two others. Where points are few, each has a dot."""
     if len(x):
         axis.plot(x, mean, **{"marker": "." if len(x) <= FEW else "", **look})
-    if band is not None and len(x):
-        axis.fill_between(x, *band, color=look["color"], alpha=0.15, linewidth=0)
+        if band is not None:
+            axis.fill_between(x, *band, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def finish_panel(axis: Any, title: str, unit: str, share: bool, xlabel: str) -> None:
@@ -119,10 +108,7 @@ Curves = Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarray]]]]
 
 
 def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
-    """For each setting the mean over seeds of each metric, with its 95 % interval as a band.
-
-    Below, the map: held-out accuracy against what it cost (`spent`), and where each ended.
-    """
+    """For each setting the mean over seeds, with its 95 % interval; below, held-out accuracy against what it cost."""
     names = list(next(iter(curves.values())))
     fig, axes = figure(2, len(names), (4.4 * len(names), 7.0))
     for axis, name in zip(axes[0], names, strict=True):
@@ -160,8 +146,8 @@ def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: b
     mean = values.mean(0)
     half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
     x = np.stack([place(r, steps[:length]) for r, (steps, _) in enumerate(runs)]).mean(0)
-    low, high = (mean - half, mean + half) if not share else ((mean - half).clip(0, 1), (mean + half).clip(0, 1))
-    draw_line(axis, x, mean, line_style(i), (low, high))
+    limits = (0, 1) if share else (-np.inf, np.inf)
+    draw_line(axis, x, mean, line_style(i), ((mean - half).clip(*limits), (mean + half).clip(*limits)))
 
 
 def _ends(axis: Any, curves: Curves, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

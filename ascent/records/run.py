@@ -1,17 +1,37 @@
-"""A run, read back from its folder."""
+"""A run: written into its folder step by step, and read back from there."""
 
-from __future__ import annotations
-
+import json
+import os
+import platform
+import re
+import time
+from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor, contiguous_format
+
 from ascent.core.config import Config
-from ascent.core.types import Refused
+from ascent.core.menu import name_of
+from ascent.core.protocols import Learner, Stepped, Task
+from ascent.core.types import Batch, Metrics, Refused, State, Streams
 from ascent.engines.backends import backend_of
-from ascent.records import checkpoint, rollouts
-from ascent.records.folder import is_locked, read_json, read_lines
-from ascent.settings import configure, flatten
+from ascent.records import checkpoint, responses, watch
+from ascent.records.display import Display
+from ascent.records.folder import LINES, RunFolder, finite_line, is_locked, read_json, read_lines
+from ascent.records.metrics import ALWAYS_WRITTEN
+from ascent.records.responses import Pieces
+from ascent.records.trackers import Sinks
+from ascent.settings import config_from, row_label
+
+CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
+"""On every line of updates.jsonl where the loss clips."""
+HEARTBEAT = 2.0
+"""Seconds between two signs of life in run.json."""
 
 
 class Run:
@@ -49,12 +69,17 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        return read_config(self.folder / "config.json")
+        return config_from(read_settings(self.folder / "config.json"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary per step."""
         return read_lines(self.folder / "metrics.jsonl")
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last known value of every metric."""
+        return {name: value for line in self.metrics for name, value in line.items() if value is not None}
 
     @property
     def updates(self) -> list[dict[str, Any]]:
@@ -67,11 +92,11 @@ class Run:
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """The recorded responses of a step, one dictionary each."""
-        return rollouts.read_rollouts(self.folder, step)
+        return responses.read_rollouts(self.folder, step)
 
     def held_out(self, step: int) -> list[dict[str, Any]]:
         """The recorded greedy answers of the evaluation in a step, one dictionary each."""
-        return rollouts.read_rollouts(self.folder, step, rollouts.HELD_OUT)
+        return responses.read_rollouts(self.folder, step, responses.HELD_OUT)
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -81,30 +106,22 @@ class Run:
         """The newest checkpoint, that of a step, or that of the best evaluation; refused with what there is."""
         if step is not None and best:
             raise Refused(f"{flag} {step} and --best name two checkpoints: give one of them")
-        checkpoints = self.checkpoints
-        if not checkpoints:
+        there = {checkpoint.step_of(path): path for path in self.checkpoints}
+        if not there:
             raise Refused(f"{self.folder}: no checkpoint yet, so there is no policy to load")
-        if step is None and not best:
-            return checkpoints[-1]
+        wanted, why = f"{flag} {step}", ""
         if best:
-            step, flag = self._best(), "--best"
-        wanted = self.folder / "checkpoints" / checkpoint.name(step or 0)
-        if wanted not in checkpoints:
-            there = ", ".join(str(checkpoint.step_of(p)) for p in checkpoints)
-            why = f"its best evaluation is that of step {step}, which was not kept (--keep-best does)" if best else ""
-            raise Refused(
-                f"{flag}{'' if best else f' {step}'}: {self.folder} has no such checkpoint"
-                f"{f': {why}' if why else ''}. There are: {there}"
-            )
-        return wanted
-
-    def _best(self) -> int:
-        from ascent.records.writer import best_of
-
-        best = best_of(self.metrics)
-        if best is None:
-            raise Refused(f"--best: {self.folder} was never evaluated, so no checkpoint is its best")
-        return best[0]
+            found = best_of(self.metrics)
+            if found is None:
+                raise Refused(f"--best: {self.folder} was never evaluated, so no checkpoint is its best")
+            step, wanted = found[0], "--best"
+            why = f": its best evaluation is that of step {step}, which was not kept (--keep-best does)"
+        if step is None:
+            return there[max(there)]
+        if step not in there:
+            listed = ", ".join(map(str, there))
+            raise Refused(f"{wanted}: {self.folder} has no such checkpoint{why}. There are: {listed}")
+        return there[step]
 
     @property
     def policy(self) -> Any:
@@ -120,17 +137,14 @@ def load_policy(config: Config, path: Path) -> Any:
 
 def check_trains_policy(config: Config, folder: Path) -> None:
     """Refuse a run that trained a reward model or a process reward."""
-    if config.algorithm.loss.trains != "policy":
+    trains = config.algorithm.loss.trains
+    if trains != "policy":
+        what, kind = ("process reward", "process") if trains == "steps" else ("reward model", "model")
         raise Refused(
-            f"{folder} trained a reward and not a policy: ascent.rewards.reward_models.load_reward_model loads a "
-            "reward model, and load_process_reward beside it a process reward"
+            f"{folder} trained a {what} and not a policy: it rates responses and writes none. Its figures: ascent show "
+            f"{folder}; as a reward: --reward {kind}:{folder}; in Python: ascent.rewards.reward_models.load_"
+            f"{what.replace(' ', '_')}"
         )
-
-
-def read_config(path: Path) -> Config:
-    """The config that a run's config.json holds."""
-    settings = flatten(read_settings(path))
-    return configure(settings.pop("task"), settings)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -139,3 +153,199 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or "task" not in settings:
         raise Refused(f"{path} is not a config: it has to be an object with a `task`, as a run's config.json is")
     return {key: value for key, value in settings.items() if key not in ("objective", "formula", "label")}
+
+
+def task_name(config: Config) -> str:
+    """sort, reasoning-gym:chain_sum, jsonl:problems."""
+    source = getattr(config.task, "source", "")
+    name = name_of(config.task)
+    name = Path(name.split(":")[1]).stem if name.startswith("python:") else name
+    return f"{name}:{Path(source).stem if '/' in source else source}" if source else name
+
+
+def run_label(config: Config) -> str:
+    """The nearest row, and what was changed on it; demonstrations are SFT whatever the row."""
+    return "sft" if config.task.data == "demonstrations" else row_label(config.algorithm)
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def about(config: Config) -> dict[str, Any]:
+    """What run.json says of where and with what the run was made."""
+    packages = ["ascent-rl", "torch", "numpy", "safetensors", "pyarrow", *backend_of(config).packages]
+    return {
+        "task": task_name(config),
+        "label": run_label(config),
+        "seed": config.seed,
+        "step": 0,
+        "steps": config.steps,
+        "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
+        "machine": {
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "threads": config.threads,
+            "host": platform.node(),
+        },
+    }
+
+
+def default_folder(config: Config) -> Path:
+    """runs/<date>-<task>-<algorithm>-s<seed>, numbered where that is taken."""
+    task, label = re.sub(r"[^A-Za-z0-9_.-]+", "-", task_name(config)), run_label(config)
+    row = label.split("+")[0] if not label.startswith("reinforce++") else "reinforce++"
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{row}-s{config.seed}"
+    paths = (Path("runs") / (base if n == 1 else f"{base}-{n}") for n in count(1))
+    return next(path for path in paths if not path.exists())
+
+
+class Writer:
+    """The records of one run: lines flushed every step, rollouts, checkpoints."""
+
+    def __init__(self, folder: RunFolder, config: Config, task: Task, display: Display):
+        self.folder, self.config, self.task, self.display = folder, config, task, display
+        self.sinks: Sinks | None = None
+        self.pieces = Pieces(task)
+        self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
+        self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
+        lines = read_lines(folder.path / "metrics.jsonl")
+        self.watch = watch.Watch(task.max_reward, watch.reward_weights(task)) if config.data == "samples" else None
+        if self.watch is not None:
+            for line in lines:
+                self.watch.see(line)
+        self.stop = False
+        self.best_step, self._fresh_best = best_of(lines), False
+        self.last: dict[str, Any] = {}
+        """The last known value of every metric."""
+        self._answers: tuple[Task, Batch] | None = None
+        self._beat = time.monotonic()
+
+    def held_out(self, task: Task, answers: Batch) -> None:
+        """Keep greedy answers to held-out prompts, to be written with the step whose line has their metrics."""
+        if self.config.record_rollouts != "none":
+            self._answers = task, answers
+
+    def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
+        for i, update in enumerate(updates):
+            report = update.report
+            names = ("loss", "grad_norm", *(CLIPS if CLIPS[0] in report else ()))
+            self._line("updates.jsonl", {"step": step, "update": i} | {name: report[name] for name in names})
+        loss = metrics.pop("loss", None)
+        line: dict[str, Any] = dict.fromkeys(ALWAYS_WRITTEN) | metrics | {"step": step, "loss": loss}
+        self._line("metrics.jsonl", line)
+        if self.sinks is not None:
+            self.sinks.step(step, line)
+        self._fresh_best = False
+        if self.config.keep_best and (now := quality(line)) is not None:
+            self._fresh_best = self.best_step is None or now > self.best_step[1]
+            self.best_step = (step + 1, now) if self._fresh_best else self.best_step
+        for flag in self._flags(step, line, batch):
+            if flag.name not in self.flagged:
+                self.flagged.add(flag.name)
+                newest = step if self._recorded(step) else step - step % self.config.record_every
+                recorded = None if self.config.record_rollouts == "none" else newest
+                self._line("events.jsonl", flag.event(step, recorded))
+                self.display.say(f"step {step}: {flag.text}")
+        path, most = self.folder.path, self.config.record_rollouts
+        if self._recorded(step):
+            responses.write_rollouts(path, step, batch, minis, updates, most, self.pieces)
+        if self._answers is not None:
+            (task, answers), self._answers = self._answers, None
+            responses.write_answers(path, step, answers, most, self.pieces if task is self.task else Pieces(task))
+        for file in self.files.values():
+            file.flush()
+        self.last = self.last | {k: v for k, v in line.items() if v is not None}
+        self.display.step(step, self.last)
+        if time.monotonic() - self._beat > HEARTBEAT:
+            self._beat = time.monotonic()
+            self.folder.run["step"] = step + 1
+            self.folder.save()
+
+    def best(self) -> bool:
+        return self._fresh_best
+
+    def _flags(self, step: int, line: dict[str, Any], batch: Batch) -> list[watch.Flag]:
+        """The flags of this step, with their evidence."""
+        first = self.watch.first if self.watch is not None else {}
+        warnings = watch.metric_warnings(line, self.task)
+        if batch.errors:
+            text = (
+                f"the reward failed on {len(batch.errors)} of {line['num_responses']} responses, which are left out of "
+                f"credit and means; above a share of {self.config.max_reward_errors:g} the run stops "
+                f"(--max-reward-errors). The first: {batch.errors[0]}"
+            )
+            warnings.append(("reward-errors", text))
+        flags = [watch.with_evidence(name, text, line, first) for name, text in warnings]
+        if self.watch is None:
+            return flags
+        flags += self.watch.see(line)
+        if self._due(step) and "one-answer" not in self.flagged:
+            given = watch.batch_responses(batch)
+            flags += watch.one_answer(step, given, lambda tokens: self.task.text(list(tokens)))
+        return flags
+
+    def _recorded(self, step: int) -> bool:
+        which = self.config.record_rollouts
+        return which == "all" or (which != "none" and self._due(step))
+
+    def _due(self, step: int) -> bool:
+        return step % self.config.record_every == 0 or step + 1 == self.config.steps
+
+    def _line(self, name: str, values: dict[str, Any]) -> None:
+        self.files[name].write(json.dumps(finite_line(values)) + "\n")
+
+    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State) -> None:
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        sizes = {name: file.tell() for name, file in self.files.items()}
+        groups = {**learner.state(), "rng": streams.state()}
+        saved = {"step": step, "state": state, "records": sizes}
+        best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
+        checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep, best)
+        self.folder.run["best"] = best
+
+    def dump(self, step: int, batch: Batch) -> str:
+        path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
+        own = {k: v.clone(memory_format=contiguous_format) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+        save_file(own, path)
+        return str(path)
+
+    def trouble(self, text: str) -> None:
+        self._event("trouble", text)
+
+    def say(self, text: str) -> None:
+        """Write a note to the display and to events.jsonl."""
+        self.display.say(text)
+        self._event("note", text)
+
+    def _event(self, kind: str, text: str) -> None:
+        with suppress(OSError):
+            self._line("events.jsonl", {"step": self.last.get("step", -1) + 1, "event": kind, "text": text})
+
+    def stopping(self) -> bool:
+        return self.stop
+
+    def close(self) -> None:
+        for file in self.files.values():
+            with suppress(OSError):  # a full disk has been reported by now
+                file.close()
+
+
+def quality(line: dict[str, Any]) -> tuple[float, float] | None:
+    """The quality of an evaluation: held-out accuracy, then reward; without them log-prob or log-loss."""
+    if line.get("eval/logp") is not None:
+        return line["eval/logp"], 0.0
+    if line.get("eval/accuracy") is None:
+        loss = line.get("eval/pairs/log_loss", line.get("eval/steps/error"))
+        return None if loss is None else (-loss, 0.0)
+    return line["eval/accuracy"], line.get("eval/reward") or 0.0
+
+
+def best_of(lines: list[dict[str, Any]]) -> tuple[int, tuple[float, float]] | None:
+    """The step after which the best evaluation was made, and its quality; the first among equals."""
+    evaluated = [(line["step"] + 1, now) for line in lines if (now := quality(line)) is not None]
+    return max(evaluated, key=lambda pair: (pair[1], -pair[0]), default=None)

@@ -1,10 +1,8 @@
-"""Means, shares and pass@k with their intervals."""
-
-from __future__ import annotations
+"""Means, shares and pass@k with their intervals; settings over seeds, with differences to the first."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,3 +80,39 @@ def pass_at(k: int, tried: int, right: int) -> float:
 def powers(n: int) -> list[int]:
     """1, 2, 4, … and n itself."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+
+
+Finals = Mapping[str, Mapping[Any, Mapping[str, Any]]]
+"""Of each setting, by seed, the numbers that a run ended with."""
+
+
+def over_seeds(finals: Finals, measures: Mapping[str, Collection[str]]) -> dict[str, dict[str, Any]]:
+    """For each setting and measure: mean, half of the 95 % interval, values, and the difference to the first setting.
+
+    A difference is taken seed by seed, over the seeds that both have, so that what a seed does to both cancels.
+    A measure that a seed of a setting lacks is left out for that setting.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    first = next(iter(finals.values()), {})
+    for name, group in finals.items():
+        rows[name] = {}
+        for measure in measures[name]:
+            values = [final.get(measure) for final in group.values()]
+            if not values or any(value is None for value in values):
+                continue
+            mean, half = interval([float(value) for value in values if value is not None])
+            if not math.isfinite(mean):
+                continue
+            rows[name][measure] = row = {"mean": mean, "half": known(half), "values": values}
+            if group is first or any(final.get(measure) is None for final in first.values()):
+                continue
+            gaps = [float(group[seed][measure] - first[seed][measure]) for seed in group if seed in first]
+            if gaps:
+                gap, half = interval(gaps)
+                row |= {"difference": gap, "difference_half": known(half), "pairs": len(gaps)}
+    return rows
+
+
+def known(half: float) -> float | None:
+    """One value alone has no interval; nor have numbers whose squares are too large."""
+    return half if math.isfinite(half) else None

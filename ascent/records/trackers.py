@@ -1,23 +1,41 @@
-"""The trackers themselves: how TensorBoard, W&B, Trackio and MLflow are opened, fed and closed.
+"""Trackers as further destinations of a run's metrics: TensorBoard, W&B, Trackio, MLflow.
 
-Each library is imported on use. Nothing here catches an error: `sinks` does, in a thread of the tracker's own.
+They are guests. The run folder holds everything already, so a tracker that fails, hangs or is slow neither stops nor
+slows a run: each has a thread and a bounded queue of its own, is said to fail once, and is dropped when it keeps
+failing. Only one that is not installed is refused, before any work. Each library is imported on use.
 """
 
-from __future__ import annotations
-
+import importlib
 import json
 import logging
+import math
 import netrc
 import os
+import queue
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ascent.core.menu import nearest
+from ascent.core.types import Refused
+from ascent.records.metrics import CHARTS
+
+WAITING = 4096
+"""Steps that may wait for a tracker. More are not sent to it."""
+PAUSES = (1.0, 30.0)
+"""Seconds before a tracker that failed is tried again; once they are used up it is dropped."""
+CLOSING = 15.0
+"""Seconds that all trackers together have to finish after the run."""
+Say = Callable[[str], None]
 Row = tuple[int, dict[str, float]]
 """A step and its metrics."""
 
@@ -29,23 +47,20 @@ class Sink:
     package: ClassVar[str]
     """What has to be importable."""
     folder: Path
-    """The run's folder."""
     config: dict[str, Any]
     name: str
-    """The run's name."""
+    """The run's folder, config and name."""
     resume_step: int
     """The step that a resumed run goes on with; 0: a new run."""
 
     def start(self) -> str | None:
         """Open it; return a line worth saying, if there is one."""
-        raise NotImplementedError
 
     def log(self, rows: list[Row]) -> None:
-        raise NotImplementedError
+        """Send some steps."""
 
     def end(self, status: str) -> None:
         """Flush and close: the run is finished, interrupted or failed."""
-        raise NotImplementedError
 
     def identity(self, new: Callable[[], str]) -> str:
         """The tracker's name for this run, kept in the run's folder so that a resume goes on with the same one."""
@@ -58,7 +73,7 @@ class Sink:
 
 
 class TensorBoard(Sink):
-    """Event files in RUN/tensorboard. After a resume, TensorBoard hides the steps that are taken again."""
+    """Event files in RUN/tensorboard, our charts under Custom Scalars. After a resume, it hides repeated steps."""
 
     package = "torch.utils.tensorboard"
 
@@ -68,6 +83,8 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.resume_step or None)
         text = json.dumps(self.config, indent=2, ensure_ascii=False, default=str)
         self.writer.add_text("config", f"```json\n{text}\n```", self.resume_step)
+        charts = {chart.title: ["Multiline", [f"{re.escape(m.name)}$" for m in chart.series]] for chart in CHARTS}
+        self.writer.add_custom_scalars({"Ascent": charts})
 
     def log(self, rows: list[Row]) -> None:
         for step, metrics in rows:
@@ -126,10 +143,9 @@ def _has_key() -> bool:
 
 
 class Trackio(Sink):
-    """Trackio, in its own local folder, where `trackio show` looks.
+    """Trackio, in its own local folder unless TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say otherwise.
 
-    TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say otherwise. The folder is one for a whole process, so it
-    cannot be the run's.
+    The folder is one for a whole process, so it cannot be the run's.
     """
 
     package = "trackio"
@@ -160,23 +176,19 @@ class Trackio(Sink):
 
 @contextmanager
 def _silent_trackio() -> Iterator[None]:
-    """Trackio has no quiet mode, and stdout may be somebody's input. Its `print` is as it was when this is left."""
+    """Trackio has no quiet mode, and stdout may be somebody's input. Its modules print again when this is left."""
     import trackio
     import trackio.run
     import trackio.utils
 
     spaces = [vars(module) for module in (trackio, trackio.run, trackio.utils)]
-    before = [space.get("print") for space in spaces]
     try:
         for space in spaces:
             space["print"] = lambda *_, **__: None
         yield
     finally:
-        for space, own in zip(spaces, before, strict=True):
-            if own is None:
-                space.pop("print", None)
-            else:
-                space["print"] = own
+        for space in spaces:
+            space.pop("print", None)
 
 
 class Mlflow(Sink):
@@ -231,11 +243,125 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"loss": {"high": 0.2}} -> {"loss.high": 0.2}, as trackers show settings best."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
 SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+
+
+class Feed:
+    """A tracker's own thread, and the steps that wait for it. Notes are for the run's thread to say."""
+
+    def __init__(self, name: str, sink: Sink):
+        self.name, self.sink = name, sink
+        self.notes: deque[str] = deque()
+        self.waiting: queue.Queue[Row | None] = queue.Queue(WAITING)
+        self.closing, self.status = threading.Event(), "failed"
+        self.lost, self.failures = False, 0
+        self.thread = threading.Thread(target=self._work, name=f"ascent-{name}", daemon=True)
+        self.thread.start()
+
+    def put(self, row: Row) -> None:
+        """Never waits."""
+        if not self.thread.is_alive():
+            return
+        try:
+            self.waiting.put_nowait(row)
+        except queue.Full:
+            if not self.lost:
+                text = f"--track {self.name} is too slow or hangs: from step {row[0]} on, steps may be missing"
+                self.notes.append(text)
+            self.lost = True
+
+    def finish(self, status: str) -> None:
+        self.status = status
+        if self.waiting.full():
+            with suppress(queue.Empty):
+                self.waiting.get_nowait()
+        self.waiting.put(None)
+        self.closing.set()
+
+    def _work(self) -> None:
+        """Send everything that waits, as often as something does; None comes last."""
+        going = self._try(self.sink.start)
+        while going:
+            taken = [self.waiting.get()]
+            while taken[-1] is not None and not self.waiting.empty():
+                taken.append(self.waiting.get())
+            rows = [row for row in taken if row is not None]
+            going = not rows or self._try(partial(self.sink.log, rows))
+            if going and taken[-1] is None:
+                self._try(partial(self.sink.end, self.status))
+                return
+
+    def _try(self, call: Callable[[], str | None]) -> bool:
+        """Call it, and again after a pause (none once the run is over) where it fails. False: it is given up."""
+        for pause in (*PAUSES, None):
+            try:
+                if (words := call()) is not None:
+                    self.notes.append(words)
+                return True
+            except (Exception, SystemExit) as error:
+                self.failures += 1
+                if self.failures == 1:
+                    self.notes.append(
+                        f"--track {self.name} failed ({type(error).__name__}: {error}). The run goes on; everything is "
+                        "in its folder"
+                    )
+            if pause is not None:
+                self.closing.wait(pause)
+        self.notes.append(f"--track {self.name} kept failing and was dropped")
+        return False
+
+
+class Sinks:
+    """The trackers of one run. An unknown or a missing one is refused."""
+
+    def __init__(
+        self, names: Iterable[str], folder: Path, config: dict[str, Any], run: str, resume_step: int, say: Say
+    ):
+        check_sinks(names)
+        self.feeds, self.say = [Feed(name, SINKS[name](folder, config, run, resume_step)) for name in names], say
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Hand a step on, without waiting. What trackers had to say is said here, in the caller's thread."""
+        row = (step, finite(metrics))
+        for feed in self.feeds:
+            feed.put(row)
+        self._tell()
+
+    def close(self, status: str) -> None:
+        """The run is finished, interrupted or failed. Waits for the trackers, but not for long."""
+        for feed in self.feeds:
+            feed.finish(status)
+        deadline = time.monotonic() + CLOSING
+        for feed in self.feeds:
+            feed.thread.join(max(0.0, deadline - time.monotonic()))
+            if feed.thread.is_alive():
+                feed.notes.append(f"--track {feed.name} did not finish in {CLOSING:g} s: its last steps may be missing")
+        self._tell()
+
+    def _tell(self) -> None:
+        for feed in self.feeds:
+            while feed.notes:
+                self.say(feed.notes.popleft())
+
+
+def check_sinks(names: Iterable[str]) -> None:
+    """Refuse, before any work, a tracker that is not known or cannot be imported."""
+    for name in names:
+        if name not in SINKS:
+            raise Refused(f"--track {name}: no such tracker. There are {', '.join(SINKS)}.{nearest(name, SINKS)}")
+        try:
+            importlib.import_module(SINKS[name].package)
+        except ImportError as error:
+            raise Refused(
+                f"--track {name}: it cannot be imported ({error}). Install it: pip install 'ascent-rl[track]'"
+            ) from None
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among them; the step is said beside them."""
+    numbers = {k: v for k, v in metrics.items() if isinstance(v, Real) and not isinstance(v, bool) and k != "step"}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}

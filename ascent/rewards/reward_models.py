@@ -1,55 +1,50 @@
-"""Reward models, process rewards and judges, loaded and handed to the task that names them.
+"""Reward models, process rewards and judges, loaded and handed to the task that names them; and how good one is.
 
 --reward own 0.5*model:RUN 0.1*judge:FILE     for text tasks, with --reward-batch and --reward-device
 --reward model:RUN                            for sort
 --reward positions+0.5*process:RUN            for sort, step by step
 """
 
-from __future__ import annotations
-
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ascent.core.preferences import margin_of
 from ascent.core.types import Refused
-from ascent.engines.backend import Backend, BoundTask, LearnedReward
+from ascent.engines.backend import Backend, BoundTask
 from ascent.engines.backends import backend_of
-from ascent.records import Run, checkpoint
-from ascent.records.writer import best_of
+from ascent.records import checkpoint
+from ascent.records.evaluation import Calibration, calibration, calibration_text, draw_calibration, offline_batch
+from ascent.records.folder import write_json
+from ascent.records.run import Run, best_of
 from ascent.rewards.judge.settings import read_judge
 from ascent.rewards.judge.verdicts import JudgeGrader
 
 BATCH = 16
-COMMANDS = {"rewards": ("reward model", "reward-model"), "steps": ("process reward", "process-reward")}
-"""What a loss trains, in words, and the command that trains it."""
 
 
-def load_reward_model(run: str | Path, device: str | None = None, batch: int = BATCH) -> Any:
+def load_reward_model(
+    run: str | Path, device: str | None = None, batch: int = BATCH, what: str = "reward model"
+) -> Any:
     """The reward model of a run's best held-out evaluation, else its newest: call it with rollouts, or `rate` words.
 
-    device: where it runs; None: as it was trained. batch: responses at once.
+    device: where it runs; None: as it was trained. batch: responses at once. what: reward model, or process reward.
     """
-    return _load(run, "rewards", device, batch)
+    existing = Run(run)
+    config = existing.config
+    if config.algorithm.loss.trains != {"reward model": "rewards", "process reward": "steps"}[what]:
+        raise Refused(f"{run} did not train a {what}; `ascent {what.replace(' ', '-')}` does")
+    best = best_of(existing.metrics) if config.keep_best else None
+    kept = [path for path in existing.checkpoints if best is not None and checkpoint.step_of(path) == best[0]]
+    params = checkpoint.params(kept[0] if kept else existing.checkpoint())
+    return backend_of(config).learned_reward(config, params, device, batch)
 
 
 def load_process_reward(run: str | Path, device: str | None = None, batch: int = BATCH) -> Any:
     """The process reward of a run, as `load_reward_model`: call it with rollouts, or `rate` the steps of words."""
-    return _load(run, "steps", device, batch)
-
-
-def _load(run: str | Path, trains: str, device: str | None, batch: int) -> LearnedReward:
-    existing = Run(run)
-    config = existing.config
-    if config.algorithm.loss.trains != trains:
-        what, command = COMMANDS[trains]
-        raise Refused(f"{run} did not train a {what}; `ascent {command}` does")
-    return backend_of(config).learned_reward(config, checkpoint.params(_best(existing)), device, batch)
-
-
-def _best(run: Run) -> Path:
-    """The best checkpoint where it was kept, else the newest."""
-    best = best_of(run.metrics) if run.config.keep_best else None
-    kept = [path for path in run.checkpoints if best is not None and checkpoint.step_of(path) == best[0]]
-    return kept[0] if kept else run.checkpoint()
+    return load_reward_model(run, device, batch, "process reward")
 
 
 def check_rewards(backend: Backend, task: Any) -> None:
@@ -62,16 +57,16 @@ def check_rewards(backend: Backend, task: Any) -> None:
 
 def bind_task(backend: Backend, task: Any, model: Any) -> BoundTask:
     """The task as the loop calls it: bound to the policy's tokens, and to the rewards that it names."""
-    return backend.bind(
-        task, model, {source: _reward(backend, task, source) for source in backend.reward_sources(task)}
-    )
+    rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task)}
+    return backend.bind(task, model, rewards)
 
 
 def _reward(backend: Backend, task: Any, source: str) -> Any:
     kind, _, path = source.partition(":")
     if kind == "judge":
         return JudgeGrader(path)
-    model = _load(path, "rewards" if kind == "model" else "steps", *backend.reward_placement(task))
+    load = load_reward_model if kind == "model" else load_process_reward
+    model = load(path, *backend.reward_placement(task))
     other = backend_of(model.config)
     if other.task_kind != backend.task_kind:
         raise Refused(
@@ -79,3 +74,24 @@ def _reward(backend: Backend, task: Any, source: str) -> Any:
             "Train one for this kind of task"
         )
     return model
+
+
+def assess(run: str | Path, pairs: int | None = None) -> Calibration:
+    """Accuracy, log-loss and calibration of a reward model on the pairs that its run held out."""
+    model = load_reward_model(run)
+    task, sampler = backend_of(model.config).offline(model.config, model.model, torch.Generator())
+    held_out = offline_batch(sampler.generate(task.held_out(pairs or model.config.eval_prompts), 2))
+    parts = torch.arange(len(held_out.prompt)).split(model.batch)
+    return calibration(torch.cat([margin_of(model(held_out.select(rows))).flatten() for rows in parts]))
+
+
+def write_assessment(run: Run) -> str:
+    """calibration.json and calibration.png into the run's folder; the figures as text."""
+    from ascent.records.plot import figure, save_figure
+
+    result = assess(run.folder)
+    write_json(run.folder / "calibration.json", asdict(result))
+    fig, axes = figure(1, 1, (5.2, 4.2))
+    draw_calibration(axes[0][0], result)
+    axes[0][0].set_title(f"{result.pairs} held-out pairs, {result.accuracy:.1%} right")
+    return f"{calibration_text(result)}\nCalibration: {save_figure(fig, run.folder / 'calibration.png')}"

@@ -1,39 +1,22 @@
-"""Tasks: prompts and verifiable rewards, one file each.
-
-Imported on use: a process that only computes rewards of text needs neither torch nor the small tasks.
-"""
-
-from __future__ import annotations
+"""Tasks: prompts and verifiable rewards. Imported on use: a process that computes rewards of text needs no torch."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ascent.tasks.small.lecture import Lecture
-    from ascent.tasks.small.sort import Sort
-
-    TASKS: tuple[type, ...]
-
-_AT = {
-    "Lecture": "small.lecture",
-    "Sort": "small.sort",
-    "ReasoningGym": "text",
-    "Gsm8k": "text",
-    "Countdown": "text",
-    "Jsonl": "text",
-    "Dataset": "text",
-    "Demonstrations": "text",
-    "Preferences": "text",
-    "Steps": "text",
+_MODULES = {
+    "small.lecture": "Lecture",
+    "small.sort": "Sort",
+    "text.reasoning_gym": "ReasoningGym",
+    "text.gsm8k": "Gsm8k",
+    "text.countdown": "Countdown",
+    "text.rows": "Jsonl Dataset Demonstrations Preferences Steps",
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     if name == "TASKS":
-        return tuple(__getattr__(task) for task in _AT)
-    if name in _AT:
-        return getattr(import_module(f"ascent.tasks.{_AT[name]}"), name)
+        return tuple(__getattr__(task) for task in _HOME)
+    if name in _HOME:
+        return getattr(import_module(f"ascent.tasks.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["TASKS", "Lecture", "Sort"]

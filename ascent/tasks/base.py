@@ -1,18 +1,10 @@
-"""What every task has, whether its prompts are numbers or words.
-
-Nothing here imports torch: the processes that compute rewards of text tasks do without it.
-"""
-
-from __future__ import annotations
+"""What every task has. The processes that compute rewards import it, so it does without torch."""
 
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 
 class BaseTask:
-    """The answers that most tasks give. A task overrides those that it can answer better.
-
-    A task of your own derives from `SmallTask` or `TextTask`, which derive from this class.
-    """
+    """What most tasks answer. A task of your own derives from `SmallTask` or `TextTask`, which derive from this."""
 
     kind: ClassVar[str]
     """small: prompts and responses are short lists of numbers. text: they are words."""
@@ -49,6 +41,17 @@ class SmallTask(BaseTask):
     """A task whose prompts and responses are short lists of numbers: they are the tokens."""
 
     kind = "small"
+
+
+class BoundBase:
+    """A task that is bound to a policy: whatever its class does not define is the task's own."""
+
+    task: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "task":
+            raise AttributeError(name)
+        return getattr(self.task, name)
 
 
 class WrittenPrompt(NamedTuple):

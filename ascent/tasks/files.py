@@ -1,41 +1,52 @@
-"""JSONL files of problems, and which of their prompts are held out. Graders import it, so it does without torch."""
+"""A user's own files: problems in JSONL, of which some are held out, and Python. Graders import it: no torch here."""
 
-from __future__ import annotations
-
+import functools
 import hashlib
+import importlib.util
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from ascent.tasks.base import refuse
 
-HELD_OUT_ONE_IN = 10
-"""One prompt in ten of a file is held out, unless the file has a test set."""
-
 T = TypeVar("T")
 
 
-def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their line numbers; a line that is not an object is refused."""
+def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with its place (FILE, line N); a line that is not an object is refused."""
+    path = Path(path)
     if not path.is_file():
         refuse(f"there is no file {path}")
     rows = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip()
+            line, where = line.removeprefix(b"\xef\xbb\xbf").strip(), f"{path}, line {number}"
             if not line:
                 continue
             try:
                 row = json.loads(line)
             except ValueError as error:
-                refuse(f"{path}, line {number} is not JSON: {error}")
+                refuse(f"{where} is not JSON: {error}")
             if not isinstance(row, dict):
-                refuse(f"{path}, line {number}: a line is an object with columns, and this is {row!r:.60}")
-            rows.append((number, row))
+                refuse(f"{where}: a line is an object with columns, and this is {row!r:.60}")
+            rows.append((where, row))
     if not rows:
         refuse(f"{path} is empty: it has no line with a JSON object")
     return rows
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A JSONL file, written aside, flushed and renamed: it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.new")
+    with open(aside, "w") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
 
 
 def absolute_path(file: str) -> str:
@@ -43,17 +54,18 @@ def absolute_path(file: str) -> str:
     return str(Path(file).expanduser().resolve())
 
 
-def file_stamp(file: str | Path) -> tuple[int, int] | None:
-    """Changes when the file does."""
+def file_stamp(file: str | Path) -> tuple[tuple[int, int], ...]:
+    """Changes when the file does, or a file of the folder."""
     path = Path(file)
-    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+    found = [file.stat() for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.exists()]
+    return tuple((file.st_mtime_ns, file.st_size) for file in found)
 
 
 def canonical_prompt(prompt: str | list[Any]) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 
-def is_held_out(prompt: str | list[Any], one_in: int = HELD_OUT_ONE_IN) -> bool:
+def is_held_out(prompt: str | list[Any], one_in: int = 10) -> bool:
     """Decided by a hash of the prompt, one in `one_in`, so that no list has to be kept."""
     text = canonical_prompt(prompt).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) % one_in == 0
@@ -72,11 +84,15 @@ def split_held_out(rows: list[T], prompt_of: Callable[[T], Any], source: str) ->
     return train, test
 
 
-def steps_and_labels(row: dict[str, Any], where: str) -> tuple[list[Any], list[float]]:
-    """The steps of a row and a finite number for each; refused with its place if there are not as many."""
-    for column in ("prompt", "steps", "labels"):
+def require_columns(row: Mapping[str, Any], columns: Iterable[str], where: str, hint: str = "") -> None:
+    for column in columns:
         if column not in row:
-            refuse(f"{where} has no column {column}; there are: {', '.join(row) or 'none'}")
+            refuse(f"{where} has no column {column}; there are: {', '.join(row) or 'none'}{hint}")
+
+
+def steps_and_labels(row: Mapping[str, Any], where: str) -> tuple[list[Any], list[float]]:
+    """The steps of a row and a finite number for each; refused with its place if there are not as many."""
+    require_columns(row, ("prompt", "steps", "labels"), where)
     steps, labels = row["steps"], row["labels"]
     if not (isinstance(steps, list) and isinstance(labels, list) and steps and len(steps) == len(labels)):
         refuse(
@@ -87,3 +103,37 @@ def steps_and_labels(row: dict[str, Any], where: str) -> tuple[list[Any], list[f
         if not isinstance(label, bool | int | float) or not abs(label) < float("inf"):
             refuse(f"{where}, column labels: a label is a finite number, true or false, and one is {label!r:.40}")
     return steps, [float(label) for label in labels]
+
+
+# ---- Python -----------------------------------------------------------------------------------------
+
+
+def load_python(flag: str, name: str) -> Any:
+    """The object NAME of the Python file FILE, given as python:FILE:NAME."""
+    parts = name.split(":")
+    if len(parts) != 3 or not all(parts):
+        refuse(f"{flag} {name}: a choice of your own is written python:FILE:NAME")
+    path = Path(parts[1]).expanduser()
+    if not path.is_file():
+        refuse(f"{flag} {name}: there is no file {path}")
+    try:
+        module = run_file(path.resolve(), path.stat().st_mtime_ns)
+    except Exception as error:
+        refuse(f"{flag} {name}: {path} does not run: {type(error).__name__}: {error}")
+    value = getattr(module, parts[2], None)
+    if value is None:
+        public = [n for n in vars(module) if not n.startswith("_")]
+        refuse(f"{flag} {name}: {path} has no {parts[2]}.", parts[2], public)
+    if isinstance(value, type):
+        value.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"  # type: ignore[attr-defined]
+    return value
+
+
+@functools.lru_cache
+def run_file(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (part of the cache's key)
+    """The module of a file, run once for each time it was changed, so that its classes stay the same."""
+    spec = importlib.util.spec_from_file_location(f"ascent_user_{path.stem}_{hash(path):x}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,11 @@
-"""Rewards by name, each with a weight: `own`, python:FILE:FUNCTION, judge:FILE, model:RUN and process:RUN."""
+"""Rewards by name, each with a weight if you like (`own 0.2*python:f.py:brief`).
 
-from __future__ import annotations
+own                    the task's own check
+python:FILE:FUNCTION   f(prompt, response, answer, **columns), a number or (number, reason)
+judge:FILE             a language model that is asked for a score
+model:RUN              a reward model, which rates the whole response
+process:RUN            a process reward, which rates each step
+"""
 
 import json
 import math
@@ -10,15 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascent.tasks.base import refuse
-from ascent.tasks.files import absolute_path
+from ascent.tasks.files import absolute_path, load_python
 
 OWN = "own"
 FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
-LEARNED = {
-    "model": ("reward model", "bradley-terry", "reward-model"),
-    "process": ("process reward", "step-value", "process-reward"),
-    "process-score": ("process reward", "step-value", "process-reward"),
-}
+_PROCESS = ("process reward", "step-value", "process-reward")
+LEARNED = {"model": ("reward model", "bradley-terry", "reward-model"), "process": _PROCESS, "process-score": _PROCESS}
 """Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
 
 
@@ -33,43 +35,26 @@ class RewardSource:
     weight: float = 1.0
 
     @property
-    def own(self) -> bool:
-        return self.source == OWN
-
-    @property
     def kind(self) -> str:
         """own, python, judge, model, process or process-score."""
         return self.source.partition(":")[0]
 
-    @property
-    def path(self) -> str:
-        """The source without its kind: the judge's file, or the run of a reward model."""
-        return self.source.partition(":")[2]
-
     def verify(self) -> None:
-        """Refuse a function or a run that is not there. A judge's settings are checked by whoever reads them."""
-        if self.kind in LEARNED:
-            check_reward_run("--reward", self.source)
-        elif self.kind == "python":
-            from ascent.tasks.user_code import load_python
-
-            if not callable(load_python("--reward", self.source)):
-                refuse(f"--reward {self.source}: a reward is a function f(prompt, response, answer, **columns)")
-
-
-def check_reward_run(flag: str, source: str) -> None:
-    """Refuse a folder that is not a run of such a model with a checkpoint. Nothing is loaded yet."""
-    kind, _, where = source.partition(":")
-    what, wanted, command = LEARNED[kind]
-    run = Path(where)
-    try:
-        loss = json.loads((run / "config.json").read_text())["loss"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        refuse(f"{flag} {source}: {run} is not a run; `ascent {command}` makes one")
-    if loss != wanted:
-        refuse(f"{flag} {source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}")
-    if not any((run / "checkpoints").glob("step_*")):
-        refuse(f"{flag} {source}: {run} has no checkpoint yet, so there is no {what} to load")
+        """Refuse a function or a run that is not there. Nothing is loaded, and a judge's reader checks its settings."""
+        if self.kind == "python" and not callable(load_python("--reward", self.source)):
+            refuse(f"--reward {self.source}: a reward is a function f(prompt, response, answer, **columns)")
+        if self.kind not in LEARNED:
+            return
+        what, wanted, command = LEARNED[self.kind]
+        run = Path(self.source.partition(":")[2])
+        try:
+            loss = json.loads((run / "config.json").read_text())["loss"]["name"]
+        except (OSError, ValueError, KeyError, TypeError):
+            refuse(f"--reward {self.source}: {run} is not a run; `ascent {command}` makes one")
+        if loss != wanted:
+            refuse(f"--reward {self.source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}")
+        if not any((run / "checkpoints").glob("step_*")):
+            refuse(f"--reward {self.source}: {run} has no checkpoint yet, so there is no {what} to load")
 
 
 def _split(entry: str) -> tuple[float, str]:

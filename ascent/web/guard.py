@@ -6,8 +6,6 @@ from another site (`Origin`, `Sec-Fetch-Site`), and must carry a cookie that onl
 in the terminal gives: `?token=…`, once, exchanged for a cookie that scripts cannot read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
@@ -21,12 +19,9 @@ from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "font", "connect")),
-        *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
-    ]
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "content-security-policy": POLICY,
@@ -58,9 +53,7 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
         answer = self.check(scope)
@@ -113,10 +106,7 @@ def host_names(host: str, port: int) -> frozenset[str]:
 
 
 def host_name(host: str) -> str:
-    """The name under which others reach an address: this machine's own where it listens on all of them.
-
-    In lower case, as browsers say it.
-    """
+    """The name under which browsers reach an address, in lower case; this machine's own where it listens on all."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return name.lower()
 

@@ -1,25 +1,24 @@
 """`ascent eval`: a policy on held-out prompts, greedy and sampled, pass@k, majority vote and best of k by reward."""
 
-from __future__ import annotations
-
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ascent.core.protocols import Sampler
-from ascent.core.types import Prompts, Refused, Trouble
+from ascent.core.types import Prompts, Trouble, check_counts
 from ascent.engines.backend import BoundTask
+from ascent.records.display import progress, table, wrapped
+from ascent.records.responses import write_parquet
 from ascent.records.statistics import PromptMean, pass_at, powers, prompt_mean
-from ascent.records.text_tables import table, wrapped
-from ascent.settings import configure
-from ascent.workflows.policy import LoadedPolicy, Row, model_policy, run_policy, scored_rows
+from ascent.workflows.policy import LoadedPolicy, Row, find_policy, scored_rows
 
 MEASURES = ("strict", "lenient", "reward")
 
@@ -75,14 +74,8 @@ class Evaluation:
 
     def write(self, path: str | Path) -> Path:
         """All responses as Parquet, one row each."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = Path(path)
-        aside = path.with_name(f".{path.name}.new")
-        pq.write_table(pa.Table.from_pylist(self.rows), aside)
-        os.replace(aside, path)
-        return path
+        write_parquet(Path(path), self.rows, self.about["samples"])
+        return Path(path)
 
 
 def evaluate(
@@ -110,50 +103,39 @@ def evaluate(
     `task` (with its settings) evaluates a run on another task than its own.
     """
     changes = {"temperature": temperature, "max_tokens": max_tokens, "device": device, "rows": rows}
-    if model is not None:
-        return evaluate_policy(model_policy(str(model), source, settings, **changes), prompts, samples, seed, show)
-    if task is None and settings:
-        raise Refused(f"{', '.join(settings)}: settings of a task, and none was named; a run brings its own")
-    other = None if task is None else configure(task, settings).task
-    return evaluate_policy(run_policy(source, step, best, other, **changes), prompts, samples, seed, show)
+    run, task = (source, task) if model is None else (None, source)
+    return evaluate_policy(find_policy(run, model, task, settings, step, best, **changes), prompts, samples, seed, show)
 
 
 def evaluate_policy(loaded: LoadedPolicy, prompts: int | None, samples: int, seed: int, show: bool) -> Evaluation:
     """Greedy responses to held-out prompts and, for more than one sample, `samples` sampled ones."""
-    for name, value in (("prompts", prompts), ("samples", samples)):
-        if value is not None and value < 1:
-            raise Refused(f"--{name} is {value}: it has to be at least 1")
-    begin, task = time.perf_counter(), loaded.task()
-    try:
+    check_counts(prompts=prompts, samples=samples)
+    rows: list[Row] = []
+    errors: list[str] = []
+    begin = time.perf_counter()
+    with closing(loaded.task()) as task:
         held_out = task.held_out(prompts or loaded.config.eval_prompts)
         sampler = loaded.sampler(held_out, seed)
-        passes = [True, False] if samples > 1 else [True]
-        every: list[Row] = []
-        errors: list[str] = []
-        with _progress(len(held_out) * (1 + samples * (samples > 1)), show) as advance:
-            for greedy in passes:
-                rows, failed = _ask(task, sampler, held_out, 1 if greedy else samples, greedy, advance)
-                every, errors = every + rows, errors + failed
-    finally:
-        task.close()
-    if not any(row["valid"] for row in every):
-        raise Trouble(f"the reward failed on every one of {len(every)} responses. The first: {errors[0]}")
-    about = loaded.about() | {
-        "prompts": len(held_out),
-        "samples": samples,
-        "seed": seed,
-        "ends": task.space.end is not None,
-    }
-    return Evaluation(about, every, errors, results(every), time.perf_counter() - begin)
+        parts = [_responses(task, sampler, held_out, 1, greedy=True)]
+        if samples > 1:
+            parts.append(_responses(task, sampler, held_out, samples, greedy=False))
+        with progress(len(held_out) * (1 + samples * (samples > 1)), "responses", show) as advance:
+            for part, failed in chain(*parts):
+                rows += part
+                errors += failed
+                advance(len(part))
+        ends = task.space.end is not None
+    if not any(row["valid"] for row in rows):
+        raise Trouble(f"the reward failed on every one of {len(rows)} responses. The first: {errors[0]}")
+    about = {"prompts": len(held_out), "samples": samples, "seed": seed, "ends": ends}
+    return Evaluation(loaded.about() | about, rows, errors, results(rows), time.perf_counter() - begin)
 
 
-def _ask(
-    task: BoundTask, sampler: Sampler, prompts: Prompts, samples: int, greedy: bool, advance: Callable[[int], None]
-) -> tuple[list[Row], list[str]]:
-    """Responses to all prompts, a part of them at a time."""
+def _responses(
+    task: BoundTask, sampler: Sampler, prompts: Prompts, samples: int, greedy: bool
+) -> Iterator[tuple[list[Row], list[str]]]:
+    """Scored responses to all prompts, and why rewards failed, a part of the prompts at a time."""
     at_once = max(1, 2 * sampler.rows // samples)
-    every: list[Row] = []
-    errors: list[str] = []
     for start in range(0, len(prompts), at_once):
         try:
             rollouts = sampler.generate(prompts[start : start + at_once], samples, greedy=greedy)
@@ -163,30 +145,13 @@ def _ask(
         for i, row in enumerate(rows):
             row["problem"] = start + i // samples
             row["sample"] = -1 if greedy else row["sample"]
-        every, errors = every + rows, errors + failed
-        advance(len(rows))
-    return every, errors
-
-
-@contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; inside, call it with the number of responses that are done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("responses"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda done: progress.advance(task, done)
+        yield rows, failed
 
 
 def _cell(value: PromptMean | None) -> str:
     if value is None:
         return "·"
     return f"{value.value:.3f}" + (f" [{value.low:.2f}, {value.high:.2f}]" if value.low is not None else "")
-
-
-# ---- numbers ----------------------------------------------------------------------------------------
 
 
 def results(rows: list[Row]) -> dict[str, dict[str, PromptMean]]:
@@ -201,13 +166,13 @@ def results(rows: list[Row]) -> dict[str, dict[str, PromptMean]]:
     for row in valid:
         if row["sample"] >= 0:
             groups.setdefault(row["problem"], []).append(row)
-    every = list(groups.values())
-    samples = max((row["sample"] for row in rows), default=-1) + 1
-    if not every:
+    if not groups:
         return measures
+    every = list(groups.values())
     measures["mean"] = _means(every)
-    for k in powers(samples):
-        measures[f"pass@{k}"] = _passes(k, [group for group in every if len(group) >= k])
+    for k in powers(max(row["sample"] for row in rows) + 1):
+        enough = [group for group in every if len(group) >= k]
+        measures[f"pass@{k}"] = _over_prompts(enough, partial(_pass_at, k), ("strict", "lenient"))
     measures["majority"] = _means([[group[majority([r["answer"] for r in group])]] for group in every])
     measures["best"] = _means([[max(group, key=lambda row: row["reward"])] for group in every])
     return {name: row for name, row in measures.items() if row}
@@ -220,24 +185,19 @@ def majority(answers: Sequence[str]) -> int:
 
 
 def _means(groups: list[list[Row]]) -> dict[str, PromptMean]:
-    """The mean over prompts of the mean over their responses."""
-    return _prompt_means({m: [_mean(group, m) for group in groups if group[0][m] is not None] for m in MEASURES})
+    return _over_prompts(groups, lambda values: sum(values) / len(values), MEASURES)
 
 
-def _mean(group: list[Row], measure: str) -> float:
-    return sum(float(row[measure]) for row in group) / len(group)
+def _pass_at(k: int, right: list[float]) -> float:
+    return pass_at(k, len(right), int(sum(right)))
 
 
-def _passes(k: int, groups: list[list[Row]]) -> dict[str, PromptMean]:
-    """pass@k of each prompt that has k responses."""
-
-    def of(measure: str) -> list[float]:
-        scored = [[row[measure] for row in group] for group in groups if group[0][measure] is not None]
-        return [pass_at(k, len(group), sum(group)) for group in scored]
-
-    return _prompt_means({measure: of(measure) for measure in ("strict", "lenient")})
-
-
-def _prompt_means(values: dict[str, list[float]]) -> dict[str, PromptMean]:
-    means = {name: prompt_mean(scores) for name, scores in values.items()}
-    return {name: value for name, value in means.items() if value is not None}
+def _over_prompts(
+    groups: list[list[Row]], score: Callable[[list[float]], float], measures: Sequence[str]
+) -> dict[str, PromptMean]:
+    """For each measure the mean over prompts of the score of their responses' values, where there are any."""
+    means = {}
+    for measure in measures:
+        values = [[float(row[measure]) for row in group] for group in groups if group[0][measure] is not None]
+        means[measure] = prompt_mean([score(of_prompt) for of_prompt in values])
+    return {measure: mean for measure, mean in means.items() if mean is not None}

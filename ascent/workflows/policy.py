@@ -1,7 +1,10 @@
-"""A policy that is asked and not trained: that of a run's checkpoint, or a bare model on a task; and its responses."""
+"""A policy that is asked or exported and not trained: that of a run's checkpoint, or a bare model; its responses."""
 
-from __future__ import annotations
-
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +14,18 @@ from ascent.core.config import Config
 from ascent.core.loop import scored
 from ascent.core.menu import name_of
 from ascent.core.protocols import Sampler
-from ascent.core.types import Prompts, Refused, Rollouts
+from ascent.core.types import Prompts, Refused, Rollouts, check_counts
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, BoundTask
-from ascent.engines.backends import backend_of, task_kind
-from ascent.records import Run, checkpoint
-from ascent.records.naming import task_name
-from ascent.records.run import load_policy
+from ascent.engines.backends import backend_of
+from ascent.explain.explain import formula, objective_in_words
+from ascent.records import checkpoint
+from ascent.records.run import Run, check_trains_policy, load_policy, run_label, task_name
 from ascent.rewards.reward_models import bind_task, check_rewards
 from ascent.settings import configure
 from ascent.tasks.text import TextTask
 
 Row = dict[str, Any]
+Source = str | Path | None
 
 
 @dataclass(frozen=True)
@@ -59,23 +63,32 @@ class LoadedPolicy:
         return self.backend.answering_sampler(self.config, self.policy, prompts, seed, self.step or 0)
 
 
+def find_policy(
+    run: Source, model: Source, task: Any, settings: dict[str, Any], step: int | None, best: bool, **changes: Any
+) -> LoadedPolicy:
+    """The policy of a run, or a bare model, on a task with these settings; `own`, or None, is the run's own task."""
+    if (run is None) == (model is None):
+        raise Refused("name a run or a model to ask, and not both")
+    if task is None and settings:
+        raise Refused(f"{', '.join(settings)}: settings of a task, and no task was named; a run brings its own")
+    if model is not None:
+        return model_policy(str(model), task, settings, **changes)
+    assert run is not None
+    other = None if task is None or task == "own" else configure(task, settings).task
+    return run_policy(run, step, best, other, **changes)
+
+
 def run_policy(
     run: str | Path, step: int | None = None, best: bool = False, task: Any = None, **changes: Any
 ) -> LoadedPolicy:
     """The newest checkpoint of a run (or that of a step, or the best), on its own task or on another."""
     existing = Run(run)
-    path = existing.checkpoint(step, best)
-    config = existing.config
-    trains = config.algorithm.loss.trains
-    if trains != "policy":
-        raise Refused(
-            f"{run} trained a reward model: it rates responses and writes none. Its figures: ascent show {run}; as a "
-            f"reward: --reward {'process' if trains == 'steps' else 'model'}:{run}"
-        )
+    path, config = existing.checkpoint(step, best), existing.config
+    check_trains_policy(config, existing.folder)
     if task is not None:
         flag = f"--task {name_of(task)}"
-        if task_kind(task) != task_kind(config.task):
-            raise Refused(f"{flag}: it is a {task_kind(task)} task, and the run {run} is of {task_name(config)}")
+        if task.kind != config.task.kind:
+            raise Refused(f"{flag}: it is a {task.kind} task, and the run {run} is of {task_name(config)}")
         backend_of(config).check_task(config, task, flag)
         config = replace(config, algorithm=Algorithm(), task=task)
     config = for_asking(config, **changes)
@@ -86,10 +99,8 @@ def model_policy(model: str, task: Any = None, settings: dict[str, Any] | None =
     """A bare model: a folder or a name on the hub. Without a task it is only asked, and nothing is scored."""
     if (Path(model) / "run.json").exists():
         raise Refused(f"--model {model}: that is a run. Name it first, without --model")
-    config = configure(
-        TextTask() if task is None else task, {"policy": "causal-lm"} | (settings or {}) | {"model": model}
-    )
-    return untrained_policy(config, **changes)
+    settings = {"policy": "causal-lm"} | (settings or {}) | {"model": model}
+    return untrained_policy(configure(TextTask() if task is None else task, settings), **changes)
 
 
 def untrained_policy(config: Config, **changes: Any) -> LoadedPolicy:
@@ -157,3 +168,152 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
                 row["lenient"] = bool(batch.measures[group, sample, lenient])
         every += rows
     return every, errors
+
+
+# ---- `ascent sample`: what a policy answers to a prompt ----------------------------------------------
+
+
+def sample(
+    run: str | Path | None = None,
+    prompts: str | Sequence[str] = (),
+    *,
+    model: str | Path | None = None,
+    task: Any = None,
+    step: int | None = None,
+    best: bool = False,
+    count: int | None = None,
+    greedy: bool = False,
+    plain: bool = False,
+    seed: int = 0,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    max_tokens: int | None = None,
+    system: str | None = None,
+    device: str | None = None,
+    **settings: Any,
+) -> list[Row]:
+    """Responses of a run or a bare model to prompts, or with scores to the held-out problems of a task.
+
+    ascent.sample("runs/mine", "What is 3 + 4?", count=4)
+    ascent.sample(model="folder", prompts=["What is 3 + 4?"], greedy=True)
+    ascent.sample("runs/mine", task="own", count=8)
+
+    A run is asked as in training, with its system message and instruction, unless `plain`.
+    """
+    changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    changes |= {"max_tokens": max_tokens, "system": system, "device": device}
+    loaded = find_policy(run, model, task, settings, step, best, **changes)
+    if task is not None:
+        return problems(loaded, count or 4, greedy, seed)
+    return ask(loaded, [prompts] if isinstance(prompts, str) else prompts, count or 1, greedy, plain, seed)
+
+
+def ask(loaded: LoadedPolicy, prompts: Sequence[str], count: int, greedy: bool, plain: bool, seed: int) -> list[Row]:
+    """`count` responses to each prompt, with scores where the prompt says all that is needed for one."""
+    if not prompts:
+        raise Refused("nothing to ask: give a prompt, or several")
+    check_counts(count=count)
+    if greedy and count > 1:
+        raise Refused(f"--count {count} with --greedy: all would be the same")
+    task = loaded.unscored_task()
+    typed, words = task.read_prompts(prompts, plain)
+    rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
+    if loaded.backend.words:  # a typed prompt has no answer to score by
+        return [row for i, prompt in enumerate(words) for row in response_rows(task, prompt, rollouts, i)]
+    return scored_rows(task, rollouts)[0]
+
+
+def problems(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -> list[Row]:
+    """One response to each of `count` held-out problems, with its score and reason."""
+    check_counts(count=count)
+    with closing(loaded.task()) as task:
+        prompts = task.held_out(count)
+        return scored_rows(task, loaded.sampler(prompts, seed).generate(prompts, 1, greedy))[0]
+
+
+def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None) -> str:
+    """Responses below their prompts, for a terminal. With `piece`, which spells a token, every token's log-prob."""
+    lines: list[str] = []
+    for row in rows:
+        if row["sample"] == 0:
+            lines += ["", *_titled("prompt", row["prompt"])]
+            if row.get("gold") is not None:
+                lines += _titled("answer", row["gold"])
+        ended = "cut off at the limit" if row["truncated"] else "ended"
+        head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
+        lines += ["", f"response {row['sample'] + 1}: {head}", escape_controls(row["response"])]
+        if "valid" in row:
+            lines += ["", *_titled("score", _score(row))]
+        if piece is not None:
+            tokens = zip(row["logp"], row["ids"], strict=True)
+            lines += ["", *(f"{logp:9.3f}  {i:>6}  {piece(i)!r}" for logp, i in tokens)]
+    return "\n".join(lines).strip()
+
+
+def _titled(title: str, words: str) -> list[str]:
+    first, *more = escape_controls(words).split("\n")
+    return [f"{title:<8} {first}", *(f"{'':<8} {line}".rstrip() for line in more)]
+
+
+def _score(row: Row) -> str:
+    why = f" ({row['reason']})" if row["reason"] else ""
+    if not row["valid"]:
+        return f"the reward failed{why}"
+    form = "right" if row["strict"] else "right, but not in the form that was asked for" if row["lenient"] else "wrong"
+    return f"{form}, reward {row['reward']:g}{why}"
+
+
+def escape_controls(words: str) -> str:
+    """Words that cannot move the cursor or ring the bell: control characters as their escapes."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: repr(m[0])[1:-1], words)
+
+
+# ---- as a Hugging Face folder -----------------------------------------------------------------------
+
+
+def export(run: str | Path, folder: str | Path, *, step: int | None = None, best: bool = False) -> Path:
+    """The newest checkpoint of a run (or that of a step, or the best) as a folder that `from_pretrained` loads.
+
+    LoRA adapters are merged in. The folder is written aside and renamed, so it is there whole or not at all.
+    """
+    existing, folder = Run(run), Path(folder)
+    path, config = existing.checkpoint(step, best), existing.config
+    check_trains_policy(config, existing.folder)
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise Refused(f"{folder}: already there, and nothing is overwritten. Choose another folder")
+    aside, params = folder.with_name(f".writing-{folder.name}-{os.getpid()}"), checkpoint.params(path)
+    try:
+        aside.mkdir(parents=True)
+        backend_of(config).export(config, existing.folder, params, aside)
+        (aside / "README.md").write_text(_model_card(existing, checkpoint.step_of(path)))
+        for file in [*aside.iterdir(), aside]:
+            checkpoint.flush(file)
+        os.replace(aside, folder)
+        checkpoint.flush(folder.parent)
+    except OSError as error:
+        raise Refused(f"{folder}: cannot write there ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _model_card(run: Run, step: int) -> str:
+    config, model = run.config, run.config.policy.model
+    lora = f", LoRA of rank {config.policy.lora}, merged" if config.policy.lora else ""
+    indented = "\n".join(f"    {line}" for line in formula(config.algorithm).splitlines())
+    accuracy = [
+        f"- held out, greedy: {line['eval/accuracy']:.3f} right after step {line['step'] + 1}\n"
+        for line in run.metrics[:step]
+        if line.get("eval/accuracy") is not None
+    ]
+    return (
+        f"---\nlibrary_name: transformers\n---\n\n# {Path(model).name}, trained on {task_name(config)}\n\n"
+        f"Written by Ascent {run.info['versions'].get('ascent-rl', '')} (`ascent export`).\n\n"
+        f"- run: {run.folder.resolve().name}, step {step} of {config.steps}, seed {config.seed}\n"
+        f"- model: {model}{lora}\n"
+        f"- task: {task_name(config)}\n"
+        f"- algorithm: {run_label(config)}\n{''.join(accuracy[-1:])}"
+        f"\n{objective_in_words(config.algorithm)}\n\n{indented}\n"
+    )

@@ -11,36 +11,31 @@
 Each part is there whole or not at all, or is a run that can be resumed. What is finished is not done again.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ascent.api import resume, start
+from ascent.api import resume, settled, start
 from ascent.assemble import init_folder
 from ascent.core.config import Config
 from ascent.core.menu import to_dict
-from ascent.core.types import Refused, Trouble
+from ascent.core.types import Refused, Trouble, check_counts
 from ascent.engines.backends import backend_of
-from ascent.records import Run
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, read_json, write_json
-from ascent.records.run import load_policy
+from ascent.records.run import Run, load_policy
 from ascent.rewards.judge.settings import read_judge
-from ascent.settings import configure, flatten
-from ascent.tasks.files import read_jsonl
-from ascent.workflows.labels import draw_candidates, label_pairs
-from ascent.workflows.pairs import draw_pairs
-from ascent.workflows.policy import LoadedPolicy, for_asking, untrained_policy
-from ascent.workflows.step_labels import write_rows
+from ascent.settings import config_from, configure, flatten
+from ascent.tasks.files import absolute_path, read_jsonl, write_jsonl
+from ascent.workflows.labels import draw_candidates, draw_pairs, label_pairs
+from ascent.workflows.policy import LoadedPolicy, Row, for_asking, untrained_policy
 
 ROUNDS_FILE = "rounds.json"
 
@@ -59,15 +54,9 @@ class RoundsPlan:
     """A judge's TOML file. None: the task's own reward labels the pairs, and is hidden from the policy."""
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "pairs"):
-            if getattr(self, name) < 1:
-                raise Refused(f"--{name} is {getattr(self, name)}: it has to be at least 1")
+        check_counts(rounds=self.rounds, pairs=self.pairs)
         if not 0 <= self.replay < 1:
             raise Refused(f"--replay is {self.replay:g}: a share of old pairs, from 0 to below 1")
-
-
-class Interrupted(Exception):
-    """A part was stopped, and saved."""
 
 
 class Rounds:
@@ -78,24 +67,18 @@ class Rounds:
         self.reward_model = reward_model
         """Settings of the reward models' runs."""
         self.backend = backend_of(config)
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse, before any work, what would fail in a later part."""
-        self.reward_model_config(Path("pairs.jsonl"), 1)
-        if self.plan.judge is not None:
+        self.reward_model_config(Path("pairs.jsonl"), 1)  # what would fail in a later part is refused now
+        if plan.judge is not None:
             if not self.backend.words:
                 raise Refused("--judge with a small task: a judge reads words. Leave it out: the true reward labels")
-            read_judge(self.plan.judge).insist()
-        if any(not source.startswith("judge:") for source in self.backend.reward_sources(self.config.task)):
+            read_judge(plan.judge).insist()
+        if any(not source.startswith("judge:") for source in self.backend.reward_sources(config.task)):
             raise Refused(
-                f"--reward {self.config.task.reward}: in rounds this is the true reward, which labels pairs, so it "
+                f"--reward {config.task.reward}: in rounds this is the true reward, which labels pairs, so it "
                 "cannot be a learned one"
             )
-        if self.config.data != "samples":
+        if config.data != "samples":
             raise Refused("--algorithm: the policy of a round learns from its own samples, as in grpo")
-
-    # ---- the parts
 
     def go(self) -> None:
         """Every part of every round that is not finished yet, in order."""
@@ -119,22 +102,22 @@ class Rounds:
     def run(self, path: Path, config: Callable[[], Config]) -> None:
         """A run: started, resumed, or left as it is where it is finished."""
         display = for_stream() if self.show else Display()
-        if not (path / "run.json").exists():
-            done = start(config(), path, display, preflight=False)
-        else:
-            done = resume(path, display)
-        if done.status != "finished":
-            raise Interrupted(path)
-
-    # ---- pairs
+        new = not (path / "run.json").exists()
+        run = start(config(), path, display, preflight=False) if new else resume(path, display)
+        if run.status != "finished":
+            raise KeyboardInterrupt(f"{path} is saved")
 
     def make_pairs(self, number: int, path: Path) -> None:
-        loaded = self.policy_before(number)
+        """New pairs of the policy so far, labelled by the judge, or by the true reward, whatever it was trained on."""
+        loaded, seed = self.policy_before(number), self.config.seed + number
         if self.plan.judge is None:
-            self.write_pairs(path, loaded, number)
+            rows = draw_pairs(loaded, self.plan.pairs, seed)
+            self.insist(rows, number)
+            write_jsonl(path, rows)
             return
-        candidates, seed = path.with_name("candidates.jsonl"), self.config.seed + number
-        self.once(candidates, lambda out: write_rows(out, draw_candidates(loaded, self.plan.pairs, 2, seed)))
+        candidates = path.with_name("candidates.jsonl")
+        if not candidates.exists():
+            write_jsonl(candidates, draw_candidates(loaded, self.plan.pairs, 2, seed))
         label_pairs(candidates, path, read_judge(self.plan.judge), show=self.show)
         try:
             self.insist([row for _, row in read_jsonl(path)], number)
@@ -142,27 +125,17 @@ class Rounds:
             path.unlink()
             raise
 
-    def write_pairs(self, path: Path, loaded: LoadedPolicy, number: int) -> None:
-        """Labelled by the true reward, whatever the policy was trained on."""
-        task = loaded.task()
-        try:
-            pairs = draw_pairs(loaded, task, self.plan.pairs, self.config.seed + number)
-            rows = list(islice(pairs, self.plan.pairs))
-        finally:
-            task.close()
-        self.insist(rows, number)
-        write_rows(path, rows)
-
-    def insist(self, rows: list[dict[str, Any]], number: int) -> None:
-        """Enough pairs for a reward model; it is said where they are fewer than planned."""
-        _insist_on_prompts(rows, number)
-        if self.show and len(rows) < self.plan.pairs:
-            print(
-                f"round {number}: only {len(rows)} of {self.plan.pairs} planned pairs have a winner. The reward model "
-                "learns from those",
-                file=sys.stderr,
-                flush=True,
+    def insist(self, rows: list[Row], number: int) -> None:
+        """Enough pairs to train a reward model on some prompts and test it on others; fewer than planned are told."""
+        if len({json.dumps(row["prompt"]) for row in rows}) < 2:
+            raise Trouble(
+                f"round {number}: {len(rows)} pairs with a winner, and a reward model needs at least two prompts: "
+                "a prompt's responses are equal, or nobody can say which is better. Ask for more --pairs in a new "
+                "folder"
             )
+        if self.show and len(rows) < self.plan.pairs:
+            winners = f"only {len(rows)} of {self.plan.pairs} planned pairs have a winner"
+            print(f"round {number}: {winners}. The reward model learns from those", file=sys.stderr, flush=True)
 
     def mix(self, number: int, path: Path) -> None:
         """The new pairs and a random draw of old ones: as many as the wanted share of all pairs needs."""
@@ -170,9 +143,7 @@ class Rounds:
         old = [row for n in range(1, number) for _, row in read_jsonl(self.part(n, "pairs.jsonl"))]
         count = min(len(old), round(len(new) * self.plan.replay / (1 - self.plan.replay)))
         order = torch.randperm(len(old), generator=torch.Generator().manual_seed(self.config.seed + number))
-        write_rows(path, new + [old[i] for i in order[:count].tolist()])
-
-    # ---- runs
+        write_jsonl(path, new + [old[i] for i in order[:count].tolist()])
 
     def policy_before(self, number: int) -> LoadedPolicy:
         """The policy that a round starts from, on the true reward: of the round before, of --init, or untrained."""
@@ -200,32 +171,26 @@ class Rounds:
     def measure(self, number: int, path: Path) -> None:
         """The true reward of the round's policy: of its greedy answers to held-out prompts."""
         loaded = self.policy_before(number + 1)
-        task = loaded.task()
-        try:
+        with closing(loaded.task()) as task:
             prompts = task.held_out(self.config.eval_prompts)
             scores = task.score(loaded.sampler(prompts, 0).generate(prompts, 1, greedy=True))
-        finally:
-            task.close()
         total = scores.reward.sum(-1)[scores.valid]
         write_json(path, {"reward": float(total.mean()) if len(total) else None, "prompts": len(total)})
-
-    # ---- in one place
 
     def summary(self) -> list[dict[str, Any]]:
         """A row for each finished round: the learned reward beside the true one."""
         rows = []
         for number in range(1, self.plan.rounds + 1):
-            path = self.part(number, "policy")
             if not self.part(number, "true.json").exists():
                 break
-            policy, model = _last(path), _last(self.part(number, "reward-model"))
+            model, policy = (Run(self.part(number, name)).last for name in ("reward-model", "policy"))
+            pairs, learned = (len(read_jsonl(self.part(number, f"{name}.jsonl"))) for name in ("pairs", "learned"))
             rows.append(
                 {
                     "round": number,
                     "planned": self.plan.pairs,
-                    "pairs": len(read_jsonl(self.part(number, "pairs.jsonl"))),
-                    "replayed": len(read_jsonl(self.part(number, "learned.jsonl")))
-                    - len(read_jsonl(self.part(number, "pairs.jsonl"))),
+                    "pairs": pairs,
+                    "replayed": learned - pairs,
                     "reward model right": model.get("eval/pairs/accuracy"),
                     "learned reward": policy.get("eval/reward"),
                     "true reward": read_json(self.part(number, "true.json"))["reward"],
@@ -236,32 +201,13 @@ class Rounds:
         return rows
 
 
-def _insist_on_prompts(rows: list[dict[str, Any]], number: int) -> None:
-    """A reward model is trained on some prompts and tested on others."""
-    if len({json.dumps(row["prompt"]) for row in rows}) < 2:
-        raise Trouble(
-            f"round {number}: {len(rows)} pairs with a winner, and a reward model needs at least two prompts: "
-            "a prompt's responses are equal, or nobody can say which is better. Ask for more --pairs in a new folder"
-        )
-
-
-def _last(run: Path) -> dict[str, Any]:
-    """The last known value of every metric."""
-    return {name: value for line in Run(run).metrics for name, value in line.items() if value is not None}
-
-
-# ---- a folder of them ------------------------------------------------------------------------------------------
-
-
 def begin_rounds(
     folder: Path, config: Config, plan: RoundsPlan, reward_model: dict[str, Any], show: bool = True
 ) -> Rounds:
     """New rounds in a new folder; or those of the folder, if they were begun with the same settings."""
-    if config.init is not None:
-        config = replace(config, init=str(init_folder(config.init)))
-    config = replace(config, threads=config.threads or torch.get_num_threads())
-    judge = None if plan.judge is None else str(Path(plan.judge).expanduser().resolve())
-    plan = replace(plan, judge=judge)
+    config = settled(config)
+    if plan.judge is not None:
+        plan = replace(plan, judge=absolute_path(plan.judge))
     settings = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}
     rounds = Rounds(folder, config, plan, reward_model, show)
     if (folder / ROUNDS_FILE).exists():
@@ -278,9 +224,7 @@ def begin_rounds(
 def reopen_rounds(folder: Path, show: bool = True) -> Rounds:
     """The rounds of a folder, from any place."""
     kept = read_json(folder / ROUNDS_FILE)
-    settings = flatten(kept["config"])
-    config = configure(settings.pop("task"), settings)
-    return Rounds(folder, config, RoundsPlan(**kept["plan"]), kept["reward_model"], show)
+    return Rounds(folder, config_from(kept["config"]), RoundsPlan(**kept["plan"]), kept["reward_model"], show)
 
 
 def run_rounds(rounds: Rounds) -> list[dict[str, Any]]:
@@ -289,8 +233,6 @@ def run_rounds(rounds: Rounds) -> list[dict[str, Any]]:
     lock.lock()
     try:
         rounds.go()
-    except Interrupted as stopped:
-        raise KeyboardInterrupt(f"{stopped} is saved. Continue with: ascent rounds {rounds.folder}") from None
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(f"{stopped or 'stopped'}. Continue with: ascent rounds {rounds.folder}") from None
     finally:

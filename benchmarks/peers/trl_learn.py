@@ -22,8 +22,7 @@ from turns import WORK, answer, wait
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ascent.core.config import Config
-from ascent.engines.language import LanguageSampler
-from ascent.engines.language.sampling.sampler import PlainDecoder
+from ascent.engines.language.sampling.sampler import LanguageSampler, PlainDecoder
 from ascent.policies import LanguageModel
 from ascent.records.evaluation import sample_evaluator
 from ascent.settings import configure

@@ -13,40 +13,37 @@ Both layouts are exact: the same sums as in the plain form, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ascent.engines.language.learning import flash
 from ascent.engines.language.learning.elementwise import rotating
 
 NAME = "ascent_groups"
 
 
-class Layout(Protocol):
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Outputs `[row position head channel]` for queries `[row head position channel]`."""
-
-
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer."""
+    """What transformers calls in every layer: the layout makes `[row position head channel]` of what it is given."""
     if more.get("softcap") or more.get("s_aux") is not None:
         raise NotImplementedError("this attention has a cap or sinks")
-    layout: Layout = more["layout"]
     scale = more.get("scaling") or query.shape[-1] ** -0.5
-    return layout.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+    return more["layout"].attend(module.layer_idx, query, key, value, scale), None
 
 
 @contextmanager
-def ours(model: Any) -> Iterator[None]:
-    """Inside, the model's layers call our attention function, and on a GPU turn queries and keys in one kernel."""
+def ours(model: Any, on: bool = True) -> Iterator[None]:
+    """Inside, if `on`, its layers call our attention function, and on a GPU turn queries and keys in one kernel."""
+    if not on:
+        yield
+        return
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -59,35 +56,49 @@ def ours(model: Any) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on its way to the device; nobody waits for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where a group stands in the packed row: its prompt, then its responses one after the other."""
+
+    start: int
+    prompt: int
+    responses: tuple[int, ...]
+
+
 @dataclass
 class Packed:
     """One row of groups. `keep(layer, k, v)`, if given, is shown the keys and values of the row."""
 
-    groups: list[flash.Group]
+    groups: list[Group]
     keep: Callable[[int, Tensor, Tensor], None] | None = None
     fused: Any = None
     """How segments are attended to at once; None: flash attention where it fits, else a group at a time."""
-    _grids: dict[flash.Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _spans: flash.Spans | None = None
+    _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _spans: Spans | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self.keep is not None:
             self.keep(layer, k, v)
-        if self.fused is not None or flash.fits(q):
-            self._spans = self._spans or flash.Spans.of(self.groups, q.device)
+        if self.fused is not None or fits_flash(q):
+            self._spans = self._spans or Spans.of(self.groups, q.device)
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            return flash.attend(q, k, v, self._spans, scale, self.fused).unsqueeze(0)
+            return AttendSegments.apply(q, k, v, self._spans, scale, self.fused or Flash).unsqueeze(0)
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)  # [position head channel]
         parts: list[Tensor] = []
         for group in self.groups:
-            own = slice(group.start, group.start + group.length)
+            own = slice(group.start, group.start + group.prompt + sum(group.responses))
             parts += self._one(group, q[own], k[own], v[own], scale)
         return torch.cat(parts).unsqueeze(0)
 
-    def _one(self, group: flash.Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
+    def _one(self, group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
         prompt = group.prompt
         pq, pk, pv = (x[:prompt].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         own = F.scaled_dot_product_attention(pq, pk, pv, is_causal=True, scale=scale)[0].transpose(0, 1)
@@ -106,7 +117,7 @@ class Packed:
         out = F.scaled_dot_product_attention(rq, k_all, v_all, attn_mask=seen, scale=scale).transpose(1, 2)
         return [own, out.flatten(0, 1) if even else out[inside]]
 
-    def _grid(self, group: flash.Group, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _grid(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
         """For each response the indices of its tokens, padded with its last; and where they are its own."""
         if group not in self._grids:
             lengths = torch.tensor(group.responses, device=device)
@@ -115,3 +126,141 @@ class Packed:
             inside = column < lengths[:, None]
             self._grids[group] = (starts[:, None] + torch.minimum(column, lengths[:, None] - 1), inside)
         return self._grids[group]
+
+
+# ---- a packed row in one fused call, for half-precision tensors on a GPU ---------------------------
+#
+# Flash attention knows segments of queries, each with a segment of keys, and lets the last query see the last key.
+# So a prompt is a segment that sees itself, and a response one whose keys are its prompt's and then its own:
+#
+#     queries   p p p | a a a a | b b            one group: a prompt of 3 tokens, responses of 4 and 2
+#     keys      p p p | p p p a a a a | p p p b b
+#
+# Only keys and values are laid out again, and with few key-value heads they are small. Their gradients come back
+# summed in float32 over all the places where a prompt was seen.
+
+
+def fits_flash(q: Tensor) -> bool:
+    """Is there a fused kernel for these queries?"""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the segments of a packed row begin and end, on the device."""
+
+    queries: Tensor
+    """Where each segment's queries begin, and where the last ones end."""
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+    seen: Tensor
+    """Which token of the row each key is."""
+    own: Tensor
+    """For every token of the row, the key that it is to itself."""
+    again: Tensor
+    """The keys that stand for a prompt's token once more."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], device: torch.device) -> Spans:
+        segments: list[tuple[int, int, int]] = []  # keys of the prompt before its own, where that begins, its queries
+        for group in groups:
+            segments.append((0, group.start, group.prompt))
+            segments += [(group.prompt, group.start, length) for length in group.responses]
+        prompt, begin, queries = torch.tensor(segments).t().contiguous()
+        keys = prompt + queries
+        segment = torch.repeat_interleave(torch.arange(len(segments)), keys)
+        offset = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys)[segment]
+        is_again = offset < prompt[segment]
+        own_begin = (queries.cumsum(0) - queries)[segment] - prompt[segment]
+        seen = torch.where(is_again, begin[segment], own_begin) + offset
+        query_ends, key_ends = (torch.tensor([0, *accumulate(n.tolist())], dtype=torch.int32) for n in (queries, keys))
+        return cls(
+            queries=send(query_ends, device),
+            keys=send(key_ends, device),
+            longest_query=int(queries.max()),
+            longest_key=int(keys.max()),
+            seen=send(seen, device),
+            own=send((~is_again).nonzero().flatten(), device),
+            again=send(is_again.nonzero().flatten(), device),
+        )
+
+
+class AttendSegments(torch.autograd.Function):
+    """Outputs `[position head channel]` for queries, keys and values `[position head channel]` of one row.
+
+    `ops`: `Flash`, or `FlashFormulas` in the tests on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, ops: Any) -> Tensor:
+        k_seen, v_seen = k[spans.seen], v[spans.seen]
+        out, more = ops.forward(q, k_seen, v_seen, spans, scale)
+        ctx.save_for_backward(q, k, v, out, *more)
+        ctx.spans, ctx.scale, ctx.ops = spans, scale, ops
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out, *more = ctx.saved_tensors
+        spans = ctx.spans
+        k_seen, v_seen = k[spans.seen], v[spans.seen]
+        dq, dk, dv = ctx.ops.backward(grads[0], q, k_seen, v_seen, out, more, spans, ctx.scale)
+        return dq, _gathered(dk, spans), _gathered(dv, spans), None, None, None
+
+
+def _gathered(grad: Tensor, spans: Spans) -> Tensor:
+    """Gradients of keys back at the tokens that they are, in float32 where a prompt's token is seen many times."""
+    total = grad[spans.own].to(torch.promote_types(grad.dtype, torch.float32))
+    total.index_add_(0, spans.seen[spans.again], grad[spans.again].to(total.dtype))
+    return total.to(grad.dtype)
+
+
+class Flash:
+    """torch's own flash attention, in the form for segments of various lengths."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
+        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *ends, 0.0, True, False, scale=scale
+        )
+        return out, [lse, state, unused]
+
+    @staticmethod
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, more: list[Tensor], spans: Spans, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse, state, unused = more
+        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        return torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, *ends, 0.0, True, state, unused, scale=scale
+        )
+
+
+class FlashFormulas:
+    """What `Flash` computes, a segment at a time and in any precision."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        parts = []
+        ends = zip(spans.queries[:-1], spans.queries[1:], spans.keys[:-1], spans.keys[1:], strict=True)
+        for q_from, q_to, k_from, k_to in ends:
+            queries, keys = int(q_to - q_from), int(k_to - k_from)
+            seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            own_q, own_k, own_v = (x.transpose(0, 1) for x in (q[q_from:q_to], k[k_from:k_to], v[k_from:k_to]))
+            own = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=seen, scale=scale)
+            parts.append(own.transpose(0, 1))
+        return torch.cat(parts), []
+
+    @classmethod
+    def backward(
+        cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _more: Any, spans: Spans, scale: float
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(cls.forward(q, k, v, spans, scale)[0], (q, k, v), grad)

@@ -1,45 +1,34 @@
 """Language models on text tasks, in one process, on a CPU or one GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ascent.core.config import Config
+from ascent.core.groups import without_signal
+from ascent.core.loop import scored
 from ascent.core.losses import LogProb
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
-from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, Params, Report, Start
-from ascent.engines.language.learning.critic import LanguageCritic
-from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.learning.parameters import load_params
-from ascent.engines.language.learning.process_reward import LanguageProcessRewardLearner, add_step_head
-from ascent.engines.language.learning.reward_model import HEAD, LanguageRewardModelLearner, add_head
-from ascent.engines.language.preflight import preflight
-from ascent.engines.language.proof import prove
-from ascent.engines.language.reward_models import LanguageProcessReward, LanguageRewardModel
+from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
+from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, bytes_per_token, load_params
+from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
+from ascent.engines.language.learning.states import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.engines.offline import OfflineSampler
 from ascent.policies.causal_lm import LanguageModel, pick_device
-from ascent.tasks.process_rewards import PROCESS_KINDS
-from ascent.tasks.text.grading.self_test import self_test
-from ascent.tasks.text.learned_rewards import ProcessRewardedTask, RewardModelGrader
-from ascent.tasks.text.offline.tokenized import offline_text_task
-from ascent.tasks.text.tokenized import TokenizedTask
+from ascent.tasks.text.grading import rate_responses, self_test
+from ascent.tasks.text.tokenized import OfflineTextTask, TokenizedTask
 
-HEADS = {"rewards": add_head, "steps": add_step_head}
-LEARNERS = {"rewards": LanguageRewardModelLearner, "steps": LanguageProcessRewardLearner}
 LEARNED = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}
-MODEL_SETTINGS = ("device", "rows")
-TASK_SETTINGS = ("max_tokens", "system", "instruction")
+"""What a loss trains, where that is not a policy."""
 COMMANDS = {
-    "demonstrations": "--algorithm sft, as in `ascent sft FILE`",
     "pairs": "--algorithm dpo or reward-model, as in `ascent dpo FILE`",
     "steps": "--algorithm process-reward, as in `ascent process-reward FILE`",
 }
@@ -52,14 +41,11 @@ class LanguageBackend(Backend):
     words = True
     packages = ("transformers", "peft")
     reloads_start = True
-    one_prompt_length = False
-    typed_prompts_score = False
 
     def mismatch(self, config: Config) -> str:
         return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"
 
     def check(self, config: Config) -> None:
-        """Does the loss learn from what the task has?"""
         offline, data = config.task.data, config.algorithm.loss.data
         if offline == "demonstrations" and data == "samples" and type(config.algorithm.loss) is LogProb:
             return
@@ -68,37 +54,37 @@ class LanguageBackend(Backend):
                 "demonstrations were not sampled by the policy: there is one response per prompt, and no ratio to an "
                 "old policy. Set --algorithm sft, which is what `ascent sft` does"
             )
-        if offline != data and (offline in ("pairs", "steps") or data in ("pairs", "steps")):
-            needed = data if data in ("pairs", "steps") else offline
+        if offline != data and (offline in COMMANDS or data in COMMANDS):
+            needed = data if data in COMMANDS else offline
             raise Refused(
                 f"--loss {name_of(config.algorithm.loss)} with the task {name_of(config.task)}: the loss learns from "
                 f"{data}, and the task has {offline}. For {needed} there is {COMMANDS[needed]}"
             )
 
-    # ---- what a run is made of
-
     def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm = config.policy.load(config.seed, exact=True)
         notes = _check_sharing(lm, config)
-        add = HEADS.get(config.algorithm.loss.trains)
-        if add is not None and start is not None and f"{HEAD}.weight" in start.params:
-            lm, add = add(lm), None
+        trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
+        if trains in LEARNED and rated:
+            add_head(lm, trains == "steps")
         if start is not None:
             try:
                 load_params(lm.trained(), start.params)
             except Refused as error:
                 raise Refused(f"--init {start.source}: {error}") from None
-        return lm if add is None else add(lm), notes
+        if trains in LEARNED and not rated:
+            add_head(lm, trains == "steps")
+        return lm, notes
 
     def learner(self, config: Config, model: LanguageModel, streams: Streams) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
-        if algorithm.loss.trains != "policy":
-            return LEARNERS[algorithm.loss.trains](model, algorithm.update, *memory)
-        choice = algorithm.critic
+        choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
         critic = LanguageCritic(model, choice.shared) if choice.on else None
-        kept, outputs = algorithm.reference.kept, algorithm.outputs
-        return LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
+        learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
+        if algorithm.loss.trains != "policy":
+            learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, model))
+        return learner
 
     def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
         support = Support(config.top_k, config.top_p, config.min_p)
@@ -109,27 +95,36 @@ class LanguageBackend(Backend):
     def bind(self, task: Any, model: LanguageModel, rewards: Mapping[str, Any]) -> Any:
         """`rewards`: judges as graders, reward models and process rewards as they were loaded."""
         graders = {
-            source: RewardModelGrader(task, reward.rate) if source.startswith("model:") else reward
+            source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
             for source, reward in rewards.items()
         }
-        process = {source: graders.pop(source) for source in rewards if source.startswith(PROCESS_KINDS)}
-        return ProcessRewardedTask(task, model, graders, process) if process else TokenizedTask(task, model, graders)
+        return TokenizedTask(task, model, graders)
 
     def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, Sampler]:
-        task = offline_text_task(config.task, model, config.data)
+        task = OfflineTextTask(config.task, model, config.data)
         return task, OfflineSampler(task.offline_rollouts)
 
     def preflight(
         self, config: Config, model: Any, task: Any, learner: Any, sampler: Sampler | None, notes: Sequence[str]
     ) -> Report:
-        probe = None
+        """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
+        report, limits = Report(arithmetic(config)), config.task
+        room, need = _positions(model), limits.max_prompt + limits.max_tokens
+        if room is not None and need > room:
+            report.refusals.append(
+                f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions, and the "
+                f"model has {room}: lower one of them."
+            )
+        _memory(config, learner, 0 if sampler is None else sampler.rows, report)
+        report.lines += [f"note       {note}" for note in notes]
         if config.data == "samples":
+            judges = {source: grader for source, grader in task.graders.items() if source.startswith("judge:")}
+            _reward(self_test(config.task, judges=judges), report)
+        if config.data == "samples" and not report.refusals:
             probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
-        judges = {source: grader for source, grader in task.graders.items() if source.startswith("judge:")}
-        reward = self_test(config.task, judges=judges) if config.data == "samples" else None
-        return preflight(config, task, learner, 0 if sampler is None else sampler.rows, probe, reward, notes)
-
-    # ---- what is loaded from a run
+            _sample(config, task, probe, report)
+        report.lines += [f"data       {line}" for line in task.report()]
+        return report
 
     def policy(self, config: Config, params: Params | None) -> LanguageModel:
         lm = config.policy.load(config.seed)
@@ -140,11 +135,12 @@ class LanguageBackend(Backend):
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
         if device is not None:
             config = replace(config, policy=replace(config.policy, device=device))
-        lm = HEADS[config.algorithm.loss.trains](config.policy.load(config.seed))
+        trains = config.algorithm.loss.trains
+        lm = add_head(config.policy.load(config.seed), trains == "steps")
         load_params(lm.trained(), params)
         lm.model.requires_grad_(False)
         _check_sharing(lm, config)
-        return LEARNED[config.algorithm.loss.trains](lm, config, batch)
+        return LEARNED[trains](lm, config, batch)
 
     def reward_sources(self, task: Any) -> list[str]:
         return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", "python")))
@@ -162,20 +158,19 @@ class LanguageBackend(Backend):
             policy = replace(policy, dtype="bfloat16" if trained == torch.bfloat16 else "float32")
         self.policy(replace(config, policy=replace(policy, device="cpu")), params).save(folder)
 
-    # ---- asking a policy
-
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
         def among(names: tuple[str, ...]) -> dict[str, Any]:
             return {name: value for name, value in changes.items() if name in names}
 
-        task, policy = replace(config.task, **among(TASK_SETTINGS)), replace(config.policy, **among(MODEL_SETTINGS))
+        task = replace(config.task, **among(("max_tokens", "system", "instruction")))
+        policy = replace(config.policy, **among(("device", "rows")))
         return replace(config, task=task, policy=policy, **among(SAMPLING_SETTINGS))
 
     def answering_sampler(
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
     ) -> LanguageSampler:
         limit, width = config.task.max_tokens, prompts.prompt.shape[1]
-        room = getattr(policy.model.config, "max_position_embeddings", None) or width + limit
+        room = _positions(policy) or width + limit
         if width + limit > room:
             raise Refused(
                 f"--max-tokens {limit} with a prompt of {width} tokens: the model has {room} positions; "
@@ -203,8 +198,6 @@ class LanguageBackend(Backend):
             for tokens, group, masks in zip(prefixes, drawn.response, drawn.mask, strict=True)
         ]
 
-    # ---- other settings of the same kind
-
     def reward_setting(self, reward: Sequence[str]) -> tuple[str, ...]:
         return tuple(reward)
 
@@ -216,11 +209,120 @@ class LanguageBackend(Backend):
 def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
     why = prove(lm, config.task.max_prompt + config.task.max_tokens)
-    if not config.policy.share_prompts:
-        lm.shares = False
-        return ()
-    if why is None:
+    lm.shares &= config.policy.share_prompts
+    if why is None or not config.policy.share_prompts:
         return ()
     return (
         f"prompts are encoded once per response and not once per group: the architecture does not allow it ({why})",
     )
+
+
+def _positions(lm: LanguageModel) -> int | None:
+    """The most tokens that the model can read, where its config says it."""
+    return getattr(lm.model.config, "max_position_embeddings", None)
+
+
+# ---- before training ---------------------------------------------------------------------------------
+
+
+def arithmetic(config: Config) -> list[str]:
+    responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
+    micro = f"{config.micro_batch} tokens at once" if config.micro_batch else "everything at once"
+    return [
+        f"a step     {config.prompts} prompts per step × {config.samples} samples per prompt = {responses} responses, "
+        f"{updates} {'update' if updates == 1 else 'updates'} per step",
+        f"           micro-batch: {micro} (memory only: no number depends on it)",
+    ]
+
+
+def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int]:
+    """Bytes that a run takes, by what takes them. Parameters and states are exact; the rest is an estimate.
+
+    `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
+    """
+    lm = learner.lm
+    model: Any = lm.model.config
+    every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
+    size = every[0].element_size()
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    layers, width, heads = (getattr(model, name, 1) for name in names)
+    channel = getattr(model, "head_dim", None) or width // heads
+    shared = getattr(model, "num_key_value_heads", None) or heads
+    rows = min(rows, config.prompts * config.samples)
+    tokens = config.task.max_tokens + config.task.max_prompt // max(config.samples, 1)
+    longest = config.task.max_prompt + config.samples * config.task.max_tokens
+    micro = min(learner.micro_tokens, config.prompts * longest)
+    weights = sum(p.numel() * p.element_size() for p in every)
+    copies = weights if rows and lm.device.type == "cpu" else 0
+    return {
+        "parameters": weights,
+        "gradients": count * max(size, 4),
+        "Adam": 8 * count + (4 * count if size < 4 else 0),
+        "reference": count * size if config.algorithm.reference.kept else 0,
+        "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
+        "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
+        "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
+    }
+
+
+def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report) -> None:
+    """What the run takes of what is there; the model that is loaded already counts on both sides."""
+    device, parts = learner.lm.device, memory(config, learner, rows)
+    total, sure = sum(parts.values()), sum(parts[name] for name in ("parameters", "gradients", "Adam", "reference"))
+    try:
+        if device.type == "cuda":
+            there = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+        else:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            free = next(line for line in lines if line.startswith("MemAvailable"))
+            there = int(free.split()[1]) * 1024 + parts["parameters"]
+    except (OSError, StopIteration):
+        report.lines.append(f"memory     about {_size(total)}; how much is there is not known")
+        return
+    shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
+    report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
+    if sure > there:
+        report.refusals.append(
+            f"Parameters, gradients and optimizer state alone take {_size(sure)}, and there are {_size(there)}: take a "
+            "smaller model, or --policy.lora 16."
+        )
+    elif total > there:
+        report.warnings.append(
+            "this may not fit: lower --micro-batch or --policy.rows, or set --policy.checkpointing, or --policy.lora 16"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.0f} MiB"
+
+
+def _reward(test: Any, report: Report) -> None:
+    first, *more = test.lines()
+    report.lines += [f"reward     {first}", *(f"           {line}" for line in more)]
+    useless = test.gold and test.corrupted and not test.gold_reward > test.corrupted_reward
+    if useless or (test.errors and test.errors >= test.gold + test.corrupted):
+        report.refusals.append("The reward failed its self-test, so training would learn from noise. " + more[0])
+    elif more:
+        report.warnings.append("the reward failed part of its self-test, above")
+
+
+def _sample(config: Config, task: Any, probe: Sampler, report: Report) -> None:
+    """A few groups as a step would draw them, from random streams of their own."""
+    prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
+    batch, errors = scored(task, probe.generate(prompts, config.samples))
+    groups, responses = len(prompts), batch.truncated.numel()
+    silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
+    right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else 0
+    report.lines.append(
+        f"sample     {groups} groups of {config.samples}: {right} of {responses} right, {silent} of {groups} groups "
+        f"without signal, {cut} of {responses} responses cut off at {config.task.max_tokens} tokens, mean reward "
+        f"{float(batch.reward.sum(-1).mean()):.3g}"
+    )
+    if errors:
+        report.warnings.append(f"{len(errors)} rewards failed. The first: {errors[0]}")
+    if silent == groups and groups > 1:
+        solved, advice = right == responses, "try an easier task, more --samples, or `ascent sft` first"
+        advice = "the task is solved already" if solved else advice
+        report.warnings.append(f"no group of the sample has signal, and nothing is learned from such groups: {advice}")
+    if cut > responses / 2:
+        report.warnings.append("most responses are cut off before they end: raise --max-tokens")

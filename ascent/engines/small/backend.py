@@ -1,8 +1,7 @@
 """Small policies on small tasks, in one process: the reference that every other backend has to reproduce."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,14 @@ from ascent.core.config import Config
 from ascent.core.menu import hyperparameters, name_of
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
-from ascent.engines.backend import Backend, LearnedReward, Params, Start
-from ascent.engines.offline import OfflineSampler
-from ascent.engines.small.learner import SmallLearner
-from ascent.engines.small.reward_model import (
-    SmallProcessReward,
-    SmallProcessRewardLearner,
-    SmallRewardModel,
-    SmallRewardModelLearner,
-)
-from ascent.engines.small.sampler import SmallSampler
-from ascent.policies.base import Policy, ValueFunction, draw_next
-from ascent.tasks.small import sorting
-from ascent.tasks.small.bound import BoundSmallTask
-from ascent.tasks.small.offline import SmallOfflineTask
+from ascent.engines.backend import Backend, LearnedReward, OfflineSampler, Params, Start
+from ascent.engines.small.engine import SmallLearner, SmallSampler, score_small_responses, score_small_steps
+from ascent.policies.small import Policy, ValueFunction, draw_next
+from ascent.tasks.small import sort
+from ascent.tasks.small.bound import BoundSmallTask, SmallOfflineTask
 
-LEARNERS = {"rewards": SmallRewardModelLearner, "steps": SmallProcessRewardLearner}
-LEARNED = {"rewards": SmallRewardModel, "steps": SmallProcessReward}
+SCORES = {"rewards": score_small_responses, "steps": score_small_steps}
+"""How a reward model is read, by what it is trained to give."""
 
 
 class SmallBackend(Backend):
@@ -50,14 +40,9 @@ class SmallBackend(Backend):
                 f"{flag}: its prompts or responses have other shapes than those that the policy was trained on"
             )
 
-    # ---- what a run is made of
-
     def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[Any, tuple[str, ...]]:
         if config.algorithm.loss.trains != "policy":
-            model = new_reward_model(config, streams.sampling)
-            if start is not None:
-                start_reward_model(model, start)
-            return model, ()
+            return new_reward_model(config, streams.sampling, start), ()
         policy = config.policy(config.task.space, streams.sampling)
         if start is not None:
             try:
@@ -71,19 +56,12 @@ class SmallBackend(Backend):
 
     def learner(self, config: Config, model: Any, streams: Streams) -> Learner:
         algorithm = config.algorithm
-        if algorithm.loss.trains != "policy":
-            return LEARNERS[algorithm.loss.trains](model, algorithm.update, config.micro_batch)
-        choice = algorithm.critic
+        choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
         critic = config.policy.critic(model, choice.shared, streams.critic) if choice.on else None
-        return SmallLearner(
-            model,
-            algorithm.update,
-            algorithm.reference.kept,
-            algorithm.outputs,
-            config.micro_batch,
-            critic,
-            choice.update,
-        )
+        learner = SmallLearner(model, algorithm.update, kept, outputs, config.micro_batch, critic, choice.update)
+        if algorithm.loss.trains != "policy":
+            learner.train_reward(partial(SCORES[algorithm.loss.trains], model))
+        return learner
 
     def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler:
         return SmallSampler(model, config.temperature, generator)
@@ -93,9 +71,7 @@ class SmallBackend(Backend):
 
     def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[Any, Sampler]:
         task = SmallOfflineTask(config.task, config.data, generator)
-        return BoundSmallTask(task), OfflineSampler(task.offline_rollouts)
-
-    # ---- what is loaded from a run
+        return task, OfflineSampler(task.offline_rollouts)
 
     def policy(self, config: Config, params: Params | None) -> Policy:
         policy = config.policy(config.task.space, Streams(config.seed).sampling)
@@ -106,18 +82,14 @@ class SmallBackend(Backend):
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
         model = new_reward_model(config, torch.Generator())
         model.load_state_dict(params)
-        return LEARNED[config.algorithm.loss.trains](model, config)
+        return LearnedReward(model.eval().requires_grad_(False), SCORES[config.algorithm.loss.trains], config)
 
     def reward_sources(self, task: Any) -> list[str]:
         reward = getattr(task, "reward", "")
         if not isinstance(reward, str):
             return []
-        if reward.startswith("model:"):
-            return [reward]
-        entry = sorting.process_part(reward)[1]
+        entry = sort.learned_part(reward)[1]
         return [] if entry is None else [entry.source]
-
-    # ---- asking a policy
 
     @torch.no_grad()
     def continue_responses(
@@ -136,8 +108,6 @@ class SmallBackend(Backend):
             response[:, :, t] = torch.where(fresh, token.view(len(prefixes), count), response[:, :, t])
         return response.tolist()
 
-    # ---- other settings of the same kind
-
     def reward_model_task(self, config: Config, pairs: Path) -> tuple[Any, dict[str, Any]]:
         task = config.task
         if not hasattr(task, "pairs"):
@@ -146,13 +116,11 @@ class SmallBackend(Backend):
         return type(task), fields | {"algorithm": "reward-model", "pairs": str(pairs)}
 
 
-def new_reward_model(config: Config, generator: torch.Generator) -> ValueFunction:
-    """The policy's shape with a value head."""
-    return config.policy.critic(config.policy(config.task.space, generator), False, generator)
-
-
-def start_reward_model(model: ValueFunction, start: Start) -> None:
-    """Start from another reward model, or from the backbone of a policy."""
+def new_reward_model(config: Config, generator: torch.Generator, start: Start | None = None) -> ValueFunction:
+    """The policy's shape with a value head; it starts from another reward model, or from the backbone of a policy."""
+    model = config.policy.critic(config.policy(config.task.space, generator), False, generator)
+    if start is None:
+        return model
     own, params = model.state_dict(), start.params
     if own.keys() != params.keys():
         params = {f"own.{name}": value for name, value in params.items() if f"own.{name}" in own}
@@ -163,3 +131,4 @@ def start_reward_model(model: ValueFunction, start: Start) -> None:
             "with"
         )
     model.load_state_dict(params, strict=False)
+    return model

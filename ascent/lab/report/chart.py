@@ -1,13 +1,10 @@
-"""A chart of the report: drawn by matplotlib, as every picture is, and written as SVG that the style sheet colors.
+"""Numbers as people read them, and charts as SVG: a shape has a class and no color, so a picture is light and dark."""
 
-A shape has the class of what draws it (its gid), and no color or font of its own. So one picture is light and dark.
-"""
-
-from __future__ import annotations
-
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import IdentityTransform
 
-from ascent.lab.report.numbers import percent, shown
-from ascent.lab.templates import visible
+from ascent.lab.page import TEMPLATES, visible
 from ascent.records.plot import draw_line
 
 WIDTH, HEIGHT = 480, 210
@@ -39,6 +35,53 @@ SVG = Markup('<svg viewBox="0 0 {} {}" role="img" class="chart"><title>{}</title
 LETTERS = {1: "M", 2: "L", 3: "Q", 4: "C", 79: "Z"}
 ANCHORS = {"right": ["end"], "center": ["middle"]}
 Number = int | float
+
+
+def real(value: Any) -> Number | None:
+    """The value, if it is a finite number."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+
+
+def shown(value: Any, digits: int = 4) -> str:
+    """A number as the pages show it: four digits that matter, 15,100 with its comma, and a minus that is one."""
+    if real(value) is None:
+        return "·" if value is None else str(value)
+    size = abs(value)
+    if size and (size < 1e-4 or size >= 1e7):
+        text = f"{value:.2e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    elif value == int(value) or size >= 1000 or float(f"{size:.{digits}g}") >= 1000:
+        text = f"{round(value):,}"
+    else:
+        text = f"{value:.{digits}g}"
+    return text.replace("-", "−")
+
+
+def percent(value: Any) -> str:
+    """A share: 0.123 as 12.3%."""
+    return shown(value) if real(value) is None else shown(float(f"{100 * value:.3g}"), 3) + "%"
+
+
+def number(value: Any, share: bool = False) -> str:
+    """A number as people read it, with exactly what the file holds in its `value`."""
+    if real(value) is None:
+        return shown(value)
+    return Markup('<data value="{}">{}</data>').format(exact(value), percent(value) if share else shown(value))
+
+
+def exact(value: Number) -> str:
+    """A number as JSON has it; one that is whole without its point."""
+    return json.dumps(int(value) if float(value).is_integer() and abs(value) < 1e15 else value)
+
+
+def plural(count: int, one: str) -> str:
+    """3 groups, 1 group."""
+    return f"{shown(count)} {one}{'s' * (count != 1)}"
+
+
+TEMPLATES.filters |= {"shown": shown, "number": number, "plural": plural}
+
+
+# ---- charts -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -63,17 +106,18 @@ class Series:
     def style(self) -> str:
         return f"c{self.color % STYLES}"
 
-    def say(self, value: Any) -> str:
-        return percent(value) if self.share else shown(value, 3)
-
+    @cached_property
     def measured(self) -> np.ndarray:
         """[x, mean, low, high] of the points that were measured."""
         rows = (self.x, self.mean, self.low or self.mean, self.high or self.mean)
         table = np.array([[np.nan if v is None else v for v in row] for row in rows], float).reshape(4, -1)
         return np.clip(table[:, ~np.isnan(table[1])], -HUGE, HUGE)
 
-    def last(self) -> Number | None:
-        return self.end if self.end is not None else next((y for y in reversed(self.mean) if y is not None), None)
+    def ends(self) -> list[str]:
+        """The first and the last value in words; none where nothing was measured."""
+        known = [y for y in self.mean if y is not None]
+        values = [known[0], known[-1] if self.end is None else self.end] if known else []
+        return [percent(value) if self.share else shown(value, 3) for value in values]
 
 
 class StyledSvg(RendererBase):
@@ -114,7 +158,7 @@ class StyledSvg(RendererBase):
 
 def y_limits(series: Sequence[Series], share: bool) -> tuple[float, float]:
     """The part of the y axis that is drawn: from 0 where that is near, and never far beyond 1 for shares."""
-    values = np.concatenate([s.measured()[1:].ravel() for s in series]) if series else np.empty(0)
+    values = np.concatenate([np.empty(0), *(s.measured[1:].ravel() for s in series)])
     values = values[~np.isnan(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if share and low >= 0 and high <= 1:
@@ -131,28 +175,34 @@ def chart(
 ) -> Markup:
     """The picture of some curves over steps: lines, bands from smallest to largest, last values beside the lines."""
     axis = _axes()
-    xs = [float(x) for s in series for x in s.measured()[0]] or [0.0]
+    xs = [float(x) for s in series for x in s.measured[0]] or [0.0]
     left, right = ends or (min(xs), max(xs))
     axis.set_xlim(*((left, right) if right > left else (left - 0.5, left + 0.5)))
     axis.set_ylim(*y_limits(series, share))
     shares = bool(series) and all(s.share for s in series)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(round(y, 12)) if shares else tick_label(y)))
     for s in series:
-        x, mean, low, high = s.measured()
+        x, mean, low, high = s.measured
         draw_line(axis, x, mean, {"color": "k", "marker": "", "gid": f"line {s.style}"}, (low, high))
         if len(x):
             axis.collections[-1].set_gid(f"band {s.style}")
             axis.collections[-1].set_visible(s.low is not None)
         if len(x) <= FEW:
             axis.scatter(x, mean, s=20, gid=f"dot {s.style}")
-    for style, y, text in _last_values(axis, series):
-        axis.text(WIDTH - RIGHT + 6, y, text, transform=IdentityTransform(), va="center", gid=f"value {style}")
+    _last_values(axis, series)
     renderer = StyledSvg()
     axis.figure.draw(renderer)
-    parts = [*renderer.parts, *_crosses(axis, series)]
+    crosses = [  # at the upper edge where a number was not finite
+        CROSS.format(axis.transData.transform((step, 0.0))[0] - 4, TOP, visible(f"step {step:g}: {s.label} is {kind}"))
+        for s in series
+        for step, kind in s.nonfinite
+        if axis.get_xlim()[0] <= step <= axis.get_xlim()[1]
+    ]
     for artist in [*axis.lines, *axis.collections, *axis.texts]:
         artist.remove()
-    return SVG.format(WIDTH, HEIGHT, visible(in_words(title, series)), Markup("").join(parts))
+    words = [f"{s.label} from {' to '.join(s.ends())}" for s in series if s.ends()] or ["nothing was measured"]
+    in_words = visible(f"{title}: {'; '.join(words)}")
+    return SVG.format(WIDTH, HEIGHT, in_words, Markup("").join([*renderer.parts, *crosses]))
 
 
 @lru_cache(maxsize=1)
@@ -171,10 +221,10 @@ def _axes() -> Any:
     return axis
 
 
-def _last_values(axis: Any, series: Sequence[Series]) -> list[tuple[str, float, str]]:
+def _last_values(axis: Any, series: Sequence[Series]) -> None:
     """The last value of each curve beside its end, none upon another."""
-    measured = [(s, points) for s in series if len(points := s.measured()[1])]
-    heights = {n: float(axis.transData.transform((0.0, points[-1]))[1]) for n, (_, points) in enumerate(measured)}
+    known = [s for s in series if s.measured.size]
+    heights = {n: float(axis.transData.transform((0.0, s.measured[1][-1]))[1]) for n, s in enumerate(known)}
     order = sorted(heights, key=lambda n: heights[n])
     for below, n in pairwise(order):
         heights[n] = max(heights[n], heights[below] + GAP)
@@ -182,28 +232,9 @@ def _last_values(axis: Any, series: Sequence[Series]) -> list[tuple[str, float, 
     for n in reversed(order):
         heights[n] = min(heights[n], highest)
         highest = heights[n] - GAP
-    return [(s.style, heights[n], s.say(s.last())) for n, (s, _) in enumerate(measured)]
-
-
-def _crosses(axis: Any, series: Sequence[Series]) -> list[Markup]:
-    """A mark at the upper edge where a number was not finite."""
-    left, right = axis.get_xlim()
-    return [
-        CROSS.format(axis.transData.transform((step, 0.0))[0] - 4, TOP, visible(f"step {step:g}: {s.label} is {kind}"))
-        for s in series
-        for step, kind in s.nonfinite
-        if left <= step <= right
-    ]
-
-
-def in_words(title: str, series: Sequence[Series]) -> str:
-    """The picture in words, for those who do not see it."""
-    words = []
-    for s in series:
-        known = [y for y in s.mean if y is not None]
-        if known:
-            words.append(f"{s.label} from {s.say(known[0])} to {s.say(s.last())}")
-    return f"{title}: {'; '.join(words)}" if words else f"{title}: nothing was measured"
+    for n, s in enumerate(known):
+        beside = {"transform": IdentityTransform(), "va": "center", "gid": f"value {s.style}"}
+        axis.text(WIDTH - RIGHT + 6, heights[n], s.ends()[-1], **beside)
 
 
 def tick_label(value: Number) -> str:

@@ -5,18 +5,16 @@ const byId = (id) => document.getElementById(id);
 
 // ---- light and dark ----
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const theme = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
+const other = () => ((document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark" ? "light" : "dark");
 function applyTheme(name) {
   if (name) document.documentElement.dataset.theme = name;
-  const other = theme() === "dark" ? "light" : "dark";
-  byId("theme").textContent = theme() === "dark" ? "☀" : "☾";
-  byId("theme").setAttribute("aria-label", `Change to ${other}`);
+  byId("theme").textContent = other() === "light" ? "☀" : "☾";
+  byId("theme").setAttribute("aria-label", `Change to ${other()}`);
   document.dispatchEvent(new Event("themed"));
 }
 byId("theme").addEventListener("click", () => {
-  const name = theme() === "dark" ? "light" : "dark";
-  localStorage.setItem("theme", name);
-  applyTheme(name);
+  localStorage.setItem("theme", other());
+  applyTheme(other());
 });
 dark.addEventListener("change", () => applyTheme());
 applyTheme(localStorage.getItem("theme"));

@@ -2,12 +2,12 @@
 // with its own steps, so that runs of different length need no common grid. Made once, then only told new numbers.
 import { Component } from "./vendor/preact.mjs";
 import uPlot from "./vendor/uplot.mjs";
-import { drawBand, drawLine, drawMarked, drawMarks, drawOdd, lastOf, powersOf, powerTicks, rangeOf, rowsOf, smoothed, valueAt } from "./curves.js";
-import { grouped, html, num, percent } from "./shared.js";
+import { drawBand, drawLine, drawMarked, drawMarks, drawOdd, lastOf, MARKS, powersOf, powerTicks, rangeOf, smoothed, valueAt } from "./curves.js";
+import { grouped, html, indexAt, num, percent } from "./shared.js";
 
 export const COLOURS = 8;
 export const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 4], [4, 2], [1, 4], [10, 3, 2, 3, 2, 3]];
-const MANY = 8; // beyond so many, lines are thin, with marks instead of dashes, and without bands
+export const MANY = 8; // beyond so many, lines are thin, with marks instead of dashes, and without bands
 const HIGH = 172;
 const FONT = "12px Inter, system-ui, sans-serif";
 const INCREMENTS = [1, 2, 5].flatMap((d) => Array.from({ length: 10 }, (_, e) => d * 10 ** e)).sort((a, b) => a - b);
@@ -35,10 +35,8 @@ function tick(value, apart) {
 
 // The one cursor of all charts of a page: a step, or null. Charts and listeners are told once a frame.
 export class Cursor {
-  constructor() {
-    this.step = null;
-    this.followers = new Set();
-  }
+  step = null;
+  followers = new Set();
 
   set(step) {
     if (step === this.step) return;
@@ -56,21 +54,27 @@ export class Cursor {
 }
 
 // A line as in the chart: of its colour, with its dash, or (`marked`, where lines are many) its mark.
-const MARKS = ["M8 4a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "M8 1h6v6h-6z", "M11 0l3.6 7h-7.2z", "M11 0l4 4l-4 4l-4-4z", "M7 3h3v-3h2v3h3v2h-3v3h-2v-3h-3z", "M11 8l3.6-7h-7.2z"];
 export const Swatch = ({ colour, marked, dash = DASHES[colour % DASHES.length] }) => html`<svg class=${`swatch s${colour % COLOURS}`} width="22" height="8" aria-hidden="true">
-  <line x1="0" x2="22" y1="4" y2="4" stroke-dasharray=${marked ? "" : dash.join(" ")} />${marked && html`<path d=${MARKS[colour % MARKS.length]} />`}</svg>`;
+  <line x1="0" x2="22" y1="4" y2="4" stroke-dasharray=${marked ? "" : dash.join(" ")} />${marked && html`<path transform="translate(11 4)" d=${MARKS[colour % MARKS.length]} />`}</svg>`;
 
 // ---- behind a chart: its numbers as a table, made when it is opened; and what there is to say of them ----
+const MOST_ROWS = 1000;
 const Table = ({ title, lines, say }) => {
-  const { rows, left } = rowsOf(lines);
+  const steps = [...new Set(lines.flatMap((line) => [...line.x]))].sort((a, b) => a - b);
   const wide = lines.some((line) => line.low);
-  const cell = (c) => (!c ? "" : (c.odd ?? (Number.isNaN(c.value) ? "" : say(c.value))));
+  const cells = (line, step) => {
+    const i = indexAt(line.x, step);
+    const there = line.x[i] === step;
+    const odd = line.odd.find(([at]) => at === step)?.[1];
+    const value = !there ? "" : (odd ?? (Number.isNaN(line.y[i]) ? "" : say(line.y[i])));
+    return html`<td>${value}</td>${wide && html`<td>${there && say(line.low?.[i])}</td><td>${there && say(line.high?.[i])}</td>`}`;
+  };
   return html`<div class="scroll" role="region" tabindex="0" aria-label=${`${title}, as a table`}>
     <table>
       <thead><tr><th scope="col">step</th>${lines.map((line) => html`<th scope="col">${line.label}</th>${wide && html`<th scope="col">smallest</th><th scope="col">largest</th>`}`)}</tr></thead>
-      <tbody>${rows.map(({ step, cells }) => html`<tr key=${step}><th scope="row">${num(step)}</th>${cells.map((c) => html`<td>${cell(c)}</td>${wide && html`<td>${c && say(c.low)}</td><td>${c && say(c.high)}</td>`}`)}</tr>`)}</tbody>
+      <tbody>${steps.slice(0, MOST_ROWS).map((step) => html`<tr key=${step}><th scope="row">${num(step)}</th>${lines.map((line) => cells(line, step))}</tr>`)}</tbody>
     </table>
-    ${left > 0 && html`<p class="note">${left} more rows: zoom in to see them.</p>`}
+    ${steps.length > MOST_ROWS && html`<p class="note">${steps.length - MOST_ROWS} more rows: zoom in to see them.</p>`}
   </div>`;
 };
 
@@ -88,7 +92,7 @@ class Behind extends Component {
 
 /* Props: name, title, unit, share (numbers from 0 to 1, said in percent), log (a log scale where that is possible), lines (of `lineOf`; null ones are left out),
    range [from, to], whole [first, last], smooth (steps), cursor (a Cursor), marks (steps at which something was noticed),
-   y [low, high] (a fixed range), note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
+   y [low, high] (a fixed range), grain, note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
 export class Chart extends Component {
   get lines() {
     return this.props.lines;
@@ -98,7 +102,11 @@ export class Chart extends Component {
     return typeof value !== "number" ? String(value ?? "–") : this.props.share ? percent(value) : num(value);
   }
 
-  grain = 1; // the smallest part of the x axis that is told apart: a step
+  // The smallest part of the x axis that is told apart: a step.
+  get grain() {
+    return this.props.grain ?? 1;
+  }
+
   snap(x) {
     return +(Math.round(x / this.grain) * this.grain).toPrecision(12);
   }
@@ -142,7 +150,7 @@ export class Chart extends Component {
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top - 2 * at.px, bbox.width + 2 * at.px, bbox.height + 4 * at.px);
     ctx.clip();
-    drawMarked(at, this.props.marks, colourOf("--b"));
+    drawMarked(at, this.props.marks ?? [], colourOf("--b"));
     for (const line of this.lines) {
       const colour = colourOf(`--s${line.colour % COLOURS}`);
       const dash = many ? [] : (line.dash ?? DASHES[line.colour % DASHES.length]);
@@ -163,8 +171,7 @@ export class Chart extends Component {
     const { left, width } = u.select;
     u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     if (width < 5) return;
-    const [from, to] = this.span();
-    const [low, high] = [left, left + width].map((px) => this.snap(Math.min(to, Math.max(from, u.posToVal(px, "x")))));
+    const [low, high] = [this.stepAt(left), this.stepAt(left + width)];
     this.props.onZoom?.(low, Math.max(high, low + this.grain));
   }
 
@@ -224,22 +231,23 @@ export class Chart extends Component {
   }
 
   // ---- the cursor ----
+  stepAt(pixel) {
+    const [from, to] = this.span();
+    return this.snap(Math.min(to, Math.max(from, this.plot.posToVal(pixel, "x"))));
+  }
+
   listen(over) {
-    const stepAt = (event) => {
-      const box = over.getBoundingClientRect();
-      const [from, to] = this.span();
-      return this.snap(Math.min(to, Math.max(from, this.plot.posToVal(event.clientX - box.left, "x"))));
-    };
+    const stepOf = (event) => this.stepAt(event.clientX - over.getBoundingClientRect().left);
     let down = null;
-    over.addEventListener("pointermove", (event) => this.props.cursor.set(stepAt(event)));
+    over.addEventListener("pointermove", (event) => this.props.cursor.set(stepOf(event)));
     over.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.props.cursor.set(null));
     over.addEventListener("pointerdown", (event) => (down = [event.clientX, event.clientY]));
     over.addEventListener("pointerup", (event) => {
       const still = down && Math.hypot(event.clientX - down[0], event.clientY - down[1]) < 4;
       down = null;
       if (!still || event.button !== 0) return;
-      this.props.cursor.set(stepAt(event));
-      if (event.pointerType === "mouse") this.clicked(stepAt(event));
+      this.props.cursor.set(stepOf(event));
+      if (event.pointerType === "mouse") this.clicked(stepOf(event));
     });
   }
 
@@ -265,7 +273,8 @@ export class Chart extends Component {
     this.lines.forEach((line, i) => {
       const found = there ? valueAt(line, step) : lastOf(line, to);
       const late = there && found && Math.abs(found.at - step) > line.bucket / 2 ? ` at ${num(found.at)}` : "";
-      const text = found ? this.say(found.value) + late : "–";
+      const gone = !there && found && found.at + line.bucket / 2 < from; // it has no point in sight
+      const text = found && !gone ? this.say(found.value) + late : "–";
       if (places[i] && places[i].textContent !== text) places[i].textContent = text;
     });
   }
@@ -293,27 +302,21 @@ export class Chart extends Component {
     event.stopPropagation();
   }
 
-  scaled() {
-    const { log, share, lines } = this.props;
-    if (!log || share || !lines.length) return "";
-    return this.powers ? "log scale" : "not on a log scale: not all is above 0";
-  }
-
-  render({ name, title, unit, note, lines, height, onZoom, onOpen, band: words }) {
+  render({ name, title, unit, note, lines, height, log, share, onZoom, onOpen, band: words }) {
     const strange = lines.reduce((n, line) => n + line.odd.length, 0);
     const wide = lines.find((line) => line.low);
     const many = lines.length > MANY;
     const band = many ? "" : ", band: smallest to largest";
     return html`<figure class="curves" data-chart=${name}>
       <figcaption><h3>${title}${unit && html` <span>${unit}</span>`}</h3>
-        <ul class=${many ? "many" : ""} tabindex=${many ? 0 : null} aria-label=${`${title}: lines and their values`} ref=${(list) => (this.list = list)}>${lines.map((line) => html`<li key=${line.label}><${Swatch} colour=${line.colour} dash=${line.dash} marked=${many} /><span>${line.label}</span><output></output></li>`)}</ul>
+        <ul class=${many ? "many" : ""} tabindex=${many ? 0 : null} aria-label=${`${title}: lines and their values`} ref=${(list) => (this.list = list)}>${lines.map((line) => html`<li key=${line.label} title=${line.full}><${Swatch} colour=${line.colour} dash=${line.dash} marked=${many} /><span>${line.label}</span><output></output></li>`)}</ul>
       </figcaption>
       <div class="plot" style=${{ minHeight: `${height ?? HIGH}px` }} role="application" tabindex="0" aria-roledescription="chart" ref=${(place) => (this.place = place)}
         aria-label=${`${title}. Arrows move over the steps${onZoom ? ", plus and minus zoom" : ""}${onOpen ? ", Enter opens the completions" : ""}; the numbers are in the table below.`} onKeyDown=${(e) => this.key(e)}></div>
       <${Behind} title=${title} lines=${lines} say=${(v) => this.say(v)}>
         ${strange > 0 && html`<b>${strange} not finite, marked at the edge</b>`}
         ${wide && html`<span>${words ?? `mean of ${num(wide.bucket)} steps${band}`}</span>`}
-        ${this.scaled() && html`<span>${this.scaled()}</span>`}
+        ${log && !share && lines.length > 0 && html`<span>${this.powers ? "log scale" : "not on a log scale: not all is above 0"}</span>`}
         ${note && html`<span>${note}</span>`}
       <//>
     </figure>`;

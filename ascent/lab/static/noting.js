@@ -1,19 +1,17 @@
 // Editing a run's note and tags. What is typed is kept until it is saved or given up, whatever happens around it.
-import { Component, get, html, post } from "./shared.js";
+import { attempt, Component, get, html, post } from "./shared.js";
 
 const drafts = new Map(); // id: {text, tags}, of editors that were closed by something else than their own buttons
 const split = (tags) => tags.split(",").map((tag) => tag.trim()).filter(Boolean);
 
 /* Props: id, notes ({text, tags, revision}; asked for where it is not given), onDone(saved or undefined). */
 export class Noting extends Component {
-  async componentDidMount() {
-    try {
+  componentDidMount() {
+    attempt(this, async () => {
       const notes = this.props.notes ?? (await get("/api/view/run", { id: this.props.id })).notes;
       this.setState({ text: notes.text, tags: notes.tags.join(", "), revision: notes.revision, ...drafts.get(this.props.id), loaded: true });
       this.field?.focus();
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
+    });
   }
 
   typed(changes) {

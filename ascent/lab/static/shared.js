@@ -9,16 +9,16 @@ export const html = htm.bind(h);
 export const GONE = "The lab does not answer. Is `ascent lab` still running?";
 
 // ---- asking ----
-// A list gives its name several times; null, undefined and "" leave it out.
-export function queryOf(given) {
-  const query = new URLSearchParams();
+// A query with some names changed: a list gives its name several times; null, undefined and "" leave it out.
+function changed(query, given) {
   for (const [name, value] of Object.entries(given)) {
-    for (const one of Array.isArray(value) ? value : [value]) {
-      if (one != null && one !== "") query.append(name, one);
-    }
+    query.delete(name);
+    for (const one of [value].flat()) if (one != null && one !== "") query.append(name, one);
   }
-  return query.toString();
+  return query;
 }
+
+export const queryOf = (given) => changed(new URLSearchParams(), given).toString();
 
 // The JSON of a path, or an Error with the lab's own words.
 async function ask(path, options) {
@@ -69,11 +69,7 @@ export const askedAll = (name) => new URLSearchParams(location.search).getAll(na
 
 // Changes some of the address, in place; `push` keeps the former one for the Back button.
 export function tell(changes, push = false) {
-  const query = new URLSearchParams(location.search);
-  for (const [name, value] of Object.entries(changes)) {
-    query.delete(name);
-    for (const one of Array.isArray(value) ? value : [value]) if (one != null && one !== "") query.append(name, one);
-  }
+  const query = changed(new URLSearchParams(location.search), changes);
   const address = query.size ? `${location.pathname}?${query}` : location.pathname;
   if (address !== location.pathname + location.search) history[push ? "pushState" : "replaceState"](null, "", address);
 }
@@ -149,9 +145,8 @@ export const setOf = (set) => (set === HELD ? HELD : null);
 export const Sets = ({ sets, set, greedy, go }) => sets?.[HELD] > 0 && (sets.sampled > 0 || set !== HELD) ? html`<div class="c-sets" role="group" aria-label="Which responses">
   ${[["sampled", "sampled"], [HELD, greedy]].map(([key, text]) => html`<button type="button" key=${key} data-set=${key} aria-pressed=${key === set} onClick=${() => key !== set && go(key)}>${text}</button>`)}</div>` : null;
 
-// The nearest of some sorted steps; null where there are none.
-export function nearest(steps, step) {
-  if (!steps?.length) return null;
+// Where in some sorted steps the nearest one is, and which it is; null where there are none.
+export function indexAt(steps, step) {
   let low = 0;
   let high = steps.length - 1;
   while (high - low > 1) {
@@ -159,8 +154,10 @@ export function nearest(steps, step) {
     if (steps[middle] <= step) low = middle;
     else high = middle;
   }
-  return Math.abs(steps[low] - step) <= Math.abs(steps[high] - step) ? steps[low] : steps[high];
+  return Math.abs(steps[low] - step) <= Math.abs(steps[high] - step) ? low : high;
 }
+
+export const nearest = (steps, step) => (steps?.length ? steps[indexAt(steps, step)] : null);
 
 // ---- pieces ----
 // Each status has a shape of its own besides its colour and its word.
@@ -185,3 +182,43 @@ export function ready(title) {
 
 // What a file holds where a word was expected.
 export const words = (value) => (value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
+
+// Draws a page, and tells what goes wrong while it asks; what the page itself breaks off is nothing wrong.
+export function mount(Page) {
+  const place = document.getElementById("main");
+  place.replaceChildren();
+  render(html`<${Page} />`, place);
+}
+
+export async function attempt(component, work) {
+  try {
+    return await work();
+  } catch (error) {
+    if (error.name !== "AbortError") component.setState({ error: error.message });
+  }
+}
+
+export const signed = (value) => (typeof value === "number" && value > 0 ? `+${num(value)}` : num(value));
+
+// How much curves are smoothed. It counts in steps, so there is no smoothing over another axis (`off`).
+const SMOOTH = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
+export function Smoothing({ smooth, whole, off, onSmooth }) {
+  const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
+  const said = off ? "over steps only" : smooth ? `${num(smooth)} steps` : "none";
+  return html`<label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" disabled=${off} value=${off ? 0 : Math.max(0, steps.indexOf(smooth))} aria-valuetext=${said} onInput=${(e) => onSmooth(steps[+e.target.value])} />
+    <output>${said}</output></label>`;
+}
+
+// Copies a text. Where the browser does not allow it, what stands beside the button is opened, to be copied by hand.
+export async function copy(event, text) {
+  const button = event.currentTarget;
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Select it below";
+    button.parentElement.querySelector("details").open = true;
+  }
+  setTimeout(() => (button.textContent = before), 1600);
+}

@@ -5,9 +5,9 @@
 any other refusal (400: the text is too long, …)    this question fails, the others continue
 """
 
-from __future__ import annotations
-
 import asyncio
+import fcntl
+import hashlib
 import json
 import os
 import random
@@ -17,12 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any
 
 from ascent.core.types import Refused, Trouble
-from ascent.rewards.judge.cache import Answer, Answers, request_key
 from ascent.rewards.judge.settings import Judge
+from ascent.tasks.text.base import Message
 
+Messages = list[Message]
+Answer = dict[str, Any]
+"""text, finish (why it ended), usage, model."""
+Parse = Callable[[Answer], Any]
+"""Reads the verdict of an answer, or raises Unparsed."""
+Done = Callable[[int], None]
 LONGEST_WAIT = 30.0
 """Maximum seconds between two tries, unless a Retry-After header asks for more."""
 FATAL = (401, 403, 404)
@@ -68,13 +75,6 @@ class _Retry(Exception):
         self.wait = wait
 
 
-class Question(NamedTuple):
-    """What is asked, and how its answer becomes a verdict (or raises Unparsed)."""
-
-    messages: list[dict[str, str]]
-    parse: Callable[[Answer], Any]
-
-
 @dataclass
 class Counts:
     """The cost of asking so far."""
@@ -112,26 +112,28 @@ class JudgeClient:
         self._key = os.environ.get(self.judge.key_env, "").strip()
         self.answers = Answers(self.judge.cache)
 
-    def ask(self, questions: Sequence[Question], done: Callable[[int], None] = lambda _: None) -> list[Any]:
+    def ask(self, questions: Sequence[Messages], parse: Parse, done: Done = lambda _: None) -> list[Any]:
         """The verdict or the JudgeError of each question, in order; `done` is called with the index of each."""
-        verdicts = _run(self._ask_all(questions, done))
+        verdicts = _run(self._ask_all(questions, parse, done))
         if any(isinstance(verdict, Stopped) for verdict in verdicts):
             raise KeyboardInterrupt
         return verdicts
 
-    async def _ask_all(self, questions: Sequence[Question], done: Callable[[int], None]) -> list[Any]:
+    async def _ask_all(self, questions: Sequence[Messages], parse: Parse, done: Done) -> list[Any]:
         self._slots = asyncio.Semaphore(self.judge.concurrency)
         self._pending: dict[str, asyncio.Task[Answer]] = {}
         self._silent = 0
 
         async def verdict(i: int) -> Any:
-            try:
-                result = await self._verdict(questions[i])
-            except Stopped as stopped:
-                return stopped
-            except JudgeError as error:
-                result = error
-            done(i)
+            for again in range(self.judge.again + 1):
+                try:
+                    result = parse(await self._answer(questions[i], again))
+                except JudgeError as error:
+                    result = error
+                if not isinstance(result, Unparsed):
+                    break
+            if not isinstance(result, Stopped):
+                done(i)
             return result
 
         limits = self._httpx.Limits(max_connections=self.judge.concurrency)
@@ -142,16 +144,9 @@ class JudgeClient:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _verdict(self, question: Question) -> Any:
-        """Ask, and ask again while the answer contains no verdict."""
-        for again in range(self.judge.again):
-            with suppress(Unparsed):
-                return question.parse(await self._answer(question, again))
-        return question.parse(await self._answer(question, self.judge.again))
-
-    async def _answer(self, question: Question, again: int) -> Answer:
+    async def _answer(self, question: Messages, again: int) -> Answer:
         """The answer from the cache, from an equal question under way, or over the network."""
-        body = self.judge.body(question.messages)
+        body = self.judge.body(question)
         key = request_key(body, again)
         if (kept := self.answers.get(key)) is not None:
             self.counts.kept += 1
@@ -235,17 +230,14 @@ class JudgeClient:
         tokens = usage.get("total_tokens")
         self.counts.tokens += tokens if isinstance(tokens, int) else 0
         answer = {"text": content or "", "finish": choice.get("finish_reason"), "usage": usage}
-        return {"model": self.judge.model, **self._masked(answer)}
+        return {"model": self.judge.model, **json.loads(self._masked(json.dumps(answer)))}
 
-    def _masked(self, value: Any) -> Any:
-        """A text, or parsed JSON, without the key."""
-        if isinstance(value, dict):
-            return {name: self._masked(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self._masked(item) for item in value]
-        if not isinstance(value, str) or len(self._key) < SHORTEST_SECRET:
-            return value
-        return value.replace(self._key, "***").replace(repr(self._key)[1:-1], "***")
+    def _masked(self, text: str) -> str:
+        """The text without the key, as it is and as it is escaped in Python and in JSON."""
+        if len(self._key) >= SHORTEST_SECRET:
+            for spelled in (self._key, repr(self._key)[1:-1], json.dumps(self._key)[1:-1]):
+                text = text.replace(spelled, "***")
+        return text
 
 
 def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
@@ -273,3 +265,64 @@ def _error_message(text: str) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
         return " ".join(text.split()) or "no text"
+
+
+# ---- the answers so far, on disk -----------------------------------------------------------------------
+
+
+def request_key(body: dict[str, Any], again: int) -> str:
+    """A hash of everything that decides an answer: model, messages, parameters, and how often it was asked before."""
+    request = json.dumps([body, again], sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(request).hexdigest()
+
+
+class Answers:
+    """A file of answers by key. Lines are only appended, one at a time, under a lock.
+
+    A line that a crash left incomplete is skipped. Lines that other processes append are seen too.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._known: dict[str, Answer] = {}
+        self._offset = 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+        except OSError as error:
+            raise Refused(f"--cache {self.path}: cannot write there ({error.strerror})") from None
+
+    def get(self, key: str) -> Answer | None:
+        if key not in self._known:
+            with suppress(OSError), open(self.path, "rb") as file:
+                self._catch_up(file)
+        return self._known.get(key)
+
+    def put(self, key: str, answer: Answer) -> None:
+        """Append an answer. When this returns, it is on the disk."""
+        line = json.dumps({"key": key, **answer}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            with open(self.path, "a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                incomplete = self._catch_up(file)
+                file.write(b"\n" + line if incomplete else line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise Trouble(
+                f"{self.path} cannot be written ({error.strerror}). The judge is not asked any more, because its "
+                "answers could not be kept. Make room, then run the same command again"
+            ) from None
+        self._known[key] = answer
+
+    def _catch_up(self, file: IO[bytes]) -> bool:
+        """Read the lines that were appended since the last time; returns whether an incomplete one follows."""
+        file.seek(self._offset)
+        data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        for line in data[:end].splitlines():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):  # incomplete: it will be asked again
+                entry = json.loads(line)
+                self._known[entry.pop("key")] = entry
+        return end < len(data)

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from ascent.core.menu import nearest
-from ascent.core.types import Refused
+from ascent.core.types import Refused, check_counts
 from ascent.settings import settings_of
-from ascent.tasks.text.problems import Message
+from ascent.tasks.text.base import Message
 
 Prompt = str | list[Message]
 
@@ -100,26 +100,27 @@ class Judge:
     def __post_init__(self) -> None:
         if self.url:
             object.__setattr__(self, "url", _address(self.url))
-        for name, least in (("max_tokens", 1), ("concurrency", 1), ("retries", 0), ("again", 0)):
-            if getattr(self, name) < least:
-                raise Refused(f"{_flag(name)} is {getattr(self, name)}: it has to be at least {least}")
+        check_counts(max_tokens=self.max_tokens, concurrency=self.concurrency)
+        check_counts(0, retries=self.retries, again=self.again)
         for name in ("timeout", "deadline", "backoff"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise Refused(f"--{name} is {getattr(self, name):g}: it has to be a number of seconds above 0")
         if not self.low < self.high:
             raise Refused(f"--low {self.low:g} --high {self.high:g}: scores go from low up to high")
-        needed = (("score_prompt", "prompt"), ("score_prompt", "response"), ("pair_prompt", "first"))
-        for name, place in (*needed, ("pair_prompt", "second")):
-            if f"{{{place}}}" not in getattr(self, name):
-                raise Refused(f"{_flag(name)} does not contain {{{place}}}, so the judge would not see it")
-        for name in ("score_pattern", "pair_pattern"):
-            pattern = getattr(self, name)
+        score = ("score", self.score_prompt, self.score_pattern, ("prompt", "response"))
+        pair = ("pair", self.pair_prompt, self.pair_pattern, ("first", "second"))
+        for kind, template, pattern, places in (score, pair):
+            for place in places:
+                if f"{{{place}}}" not in template:
+                    raise Refused(f"--{kind}-prompt does not contain {{{place}}}, so the judge would not see it")
             try:
                 groups = re.compile(pattern).groups
             except re.error as error:
-                raise Refused(f"{_flag(name)} {pattern}: not a regular expression: {error}") from None
+                raise Refused(f"--{kind}-pattern {pattern}: not a regular expression: {error}") from None
             if groups != 1:
-                raise Refused(f"{_flag(name)} {pattern}: it has {groups} groups; exactly one has to hold the verdict")
+                raise Refused(
+                    f"--{kind}-pattern {pattern}: it has {groups} groups; exactly one has to hold the verdict"
+                )
         self.body([])
 
     def body(self, messages: list[Message]) -> dict[str, Any]:
@@ -173,10 +174,6 @@ def read_judge(file: str | Path) -> Judge:
     judge = Judge(**{name: settings[name].check(value, f"judge {file}: {name}") for name, value in values.items()})
     cache = path.parent / judge.cache if judge.cache else path.with_name(f"{path.stem}.answers.jsonl")
     return replace(judge, cache=str(cache))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _address(url: str) -> str:

@@ -1,17 +1,16 @@
 """What a judge is asked, and how its answers are read: the score of one response, or a preference between two."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ascent.rewards.judge.cache import Answer
-from ascent.rewards.judge.client import JudgeClient, JudgeError, Question, Unparsed
+from ascent.rewards.judge.client import Answer, JudgeClient, JudgeError, Unparsed
 from ascent.rewards.judge.settings import Prompt, read_judge
-from ascent.tasks.text.grading.workers import Outcome
-from ascent.tasks.text.problems import Problem
+from ascent.tasks.text.base import Problem
+from ascent.tasks.text.workers import Outcome
 
+Pair = tuple[Prompt, str, str, str | None]
+"""A prompt, two responses to compare, and the right answer if it is known."""
 REASON = 300
 """Characters of an answer that are kept as the reason."""
 
@@ -45,20 +44,16 @@ def score_responses(
         reason = " ".join(_without_thoughts(answer["text"]).split())
         return Scored((value - judge.low) / (judge.high - judge.low), reason[-REASON:])
 
-    return client.ask(
-        [
-            Question(judge.messages(judge.score_prompt, prompt, answer, response=response), parse)
-            for prompt, response, answer in responses
-        ]
-    )
+    questions = [
+        judge.messages(judge.score_prompt, prompt, answer, response=response) for prompt, response, answer in responses
+    ]
+    return client.ask(questions, parse)
 
 
 def compare_responses(
-    client: JudgeClient,
-    pairs: Sequence[tuple[Prompt, str, str, str | None]],
-    done: Callable[[int], None] = lambda _: None,
+    client: JudgeClient, pairs: Sequence[Pair], done: Callable[[int], None] = lambda _: None
 ) -> list[Preference | JudgeError]:
-    """The better one for each (prompt, response, other response, right answer if known). Both orders are asked.
+    """The better one of each pair. Both orders are asked.
 
     A judge that prefers whatever comes first answers A twice. The two answers then disagree, and neither wins.
     """
@@ -70,12 +65,6 @@ def compare_responses(
             raise Unparsed(f"its verdict is {verdict!r}, and it has to be A, B or tie", answer["text"])
         return verdict.upper() if verdict != "tie" else verdict
 
-    def preference(straight: Any, swapped: Any) -> Preference | JudgeError:
-        for verdict in (straight, swapped):
-            if isinstance(verdict, JudgeError):
-                return verdict
-        return Preference({("A", "B"): 0, ("B", "A"): 1}.get((straight, swapped)), (straight, swapped))
-
     answered = [0] * len(pairs)
 
     def one_order_done(i: int) -> None:
@@ -84,12 +73,16 @@ def compare_responses(
             done(i // 2)
 
     questions = [
-        Question(judge.messages(judge.pair_prompt, prompt, answer, first=first, second=second), parse)
+        judge.messages(judge.pair_prompt, prompt, answer, first=first, second=second)
         for prompt, one, other, answer in pairs
         for first, second in ((one, other), (other, one))
     ]
-    verdicts = client.ask(questions, one_order_done)
-    return [preference(*both) for both in zip(verdicts[::2], verdicts[1::2], strict=True)]
+    verdicts = client.ask(questions, parse, one_order_done)
+    winners = {("A", "B"): 0, ("B", "A"): 1}
+    return [
+        next((verdict for verdict in both if isinstance(verdict, JudgeError)), Preference(winners.get(both), both))
+        for both in zip(verdicts[::2], verdicts[1::2], strict=True)
+    ]
 
 
 def _without_thoughts(text: str) -> str:
@@ -107,9 +100,6 @@ def _verdict(answer: Answer, pattern: str, what: str) -> str:
     if cut:
         raise Unparsed(f"the answer was cut off before its {what}: raise --max-tokens (max_tokens)", text)
     raise Unparsed(f"the answer is empty, and has no {what}" if not text else f"the answer has no {what}", text)
-
-
-# ---- as a reward: --reward judge:FILE ---------------------------------------------------------------------------
 
 
 class JudgeGrader:

@@ -1,23 +1,40 @@
-"""A small task bound to its learned rewards: what the loop and the workflows call a task."""
+"""A small task as the loop and the workflows call it: with its learned rewards, or with offline data to learn from.
 
-from __future__ import annotations
+Sort makes demonstrations and preference pairs itself, from its true reward, or reads them from a JSONL file:
+
+    {"prompt": [3, 1, 2], "response": [1, 2, 3]}                                a demonstration
+    {"prompt": [3, 1, 2], "chosen": [1, 2, 3], "rejected": [1, 3, 2]}           a preference pair
+    {"prompt": [3, 1, 2], "steps": [1, 2, 3], "labels": [0.9, 0.8, 1.0]}        labelled steps: every number is one
+
+Words ("3 1 2") may stand for a list, and "end" is the step of the end token, where the task has one.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
-from ascent.core.types import Prompts, Refused, Rollouts, Scores
-from ascent.tasks.base import WrittenPrompt
-from ascent.tasks.process_rewards import ProcessPart, add_process_rewards
-from ascent.tasks.reward_sources import RewardSource
-from ascent.tasks.small import sorting
-from ascent.tasks.small.offline import END_STEP
+from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
+from ascent.tasks.base import BoundBase, WrittenPrompt
+from ascent.tasks.files import read_jsonl, require_columns, split_held_out, steps_and_labels
+from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, offline_rollouts, offline_scores, pad_responses
+from ascent.tasks.small import sort
+
+END_STEP = "end"
+OFFLINE = {
+    "demonstrations": ("demonstrations", "demonstrate", ("response",)),
+    "pairs": ("pairs", "compare", ("chosen", "rejected")),
+    "steps": ("labels", "", ("steps", "labels")),
+}
+"""For each kind of offline data: the setting that names its file, the task's method that makes it, and the columns."""
 
 
-class BoundSmallTask:
+class BoundSmallTask(BoundBase):
     """A small task, with the reward model or the process reward that its reward names.
 
     With a learned reward, how many positions are right is measured and earns nothing.
@@ -25,44 +42,27 @@ class BoundSmallTask:
 
     def __init__(self, task: Any, rewards: Mapping[str, Any] | None = None):
         self.task, self.rewards = task, rewards or {}
-        self.kind, self.presets, self.space, self.text = task.kind, task.presets, task.space, task.text
-        self.max_reward, self.loophole, self.check_prompts = task.max_reward, task.loophole, task.check_prompts
-        self.draw, self.held_out = task.draw, task.held_out
+        self.ends = frozenset({task.space.end} - {None})
+        self.own, self.learned = sort.learned_part(task.reward) if self.rewards else ("", None)
+        process = self.learned is not None and self.learned.kind in PROCESS_KINDS
+        self.reward_parts = (self.learned,) if process else ()
+        """The parts of the reward that are measured apart, with their weights."""
         for source, model in self.rewards.items():
             theirs, ours = model.config.task.space, task.space
             if theirs != ours:
                 raise Refused(f"--reward {source}: it rates other prompts and responses, {theirs} and not {ours}")
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "task":
-            raise AttributeError(name)
-        return getattr(self.task, name)
-
     def score(self, rollouts: Rollouts) -> Scores:
-        if not self.rewards:
+        if self.learned is None:
             return self.task.score(rollouts)
         (model,) = self.rewards.values()
-        own, entry = sorting.process_part(self.task.reward)
-        base = sorting.score_sorting(own if own and entry else "positions", rollouts, self.task.space)
-        right = sorting.positions_right(rollouts.prompt, sorting.response_numbers(rollouts, self.task.space))
-        base = replace(base, measures={"positions": right})
-        if entry is None:
+        base = sort.score_sorting(self.own or "positions", rollouts, self.task.space)
+        points = sort.position_points(rollouts.prompt, sort.response_numbers(rollouts, self.task.space))
+        base = replace(base, measures={"positions": points.sum(-1)})
+        if not self.reward_parts:
             return replace(base, reward=model(rollouts))
-        base = replace(base, reward=base.reward if own else torch.zeros_like(base.reward))
-        part = ProcessPart(entry.name, entry.kind, entry.weight, model)
-        return add_process_rewards(base, rollouts, [(part, model(rollouts), rollouts.mask)])
-
-    @property
-    def reward_parts(self) -> tuple[RewardSource, ...]:
-        """The parts of the reward that are measured apart, with their weights."""
-        entry = sorting.process_part(self.task.reward)[1] if self.rewards else None
-        return () if entry is None else (entry,)
-
-    # ---- for people and for files
-
-    @property
-    def ends(self) -> frozenset[int]:
-        return frozenset() if self.task.space.end is None else frozenset({self.task.space.end})
+        base = replace(base, reward=base.reward if self.own else torch.zeros_like(base.reward))
+        return add_process_rewards(base, rollouts, [(self.learned, model(rollouts), rollouts.mask)])
 
     def words(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in self.record(ids))
@@ -75,7 +75,7 @@ class BoundSmallTask:
 
     def question(self, prompts: Prompts | Rollouts, place: int) -> WrittenPrompt:
         ids = prompts.prompt[place].tolist()
-        return WrittenPrompt(self.task.text(ids), ids, ids)
+        return WrittenPrompt(self.text(ids), ids, ids)
 
     def vote(self, response: str, answer: Any) -> str:
         """The response itself."""
@@ -87,14 +87,13 @@ class BoundSmallTask:
 
     def _numbers(self, text: str) -> list[int]:
         """As many numbers as a prompt takes, each one that the task knows."""
-        space = self.task.space
-        largest = space.vocab - 1 - (space.end is not None)
+        count, largest = self.space.prompt_length, _largest(self.space)
         numbers = [int(number) for number in re.findall(r"-?\d+", text)]
-        known = len(numbers) == space.prompt_length and all(0 <= n <= largest for n in numbers)
+        known = len(numbers) == count and all(0 <= n <= largest for n in numbers)
         if re.sub(r"[-\d\s,\[\]]", "", text) or not known:
-            example = " ".join(str(n) for n in range(space.prompt_length - 1, -1, -1))
+            example = " ".join(str(n) for n in reversed(range(count)))
             raise Refused(
-                f"the prompt {text!r}: this run's prompts are {space.prompt_length} numbers from 0 to {largest}, "
+                f"the prompt {text!r}: this run's prompts are {count} numbers from 0 to {largest}, "
                 f'for example "{example}"'
             )
         return numbers
@@ -103,8 +102,143 @@ class BoundSmallTask:
         """Every token is a step."""
         return [END_STEP if token in self.ends else token for token in ids], list(range(len(ids)))
 
-    def report(self) -> list[str]:
-        return self.task.report()
 
-    def close(self) -> None:
-        self.task.close()
+class SmallOfflineTask(BoundSmallTask):
+    """A small task that is learned from offline data.
+
+    A problem is a row of the file. Without a file the prompt is the problem, and a negative one is held out.
+    """
+
+    max_reward = None
+    loophole = None
+
+    def __init__(self, task: Any, data: str, generator: torch.Generator):
+        super().__init__(task)
+        self.data, self.generator = data, generator
+        setting, maker, _ = OFFLINE[data]
+        file, self.make = getattr(task, setting, ""), getattr(task, maker, None)
+        if data == "steps" and not file:
+            raise Refused(
+                "--algorithm process-reward needs labelled steps: set --labels FILE. `ascent label-steps RUN FILE` "
+                "makes them from roll-outs of a run's policy"
+            )
+        if data != "steps" and self.make is None:
+            raise Refused(
+                f"the task {type(task).__name__.lower()} offers no {data} to learn from; sort does: ascent train sort"
+            )
+        self.file = read_examples(Path(file), task.space, data) if file else None
+
+    def draw(self, count: int, generator: torch.Generator) -> Prompts:
+        if self.file is None:
+            return self.task.draw(count, generator)
+        train = self.file.train
+        rounds = -(-count // len(train))
+        row = torch.cat([train[torch.randperm(len(train), generator=generator)] for _ in range(rounds)])[:count]
+        return Prompts(self.file.prompt[row], row)
+
+    def held_out(self, count: int) -> Prompts:
+        if self.file is None:
+            prompt = self.task.held_out(count).prompt
+            return Prompts(prompt, -1 - torch.arange(len(prompt)))
+        row = self.file.test[:count]
+        return Prompts(self.file.prompt[row], row)
+
+    def offline_rollouts(self, prompts: Prompts) -> Rollouts:
+        """The responses to these prompts: the file's, or fresh ones, which are the same every time if held out."""
+        row, space = prompts.problem, self.space
+        if self.file is not None:
+            return offline_rollouts(prompts, self.file.response[row], self.file.mask[row], space)
+        assert self.make is not None
+        held_out = bool((row < 0).all())
+        response = self.make(prompts.prompt, torch.Generator().manual_seed(0) if held_out else self.generator)
+        if space.end is not None:
+            response = torch.nn.functional.pad(response, (0, 1), value=space.end)
+        return offline_rollouts(prompts, response, torch.ones_like(response, dtype=torch.bool), space)
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        scores = offline_scores(rollouts, self.data == "pairs")
+        if self.data != "steps":
+            return scores
+        assert self.file is not None and rollouts.problem is not None
+        return replace(scores, reward=self.file.label[rollouts.problem])
+
+
+# ---- files of offline data --------------------------------------------------------------------------
+
+
+class Examples(NamedTuple):
+    """The rows of a file: prompts, one or two responses to each, and for labelled steps a label per token."""
+
+    prompt: Int[Tensor, "row position"]
+    response: Int[Tensor, "row sample token"]
+    mask: Bool[Tensor, "row sample token"]
+    label: Float[Tensor, "row sample token"]
+    """0 where there is none."""
+    train: Int[Tensor, "train"]
+    """The rows to learn from."""
+    test: Int[Tensor, "test"]
+    """The rows that are held out."""
+
+
+def read_examples(file: Path, space: Space, data: str) -> Examples:
+    """The rows of a file as tensors; a row that does not fit the task is refused with its line."""
+    columns = OFFLINE[data][2]
+    prompts, responses, labels = [], [], []
+    for where, row in read_jsonl(file):
+        require_columns(row, ("prompt", *columns), where)
+        prompt, largest = _numbers(row["prompt"], f"{where}, column prompt"), _largest(space)
+        if len(prompt) != space.prompt_length or max(prompt) > largest:
+            raise Refused(
+                f"{where}: a prompt of this task has {space.prompt_length} numbers up to {largest}, not {prompt}"
+            )
+        prompts.append(prompt)
+        if data == "steps":
+            steps, label = steps_and_labels(row, where)
+            responses.append([_steps(steps, where, space)])
+            labels.append(label)
+            continue
+        group = [_response(row[column], f"{where}, column {column}", space) for column in columns]
+        if len(group) == 2 and group[0] == group[1]:
+            raise Refused(f"{where}: chosen and rejected are the same, so nothing was preferred. Leave the line out")
+        responses.append(group)
+    train, test = split_held_out(list(range(len(prompts))), lambda i: str(prompts[i]), str(file))
+    response, mask = pad_responses(responses)
+    reward = torch.zeros(mask.shape)
+    for i, label in enumerate(labels):
+        reward[i, 0, : len(label)] = torch.tensor(label)
+    return Examples(torch.tensor(prompts), response, mask, reward, torch.tensor(train), torch.tensor(test))
+
+
+def _largest(space: Space) -> int:
+    """The largest number of a prompt."""
+    return space.vocab - 1 - (space.end is not None)
+
+
+def _steps(steps: list[Any], where: str, space: Space) -> list[int]:
+    """Every number of a response is a step."""
+    try:
+        response = [space.end if step == END_STEP and space.end is not None else int(step) for step in steps]
+    except (TypeError, ValueError):
+        raise Refused(f"{where}: steps are numbers, and these are {steps!r:.60}") from None
+    if len(response) > space.limit or not all(0 <= i < space.vocab for i in response):
+        raise Refused(
+            f"{where}: a response has at most {space.limit} steps below {space.vocab}, and this is {response}"
+        )
+    return response
+
+
+def _response(value: Any, where: str, space: Space) -> list[int]:
+    ids = _numbers(value, where)
+    longest = space.limit - (space.end is not None)
+    if len(ids) > longest or (space.end is None and len(ids) < longest) or max(ids) >= space.vocab:
+        raise Refused(
+            f"{where}: {ids} is not a response of this task: it has {longest} numbers, each below {space.vocab}"
+        )
+    return ids if space.end is None else [*ids, space.end]
+
+
+def _numbers(value: Any, where: str) -> list[int]:
+    numbers = [int(i) for i in re.findall(r"\d+", value)] if isinstance(value, str) else value
+    if not (isinstance(numbers, list) and numbers and all(type(i) is int and i >= 0 for i in numbers)):
+        raise Refused(f'{where}: numbers are needed, [3, 1, 2] or "3 1 2", and it is {value!r:.80}')
+    return numbers

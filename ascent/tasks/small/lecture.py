@@ -3,16 +3,13 @@
 There are 125 responses to a prompt, so E[R] and its exact gradient can be enumerated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
-from ascent.tasks.base import SmallTask
-from ascent.tasks.small import sorting
+from ascent.core.types import Prompts, Refused, Space
+from ascent.tasks.small.sort import SortingTask
 
 LECTURE_PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))
 
@@ -35,7 +32,7 @@ _COURSE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Lecture(SmallTask):
+class Lecture(SortingTask):
     """Sort [1 0 2], [3 2 4] and [1 2 3]: the course's task, small enough to enumerate."""
 
     reward: str = "inclusion-ordering"
@@ -55,16 +52,9 @@ class Lecture(SmallTask):
         },
     }
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", sorting.check_reward(self.reward))
-
     @property
     def space(self) -> Space:
         return Space(prompt_length=3, vocab=5, limit=3)
-
-    @property
-    def max_reward(self) -> float | None:
-        return sorting.reward_maximum(self.reward, 3)
 
     @property
     def loophole(self) -> str | None:
@@ -83,9 +73,3 @@ class Lecture(SmallTask):
     def held_out(self, count: int) -> Prompts:
         """The same three: the lecture holds nothing out."""
         return Prompts.of(torch.tensor(LECTURE_PROMPTS))
-
-    def score(self, rollouts: Rollouts) -> Scores:
-        return sorting.score_sorting(self.reward, rollouts, self.space)
-
-    def text(self, ids: list[int]) -> str:
-        return sorting.numbers_text(ids)

@@ -1,22 +1,41 @@
-"""Sort n numbers out of V, generated, with held-out prompts."""
+"""Sort n numbers out of V, generated, with held-out prompts; and the rewards for sorting, on whole tensors.
 
-from __future__ import annotations
+`inclusion-ordering` has two traps, kept on purpose. If a prompt repeats a number, wrong responses earn
+the maximum: [1 2 2] for [1 1 2]. And one fixed answer, [1 2 3], earns 4, 4 and 5 of 5 on the lecture's
+three prompts: a local optimum.
+"""
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ascent.core.menu import nearest
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import SmallTask
-from ascent.tasks.files import absolute_path
-from ascent.tasks.small import sorting
+from ascent.tasks.files import absolute_path, load_python
+from ascent.tasks.reward_sources import RewardSource, absolute_source, parse_rewards
 
+REWARDS = {
+    "exact": "1 if the response is the sorted prompt, else 0",
+    "positions": "the number of positions that are right",
+    "process": "the number of positions that are right, each point on the token that decided its position: a reward "
+    "per token",
+    "inclusion-ordering": "one point for each prompt position whose number appears in the response, and one for each "
+    "adjacent pair x, y of the response with x ≤ y",
+}
 Numbers = Int[Tensor, "prompt position"]
+Responses = Int[Tensor, "prompt sample position"]
 
+LARGEST = torch.finfo(torch.float32).max
+NOTHING = -1
+"""Stands at a response position that holds no number: after the end, or the end token itself."""
 _HELD_OUT_ONE_IN = 5
 _MOST_ENUMERATED = 200_000
 """Up to this many prompts all are enumerated to find the held-out ones."""
@@ -24,8 +43,134 @@ _REDRAWS = 8
 """How often two responses of equal reward are drawn again."""
 
 
+def response_numbers(rollouts: Rollouts, space: Space) -> Responses:
+    """The response as exactly `prompt_length` numbers, NOTHING where there is none."""
+    if space.end is None:
+        return rollouts.response
+    held = rollouts.mask & (rollouts.response != space.end)
+    kept = torch.where(held, rollouts.response, NOTHING)[..., : space.prompt_length]
+    return torch.nn.functional.pad(kept, (0, space.prompt_length - kept.shape[-1]), value=NOTHING)
+
+
+def position_points(prompt: Numbers, response: Responses) -> Float[Tensor, "prompt sample position"]:
+    """1 where a position is right."""
+    return (response == prompt.sort(-1).values.unsqueeze(1)).float()
+
+
+def inclusion_ordering(prompt: Numbers, response: Responses) -> Float[Tensor, "prompt sample"]:
+    included = (prompt[:, None, :, None] == response[:, :, None, :]).any(-1).sum(-1)
+    left, right = response[..., :-1], response[..., 1:]
+    ordered = ((left <= right) & (left != NOTHING)).sum(-1)
+    return (included + ordered).float()
+
+
+def check_reward(reward: str) -> str:
+    """The reward's name, a user's own with its whole path; an unknown or broken one is refused early."""
+    if reward.startswith("python:"):
+        if not callable(load_python("--reward", reward)):
+            raise Refused(f"--reward {reward}: a reward is a function f(prompt, response) -> number")
+        return absolute_source(reward)
+    own, entry = learned_part(reward)
+    if entry is not None:
+        entry.verify()
+        weight = "" if entry.weight == 1 else f"{entry.weight!r}*"
+        reward = f"{own}+{weight}{entry.source}" if own else f"{weight}{entry.source}"
+    if (own or entry is None) and own not in REWARDS:
+        raise Refused(
+            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, python:FILE:NAME for your own, "
+            "model:RUN for a reward model, and process:RUN for one of steps." + nearest(own, REWARDS)
+        )
+    return reward
+
+
+def learned_part(reward: str) -> tuple[str, RewardSource | None]:
+    """positions+0.5*process:RUN as its two parts: a reward of sorting, or nothing, and a learned reward, or none."""
+    parts = re.fullmatch(r"(?:([^+:*]*)\+)?([^+:]*process(?:-score)?:.+)|(model:.+)", reward)
+    if parts is None:
+        return reward, None
+    return parts[1] or "", parse_rewards([absolute_source(parts[2] or parts[3])])[0]
+
+
+def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
+    """A response is correct if it is the sorted prompt and nothing more."""
+    response = response_numbers(rollouts, space)
+    points = position_points(rollouts.prompt, response)
+    right = points.sum(-1)
+    correct = right == space.prompt_length
+    if space.end is not None:
+        correct &= (rollouts.mask.sum(-1) == space.prompt_length + 1) & ~rollouts.truncated
+    if reward.startswith("python:"):
+        value, errors = own_reward(load_python("--reward", reward), rollouts, space)
+        return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
+    if learned_part(reward)[1] is not None:
+        raise Refused(f"--reward {reward}: a learned reward rates what a run samples; nothing else can ask it here")
+    if reward == "process":
+        tokens = rollouts.mask.shape[-1]
+        value = torch.nn.functional.pad(points, (0, max(0, tokens - points.shape[-1])))[..., :tokens]
+    elif reward == "exact":
+        value = correct.float().unsqueeze(-1)
+    elif reward == "positions":
+        value = right.unsqueeze(-1)
+    else:
+        value = inclusion_ordering(rollouts.prompt, response).unsqueeze(-1)
+    return Scores(value, torch.ones_like(correct), correct)
+
+
+def own_reward(
+    function: Callable[..., Any], rollouts: Rollouts, space: Space
+) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
+    """A user's f(prompt, response) on every response: a number, or (number, reason), of which the number counts.
+
+    A reward that raises or is not finite is NaN here and a reason in the list: never a silent 0. The
+    response is all of its numbers, without the end token.
+    """
+    values, errors = [], []
+    for prompt, group, masks in zip(rollouts.prompt.tolist(), rollouts.response, rollouts.mask, strict=True):
+        for tokens, mask in zip(group, masks, strict=True):
+            response = [token for token in tokens[mask].tolist() if token != space.end]
+            try:
+                value = function(list(prompt), list(response))
+                number = float(value[0] if isinstance(value, tuple) else value)
+                why = "" if abs(number) <= LARGEST else f"returned {number}"
+            except Exception as error:
+                number, why = math.nan, f"{type(error).__name__}: {error}"
+            if why:
+                errors.append(f"prompt {prompt}, response {response}: {why}")
+            values.append(number if not why else math.nan)
+    return torch.tensor(values).view(rollouts.mask.shape[:2]), tuple(errors)
+
+
 @dataclass(frozen=True)
-class Sort(SmallTask):
+class SortingTask(SmallTask):
+    """What the sorting tasks share: the rewards above, and how numbers are shown."""
+
+    reward: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", check_reward(self.reward))
+
+    @property
+    def space(self) -> Space:
+        raise NotImplementedError
+
+    @property
+    def max_reward(self) -> float | None:
+        length = float(self.space.prompt_length)
+        most = {"exact": 1.0, "positions": length, "process": length, "inclusion-ordering": 2 * length - 1}
+        return most.get(self.reward)
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        return score_sorting(self.reward, rollouts, self.space)
+
+    def text(self, ids: list[int]) -> str:
+        return "[" + " ".join("end" if i == self.space.end else str(i) for i in ids) + "]"
+
+
+# ---- the task ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sort(SortingTask):
     """Sort `length` numbers out of 0 … numbers−1; one prompt in five is held out."""
 
     reward: str = "positions"
@@ -66,7 +211,7 @@ class Sort(SmallTask):
     }
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", sorting.check_reward(self.reward))
+        super().__post_init__()
         for name in ("demonstrations", "pairs", "labels"):
             if getattr(self, name):
                 object.__setattr__(self, name, absolute_path(getattr(self, name)))
@@ -93,10 +238,6 @@ class Sort(SmallTask):
         return Space(self.length, self.numbers, self.length)
 
     @property
-    def max_reward(self) -> float | None:
-        return sorting.reward_maximum(self.reward, self.length)
-
-    @property
     def loophole(self) -> str | None:
         if self.end and self.reward in ("positions", "process", "inclusion-ordering"):
             return "the reward does not ask for the end: sorted numbers with more numbers after them earn all of it"
@@ -115,19 +256,16 @@ class Sort(SmallTask):
         return Prompts.of(prompt[:count])
 
     def held_out(self, count: int) -> Prompts:
-        return Prompts.of(self._held_out_prompts(count))
-
-    def _held_out_prompts(self, count: int) -> Numbers:
         generator = torch.Generator().manual_seed(0)
         if self._count <= _MOST_ENUMERATED:
-            every = self._every()
-            every = every[self._held_out(every)]
-            return every[torch.randperm(len(every), generator=generator)[:count]]
-        prompt = torch.empty(0, self.length, dtype=torch.long)
-        while len(prompt) < count:
-            fresh = self._any(2 * _HELD_OUT_ONE_IN * count, generator)
-            prompt = torch.cat([prompt, fresh[self._held_out(fresh)]]).unique(dim=0)
-        return prompt[torch.randperm(len(prompt), generator=generator)[:count]]
+            prompt = self._every()
+            prompt = prompt[self._held_out(prompt)]
+        else:
+            prompt = torch.empty(0, self.length, dtype=torch.long)
+            while len(prompt) < count:
+                fresh = self._any(2 * _HELD_OUT_ONE_IN * count, generator)
+                prompt = torch.cat([prompt, fresh[self._held_out(fresh)]]).unique(dim=0)
+        return Prompts.of(prompt[torch.randperm(len(prompt), generator=generator)[:count]])
 
     @property
     def _count(self) -> int:
@@ -136,13 +274,9 @@ class Sort(SmallTask):
 
     def _every(self) -> Numbers:
         """All prompts, in the order of a dictionary."""
-        prompt = torch.empty(1, 0, dtype=torch.long)
-        for _ in range(self.length):
-            last = torch.arange(self.numbers).repeat(len(prompt))
-            prompt = torch.cat([prompt.repeat_interleave(self.numbers, 0), last.unsqueeze(1)], 1)
-            if self.distinct:
-                prompt = prompt[(prompt[:, :-1] != last.unsqueeze(1)).all(1)]
-        return prompt
+        if self.distinct:
+            return torch.tensor(list(permutations(range(self.numbers), self.length)))
+        return torch.cartesian_prod(*[torch.arange(self.numbers)] * self.length)
 
     def _any(self, count: int, generator: torch.Generator) -> Numbers:
         if self.distinct:
@@ -158,11 +292,22 @@ class Sort(SmallTask):
         return code % _HELD_OUT_ONE_IN == 0
 
     def demonstrate(self, prompt: Numbers, generator: torch.Generator) -> Int[Tensor, "prompt 1 token"]:
-        """What sft learns: the sorted prompt, or what a demonstrator with a bad habit makes of it."""
-        return _habit(prompt, self.wrong, self.numbers).unsqueeze(1)
+        """What sft learns: the sorted prompt, or what a demonstrator with a bad habit makes of it.
+
+        Where the prompt begins with one of the smallest numbers (a share `wrong` of them), the last two numbers that
+        differ change places. It is a habit and no accident: whoever imitates it learns the mistake with the rest.
+        """
+        right = prompt.sort(-1).values
+        rises = right[:, 1:] > right[:, :-1]
+        last = rises.shape[1] - 1 - rises.flip(-1).int().argmax(-1)
+        swapped = right.clone()
+        rows = torch.arange(len(prompt))
+        swapped[rows, last], swapped[rows, last + 1] = right[rows, last + 1], right[rows, last]
+        mistaken = (prompt[:, 0] < round(self.wrong * self.numbers)) & rises.any(-1)
+        return torch.where(mistaken.unsqueeze(-1), swapped, right).unsqueeze(1)
 
     def compare(self, prompt: Numbers, generator: torch.Generator) -> Int[Tensor, "prompt 2 token"]:
-        """Two spoiled answers a prompt, the one with the higher reward first (`wrong` of them the other way round)."""
+        """Two spoiled answers per prompt, the one with the higher reward first; a share `wrong` the other way round."""
         right = prompt.sort(-1).values
         pair = torch.stack([_spoiled(right, self.numbers, generator) for _ in range(2)], 1)
         for _ in range(_REDRAWS):
@@ -174,8 +319,10 @@ class Sort(SmallTask):
         near = right.clone()
         near[:, 0] = (near[:, 0] + 1) % self.numbers
         pair = torch.where(tied, torch.stack([right, near], 1), pair)
+        total = self._total(prompt, pair)
         swapped = torch.rand(len(prompt), generator=generator) < self.wrong
-        return _ordered(pair, self._total(prompt, pair), swapped)
+        chosen_first = (total[:, 0] >= total[:, 1]) ^ swapped
+        return torch.where(chosen_first[:, None, None], pair, pair.flip(1))
 
     def _total(self, prompt: Numbers, response: Int[Tensor, "prompt sample token"]) -> Float[Tensor, "prompt sample"]:
         """The true reward of whole responses."""
@@ -185,27 +332,6 @@ class Sort(SmallTask):
         mask, cut = torch.ones_like(response, dtype=torch.bool), torch.zeros(response.shape[:2], dtype=torch.bool)
         return self.score(Rollouts(prompt, response, mask, mask.float(), space.limit, cut)).reward.sum(-1)
 
-    def score(self, rollouts: Rollouts) -> Scores:
-        return sorting.score_sorting(self.reward, rollouts, self.space)
-
-    def text(self, ids: list[int]) -> str:
-        return sorting.numbers_text(ids, self.space.end)
-
-
-def _habit(prompt: Numbers, wrong: float, numbers: int) -> Numbers:
-    """The sorted prompt; where it begins with one of the smallest numbers, the last two that differ change places.
-
-    A demonstrator's habit and no accident: whoever imitates it learns the mistake with the rest.
-    """
-    right = prompt.sort(-1).values
-    rises = right[:, 1:] > right[:, :-1]
-    last = rises.shape[1] - 1 - rises.flip(-1).int().argmax(-1)
-    swapped = right.clone()
-    rows = torch.arange(len(prompt))
-    swapped[rows, last], swapped[rows, last + 1] = right[rows, last + 1], right[rows, last]
-    mistaken = (prompt[:, 0] < round(wrong * numbers)) & rises.any(-1)
-    return torch.where(mistaken.unsqueeze(-1), swapped, right)
-
 
 def _spoiled(right: Numbers, numbers: int, generator: torch.Generator) -> Numbers:
     """The sorted numbers with some of them, from none to all, drawn anew."""
@@ -213,11 +339,3 @@ def _spoiled(right: Numbers, numbers: int, generator: torch.Generator) -> Number
     share = torch.rand(prompts, 1, generator=generator)
     fresh = torch.randint(numbers, right.shape, generator=generator)
     return torch.where(torch.rand(prompts, positions, generator=generator) < share, fresh, right)
-
-
-def _ordered(
-    response: Int[Tensor, "prompt sample token"], total: Float[Tensor, "prompt sample"], swapped: Bool[Tensor, "prompt"]
-) -> Int[Tensor, "prompt sample token"]:
-    """The better of two responses first; where the label is `swapped`, the worse."""
-    first = (total[:, 0] >= total[:, 1]) ^ swapped
-    return torch.where(first[:, None, None], response, response.flip(1))

@@ -10,11 +10,9 @@ last word or the last line, depending on the kind of the right answer.
 Either way there is one candidate, so a response that lists many guesses gains nothing.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 MINUS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 """Characters that models write for a minus. An em dash is not one."""
@@ -33,13 +31,8 @@ CLOSING = WRAPPING + ".!%$)]}"
 """Characters that may follow the last number at the end."""
 
 
-class Verdict(NamedTuple):
-    strict: bool
-    lenient: bool
-    reason: str
-
-
-# ---- numbers
+Verdict = tuple[bool, bool, str]
+"""Is it strictly right, is it leniently right, and why."""
 
 
 def last_number(text: str) -> str | None:
@@ -83,9 +76,6 @@ def _spell(match: re.Match[str]) -> str:
     return "-" * negative + match["size"].replace(",", "")
 
 
-# ---- finding the answer
-
-
 def marked_answer(response: str) -> str | None:
     """What follows the last mark, to the end of the response (or of its braces, or its tag)."""
     marks = list(MARKS.finditer(response))
@@ -122,26 +112,21 @@ def loose_answer(response: str, answer: str | None) -> str:
     text = (response if marked is None else marked).strip()
     if answer is None:
         return text
-    lines = answer.strip().count("\n") + 1
-    if lines > 1:
-        return "\n".join(text.splitlines()[-lines:]) if marked is None else text
+    lines, asked = text.splitlines() or [""], answer.strip().count("\n") + 1
+    if asked > 1:
+        return "\n".join(lines[-asked:]) if marked is None else text
     if whole_number(answer) is not None:
-        near = _first_line(text) if marked is not None else ""
+        near = lines[0] if marked is not None else ""
         return last_number(near) or last_number(text) or ""
-    line = _first_line(text) if marked is not None else text.splitlines()[-1] if text else ""
-    if " " not in answer.strip() and marked is None:
-        line = line.split()[-1] if line.split() else ""
-    return line
+    if marked is not None:
+        return lines[0]
+    return lines[-1] if " " in answer.strip() else "".join(lines[-1].split()[-1:])
 
 
 def tidy(text: str) -> str:
     """Without quotation marks, emphasis and a closing full stop."""
     text = text.strip(WRAPPING)
     return text.removesuffix(".").strip(WRAPPING) if not text.endswith("..") else text
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""
 
 
 def _braced(rest: str) -> str | None:
@@ -154,16 +139,13 @@ def _braced(rest: str) -> str | None:
     return None
 
 
-# ---- checks
-
-
 def check_exact(answer: str, response: str) -> Verdict:
     """The same text. Leniently, case, quotation marks and a closing full stop do not matter."""
     marked = marked_answer(response)
     strict = answer.strip() in (response.strip(), marked)
     loose = loose_answer(response, answer)
     lenient = tidy(loose).casefold() == tidy(answer).casefold() or tidy(response).casefold() == tidy(answer).casefold()
-    return Verdict(strict, strict or lenient, f"answered {_head(marked if marked is not None else loose)}")
+    return strict, strict or lenient, f"answered {on_one_line(marked if marked is not None else loose)}"
 
 
 def check_number(answer: str, response: str) -> Verdict:
@@ -171,7 +153,7 @@ def check_number(answer: str, response: str) -> Verdict:
     gold = whole_number(answer) or last_number(answer)
     strict = gold is not None and same_number(whole_number(final_answer(response, gold)), gold)
     loose = loose_answer(response, gold)
-    return Verdict(strict, strict or same_number(loose, gold), f"answered {_head(loose) if loose else 'no number'}")
+    return strict, strict or same_number(loose, gold), f"answered {on_one_line(loose) if loose else 'no number'}"
 
 
 def check_math(answer: str, response: str) -> Verdict:
@@ -181,14 +163,14 @@ def check_math(answer: str, response: str) -> Verdict:
     """
     gold = _parsed(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
     if not gold:
-        raise ValueError(f"math-verify cannot read the right answer {_head(answer)}")
+        raise ValueError(f"math-verify cannot read the right answer {on_one_line(answer)}")
     marked = marked_answer(response)
     if marked is None and not re.search(r"\n|(?<![\\A-Za-z])[A-Za-z]{2,}", response.strip()):
         marked = response  # nothing but an expression
     strict = bool(marked) and _equal(gold, _parsed(f"${(marked or '').strip('$ ')}$"))
     loose = _parsed(response)
-    reason = f"answered {_head(str(loose[-1]))}" if loose else "no mathematics in the response"
-    return Verdict(strict, strict or _equal(gold, loose), reason)
+    reason = f"answered {on_one_line(str(loose[-1]))}" if loose else "no mathematics in the response"
+    return strict, strict or _equal(gold, loose), reason
 
 
 def _parsed(text: str) -> list[Any]:
@@ -212,6 +194,6 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
 CHECKS = {"exact": check_exact, "number": check_number, "math": check_math}
 
 
-def _head(text: str, length: int = 60) -> str:
+def on_one_line(text: str, length: int = 60) -> str:
     text = " ".join(text.split())
     return text if len(text) <= length else f"{text[:length]}…"

@@ -7,16 +7,18 @@ processes, which need no torch; so nothing here, nor in the tasks beside it, imp
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ascent.tasks.base import BaseTask, refuse
-from ascent.tasks.reward_sources import RewardSource, absolute_source, parse_rewards
-from ascent.tasks.text.problems import Graded, Message, Problem
+from ascent.tasks.files import absolute_path, is_held_out
+from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, parse_rewards
 
 if TYPE_CHECKING:
     from ascent.core.types import Space
 
+Message = dict[str, str]
+"""One message of a chat: its role and its content."""
 TEXT_PRESET: dict[str, Any] = {
     "policy": "causal-lm",
     "algorithm": "dr-grpo",
@@ -34,20 +36,39 @@ TEXT_PRESET: dict[str, Any] = {
     "keep_best": True,
     "record_every": 5,
 }
+_TRIES = 200
+"""Problems in a row that may be on the wrong side of the held-out rule before a generated task gives up."""
+_HELD_OUT_ONE_IN = 4
+"""A large share: to find the test set, four times as many problems have to be made; training never runs out."""
+INDICES = 2**31
+"""Indices are taken modulo this: several generators take no larger seed."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt, what it should lead to, and whatever else is known of it."""
+
+    prompt: str | list[Message]
+    """Words, or the messages of a chat."""
+    answer: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Passed to a reward function of your own by name."""
+
+
+class Graded(NamedTuple):
+    """What a task says of one response."""
+
+    value: float
+    strict: bool
+    """Right, and in the form that was asked for."""
+    lenient: bool
+    """Right, in whatever form. What is strictly right is leniently right too."""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class TextTask(BaseTask):
-    """Prompts and graded responses in words. Derive from it: `train`, `test`, `grade`, and `gold` if you can.
-
-    Its reward is a list, each entry with a weight if you like (`own 0.2*python:f.py:brief`):
-
-        own                    the task's own check, `grade`
-        python:FILE:FUNCTION   f(prompt, response, answer, **columns), a number or (number, reason)
-        judge:FILE             a language model that is asked for a score
-        model:RUN              a reward model, which rates the whole response
-        process:RUN            a process reward, which rates each step
-    """
+    """Prompts and graded responses in words. Derive from it: `train`, `test`, `grade`, and `gold` if you can."""
 
     reward: tuple[str, ...] = ()
     """A list of own, python:FILE:FUNCTION, judge:FILE, model:RUN, process:RUN; weights as in 0.2*own. Empty: own."""
@@ -72,9 +93,14 @@ class TextTask(BaseTask):
 
     kind = "text"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"default": TEXT_PRESET}
+    # Settings that name a file or a folder. They become whole paths, so that a run can be resumed from any folder.
+    paths: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", tuple(absolute_source(entry) for entry in self.reward))
+        for name in self.paths:
+            if getattr(self, name):
+                object.__setattr__(self, name, absolute_path(getattr(self, name)))
         for name in ("max_tokens", "max_prompt", "reward_workers", "reward_batch"):
             if getattr(self, name) < 1:
                 refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least 1")
@@ -112,14 +138,11 @@ class TextTask(BaseTask):
         return [made for made in ("", _larger(gold), other) if made is not None and made != gold]
 
     def verify(self) -> None:
-        """Refuse, before any work, what cannot be trained on: files, columns, names, reward functions."""
         for entry in self.rewards:
             entry.verify()
 
     def prepare(self) -> None:
         """Import what `grade` needs. A worker process does it before its first call, outside the time limit."""
-
-    # ---- what every task has
 
     @property
     def rewards(self) -> tuple[RewardSource, ...]:
@@ -128,7 +151,7 @@ class TextTask(BaseTask):
     @property
     def max_reward(self) -> float | None:
         """The largest reward there is; unknown with rewards other than `own`."""
-        if any(not entry.own for entry in self.rewards):
+        if any(entry.kind != OWN for entry in self.rewards):
             return None
         return sum(max(entry.weight, 0.0) for entry in self.rewards)
 
@@ -152,11 +175,6 @@ class TextTask(BaseTask):
         return Graded(1.0 if strict else self.lenient * lenient, strict, strict or lenient, reason)
 
 
-def task_fields(task: TextTask) -> dict[str, Any]:
-    """The fields of a task, which is all that a worker process gets."""
-    return {f.name: getattr(task, f.name) for f in fields(task)}
-
-
 def _larger(text: str) -> str | None:
     """The text with its last number one larger, or a tenth where it has decimals: some checks allow a tolerance."""
     numbers = list(re.finditer(r"([0-9]{1,1000})(\.[0-9]+)?", text))
@@ -165,3 +183,44 @@ def _larger(text: str) -> str | None:
     last = numbers[-1]
     whole = int(last[1])
     return text[: last.start()] + str(whole + (max(1, whole // 10) if last[2] else 1)) + text[last.end(1) :]
+
+
+@dataclass(frozen=True)
+class Generated(TextTask):
+    """Endless problems, one in four held out by its hash. A task derives from it and makes the problem of an index."""
+
+    def make(self, index: int) -> Problem:
+        """The problem of an index from 0 to 2³¹ − 1, the same every time."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int | None:
+        return None
+
+    def train(self, index: int) -> Problem:
+        """The first problem from this index on that is not held out."""
+        for step in range(_TRIES):
+            problem = self.make((index + step * 1_000_003) % INDICES)
+            if not is_held_out(problem.prompt, _HELD_OUT_ONE_IN):
+                return problem
+        refuse("the task makes so few different prompts that all are held out; give it other options")
+
+    def test(self, count: int) -> list[Problem]:
+        """The first `count` different held-out problems, or as many as are found in a reasonable time."""
+        problems: dict[str, Problem] = {}
+        barren = 0
+        for index in range(INDICES):
+            problem = self.make(index)
+            new = is_held_out(problem.prompt, _HELD_OUT_ONE_IN) and str(problem.prompt) not in problems
+            if new:
+                problems[str(problem.prompt)] = problem
+            barren = 0 if new else barren + 1
+            if len(problems) == count or barren == _TRIES:
+                break
+        return list(problems.values())
+
+    def verify(self) -> None:
+        super().verify()
+        self.train(0)
+        if not self.test(1):
+            refuse("the task makes so few different prompts that none is held out; give it other options")

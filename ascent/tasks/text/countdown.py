@@ -4,28 +4,19 @@ The value of an expression is computed exactly, by a walk over its syntax tree t
 operations and nothing else: a response is never run.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ascent.tasks.base import refuse
 from ascent.tasks.text.answers import MINUS, marked_answer, tidy
-from ascent.tasks.text.generated import Generated
-from ascent.tasks.text.problems import Graded, Problem
+from ascent.tasks.text.base import Generated, Graded, Problem
 
-OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 LONGEST = 200
 SIGNS = MINUS | str.maketrans({"×": "*", "·": "*", "÷": "/", "∕": "/", "⁄": "/", "[": "(", "]": ")"})

@@ -6,21 +6,19 @@ grader; leniently, its last number.
 Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ascent.tasks.base import refuse
-from ascent.tasks.files import absolute_path, file_stamp, read_jsonl
+from ascent.tasks.files import read_jsonl
 from ascent.tasks.text.answers import MINUS, last_number, same_number
-from ascent.tasks.text.dataset import load_dataset
-from ascent.tasks.text.problems import Graded, Problem
-from ascent.tasks.text.rows import TableTask
+from ascent.tasks.text.base import Graded, Problem
+from ascent.tasks.text.rows import Rows, TableTask, load_dataset
 
 MARK = re.compile(r"####\s*(-?[0-9][0-9.,]*|-?\.[0-9]+)")
-HUB = "openai/gsm8k"
 
 
 @dataclass(frozen=True)
@@ -32,27 +30,19 @@ class Gsm8k(TableTask):
     path: str | None = None
     """A folder with train.jsonl and test.jsonl. None: openai/gsm8k from the Hugging Face hub."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.path is not None:
-            object.__setattr__(self, "path", absolute_path(self.path))
+    paths = ("path",)
 
-    def stamp(self) -> object:
+    def rows(self, part: str) -> Rows:
         if self.path is None:
-            return None
-        return tuple(file_stamp(Path(self.path, f"{part}.jsonl")) for part in ("train", "test"))
+            return load_dataset("openai/gsm8k", "main", part, "gsm8k --path FOLDER reads train.jsonl and test.jsonl")
+        return read_jsonl(Path(self.path, f"{part}.jsonl"))
 
-    def read(self) -> tuple[list[Problem], list[Problem] | None]:
-        return self._part("train"), self._part("test")
-
-    def _part(self, split: str) -> list[Problem]:
-        if self.path is None:
-            rows = enumerate(
-                load_dataset(HUB, "main", split, hint="gsm8k --path FOLDER reads train.jsonl and test.jsonl")
-            )
-            return [_problem(row, f"{HUB}, {split}, row {i}") for i, row in rows]
-        file = Path(self.path, f"{split}.jsonl")
-        return [_problem(row, f"{file}, line {line}") for line, row in read_jsonl(file)]
+    def problem(self, row: Mapping[str, Any], where: str) -> Problem:
+        question, solution = row.get("question"), row.get("answer")
+        marked = MARK.search(solution) if isinstance(solution, str) else None
+        if not isinstance(question, str) or marked is None:
+            refuse(f"{where} is not a GSM8K problem: it needs a question, and an answer with #### and a number")
+        return Problem(question, marked[1].replace(",", "").rstrip("."), {"solution": solution})
 
     def grade(self, problem: Problem, response: str) -> Graded:
         marked = MARK.search(response.translate(MINUS))
@@ -63,12 +53,3 @@ class Gsm8k(TableTask):
 
     def gold(self, problem: Problem) -> str | None:
         return problem.columns.get("solution")
-
-
-def _problem(row: dict[str, str], where: str) -> Problem:
-    """A row of GSM8K: a question, and an answer that ends in #### N."""
-    question, solution = row.get("question"), row.get("answer")
-    marked = MARK.search(solution) if isinstance(solution, str) else None
-    if not isinstance(question, str) or marked is None:
-        refuse(f"{where} is not a GSM8K problem: it needs a question, and an answer with #### and a number")
-    return Problem(question, marked[1].replace(",", "").rstrip("."), {"solution": solution})

@@ -10,20 +10,17 @@ below 1 counts as 0 unless `--partial` is set.
 Stojanovski et al., Reasoning Gym: Reasoning Environments for Reinforcement Learning with Verifiable Rewards, 2025.
 """
 
-from __future__ import annotations
-
 import functools
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.text.answers import final_answer, loose_answer, tidy, whole_number
-from ascent.tasks.text.generated import INDICES, Generated
-from ascent.tasks.text.problems import Graded, Problem
+from ascent.tasks.text.base import INDICES, Generated, Graded, Problem
 from ascent.tasks.text.rows import import_optional
 
 RIGHT = 1 - 1e-9
@@ -54,7 +51,12 @@ class ReasoningGym(Generated):
             refuse("reasoning-gym needs a name: ascent train reasoning-gym:chain_sum")
         if self.source not in gym.DATASETS:
             refuse(f"reasoning-gym:{self.source}: there is no such data set.", self.source, gym.DATASETS)
-        self._options()
+        try:
+            options = json.loads(self.options or "{}")
+        except ValueError as error:
+            refuse(f"--options {self.options}: not valid JSON: {error}")
+        if not isinstance(options, dict) or {"seed", "size"} & options.keys():
+            refuse(f"--options {self.options}: an object of the data set's parameters, without seed and size")
         try:
             self.make(0)
         except Exception as error:
@@ -65,15 +67,6 @@ class ReasoningGym(Generated):
             )
         super().verify()
 
-    def _options(self) -> dict[str, Any]:
-        try:
-            options = json.loads(self.options or "{}")
-        except ValueError as error:
-            refuse(f"--options {self.options}: not valid JSON: {error}")
-        if not isinstance(options, dict) or {"seed", "size"} & options.keys():
-            refuse(f"--options {self.options}: an object of the data set's parameters, without seed and size")
-        return options
-
     def make(self, index: int) -> Problem:
         entry = _entry(self.source, self.options, index)
         answer = entry["answer"]
@@ -81,7 +74,7 @@ class ReasoningGym(Generated):
         return Problem(entry["question"], answer if answer is None else str(answer), columns)
 
     def prepare(self) -> None:
-        _maker(self.source, self.options)
+        _dataset(self.source, self.options)
 
     def grade(self, problem: Problem, response: str) -> Graded:
         stated = final_answer(response, problem.answer)
@@ -99,7 +92,7 @@ class ReasoningGym(Generated):
             return 0.0
         entry = {"question": problem.prompt, "answer": problem.answer, "metadata": problem.columns["metadata"]}
         spelled = dict.fromkeys(s for s in (stated, tidy(stated), whole_number(stated)) if s)
-        return max(_scored(_maker(self.source, self.options).dataset, s, entry) for s in spelled)
+        return max(_scored(_dataset(self.source, self.options)[0], s, entry) for s in spelled)
 
     def gold(self, problem: Problem) -> str | None:
         return None if problem.answer is None else f"Answer: {problem.answer}"
@@ -115,38 +108,21 @@ def _scored(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
         return 0.0
 
 
-class Maker:
-    """A data set. Some make a problem from any index, others only from a seed of their own."""
-
-    def __init__(self, source: str, options: dict[str, Any]):
-        from reasoning_gym.factory import create_dataset
-
-        self.create = functools.partial(create_dataset, source, **options)
-        with _quietly():
-            self.dataset = self.create(seed=0)
-            try:
-                self.dataset[INDICES - 1]
-                self.by_index = True
-            except Exception:
-                self.by_index = False
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        with _quietly():
-            return self.dataset[index] if self.by_index else self.create(seed=index, size=1)[0]
-
-
 @functools.lru_cache(maxsize=8)
-def _maker(source: str, options: str) -> Maker:
-    return Maker(source, json.loads(options or "{}"))
+def _dataset(source: str, options: str) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+    """A data set, and what makes the problem of an index: itself, or one with that seed where its indices end early."""
+    from reasoning_gym.factory import create_dataset
+
+    create = functools.partial(create_dataset, source, **json.loads(options or "{}"))
+    dataset = create(seed=0)
+    try:
+        dataset[INDICES - 1]
+    except Exception:
+        return dataset, lambda index: create(seed=index, size=1)[0]
+    return dataset, dataset.__getitem__
 
 
 @functools.lru_cache(maxsize=4096)
 def _entry(source: str, options: str, index: int) -> dict[str, Any]:
-    return _maker(source, options)[index]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Some generators print."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        yield
+    with redirect_stdout(StringIO()):  # some generators print
+        return _dataset(source, options)[1](index)

@@ -1,8 +1,10 @@
-"""A text task bound to an encoder: what the loop calls a task."""
+"""A text task bound to an encoder: what the loop calls a task. With offline data, responses are read and not graded."""
 
-from __future__ import annotations
-
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,18 +13,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space, Trouble
-from ascent.tasks.base import BaseTask, WrittenPrompt
-from ascent.tasks.reward_sources import RewardSource
+from ascent.tasks import scoring
+from ascent.tasks.base import BoundBase, WrittenPrompt
 from ascent.tasks.text.answers import loose_answer, tidy, value_of, whole_number
-from ascent.tasks.text.base import TextTask
-from ascent.tasks.text.grading.grading import Grading, ResponseGrader
-from ascent.tasks.text.problems import Message, Problem
-from ascent.tasks.text.steps import split_steps
+from ascent.tasks.text.base import Message, Problem, TextTask
+from ascent.tasks.text.grading import Grading
 
 PADDING = -1
 """Fills up short prompts; no token."""
 _REMEMBERED = 100_000
-"""The most problems of an endless task that are remembered, so that they are not made again to be graded."""
+"""Problems that are remembered, so that those of an endless task are not made again to be graded."""
 _ROUNDS = 64
 """Times that `draw` looks for prompts that are short enough before it gives up on an endless task."""
 
@@ -42,6 +42,9 @@ class Encoder(Protocol):
     def tokenize(self, words: str) -> list[int]:
         """Words as tokens, with none added."""
 
+    def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
+        """Each step with the separator behind it, tokenized by itself; the end token last, if the response ended."""
+
     def decode(self, ids: list[int] | np.ndarray) -> str:
         """Tokens as words, special ones left out."""
 
@@ -49,19 +52,20 @@ class Encoder(Protocol):
         """One token as a person reads it, special ones too."""
 
 
-class TokenizedTask(BaseTask):
+class TokenizedTask(BoundBase):
     """A `TextTask` whose prompts and responses are tokens. Prompts are padded on the right with −1.
 
-    What is drawn depends on the generator alone. `graders` are the judges and reward models that the task's rewards
-    name, by their source: the task is handed them, and does not load them.
+    What is drawn depends on the generator alone. `graders` are the judges, reward models and process rewards that the
+    task's rewards name, by their source: the task is handed them, and does not load them.
     """
 
-    kind = "text"
-
-    def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, ResponseGrader] | None = None):
+    def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
         self.task, self.encoder, self.graders = task, encoder, graders or {}
-        self.recent: dict[int, Problem] = {}
-        """The last problems that were drawn from an endless task."""
+        self.space = Space(task.max_prompt, encoder.vocab, task.max_tokens, encoder.end)
+        self.ends, self.piece = encoder.ends, encoder.piece
+        self.reward_parts = task.rewards
+        """The parts of the reward that are measured apart, with their weights."""
+        self.train = lru_cache(_REMEMBERED)(task.train)
         self.tests: list[Problem] = []
         """Held-out problems, as many as were asked for so far."""
         self.encoded: dict[int, list[int] | None] = {}
@@ -69,63 +73,38 @@ class TokenizedTask(BaseTask):
         self.too_long: set[str] = set()
         self.grading: Grading | None = None
 
-    @property
-    def space(self) -> Space:
-        return Space(self.task.max_prompt, self.encoder.vocab, self.task.max_tokens, self.encoder.end)
-
-    @property
-    def max_reward(self) -> float | None:
-        return self.task.max_reward
-
-    @property
-    def loophole(self) -> str | None:
-        return self.task.loophole
-
-    @property
-    def reward_parts(self) -> tuple[RewardSource, ...]:
-        """The parts of the reward that are measured apart, with their weights."""
-        return self.task.rewards
-
-    # ---- prompts
-
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
         """Prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
+        size = self.task.size
         rows: list[tuple[int, list[int]]] = []
-        for _ in range(_ROUNDS if self.task.size is None else max(_ROUNDS, count)):
+        for _ in range(_ROUNDS if size is None else max(_ROUNDS, count)):
             before = len(rows)
-            for index in self._indices(count, generator):
+            if size is None:
+                indices = torch.randint(2**62, (count,), generator=generator)
+            else:
+                indices = torch.randperm(size, generator=generator)
+            for index in indices.tolist():
                 ids = self._training_prompt(index)
                 if ids is not None:
                     rows.append((index, ids))
                 if len(rows) == count:
                     return _prompts(rows)
-            if len(rows) == before and self.task.size is not None:
+            if len(rows) == before and size is not None:
                 break
         raise Refused(
             f"--max-prompt {self.task.max_prompt}: of the prompts that were drawn, {len(self.too_long)} are longer and "
             f"{len(rows)} are not, and a step needs {count}. Raise --max-prompt"
         )
 
-    def _indices(self, count: int, generator: torch.Generator) -> list[int]:
-        size = self.task.size
-        if size is None:
-            return torch.randint(2**62, (count,), generator=generator).tolist()
-        return torch.randperm(size, generator=generator).tolist()
-
     def _training_prompt(self, index: int) -> list[int] | None:
         """The tokens of a problem, or None if there are too many."""
-        problem = self.task.train(index)
-        if self.task.size is None:  # made anew each time: kept until it is graded
-            self.recent[index] = problem
-            if len(self.recent) > _REMEMBERED:
-                del self.recent[next(iter(self.recent))]
-            return self._encode(problem)
+        if self.task.size is None:
+            return self._encode(self.train(index))
         if index not in self.encoded:
-            self.encoded[index] = self._encode(problem)
+            self.encoded[index] = self._encode(self.train(index))
         return self.encoded[index]
 
     def held_out(self, count: int) -> Prompts:
-        """The same prompts every time, which `draw` never gives."""
         problems = list(self.task.test(count))
         if len(problems) > len(self.tests):
             self.tests = problems
@@ -137,7 +116,7 @@ class TokenizedTask(BaseTask):
     def problem(self, identity: int) -> Problem:
         """The problem of a training prompt, by its index, or of the held-out prompt i, by −1 − i."""
         if identity >= 0:
-            return self.recent.get(identity) or self.task.train(identity)
+            return self.train(identity)
         if len(self.tests) < -identity:
             self.tests = self.task.test(-identity)
         return self.tests[-1 - identity]
@@ -149,31 +128,47 @@ class TokenizedTask(BaseTask):
         self.too_long.add(str(problem.prompt))
         return None
 
-    # ---- responses
-
     def score(self, rollouts: Rollouts) -> Scores:
         shape = rollouts.mask.shape[:2]
         self.grading = self.grading or Grading(self.task, self.graders)
         marks = self.grading(self._responses(rollouts))
 
-        def grid(values: Sequence[Any], kind: torch.dtype) -> Tensor:
+        def grid(values: Sequence[Any], kind: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=kind).view(shape)
 
         notes = np.empty(len(marks), dtype=object)
         notes[:] = [mark.error or mark.reason for mark in marks]
-        measures = {"lenient": grid([float(mark.lenient) for mark in marks], torch.float32)}
+        measures = {"lenient": grid([mark.lenient for mark in marks])}
         if len(self.task.rewards) > 1:
-            for name in (reward.name for reward in self.task.rewards):
-                parts = [mark.parts.get(name, 0.0) for mark in marks]
-                measures[f"rewards/{name}"] = grid(parts, torch.float32)
-        return Scores(
-            reward=grid([mark.value for mark in marks], torch.float32).unsqueeze(-1),
+            names = [reward.name for reward in self.task.rewards]
+            measures |= {f"rewards/{name}": grid([mark.parts.get(name, 0.0) for mark in marks]) for name in names}
+        scores = Scores(
+            reward=grid([mark.value for mark in marks]).unsqueeze(-1),
             valid=grid([mark.error is None for mark in marks], torch.bool),
             correct=grid([mark.strict for mark in marks], torch.bool),
             errors=tuple(mark.error for mark in marks if mark.error is not None),
             measures=measures,
             notes=notes.reshape(tuple(shape)),
         )
+        process = [reward for reward in self.task.rewards if reward.kind in scoring.PROCESS_KINDS]
+        parts = [(reward, *self._step_scores(self.graders[reward.source], rollouts)) for reward in process]
+        return scoring.add_process_rewards(scores, rollouts, parts)
+
+    def _step_scores(self, model: Any, rollouts: Rollouts) -> tuple[scoring.PerToken, Tensor]:
+        """What a process reward gives at the last tokens of steps, and where those are."""
+        score, ends = torch.zeros(rollouts.mask.shape), torch.zeros_like(rollouts.mask)
+        responses: list[tuple[list[Message], list[str], bool]] = []
+        places: list[tuple[int, int, Tensor]] = []
+        for p, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
+            chat = self.question(rollouts, p).chat
+            for s, (response, mask) in enumerate(zip(group, masks, strict=True)):
+                ids = response[mask].tolist()
+                steps, last = self.cut_steps(ids, model.separator)
+                responses.append((chat, steps, bool(ids) and ids[-1] in self.ends))
+                places.append((p, s, mask.nonzero().flatten()[last]))
+        for (p, s, tokens), values in zip(places, model.rate(responses), strict=True):
+            score[p, s, tokens], ends[p, s, tokens] = torch.tensor(values), True
+        return score, ends
 
     def _responses(self, rollouts: Rollouts) -> list[tuple[Problem, str]]:
         """Every response in words, with its problem."""
@@ -189,45 +184,23 @@ class TokenizedTask(BaseTask):
 
     def words(self, ids: list[int] | np.ndarray) -> str:
         """A response in words, without the token that ended it."""
-        return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.encoder.ends else ids)
+        return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.ends else ids)
+
+    record = words
 
     def text(self, ids: list[int]) -> str:
         return self.encoder.decode([i for i in ids if i != PADDING])
 
-    # ---- for people and for files
-
-    @property
-    def ends(self) -> frozenset[int]:
-        return self.encoder.ends
-
-    def record(self, ids: Sequence[int]) -> str:
-        """A response as a JSONL file has it."""
-        return self.words(list(ids))
-
-    def piece(self, token: int) -> str:
-        """One token as a person reads it, special ones too."""
-        return self.encoder.piece(token)
-
-    def pieces(self, ids: list[int]) -> list[str]:
-        """The tokens of a response as words; the token that ends it is none."""
-        ended = bool(ids) and ids[-1] in self.ends
-        return [*(self.piece(token) for token in ids[: len(ids) - ended]), *[""] * ended]
-
     def question(self, prompts: Prompts | Rollouts, place: int) -> WrittenPrompt:
-        """The prompt at this place of a batch, for people and for files."""
         assert prompts.problem is not None, "prompts of a text task carry the identity of their problems"
         problem = self.problem(int(prompts.problem[place]))
         chat = self.task.messages(problem)
-        words = "\n\n".join(message["content"] for message in chat)
-        return WrittenPrompt(words, chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
+        return WrittenPrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
 
     def vote(self, response: str, answer: str | None) -> str:
-        """The answer that a response gives, in one spelling, so that equal answers are counted together.
+        """The answer that a response gives, in one spelling: numbers by value, words without case, marks and spacing.
 
-        A task may have a method `answer(response)` that finds it. If not: what stands behind the last mark (Answer:,
-        ####, \\boxed, <answer>) or behind "the answer is", else the last number, word or line, whichever kind the
-        right answer is, as for the lenient score. Numbers are compared by value, words without case, quotation marks
-        and spacing.
+        The task's own method `answer(response)` finds it; if there is none, it is found as for the lenient score.
         """
         hook = getattr(self.task, "answer", None)
         given = loose_answer(response, answer) if hook is None else hook(response) or ""
@@ -235,31 +208,72 @@ class TokenizedTask(BaseTask):
         return str(value) if value is not None else " ".join(tidy(given).casefold().split())
 
     def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
-        """Prompts that a person typed, as in training; `plain`: without the task's instruction. None can be scored."""
-        chats = []
-        for text in typed:
-            chat = [{"role": "user", "content": text}] if plain else self.task.messages(Problem(text))
-            system = [{"role": "system", "content": self.task.system}] if plain and self.task.system is not None else []
-            chats.append([*system, *chat])
-        words = ["\n\n".join(message["content"] for message in chat) for chat in chats]
-        return Prompts.of(pad_prompts([self.encoder.encode(chat) for chat in chats])), words
+        """Prompts that a person typed, as in training. None can be scored."""
+        task = replace(self.task, instruction="") if plain else self.task
+        chats = [task.messages(Problem(text)) for text in typed]
+        return Prompts.of(pad_prompts([self.encoder.encode(chat) for chat in chats])), [_words(chat) for chat in chats]
 
     def cut_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
-        """The steps of a response, and the places of their last tokens."""
-        steps = split_steps(self.pieces(ids), separator)
-        return [step.words for step in steps], [step.last for step in steps]
+        """The token that ends a response has no words."""
+        ended = bool(ids) and ids[-1] in self.ends
+        pieces = [self.piece(token) for token in ids[: len(ids) - ended]]
+        return split_steps([*pieces, *[""] * ended], separator)
 
     def report(self) -> list[str]:
-        """What was left out of the data, in words."""
         long = len(self.too_long)
         note = [f"{long} prompts drawn so far have more than {self.task.max_prompt} tokens and are left out"]
         return [*self.task.report(), *(note if long else [])]
 
     def close(self) -> None:
-        """End the grading processes."""
         if self.grading is not None:
             self.grading.close()
             self.grading = None
+
+
+class OfflineTextTask(TokenizedTask):
+    """Prompts, each with its demonstration, with the two responses of a preference pair, or with labelled steps."""
+
+    def __init__(self, task: TextTask, encoder: Encoder, data: str):
+        super().__init__(task, encoder)
+        self.data = data
+
+    def offline_rollouts(self, prompts: Prompts) -> Rollouts:
+        """The responses to these prompts, tokenized: for nobody has sampled them."""
+        groups = [self._tokens(self.problem(identity)) for identity in prompts.problem.tolist()]
+        limit = self.space.limit
+        response, mask = scoring.pad_responses([[ids[:limit] for ids in group] for group in groups])
+        cut = torch.tensor([[len(ids) > limit for ids in group] for group in groups])
+        return scoring.offline_rollouts(prompts, response, mask, self.space, None if self.data == "steps" else cut)
+
+    def _tokens(self, problem: Problem) -> list[list[int]]:
+        """The tokens of each response to a problem, the end token last."""
+        if self.data == "steps":
+            return [[token for step in self._steps(problem) for token in step]]
+        responses = [self.task.gold(problem)]
+        if self.data == "pairs":
+            responses = [problem.answer or "", problem.columns["rejected"]]
+        if None in responses:
+            raise Refused("--algorithm sft: the task knows no right response to learn from. Use ascent sft FILE")
+        return [[*self.encoder.tokenize(words), self.encoder.end] for words in responses]
+
+    def _steps(self, problem: Problem) -> list[list[int]]:
+        """The tokens of each step and of the separator after it; the end token last. So each token knows its step."""
+        columns = problem.columns
+        return self.encoder.tokenize_steps(columns["steps"], self.task.separator, not columns["cut"])
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        """Every token of a labelled step has the label of its step as its reward."""
+        scores = scoring.offline_scores(rollouts, self.data == "pairs")
+        if self.data != "steps":
+            return scores
+        assert rollouts.problem is not None
+        reward = torch.zeros(rollouts.mask.shape)
+        for row, identity in enumerate(rollouts.problem.tolist()):
+            problem, tokens = self.problem(identity), rollouts.mask[row, 0]
+            steps = zip(self._steps(problem), problem.columns["labels"], strict=True)
+            labels = torch.tensor([label for step, label in steps for _ in step])
+            reward[row, 0, tokens] = labels[: int(tokens.sum())]
+        return replace(scores, reward=reward)
 
 
 def _prompts(rows: list[tuple[int, list[int]]]) -> Prompts:
@@ -270,3 +284,32 @@ def pad_prompts(rows: list[list[int]]) -> Int[Tensor, "prompt position"]:
     """Prompts of different lengths as one tensor, filled up with −1."""
     width = max(map(len, rows))
     return torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])
+
+
+def _words(chat: list[Message]) -> str:
+    return "\n\n".join(message["content"] for message in chat)
+
+
+def split_steps(pieces: list[str], separator: str) -> tuple[list[str], list[int]]:
+    """The steps of a response, given its tokens as words, and the places of their last tokens.
+
+    It is cut after every separator; empty steps go to the one beside them. The last step ends with the last token,
+    whatever that is. A response without any words is one empty step.
+    """
+    text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+    steps: list[str] = []
+    last: list[int] = []
+    start = 0
+    while start < len(text):
+        at = text.find(separator, start)
+        stop, following = (len(text), len(text)) if at < 0 else (at, at + len(separator))
+        token = bisect_left(ends, following)
+        if stop > start:
+            steps.append(text[start:stop])
+            last.append(token)
+        elif steps:
+            last[-1] = token
+        start = following
+    if not steps:
+        return ([""], [len(pieces) - 1]) if pieces else ([], [])
+    return steps, [*last[:-1], len(pieces) - 1]

@@ -1,4 +1,4 @@
-"""The kernels of a decoding step in Triton. board.py has the same functions in plain torch and says what they compute.
+"""The kernels of a decoding step in Triton. sampling/step.py has them in plain torch and says what they compute.
 
 Bytes decide: a step reads each cache once, the logits once and one block of them again. bfloat16 goes in, sums are
 float32, and the running sum that decides a token is float64, as in draw.py.
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascent.engines.language.sampling import board as formulas
-from ascent.engines.language.sampling.board import DONE, ENDS, LAST, LENGTH, SEED, SLOT, Board, Pair, Turn
+from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.draw import Support
+from ascent.engines.language.sampling.step import DONE, ENDS, LAST, LENGTH, SEED, SLOT, Board, Pair, Turn
 
 BLOCK = 256
 """Logits whose sum is kept: draw.py looks first for the block and then for the token in it."""

@@ -10,18 +10,17 @@ rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all 
 `Formulas` is what the kernels compute, for the tests on a CPU.
 """
 
-from __future__ import annotations
-
-import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ascent.engines.language.kernels import load_kernels
 
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """How far two forms may be apart, relative to the largest output; other types are left alone."""
@@ -35,10 +34,10 @@ def fuse(model: nn.Module, ops: Any = None) -> int:
 @contextmanager
 def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     """Inside, queries and keys are turned in one kernel each."""
-    ops = ops or (_kernels() if next(model.parameters()).is_cuda else None)
+    like = next(model.parameters())
+    ops = ops or (load_kernels("elementwise") if like.is_cuda else None)
     where = sys.modules[type(model.get_decoder() if hasattr(model, "get_decoder") else model).__module__]
     before = getattr(where, "apply_rotary_pos_emb", None)
-    like = next(model.parameters())
     if ops is None or before is None or not _turns_alike(before, ops, like.dtype, like.device):
         yield
         return
@@ -56,14 +55,6 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
         where.apply_rotary_pos_emb = before  # type: ignore[attr-defined]
 
 
-def _kernels() -> Any:
-    try:
-        from ascent.engines.language.kernels import elementwise as elementwise_kernels
-    except ImportError:
-        return None
-    return elementwise_kernels
-
-
 def _alike(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() <= ROUNDING[want.dtype] * want.abs().max())
 
@@ -72,45 +63,39 @@ def _noise(like: Tensor, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
-# ---- norms ------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
+def _replaced(module: Any, fused: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    """Let the module compute this instead, if it is the same on a few random rows."""
+    x = _noise(weight, 16, weight.shape[-1])
+    alike = _alike(fused(x), module(x))
+    if alike:
+        module.forward = fused
+    return alike
+
+
 def _fuse_norm(module: Any) -> bool:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or eps is None:
         return False
-    if weight.dim() != 1 or weight.dtype not in ROUNDING:
-        return False
-    x = _noise(weight, 16, len(weight))
-    if not _alike(_normed(module, eps, x), module(x)):
-        return False
-    module.forward = partial(_normed, module, eps)
-    return True
+    fits = weight.dim() == 1 and weight.dtype in ROUNDING
+    return fits and _replaced(module, partial(_normed, module, eps), weight)
 
 
 def _normed(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, module.weight.shape, module.weight, eps)
 
 
-# ---- gates ------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
 def _fuse_gate(module: Any, ops: Any) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
-    weight = getattr(parts[0], "weight", None)
-    if (ops or _kernels()) is None or None in parts or not isinstance(weight, Tensor) or weight.dtype not in ROUNDING:
-        return False
-    x = _noise(weight, 16, weight.shape[-1])
-    if not _alike(_gated(module, ops, x), module(x)):
-        return False
-    module.forward = partial(_gated, module, ops)
-    return True
+    weight: Any = getattr(parts[0], "weight", None)
+    fits = None not in parts and isinstance(weight, Tensor) and weight.dtype in ROUNDING
+    there = (ops or load_kernels("elementwise")) is not None
+    return fits and there and _replaced(module, partial(_gated, module, ops), weight)
 
 
-def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:
-    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), ops or _kernels()))
+def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:  # kernels are looked up here: a model can be copied
+    ops = ops or load_kernels("elementwise")
+    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), ops))
 
 
 class _Gate(torch.autograd.Function):
@@ -125,10 +110,7 @@ class _Gate(torch.autograd.Function):
         return *ctx.ops.gate_slope(grads[0].contiguous(), *ctx.saved_tensors), None
 
 
-# ---- rotations --------------------------------------------------------------------------------------
-
-
-@functools.cache
+@cache
 @torch.no_grad()
 def _turns_alike(before: Any, ops: Any, dtype: torch.dtype, device: torch.device) -> bool:
     if dtype not in ROUNDING:

@@ -7,7 +7,8 @@ pass computes a chunk's logits again. With z the logits at the sampling temperat
     H = log Σ e^z − Σ p·z                 ∂H/∂z = −p·(z − Σ p·z)
     KL = Σ p·(log p − log p_ref)          ∂KL/∂z = p·(log p − log p_ref − KL)
 
-All of it in float32 or better, whatever the hidden states are.
+All of it in float32 or better, whatever the hidden states are. For half-precision models on a GPU there are kernels
+that take few passes over the logits (`FusedStats`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.engines.language.learning.fused_head import FusedStats, fits
+from ascent.engines.language.kernels import load_kernels
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
 """What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
@@ -50,7 +51,7 @@ class Head:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        z = F.linear(hidden, self.weight, self.bias).to(_at_least_float32(hidden.dtype))
+        z = F.linear(hidden, self.weight, self.bias).to(torch.promote_types(hidden.dtype, torch.float32))
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
 
@@ -59,37 +60,36 @@ class Head:
         return max(16, chunk_bytes(self.weight.device) // (4 * self.weight.shape[0]))
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 def token_stats(
     head: Head,
     hidden: Tensor,
     target: Tensor,
     temperature: float = 1.0,
-    hidden_ref: Tensor | None = None,
-    head_ref: Head | None = None,
+    reference: tuple[Head, Tensor] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`."""
-    if len(hidden) and hidden_ref is None and head.cap is None and fits(hidden):
+    """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`.
+
+    `reference`: the head and the hidden states of the other policy.
+    """
+    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+    if half and len(hidden) and reference is None and head.cap is None and load_kernels("head") is not None:
         how = (head.chunk(), head.scale / temperature, entropy_gradient)
         return *FusedStats.apply(hidden, head.weight, head.bias, target, *how), None
-    options = (head, temperature, hidden_ref, head_ref, entropy_gradient)
+    options = (head, temperature, reference, entropy_gradient)
     logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)
-    return logp, entropy, (kl if hidden_ref is not None else None)
+    return logp, entropy, (None if reference is None else kl)
 
 
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Any) -> Any:
-        head, temperature, hidden_ref, head_ref, entropy_gradient = options
+        head, temperature, reference, entropy_gradient = options
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.kept = []
         count, chunk = hidden.shape[0], head.chunk()
-        dtype = _at_least_float32(hidden.dtype)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, kl = (torch.zeros(count, dtype=dtype, device=hidden.device) for _ in range(3))
         needed = any(ctx.needs_input_grad[:3])
         room = KEEP_BYTES if needed and not head.cap else 0
@@ -98,41 +98,41 @@ class _TokenStats(torch.autograd.Function):
             p = torch.softmax(z, -1)
             log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
             logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
-            if hidden_ref is not None:
-                kl[part] = (p * (z - log_z - _ref_log_probs(head_ref, hidden_ref[part], temperature))).sum(-1)
+            if reference is not None:
+                kl[part] = (p * (z - log_z - _ref_log_probs(reference, part, temperature))).sum(-1)
             entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             room -= p.numel() * p.element_size()
             if room >= 0:
                 ctx.kept.append(p)
         idle = [] if entropy_gradient else [entropy]
-        ctx.mark_non_differentiable(*idle, *([] if hidden_ref is not None else [kl]))
+        ctx.mark_non_differentiable(*idle, *([] if reference is not None else [kl]))
         return logp, entropy, kl
 
     @staticmethod
     def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_kl: Tensor) -> Any:
-        head, temperature, hidden_ref, head_ref, entropy_gradient = ctx.options
+        head, temperature, reference, entropy_gradient = ctx.options
+        only_logp = reference is None and not entropy_gradient
         hidden, weight, bias, target = ctx.saved_tensors
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         g_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         g_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for i, part in enumerate(_parts(hidden.shape[0], head.chunk())):
             kept = ctx.kept[i] if i < len(ctx.kept) else None
-            whole = kept is None or entropy_gradient or hidden_ref is not None
-            z = head.logits(hidden[part]) if whole else None
-            log_p = torch.log_softmax(z / temperature, -1) if z is not None else None
-            p = kept if kept is not None else torch.exp(log_p)  # type: ignore[arg-type]
-            only_logp = kept is not None and not (entropy_gradient or hidden_ref is not None)
-            g = p.mul_(-g_logp[part, None]) if only_logp else p * -g_logp[part, None]
+            if kept is None or not only_logp:
+                z = head.logits(hidden[part])
+                log_p = torch.log_softmax(z / temperature, -1)
+            p = torch.exp(log_p) if kept is None else kept
+            g = p.mul_(-g_logp[part, None]) if only_logp and kept is not None else p * -g_logp[part, None]
             g.scatter_add_(-1, target[part, None], g_logp[part, None].to(g.dtype))
-            if entropy_gradient and log_p is not None:
+            if entropy_gradient:
                 mean = (p * log_p).sum(-1, keepdim=True)
                 g -= g_entropy[part, None] * p * (log_p - mean)
-            if hidden_ref is not None and log_p is not None:
-                gap = log_p - _ref_log_probs(head_ref, hidden_ref[part], temperature)
+            if reference is not None:
+                gap = log_p - _ref_log_probs(reference, part, temperature)
                 g += g_kl[part, None] * p * (gap - (p * gap).sum(-1, keepdim=True))
             if temperature != 1.0:
                 g /= temperature
-            if head.cap is not None and z is not None:
+            if head.cap is not None:  # then nothing is kept
                 g *= 1 - (z / head.cap) ** 2
             if head.scale != 1.0:
                 g *= head.scale
@@ -151,5 +151,94 @@ def _parts(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
 
 
-def _ref_log_probs(head: Head, hidden: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(head.logits(hidden) / temperature, -1)
+def _ref_log_probs(reference: tuple[Head, Tensor], part: slice, temperature: float) -> Tensor:
+    head, hidden = reference
+    return torch.log_softmax(head.logits(hidden[part]) / temperature, -1)
+
+
+# ---- few passes over the logits, on a GPU ----------------------------------------------------------
+
+
+class FusedStats(torch.autograd.Function):
+    """log π of the targets and entropy at each hidden state. `ops`: the kernels, or `HeadFormulas` in the tests.
+
+    A chunk's logits come out of the matrix product in float32, unrounded. The forward pass then reads them once, for
+    all of a token's numbers, and the backward pass computes them again and reads them once, writing the slope in half
+    precision for two more products. With x = z·factor, factor = scale/temperature:
+
+        log π(a) = x_a − log Σ e^x       H = log Σ e^x − Σ p·x
+        slope = factor·(g_logp·(1_a − p) − g_H·p·(log p + H))
+
+    The head's gradient is summed over chunks in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, factor: float,
+        entropy_gradient: bool, ops: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ops = ops or load_kernels("head")
+        parts = _parts(len(hidden), chunk)
+        measured = [ops.measure(ops.logits(hidden[part], weight, bias), target[part], factor) for part in parts]
+        logp, entropy, log_z = (torch.cat(values) for values in zip(*measured, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, target, entropy, log_z)
+        ctx.options = (chunk, factor, entropy_gradient, ops)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weight, bias, target, entropy, log_z = ctx.saved_tensors
+        chunk, factor, entropy_gradient, ops = ctx.options
+        g_logp, g_entropy = grads[0], grads[1] if entropy_gradient else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        g_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        for part in _parts(len(hidden), chunk):
+            z = ops.logits(hidden[part], weight, bias)
+            bent = None if g_entropy is None else (g_entropy[part], entropy[part])
+            g = ops.slope(z, target[part], log_z[part], g_logp[part], bent, factor, weight.dtype)
+            del z
+            if g_hidden is not None:
+                torch.mm(g, weight, out=g_hidden[part])
+            if g_weight is not None:
+                ops.add_product(g_weight, g.t(), hidden[part])
+            if g_bias is not None:
+                g_bias += g.sum(0, dtype=wide)
+        narrow = (None if g is None else g.to(weight.dtype) for g in (g_weight, g_bias))
+        return g_hidden, *narrow, None, None, None, None, None
+
+
+class HeadFormulas:
+    """What the kernels compute, in plain torch."""
+
+    @staticmethod
+    def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+        total += a @ b
+
+    @staticmethod
+    def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def measure(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        """log π of the targets, entropies, and log Σ e^x."""
+        x = z * factor
+        log_z = torch.logsumexp(x, -1)
+        log_p = x - log_z[:, None]
+        return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_z
+
+    @staticmethod
+    def slope(
+        z: Tensor, target: Tensor, log_z: Tensor, g_logp: Tensor, bent: tuple[Tensor, Tensor] | None, factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        log_p = z * factor - log_z[:, None]
+        p = log_p.exp()
+        g = (F.one_hot(target, z.shape[1]) - p) * g_logp[:, None]
+        if bent is not None:
+            g_entropy, entropy = bent
+            g -= g_entropy[:, None] * p * (log_p + entropy[:, None])
+        return (g * factor).to(dtype)

@@ -1,26 +1,90 @@
 """A learner for language models that wastes nothing: no padding, no prompt encoded twice, no logits kept."""
 
-from __future__ import annotations
-
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
-from ascent.core.types import Batch, Outputs, Refused, Terms
+from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.core.update import Update
-from ascent.engines.language.attention import ours
-from ascent.engines.language.learning.critic import LanguageCritic
+from ascent.engines.language.attention import ours, send
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.parameters import begin_with, gradients_into, load_params, room, without_dropout
-from ascent.engines.language.learning.states import Forward, parts_of, place, spread, targets
-from ascent.engines.learner import InProcessLearner, Linearized, counted_sum, remembered, remind
+from ascent.engines.language.learning.states import (
+    Forward,
+    before_actions,
+    hidden_states,
+    last_states,
+    parts_of,
+    place,
+    spread,
+    targets,
+)
+from ascent.engines.learner import InProcessLearner
 from ascent.policies.causal_lm import LanguageModel
+
+SHARE = 0.6
+"""Of a GPU's memory beside the learner's own state, what activations may take."""
+CPU_TOKENS = 8192
+"""In a micro-batch on a CPU, which gains nothing from more."""
+STATE_BYTES = 18
+"""A trained parameter's: itself in bfloat16, and its copy, gradient and two moments in float32."""
+
+
+class LanguageCritic(nn.Module):
+    """V(prompt, tokens so far) = head · hidden, 0 everywhere at first.
+
+    A backbone of its own is a copy of the policy's first one, in float32, and trains what that one trains
+    (every parameter, adapters, or the last layers). On the policy's backbone only the head is new.
+    """
+
+    def __init__(self, lm: LanguageModel, shared: bool):
+        super().__init__()
+        weight = lm.model.get_output_embeddings().weight
+        if shared and weight.dtype not in (torch.float32, torch.float64):
+            raise Refused(
+                "--critic shared-critic with parameters in bfloat16: its steps would be lost in them. Set "
+                "--policy.dtype float32, or --critic own-critic"
+            )
+        exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._lm = [lm]  # in a list, so that a checkpoint of the critic does not hold the policy
+        self.own = None if shared else copy.deepcopy(lm.backbone).to(exact)
+        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=exact)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self._lm[0].backbone if self.own is None else self.own
+
+    def trained(self) -> list[Tensor]:
+        """What its optimizer moves."""
+        return [*self.head.parameters(), *(p for p in self.backbone.parameters() if p.requires_grad)]
+
+    def state_dict(self, *args: object, **more: object) -> dict[str, Tensor]:  # type: ignore[override]
+        """Its own trained parameters alone: the rest is the model's, and loaded with it."""
+        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
+        load_params(dict(self.named_parameters()), state, partly=True)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Inside, its layers call our attention function."""
+        lm = self._lm[0]
+        return ours(lm.model if self.own is None else self.own, lm.shares)
+
+    def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
+        """V at the states before every action and behind the last token of each response; 0 at the others."""
+        states = before_actions(batch) | last_states(batch)
+        hidden = hidden_states(self._lm[0], batch, states, self.backbone)
+        values = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+        return spread(values, send(states, batch.mask.device))
 
 
 class LanguageLearner(InProcessLearner):
@@ -31,8 +95,6 @@ class LanguageLearner(InProcessLearner):
     for it once, at the end of an update. The reference is a copy of the trained parameters alone: the same module is
     called with them in place of its own.
     """
-
-    fills = frozenset({"logp_old", "logp_ref", "kl_full", "score_norm"})
 
     def __init__(
         self,
@@ -57,10 +119,7 @@ class LanguageLearner(InProcessLearner):
         """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
         exact = self._working[0].dtype == torch.float64
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
-        self.critic = critic
-        if critic is not None and critic_update is not None:
-            self.critic_optimizer = critic_update.optimizer(critic.trained())
-            self.fills = self.fills | {"value"}
+        self.train_critic(critic, critic_update)
         if update.whole and narrow:
             raise Refused(
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
@@ -81,55 +140,39 @@ class LanguageLearner(InProcessLearner):
         return (place(part, self.lm.device) for part in parts_of(batch, self.micro_tokens))
 
     def evaluate(self, batch: Batch) -> Outputs:
-        reference: tuple[Head | None, Tensor | None] = (None, None)
+        reference = None
         if "kl_full" in self.outputs:
-            assert self.kept is not None
             with torch.no_grad():
-                reference = self._forward.instead(self.kept, batch, _both)
-        logp, entropy, kl = self._forward(batch, self._stats(batch, *reference, "entropy" in self.outputs))
-        return Outputs(
-            spread(logp, batch.mask), spread(entropy, batch.mask), None if kl is None else spread(kl, batch.mask)
-        )
+                reference = self._reference(batch)
+        stats = self._stats(batch, reference=reference, entropy_gradient="entropy" in self.outputs)
+        logp, entropy, kl = self._forward(batch, stats)
+        kl = None if kl is None else spread(kl, batch.mask)
+        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask), kl)
 
-    def _stats(
-        self, batch: Batch, head_ref: Head | None = None, hidden_ref: Tensor | None = None, entropy: bool = False
-    ) -> Callable[[Head, Tensor], tuple[Tensor, Tensor, Tensor | None]]:
-        """How log-probs, entropies and the KL to another policy are read off hidden states."""
-        target = targets(batch, self.lm.device)
+    def _stats(self, batch: Batch, **more: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+        """How log-probs, entropies and the KL to another policy are read off a head and hidden states."""
+        return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **more)
 
-        def read(head: Head, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            return token_stats(head, hidden, target, batch.temperature, hidden_ref, head_ref, entropy)
+    def _reference(self, batch: Batch) -> tuple[Head, Tensor]:
+        assert self.kept is not None
+        return self._forward.instead(self.kept, batch, _both)
 
-        return read
-
-    @torch.no_grad()
-    def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        needs = needs & self.fills
-        parts: dict[str, list[Tensor]] = {name: [] for name in needs}
+    def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        stats, reference = self._stats(micro), None
+        scores: dict[str, Any] = {}
         with self._attention():
-            for micro in self.split(batch) if needs else ():
-                for name, value in self._scored(micro, needs).items():
-                    parts[name].append(value.flatten(0, 1))
-        return {name: _on_host(torch.cat(values), batch) for name, values in parts.items()}
-
-    def _scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        scores: dict[str, Tensor] = {}
-        reference: tuple[Head | None, Tensor | None] = (None, None)
-        if needs & {"logp_ref", "kl_full"}:
-            assert self.kept is not None
-            reference = self._forward.instead(self.kept, micro, _both)
-            scores["logp_ref"] = spread(self._stats(micro)(*reference)[0], micro.mask)
-        if needs & {"logp_old", "kl_full"}:
-            other = reference if "kl_full" in needs else (None, None)
-            logp, _, kl = self._forward(micro, self._stats(micro, *other))
-            scores["logp_old"] = spread(logp, micro.mask)
-            if kl is not None:
-                scores["kl_full"] = spread(kl, micro.mask)
+            if needs & {"logp_ref", "kl_full"}:
+                reference = self._reference(micro)
+                scores["logp_ref"] = stats(*reference)[0]
+            if needs & {"logp_old", "kl_full"}:
+                stats = partial(stats, reference=reference if "kl_full" in needs else None)
+                scores["logp_old"], _, scores["kl_full"] = self._forward(micro, stats)
+        scores = {name: spread(scores[name], micro.mask) for name in needs & scores.keys()}
         if "score_norm" in needs:  # too expensive to compute here: the response's length stands for it (OPO)
             scores["score_norm"] = micro.length.unsqueeze(-1).float()
         if "value" in needs:
             scores["value"] = self.values(micro)
-        return {name: value for name, value in scores.items() if name in needs}
+        return scores
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
         with self.critic.attention():
@@ -163,37 +206,18 @@ class LanguageLearner(InProcessLearner):
         super().assign(params)
         self._narrow()
 
-    @torch.no_grad()
-    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
-        """The mean KL(π_old ‖ π) over the whole vocabulary, a chunk of tokens at a time."""
-        parts = []
+    def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt sample token"]:
         with self._attention():
-            for micro in self.split(mini):
-                now = self._forward(micro, _both)
-                _, _, kl = self._forward.instead(params, micro, self._stats(micro, *now))
-                assert kl is not None
-                parts.append(counted_sum(spread(kl, micro.mask), micro))
-        return torch.stack(parts).sum() / max(mini.tokens, 1)
+            now = self._forward(micro, _both)
+            _, _, kl = self._forward.instead(params, micro, self._stats(micro, reference=now))
+        assert kl is not None
+        return spread(kl, micro.mask)
 
-    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
-        with self._attention():
-            product = super().fisher(mini)
-
-        def under_ours(vector: list[Tensor]) -> list[Tensor]:
-            with self._attention():
-                return product(vector)
-
-        return under_ours
-
-    def linearized(self, micro: Batch) -> Linearized:
+    def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """At the states before actions: whole distributions, so over few tokens only."""
-        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
+        with self._attention():
             logits = self._forward(micro, Head.logits)
-        logp_all = torch.log_softmax(logits / micro.temperature, -1)
-        probe = torch.zeros_like(logp_all, requires_grad=True)
-        slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
-        counted = micro.counted[micro.mask].unsqueeze(-1)
-        return logp_all, probe, slope, logp_all.detach().exp() * counted
+        return torch.log_softmax(logits / micro.temperature, -1), micro.counted[micro.mask].unsqueeze(-1)
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
         self.critic.backbone.train(self.checkpointing)
@@ -203,7 +227,7 @@ class LanguageLearner(InProcessLearner):
         return summed.cpu()
 
     def _attention(self) -> AbstractContextManager[None]:
-        return ours(self.lm.model) if self.lm.shares else nullcontext()
+        return ours(self.lm.model, self.lm.shares)
 
     # ---- the reference, and what a checkpoint holds ---------------------------------------------
 
@@ -220,41 +244,31 @@ class LanguageLearner(InProcessLearner):
             torch._foreach_copy_(self.kept, average)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        names = list(self._params)
-        groups = {"params": {name: p.detach() for name, p in self._params.items()}}
-        groups["optimizer"] = remembered(self.optimizer)
-        if self.critic is not None:
-            groups["critic"] = self.critic.state_dict()
-            groups["critic_optimizer"] = remembered(self.critic_optimizer)
+        groups = super().state()
         if self._trainable is not self._working:
-            groups["wide"] = dict(zip(names, self._trainable, strict=True))
+            groups["wide"] = dict(zip(self._params, self._trainable, strict=True))
         if self.kept is not None and self.moved:
-            groups["reference"] = dict(zip(names, self._average or self.kept, strict=True))
+            groups["reference"] = dict(zip(self._params, self._average or self.kept, strict=True))
         return groups
 
     @torch.no_grad()
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         load_params(self._params, state["params"])
-        for name, wide in zip(self._params, self._trainable, strict=True):
-            if "wide" in state:
-                wide.copy_(state["wide"][name])
+        if "wide" in state:
+            load_params(dict(zip(self._params, self._trainable, strict=True)), state["wide"])
         if "reference" in state and self.kept is not None:
             self.moved = True
-            for name, kept in zip(self._params, self.kept, strict=True):
-                kept.copy_(state["reference"][name])
+            load_params(dict(zip(self._params, self.kept, strict=True)), state["reference"])
             if self._trainable is not self._working:
                 self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
-        remind(self.optimizer, state["optimizer"])
-        if self.critic is not None:
-            load_params(dict(self.critic.named_parameters()), state["critic"], partly=True)
-            remind(self.critic_optimizer, state["critic_optimizer"])
+        super().restore(state)
 
 
 def fetched(stepped: Stepped, device: torch.device) -> Stepped:
     """What a step reports, on the host: all numbers in one copy, and all tokens in another."""
-    named = [*stepped.metrics.items(), *stepped.sums.items()]
-    numbers = torch.stack([value.to(device) for _, value in named]).cpu()  # here the host waits
-    by_name = dict(zip((name for name, _ in named), numbers, strict=True))
+    named = stepped.metrics | stepped.sums
+    numbers = torch.stack([value.to(device) for value in named.values()]).cpu()  # here the host waits
+    by_name = dict(zip(named, numbers, strict=True))
     tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
     logp, *entropy = torch.stack(tokens).cpu()
     metrics, sums = ({name: by_name[name] for name in names} for names in (stepped.metrics, stepped.sums))
@@ -265,6 +279,85 @@ def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
     return head, hidden
 
 
-def _on_host(values: Tensor, like: Batch) -> Tensor:
-    """Numbers of all responses, part after part, on the host as `[prompt sample …]`."""
-    return values.cpu().unflatten(0, like.mask.shape[:2])
+# ---- what a learner does to a model's parameters, and how much of a batch fits beside them ----------
+
+
+@torch.no_grad()
+def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
+    """Trained parameters from a checkpoint; refused where they are another model's."""
+    same = own.keys() >= given.keys() if partly else own.keys() == given.keys()
+    if not same or any(own[k].shape != given[k].shape for k in given):
+        raise Refused(
+            "these parameters are not this model's: set the --model and --policy.lora that they were made with"
+        )
+    for name, value in given.items():
+        own[name].copy_(value)
+
+
+def begin_with(lm: LanguageModel, params: dict[str, Tensor]) -> list[Tensor]:
+    """The float32 copies of half-precision parameters: as they were stored, where that was finer, or as they are.
+
+    A copy that begins at its rounded value has to move by half of the rounding before the model moves at all.
+    """
+    stored, lm.exact = lm.exact, {}
+    wide = []
+    for name, p in params.items():
+        exact = stored.get(name)
+        same = exact is not None and torch.equal(exact.to(p.dtype), p)  # not if it was started from another run
+        wide.append(exact.float() if exact is not None and same else p.detach().float().clone())
+    return wide
+
+
+@contextmanager
+def gradients_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
+    """Inside, a gradient that comes to a narrow parameter is added to that of its wide copy, and not kept."""
+
+    def add(to: Tensor, p: Tensor) -> None:
+        assert p.grad is not None
+        to.grad = p.grad.float() if to.grad is None else to.grad.add_(p.grad)
+        p.grad = None
+
+    pairs = [] if wide is narrow else zip(narrow, wide, strict=True)
+    hooks = [p.register_post_accumulate_grad_hook(partial(add, to)) for p, to in pairs]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def without_dropout(lm: LanguageModel) -> None:
+    """Log-probs are the policy's own only without dropout; then training mode is nothing but checkpointing."""
+    for module in lm.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
+    """What autograd keeps of a token, about.
+
+    Of width w and inner width i, a layer keeps 11·w + 4·i numbers: the norms' inputs (in float32), queries, keys,
+    values, what they mix, and the four tensors of the gated MLP. With checkpointing that of one layer, and w of each.
+    """
+    config: Any = lm.model.config
+    size, layers, width = lm.model.dtype.itemsize, config.num_hidden_layers, config.hidden_size
+    layer = size * (11 * width + 4 * (getattr(config, "intermediate_size", None) or 4 * width))
+    return layer + size * width * layers if checkpointing else layer * layers
+
+
+def room(lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: nn.Module | None = None) -> int:
+    """Tokens in a micro-batch where nobody says how many: on a GPU what its memory should hold.
+
+    From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic is
+    in float32, with gradient and moments, and takes the same micro-batches.
+    """
+    if lm.device.type != "cuda":
+        return CPU_TOKENS
+    state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
+    state += sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
+    state += 0 if critic is None else sum(4 * p.numel() * p.element_size() for p in critic.parameters())
+    free = torch.cuda.get_device_properties(lm.device).total_memory - state
+    wider = 1 if critic is None else max(1, 4 // lm.model.dtype.itemsize)
+    return max(1, int(SHARE * free / (wider * bytes_per_token(lm, checkpointing))))

@@ -1,10 +1,13 @@
-"""A language model's forward pass over a batch: its hidden states, packed with shared prompts or plain."""
+"""A language model's forward pass over a batch: its hidden states, packed with shared prompts or plain.
+
+`prove` compares both with the model's own forward pass before a model is used.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from ascent.core.types import Batch, Rollouts
-from ascent.engines.language.attention import Packed
-from ascent.engines.language.learning.flash import Group, send
+from ascent.core.types import Batch, Refused, Rollouts
+from ascent.engines.language.attention import Group, Packed, ours, send
 from ascent.engines.language.learning.head import Head
 from ascent.policies.causal_lm import LanguageModel
 
@@ -25,33 +28,29 @@ Read = TypeVar("Read")
 def parts_of(batch: Batch, budget: int) -> Iterator[Batch]:
     """Parts of about `budget` tokens at most and of much the same size, prompts counted once.
 
-    Whole groups where they fit, else parts of one. What was not sampled, a pair, is never cut.
+    Whole groups where they fit, else parts of one. What was not sampled, a pair, is never cut. A share without rows is
+    one part, whose gradient is 0.
     """
     prompts, responses = (batch.prompt >= 0).sum(-1).tolist(), batch.present.sum(-1).tolist()
     costs = [prompt + sum(own) for prompt, own in zip(prompts, responses, strict=True)]
-    even = sum(costs) / max(1, -(-sum(costs) // budget)) + max(costs) / 2
-    start, used = 0, 0
-    for i, cost in enumerate(costs):
-        if i > start and used + cost > min(budget, even):
-            yield batch.share(slice(start, i))
-            start, used = i, 0
-        if cost > budget and len(responses[i]) > 1 and batch.sampled:
-            yield from _parts_of_group(batch, i, prompts[i], responses[i], budget)
-            start, used = i + 1, 0
+    even = sum(costs) / max(1, -(-sum(costs) // budget)) + max(costs, default=0) / 2
+    for part in _runs(costs, min(budget, even)):
+        first = part.start
+        if batch.sampled and len(costs) and costs[first] > budget:  # then it is alone in its part
+            yield from (batch.share(part, own) for own in _runs(responses[first], budget, prompts[first]))
         else:
-            used += cost
-    if start < len(costs):
-        yield batch if start == 0 else batch.share(slice(start, len(costs)))
+            yield batch if part == slice(0, len(costs)) else batch.share(part)
 
 
-def _parts_of_group(batch: Batch, i: int, prompt: int, responses: list[int], budget: int) -> Iterator[Batch]:
-    start, used = 0, prompt
-    for s, length in enumerate(responses):
-        if s > start and used + length > budget:
-            yield batch.share(slice(i, i + 1), slice(start, s))
-            start, used = s, prompt
-        used += length
-    yield batch.share(slice(i, i + 1), slice(start, len(responses)))
+def _runs(costs: list[int], most: int | float, each: int = 0) -> Iterator[slice]:
+    """Neighbours that cost `most` together, if they can, with what each run costs by itself."""
+    start, used = 0, each
+    for i, cost in enumerate(costs):
+        if i > start and used + cost > most:
+            yield slice(start, i)
+            start, used = i, each
+        used += cost
+    yield slice(start, len(costs))
 
 
 @dataclass(frozen=True)
@@ -61,24 +60,27 @@ class Placed(Batch):
     Asking a GPU for a length would mean waiting until it has done everything that was queued before.
     """
 
-    host: Batch | None = None
+    host: Batch = field(default=None)  # type: ignore[assignment]
 
     def select(self, prompts: Tensor | slice, samples: slice = slice(None)) -> Placed:
-        host = None if self.host is None else self.host.select(prompts, samples)
-        return replace(super().select(prompts, samples), host=host)
+        return replace(super().select(prompts, samples), host=self.host.select(prompts, samples))
+
+
+HOST_ONLY = frozenset({"prompt", "problem", "index", "measures"})
+"""Fields that no objective has a use for; a forward pass takes its tokens from the host."""
 
 
 def place(batch: Batch, device: torch.device) -> Batch:
     """The batch where the model is. Nobody waits for it."""
     if device.type == "cpu":
         return batch
-    own = {f.name: getattr(batch, f.name) for f in fields(Batch)}
-    moved: dict[str, Any] = {name: send(v, device) if isinstance(v, Tensor) else v for name, v in own.items()}
-    return Placed(**moved, host=batch)
+    own: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(Batch)}
+    tensors = {name: v for name, v in own.items() if isinstance(v, Tensor) and name not in HOST_ONLY}
+    return Placed(**own | {name: send(v, device) for name, v in tensors.items()}, host=batch)
 
 
 def host_of(batch: Rollouts) -> Rollouts:
-    return batch.host if isinstance(batch, Placed) and batch.host is not None else batch
+    return batch.host if isinstance(batch, Placed) else batch
 
 
 def targets(batch: Rollouts, device: torch.device) -> Int[Tensor, "state"]:
@@ -113,19 +115,22 @@ def last_states(batch: Rollouts) -> States:
     return torch.arange(host.mask.shape[-1] + 1) == host.extent.unsqueeze(-1)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A batch as one row of tokens, [prompt, response 1, …, response G] for each group, with no padding."""
-
-    ids: Int[Tensor, "token"]
-    positions: Int[Tensor, "token"]
-    places: Int[Tensor, "asked"]
-    """The tokens behind which the states stand that are asked for, in the order of the batch."""
-    groups: list[Group]
+def hidden_states(
+    lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None
+) -> Float[Tensor, "asked width"]:
+    """Last hidden states at these states (those before actions), of the model or of another backbone like its own."""
+    states = before_actions(batch) if states is None else states
+    return (packed_states if lm.shares else padded_states)(lm, host_of(batch), states, backbone or lm.backbone)
 
 
-def pack(batch: Rollouts, states: States) -> Row:
-    """The state before a response's first token is the prompt's last; tokens behind the last state are left out."""
+def packed_states(
+    lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module
+) -> Float[Tensor, "asked width"]:
+    """From one row, [prompt, response 1, …, response G] for each group: no prompt is encoded twice, nothing is padded.
+
+    The state before a response's first token is the prompt's last; tokens behind the last state are left out.
+    A batch without rows is one token of which nothing is asked: so every parameter has a gradient, 0.
+    """
     prompt, width = batch.prompt, batch.mask.shape[2]
     t = torch.arange(width + 1)
     last = torch.where(states, t, 0).amax(-1, keepdim=True)
@@ -141,24 +146,17 @@ def pack(batch: Rollouts, states: States) -> Row:
     begin = (start + size).unsqueeze(-1) + inner.cumsum(-1) - inner
     place = torch.where(before == 0, (start + size - 1)[:, None, None], begin.unsqueeze(-1) + before - 1)
     shapes = zip(start.tolist(), size.tolist(), inner.tolist(), strict=True)
-    return Row(ids, positions, place[states], [Group(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes])
-
-
-def packed_states(
-    lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None
-) -> Float[Tensor, "asked width"]:
-    """Hidden states from one packed row: prompts are encoded once for their groups, and nothing is padded."""
-    row, device = pack(host_of(batch), before_actions(batch) if states is None else states), lm.device
-    ids, positions = send(row.ids, device)[None], send(row.positions, device)[None]
-    hidden = lm.hidden(ids, positions, Packed(row.groups), backbone)[0]
-    return hidden[send(row.places, device)]
+    groups = [Group(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
+    if not groups:
+        ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [Group(0, 1, ())]
+    ids, positions, places = (send(x, lm.device) for x in (ids, positions, place[states]))
+    return lm.hidden(ids[None], positions[None], Packed(groups), backbone)[0][places]
 
 
 def padded_states(
-    lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None
+    lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module
 ) -> Float[Tensor, "asked width"]:
     """The plain form, for any architecture: one row per response, its prompt repeated, padded on the right."""
-    batch, states = host_of(batch), before_actions(batch) if states is None else states
     rows: list[Tensor] = []
     places: list[Tensor] = []
     for prompt, *group in zip(batch.prompt, batch.response, batch.present, states, strict=True):
@@ -167,17 +165,13 @@ def padded_states(
             before = F.pad(present.cumsum(-1), (1, 0))[wanted]
             rows.append(torch.cat([prompt, response[present][: int(before.max()) if len(before) else 0]]))
             places.append(len(prompt) - 1 + before)
-    width = max(map(len, rows))
-    device = lm.device
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    inside = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)], inside[i, : len(row)] = row, 1
-    out = (backbone or lm.backbone)(
-        input_ids=ids.to(device), attention_mask=inside.to(device), use_cache=False
-    ).last_hidden_state
-    index = torch.cat([i * width + place for i, place in enumerate(places)])
-    return out.flatten(0, 1)[index.to(device)]
+    if not rows:  # as in a packed row
+        rows, places = [torch.zeros(1, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
+    ids = pad_sequence(rows, batch_first=True)
+    inside = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    out = backbone(input_ids=ids.to(lm.device), attention_mask=inside.to(lm.device), use_cache=False)
+    index = torch.cat([i * ids.shape[1] + place for i, place in enumerate(places)])
+    return out.last_hidden_state.flatten(0, 1)[index.to(lm.device)]
 
 
 class Forward(nn.Module):
@@ -204,11 +198,76 @@ class Forward(nn.Module):
     def forward(self, batch: Rollouts, read: Callable[[Head, Tensor], Read], states: States | None = None) -> Read:
         """What `read` makes of the head and the hidden states `[state width]`, in the order of the batch."""
         lm = self._lm[0]
-        hidden = (packed_states if lm.shares else padded_states)(lm, batch, states)
-        return read(Head.of(lm.model), hidden)
+        return read(Head.of(lm.model), hidden_states(lm, batch, states))
 
     def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[Head, Tensor], Read]) -> Read:
         """The same with these values for the trained parameters."""
         pairs = zip(self._names, params, strict=True)
         named = {name: value for names, value in pairs for name in names}
         return torch.func.functional_call(self, named, (batch, read), tie_weights=False)
+
+
+# ---- proof: do our forward passes give what the model's own gives? ----------------------------------
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens.
+
+There a single token of a real model is easily 0.3 off, whichever way its sums are ordered.
+"""
+
+
+@torch.no_grad()
+def prove(lm: LanguageModel, longest: int = 0) -> str | None:
+    """Compare, on a few random tokens; None where prompts can be shared, else why not (`lm.shares` says the same).
+
+    `longest`: the tokens that a prompt and its response may have together; an attention window has to hold them.
+    A model whose logits are not those of its head on its last hidden states is refused.
+    """
+    batch, dtype, head = _probe(lm), next(lm.model.parameters()).dtype, Head.of(lm.model)
+    tolerance, action = TOLERANCE.get(dtype, 2e-3), targets(batch, lm.device)[:, None]
+    own = torch.log_softmax(_own_logits(lm, batch), -1).gather(-1, action)
+
+    def gap() -> float:
+        apart = (torch.log_softmax(head.logits(hidden_states(lm, batch)), -1).gather(-1, action) - own).abs()
+        return float(apart.mean() if dtype in (torch.bfloat16, torch.float16) else apart.max())
+
+    lm.shares = False
+    plain = gap()
+    if not plain < tolerance:
+        raise Refused(
+            f"{type(lm.model).__name__}: its logits are not its head times its last hidden states (log-probs are "
+            f"{plain:.2g} apart), so Ascent cannot train it"
+        )
+    lm.shares = True
+    window = getattr(lm.model.config, "sliding_window", None) or longest
+    why = f"its attention sees {window} tokens, and there may be {longest}" if window < longest else None
+    try:
+        with ours(lm.model):
+            shared = gap()
+    except Exception as error:  # whatever an architecture of any kind does with a layout that it does not know
+        why = f"{type(error).__name__}: {error}"
+    else:
+        why = why or (None if shared < tolerance else f"log-probs would be {shared:.2g} off")
+    lm.shares = why is None
+    return why
+
+
+def _probe(lm: LanguageModel) -> Rollouts:
+    """Two groups of random tokens, ragged in every way."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(lm.vocab, (2, 7), generator=generator)
+    prompt[1, 4:] = -1
+    response = torch.randint(lm.vocab, (2, 3, 5), generator=generator)
+    mask = torch.arange(5) < torch.tensor([[5, 1, 3], [2, 5, 4]]).unsqueeze(-1)
+    return Rollouts(prompt, response, mask, torch.zeros(2, 3, 5), 5, torch.zeros(2, 3, dtype=torch.bool))
+
+
+def _own_logits(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "state vocab"]:
+    """What the model itself says, one unpadded sequence at a time, in float32 or better."""
+    logits = []
+    for row, responses, masks in zip(batch.prompt, batch.response, batch.mask, strict=True):
+        prompt = row[row >= 0]
+        for response, mask in zip(responses, masks, strict=True):
+            ids = torch.cat([prompt, response[mask]]).to(lm.device)
+            logits.append(lm.model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1])
+    return torch.cat(logits).to(torch.promote_types(logits[0].dtype, torch.float32))

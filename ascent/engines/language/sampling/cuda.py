@@ -1,6 +1,6 @@
 """Decoding as captured CUDA graphs: one replay is one token of every running response, drawn and written down.
 
-All state lives on the card (board.py). The host enqueues a few replays, lets waiting responses into lanes that are
+All state lives on the card (step.py). The host enqueues a few replays, lets waiting responses into lanes that are
 free, and only then reads which responses had finished before: the card is never kept waiting for that answer, and a
 finished lane idles for at most two such rounds. On a CPU the same steps run without graphs, for the tests.
 
@@ -14,18 +14,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.engines.language.attention import ours
-from ascent.engines.language.sampling import board as formulas
-from ascent.engines.language.sampling.board import DONE, ENDS, LAST, LENGTH, Board, Pair
-from ascent.engines.language.sampling.draw import Drawn, Picker, Support
-from ascent.engines.language.sampling.llama import Llama, Unlike
+from ascent.engines.language.attention import ours, send
+from ascent.engines.language.kernels import load_kernels
+from ascent.engines.language.sampling import step as formulas
+from ascent.engines.language.sampling.draw import Drawn, Support
+from ascent.engines.language.sampling.step import DONE, ENDS, LAST, LENGTH, Board, Llama, Pair, Unlike
 from ascent.policies.causal_lm import LanguageModel
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -42,9 +41,8 @@ GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bflo
 
 def graph_decoder(lm: LanguageModel) -> tuple[GraphDecoder | None, str | None]:
     """The decoder of this model, which all its samplers share; or None and why there is none."""
-    found: Any = getattr(lm, "graph_decoder", None)
-    if found is not None:
-        return found, None
+    if hasattr(lm, "graph_decoder"):
+        return lm.graph_decoder, None  # type: ignore[return-value]
     if len(lm.ends) > ENDS:
         return None, f"it has {len(lm.ends)} end tokens, and there is room for {ENDS}"
     try:
@@ -69,47 +67,29 @@ class GraphDecoder:
         self.lm = lm
         self.on_card = lm.device.type == "cuda"
         self.net = Llama.of(lm.model)
-        self.ops = self._ops()
-        self.board: Board | None = None
+        plain = not self.on_card or lm.model.dtype == torch.float64 or self.net.channel & (self.net.channel - 1)
+        self.ops = formulas if plain else load_kernels("decoding") or formulas
+        self.board: Board = None  # type: ignore[assignment]
+        """There from the first `prepare` on."""
         self.graphs: dict[Any, Callable[[], None]] = {}
         self.lanes_now: list[int] = []
         self.rooms: dict[tuple[int, int], int] = {}
 
-    def __call__(
-        self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, limit: int
-    ) -> Callable[[Picker, Drawn], None]:
-        return partial(self._decode, prompts, samples, rows, limit)
-
-    def _decode(
-        self, prompts: list[list[int]], samples: int, rows: int, limit: int, pick: Picker, drawn: Drawn
-    ) -> None:
-        rows = self._room(min(rows, len(prompts) * samples), limit)
+    def __call__(self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn) -> Run:
+        rows = self._room(min(rows, len(prompts) * samples), drawn.limit)
         slots = min(len(prompts), 4 * -(-rows // samples) + 1)  # a group keeps its slot until its longest response ends
-        self.prepare(rows, slots, max(map(len, prompts)) - 1, limit)
-        assert self.board is not None
-        self.board.limit.fill_(limit)
-        self.board.temperature.fill_(pick.temperature)
-        ends = sorted(self.lm.ends)
-        self.board.ends.copy_(torch.tensor(ends + [-1] * (ENDS - len(ends))))
-        with ours(self.lm.model):
-            Run(self, prompts, samples, rows, slots, limit, pick, drawn)()
-
-    def _ops(self) -> ModuleType:
-        """The kernels where they can run; else the formulas that they stand for."""
-        if not self.on_card or self.lm.model.dtype == torch.float64 or self.net.channel & (self.net.channel - 1):
-            return formulas
-        try:
-            from ascent.engines.language.kernels import decoding as kernels
-        except ImportError:
-            return formulas
-        return kernels
+        self.prepare(rows, slots, max(map(len, prompts)) - 1, drawn.limit)
+        self.board.limit.fill_(drawn.limit)
+        self.board.temperature.fill_(drawn.temperature)
+        self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
+        return Run(self, prompts, samples, rows, slots, drawn)
 
     def _room(self, rows: int, limit: int) -> int:
         """Fewer rows where their caches would not fit; the same number for the same question."""
         if not self.on_card or (self.board is not None and self.board.holds(rows, 0, 0, limit)):
             return rows
         if (rows, limit) not in self.rooms:
-            self.board, self.graphs = None, {}
+            self.board, self.graphs = None, {}  # type: ignore[assignment]
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             net = self.net
             lane = 2 * len(net.layers) * net.heads * limit * net.channel * net.embedding.element_size()
@@ -124,21 +104,18 @@ class GraphDecoder:
         self.net = net
         if self.board is not None and self.board.holds(rows, slots, width, limit):
             return
-        had = self.board
-        if had is not None:
-            rows, slots = max(rows, had.rows), max(slots, len(had.prompt_length))
-            width, limit = max(width, had.prompts[0][0].shape[2]), max(limit, had.token.shape[1])
-        self.board, self.graphs, had = None, {}, None
+        if self.board is not None:
+            rows, slots, width, limit = map(max, self.board.room, (rows, slots, width, limit))
+        self.board, self.graphs = None, {}  # type: ignore[assignment]
         width = -(-max(width, 1) // 16) * 16
         like = net.embedding.detach()
         self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, slots, width, limit, like)
-        self.tables: Pair = net.tables(self.board.longest)
+        self.tables: Pair = net.tables(width + limit)
         self.pool = torch.cuda.graph_pool_handle() if self.on_card else None
         self.lanes_now = []
 
     def step(self, rows: int, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
-        assert self.board is not None
         hidden = self.net.hidden(self.ops, self.board, self.tables, rows)
         head = self.net.head
         self.ops.draw(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
@@ -150,7 +127,6 @@ class GraphDecoder:
             return run
         key = (rows, None if greedy else support)
         if key not in self.graphs:
-            assert self.board is not None
             self.board.lanes.fill_(self.board.rows)
             self.lanes_now = []
             aside = torch.cuda.Stream()
@@ -166,9 +142,7 @@ class GraphDecoder:
 
     def choose(self, lanes: list[int]) -> int:
         """Let the next steps work on these lanes; how many rows such a step has."""
-        assert self.board is not None
-        rows = min([n for n in (*BUCKETS, self.board.rows) if n >= len(lanes)])
-        rows = min(rows, self.board.rows)
+        rows = min([self.board.rows, *(n for n in BUCKETS if n >= len(lanes))])
         lanes = lanes + [self.board.rows] * (rows - len(lanes))
         if lanes != self.lanes_now:
             self.board.lanes[:rows].copy_(self.sent(lanes), non_blocking=True)
@@ -176,13 +150,10 @@ class GraphDecoder:
         return rows
 
     def sent(self, numbers: list[Any]) -> Tensor:
-        """Numbers on their way to the card; nobody waits for them."""
-        tensor = torch.tensor(numbers, dtype=torch.long)
-        return tensor.pin_memory().to(self.lm.device, non_blocking=True) if self.on_card else tensor
+        return send(torch.tensor(numbers, dtype=torch.long), self.lm.device)
 
     def encode(self, prompts: list[list[int]], slots: list[int]) -> None:
         """Keys and values of these prompts, without their last tokens, into these slots."""
-        assert self.board is not None
         self.board.prompt_length[self.sent(slots)] = self.sent([len(p) - 1 for p in prompts])
         order = sorted((len(p) - 1, i) for i, p in enumerate(prompts) if len(p) > 1)
         while order:
@@ -200,7 +171,6 @@ class GraphDecoder:
         ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
         self.prepare(2, 1, 5, 8)
         board, device = self.board, self.lm.device
-        assert board is not None
         with ours(self.lm.model):
             positions = torch.arange(12, device=device).expand(2, -1)
             want = self.lm.hidden(ids.to(device), positions, Encoding([], positions))[:, 5:]
@@ -212,7 +182,7 @@ class GraphDecoder:
                     board.state[LENGTH, :2], board.state[LAST, :2] = t, ids[i, 5 + t]
                     got = self.net.hidden(self.ops, board, self.tables, 2)
                     apart.append((got[1] - want[i, t]).double().norm() / want[i, t].double().norm())
-        self.board = None
+        self.board = None  # type: ignore[assignment]
         return float(torch.stack(apart).max())
 
 
@@ -235,21 +205,11 @@ class Run:
     """One call: which response is in which lane, which waits, and what has come out."""
 
     def __init__(
-        self,
-        decoder: GraphDecoder,
-        prompts: list[list[int]],
-        samples: int,
-        rows: int,
-        slots: int,
-        limit: int,
-        pick: Picker,
-        drawn: Drawn,
+        self, decoder: GraphDecoder, prompts: list[list[int]], samples: int, rows: int, slots: int, drawn: Drawn
     ):
-        assert decoder.board is not None
-        self.decoder, self.board, self.limit = decoder, decoder.board, limit
+        self.decoder, self.board, self.limit = decoder, decoder.board, drawn.limit
         self.prompts, self.samples, self.drawn = prompts, samples, drawn
-        self.support, self.greedy = pick.support, pick.seeds is None
-        self.seeds = [0] * (len(prompts) * samples) if pick.seeds is None else pick.seeds.tolist()
+        self.seeds = [0] * (len(prompts) * samples) if drawn.seeds is None else drawn.seeds.tolist()
         self.waiting = deque(range(len(prompts) * samples))
         self.lane_free, self.slot_free = list(range(rows))[::-1], list(range(slots))[::-1]
         self.slot_of: dict[int, int] = {}
@@ -267,15 +227,16 @@ class Run:
 
     def __call__(self) -> None:
         flight: Callable[[], None] | None = None
-        while True:
-            self._admit()
-            launched = self._launch()
-            if flight is not None:
-                flight()
-            elif launched is None:
-                break
-            flight = launched
-        self._collect(self.drawn)
+        with ours(self.decoder.lm.model):
+            while True:
+                self._admit()
+                launched = self._launch()
+                if flight is not None:
+                    flight()
+                elif launched is None:
+                    break
+                flight = launched
+        self._collect()
 
     def _admit(self) -> None:
         """Waiting responses into free lanes: slot, nothing in the cache, the prompt's last token, the seed."""
@@ -308,7 +269,7 @@ class Run:
             return None
         steps = min(ROUND, max(self.limit - self.age[lane] for lane in live))
         rows = self.decoder.choose(live)
-        graph = self.decoder.graph(rows, self.support, self.greedy)
+        graph = self.decoder.graph(rows, self.drawn.support, self.drawn.seeds is None)
         self.decoder.choose(live)
         for _ in range(steps):
             graph()
@@ -369,12 +330,14 @@ class Run:
         self.age[lane], self.begun[lane] = end, self.launches
         return True
 
-    def _collect(self, drawn: Drawn) -> None:
-        """Everything to the host at once, in the order in which it was asked for."""
+    def _collect(self) -> None:
+        """Everything to the host at once, in the order in which it was asked for. A greedy draw has no mass."""
+        drawn = self.drawn
         responses = torch.tensor([r for part in self.out for r in part[0]])
         length = torch.tensor([n for part in self.out for n in part[1]])
         inside = torch.arange(self.limit) < length[:, None]
-        for into, k, nothing in ((drawn.token, 0, 0), (drawn.logp, 1, 0.0), (drawn.mass, 2, 1.0)):
+        mass = None if drawn.seeds is None else drawn.mass
+        for into, k, nothing in ((drawn.token, 0, 0), (drawn.logp, 1, 0.0), (mass, 2, 1.0)):
             if into is not None:
                 new = torch.cat([part[2][k] for part in self.out]).cpu().to(into.dtype)
                 into[responses] = torch.where(inside, new, nothing)

@@ -6,10 +6,8 @@ batches of other sizes round differently, and where the uniform number falls wit
 of a boundary between two tokens, the other one is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,8 +58,7 @@ def uniform(seed: Tensor, t: Tensor) -> Tensor:
     return _shift(x, 11).double() * 2.0**-53
 
 
-def _shift(x: Tensor, by: int) -> Tensor:
-    """The unsigned right shift of 64-bit numbers."""
+def _shift(x: Tensor, by: int) -> Tensor:  # unsigned, to the right
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -73,16 +70,14 @@ def draw_tokens(
     Without `u` the likeliest token is taken.
     """
     z = logits if temperature == 1.0 else logits / temperature
-    p = torch.softmax(z, -1)
-    mass = None
+    p, mass = torch.softmax(z, -1), None
     if u is None:
         token = z.argmax(-1, keepdim=True)
+    elif support.whole:
+        token = _invert(p, u)
     else:
-        allowed = p
-        if not support.whole:
-            allowed = torch.where(support.allowed(p), p, 0.0)
-            mass = allowed.sum(-1)
-        token = _invert(allowed, u)
+        allowed = torch.where(support.allowed(p), p, 0.0)
+        token, mass = _invert(allowed, u), allowed.sum(-1)
     return token.squeeze(-1), torch.log(p.gather(-1, token)).squeeze(-1), mass
 
 
@@ -113,27 +108,58 @@ class Drawn:
     A response begins, may be extended by tokens that nobody drew (an observation, after a turn of its own), and ends.
     """
 
-    def __init__(self, count: int, limit: int, ends: frozenset[int], mass: int | None, observe: Observe | None = None):
-        self.limit, self.ends = limit, torch.tensor(sorted(ends))
+    def __init__(
+        self,
+        count: int,
+        limit: int,
+        ends: frozenset[int],
+        head: Head,
+        seeds: Tensor | None,
+        temperature: float,
+        support: Support,
+        observe: Observe | None = None,
+    ):
+        self.limit, self.ends, self.observe = limit, torch.tensor(sorted(ends)), observe
+        self.head, self.temperature, self.support = head, temperature, support
+        self.seeds = seeds
+        """One per response; None: the likeliest token is taken."""
         self.token = torch.zeros(count, limit, dtype=torch.long)
         self.logp = torch.zeros(count, limit)
-        self.mass = None if mass is None else torch.ones(count, limit)
+        self.mass = None if support.whole else torch.ones(count, limit)
         self.length = torch.zeros(count, dtype=torch.long)
         self.ended = torch.zeros(count, dtype=torch.bool)
         self.cut = torch.zeros(count, dtype=torch.bool)
         """Responses whose next observation did not fit."""
-        self.observe = observe
         self.observed = torch.zeros(count, limit, dtype=torch.bool)
         """Tokens that nobody drew."""
+        self.queue: dict[int, list[int]] = {}
+        """By response, the tokens of an observation that are still to be fed."""
 
-    def add(self, row: list[int], token: Tensor, logp: Tensor, mass: Tensor | None) -> None:
-        token, t = token.cpu(), self.length[row]
-        self.token[row, t] = token
-        self.logp[row, t] = logp.float().cpu()
+    def next(self, hidden: Tensor, row: list[int]) -> Tensor:
+        """The next token of these responses, from their last hidden states: drawn, or one of an observation."""
+        if self.observe is None:
+            return self._draw(hidden, row)
+        drawing = [i for i, response in enumerate(row) if response not in self.queue]
+        fed = [self.queue[response].pop(0) if response in self.queue else 0 for response in row]
+        self.queue = {response: tokens for response, tokens in self.queue.items() if tokens}
+        token = torch.tensor(fed, device=hidden.device)
+        if drawing:
+            token[drawing] = self._draw(hidden[drawing], [row[i] for i in drawing])
+        for i in drawing:
+            if observation := self.extend(row[i]):
+                self.queue[row[i]] = observation
+        return token
+
+    def _draw(self, hidden: Tensor, row: list[int]) -> Tensor:
+        t = self.length[row]
+        u = None if self.seeds is None else uniform(self.seeds[row], t).to(hidden.device)
+        token, logp, mass = draw_tokens(self.head.logits(hidden), self.temperature, self.support, u)
+        self.token[row, t], self.logp[row, t] = token.cpu(), logp.float().cpu()
         if self.mass is not None and mass is not None:
             self.mass[row, t] = mass.float().cpu()
         self.length[row] += 1
-        self.ended[row] = torch.isin(token, self.ends)
+        self.ended[row] = torch.isin(self.token[row, t], self.ends)
+        return token
 
     def extend(self, row: int) -> list[int]:
         """The observation behind a turn that has ended, now part of its response; none: the response is over.
@@ -156,45 +182,3 @@ class Drawn:
     def running(self, row: list[int]) -> list[bool]:
         """Which of these responses continue."""
         return (~self.ended[row] & ~self.cut[row] & (self.length[row] < self.limit)).tolist()
-
-
-@dataclass(frozen=True)
-class Picker:
-    """The next token of responses, from their last hidden states; it is written into `drawn`."""
-
-    head: Head
-    seeds: Tensor | None
-    """One per response; None: the likeliest token is taken."""
-    temperature: float
-    support: Support
-    drawn: Drawn
-    queue: dict[int, list[int]] = field(default_factory=dict)
-    """By response, the tokens of an observation that are still to be fed."""
-
-    def __call__(self, hidden: Tensor, row: list[int]) -> Tensor:
-        if self.drawn.observe is None:
-            return self.draw(hidden, row)
-        drawing = [i for i, response in enumerate(row) if response not in self.queue]
-        token = torch.tensor([self._fed(response) for response in row], device=hidden.device)
-        if drawing:
-            token[drawing] = self.draw(hidden[drawing], [row[i] for i in drawing])
-        for i in drawing:
-            if observation := self.drawn.extend(row[i]):
-                self.queue[row[i]] = observation
-        return token
-
-    def _fed(self, response: int) -> int:
-        """The next token of its observation; 0 where there is none."""
-        tokens = self.queue.get(response, [])
-        if len(tokens) == 1:
-            del self.queue[response]
-        return tokens.pop(0) if tokens else 0
-
-    def draw(self, hidden: Tensor, row: list[int]) -> Tensor:
-        """One token of each response, drawn."""
-        u = None
-        if self.seeds is not None:
-            u = uniform(self.seeds[row], self.drawn.length[row]).to(hidden.device)
-        token, logp, mass = draw_tokens(self.head.logits(hidden), self.temperature, self.support, u)
-        self.drawn.add(row, token, logp, mass)
-        return token

@@ -1,27 +1,33 @@
-"""Figure 3: two states, two actions each, and baselines to drag: what moves, and the expectation that does not."""
+"""Figure 3: two states, two actions each, baselines to drag: what moves, and the exact expectation that does not."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from ascent.core.advantages import Advantage, Credit
 from ascent.core.algorithms import Algorithm
+from ascent.core.types import Batch, Rollouts, Scores, Space, State
 from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
-from ascent.lab.figures.baselines.two_states import REWARDS, LogOdds, Minus, TwoStates
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table as Oracle
+from ascent.policies.small import Policy
 
-_FAR = (20.0, -9.0)
+REWARDS = ((11.0, 9.0), (0.0, 2.0))
+"""Of the two actions in state 1, and in state 2."""
 
 _SNIPPET = """\
 import torch
 from ascent.core.algorithms import Algorithm
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
-from ascent.lab.figures.baselines.two_states import REWARDS, LogOdds, Minus, TwoStates
+from ascent.lab.figures.baselines.figure import REWARDS, LogOdds, Minus, TwoStates
 
 weights = torch.tensor([R - b for rewards, b in zip(REWARDS, ({b1}, {b2})) for R in rewards])
 print("standard deviation of the weights", round(weights.std().item(), 3))
@@ -30,6 +36,49 @@ for state, b in enumerate(({b1}, {b2})):
     found = estimate(table, Algorithm(Minus(b)), samples=1)
     print("state", state + 1, "expected push", round(found.mean.item(), 3), "variance", round(found.variance, 3))
 """
+
+
+@dataclass(frozen=True)
+class Minus(Advantage):
+    """The reward minus a number that somebody chose.
+
+    δ = R − b
+    Unbiased whatever b is, as long as it does not see the response; the variance may be anything.
+    """
+
+    baseline: float = 0.0
+    """b"""
+    group = False
+
+    def __call__(self, batch: Batch, state: State) -> Credit:
+        return batch.reward - self.baseline
+
+
+@dataclass(frozen=True)
+class TwoStates:
+    """A prompt is state 0 or 1, a response one of two actions."""
+
+    @property
+    def space(self) -> Space:
+        return Space(prompt_length=1, vocab=2, limit=1)
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        table = torch.tensor(REWARDS, dtype=torch.float64)
+        reward = table[rollouts.prompt].expand(-1, rollouts.response.shape[1], -1).gather(-1, rollouts.response)
+        best = table.argmax(-1)[rollouts.prompt]
+        return Scores(reward, torch.ones_like(rollouts.truncated), rollouts.response[..., 0] == best)
+
+
+class LogOdds(Policy):
+    """Two actions with log-odds θ: π(first) = 1/(1 + exp(−θ)), the same in every state. One parameter."""
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.space = TwoStates().space
+        self.theta = nn.Parameter(torch.logit(torch.tensor(probability, dtype=torch.float64)))
+
+    def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt 1 token vocab"]:
+        return torch.stack([self.theta, torch.zeros_like(self.theta)]).expand(len(prompt), 1, 1, 2)
 
 
 @lru_cache(maxsize=64)
@@ -49,65 +98,46 @@ def _arrows(index: int, baseline: float, probability: float) -> dict[str, Any]:
     return {
         "rewards": reward.tolist(),
         "weights": weight.tolist(),
-        "chances": p.tolist(),
         "arrows": (weight * score).tolist(),
         "expected": float(found.mean),
         "variance": max(0.0, found.variance),
         "exact": float(table.gradient),
         "value": float(p @ reward),
         "best": float((p * norm) @ reward / (p @ norm)),
-        "baseline": baseline,
     }
 
 
-def _compute(state: ControlState, runs: Path | None) -> Look:
-    del runs
+def _compute(state: ControlState, _: Path | None) -> Look:
     p, chosen = state["p"], (state["b1"], state["b2"])
     states = [_arrows(i, b, p) for i, b in enumerate(chosen)]
     values, best = [s["value"] for s in states], [s["best"] for s in states]
-    presets = {"none": (0.0, 0.0), "value": values, "optimal": best, "far": _FAR}
-    total = {name: _variance(b, p) for name, b in presets.items()}
-    texts = {f"{key}{i + 1}": signed(s[name], 2) for i, s in enumerate(states) for key, name in _STATE_TEXTS}
-    texts |= {
-        "b1": short(chosen[0]),
-        "b2": short(chosen[1]),
-        "p": short(p),
-        "std": _std(chosen),
-        "std_none": _std(presets["none"]),
-        "std_value": _std(presets["value"]),
-        "std_optimal": _std(presets["optimal"]),
-        "std_far": _std(_FAR),
-        "variance": signed(sum(s["variance"] for s in states), 2),
-        **{f"variance_{name}": signed(v, 2) for name, v in total.items()},
-    }
-    pushes = [[*s["arrows"], s["expected"]] for s in states]
-    texts |= {f"push{i + 1}{j}": signed(x, 2) for i, row in enumerate(pushes) for j, x in enumerate(row)}
-    rows = [
-        [
-            *(str(i + 1), f"a{a + 1}", short(s["rewards"][a]), short(s["baseline"])),
-            *(signed(s["weights"][a], 2), signed(s["arrows"][a]), signed(s["expected"])),
-        ]
-        for i, s in enumerate(states)
-        for a in range(2)
-    ]
+    presets = {"none": (0.0, 0.0), "value": values, "optimal": best, "far": (20.0, -9.0)}
+    stds = {name: _std(baselines) for name, baselines in presets.items()}
+    texts = {"b1": short(chosen[0]), "b2": short(chosen[1]), "p": short(p), "std": _std(chosen)}
+    texts |= {"variance": _variance(chosen, p), **{f"std_{name}": std for name, std in stds.items()}}
+    texts |= {f"variance_{name}": _variance(baselines, p) for name, baselines in presets.items()}
+    rows = []
+    for i, (s, b) in enumerate(zip(states, chosen, strict=True), 1):
+        texts |= {f"{name}{i}": signed(s[name], 2) for name in ("expected", "value", "best")}
+        texts[f"variance_state{i}"] = signed(s["variance"], 2)
+        texts |= {f"push{i}{j}": signed(push, 2) for j, push in enumerate([*s["arrows"], s["expected"]])}
+        for a, (R, weight, push) in enumerate(zip(s["rewards"], s["weights"], s["arrows"], strict=True), 1):
+            numbers = (short(R), short(b), signed(weight, 2), signed(push), signed(s["expected"]))
+            rows.append([str(i), f"a{a}", *numbers])
     head = ("state", "action", "reward R", "baseline b", "weight R − b", "push on θ", "expected push")
-    buttons = {name: [round(float(x), 4) for x in b] for name, b in presets.items()}
-    drawing = {"states": states, "presets": buttons, "stds": {name: _std(b) for name, b in presets.items()}}
+    buttons = {name: [round(float(b), 4) for b in baselines] for name, baselines in presets.items()}
     table = DataTable("What drawing each action does", head, rows)
-    return Look(texts, drawing, [table], _SNIPPET.format(b1=chosen[0], b2=chosen[1], p=p))
+    return Look(texts, {"states": states, "presets": buttons, "stds": stds}, [table], _SNIPPET.format(**state))
 
 
-_STATE_TEXTS = (("expected", "expected"), ("value", "value"), ("best", "best"), ("variance_state", "variance"))
+def _variance(baselines: Sequence[float], probability: float) -> str:
+    """Of the push from one sample, summed over the states."""
+    return signed(sum(_arrows(i, b, probability)["variance"] for i, b in enumerate(baselines)), 2)
 
 
-def _variance(baselines: Any, probability: float) -> float:
-    return sum(_arrows(i, float(b), probability)["variance"] for i, b in enumerate(baselines))
-
-
-def _std(baselines: Any) -> str:
+def _std(baselines: Sequence[float]) -> str:
     """The sample standard deviation of the four weights R − b."""
-    weights = [R - float(b) for rewards, b in zip(REWARDS, baselines, strict=True) for R in rewards]
-    return f"{torch.tensor(weights, dtype=torch.float64).std():.3f}"
+    return f"{stdev(R - b for rewards, b in zip(REWARDS, baselines, strict=True) for R in rewards):.3f}"
 
 
 FIGURE = Figure(

@@ -1,7 +1,5 @@
 """Figure 4: the clipped surrogate, its gradient by autograd, and where it is silent."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from ascent.core.losses import Clipped, Ratio
 from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
-from ascent.records import rollouts as recorded
+from ascent.records.responses import read_rollouts
 
 _WIDEST = 2.0
 """The largest ratio on the axis."""
@@ -49,20 +47,19 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
     objective, gradient = _surrogate(loss, grid, A)
     free, _ = _surrogate(Ratio(), grid, A)
     here = int((grid == ratio).nonzero()[0, 0])
+    value, slope, unclipped = (float(x[here]) for x in (objective, gradient, free))
     held = torch.tensor([ratio], dtype=torch.float64).clamp(1 - low, 1 + high) * A
-    zone, words = _dead_zone(loss, A, ratio, float(gradient[here]))
+    zone, words = _dead_zone(loss, A, ratio, slope)
     rug = _ratios(runs, loss)
     texts = {
         "A": signed(A, 2),
-        "low": short(low),
-        "high": short(high),
-        "ratio": short(ratio),
+        **{name: short(state[name]) for name in ("low", "high", "ratio")},
         "lower": short(1 - low),
         "upper": short(1 + high),
-        "objective": signed(float(objective[here])),
-        "unclipped": signed(float(free[here])),
+        "objective": signed(value),
+        "unclipped": signed(unclipped),
         "clipped": signed(float(held)),
-        "gradient": signed(float(gradient[here])),
+        "gradient": signed(slope),
         "zone": words,
         "rug_total": str(len(rug["ratios"])),
         "rug_clipped": str(sum(rug["clipped"])),
@@ -74,55 +71,51 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
         "unclipped": free.tolist(),
         "gradient": gradient.tolist(),
         "zone": zone,
-        "point": [ratio, float(objective[here]), float(gradient[here]), float(free[here])],
+        "point": [ratio, value, slope, unclipped],
         "rug": rug,
     }
-    return Look(texts, drawing, [_table(loss, A, ratio)], _SNIPPET.format(A=A, low=low, high=high, ratio=ratio))
+    return Look(texts, drawing, [_table(loss, A, ratio)], _SNIPPET.format(**state))
 
 
-def _dead_zone(loss: Clipped, A: float, ratio: float, gradient: float) -> tuple[list[float] | None, str]:
+def _dead_zone(loss: Clipped, A: float, ratio: float, gradient: float) -> tuple[list[float], str]:
     """Where the gradient is 0, as an interval of the axis, and what that means for this token."""
     if A == 0:
         return [0.0, _WIDEST], "Without advantage there is nothing to learn from this token, wherever the ratio is."
-    edge = 1 + loss.high if A > 0 else 1 - loss.low
-    zone = [edge, _WIDEST] if A > 0 else [0.0, edge]
-    side, moved = ("above", "raised") if A > 0 else ("below", "lowered")
-    kind = "a good token" if A > 0 else "a bad token"
+    if A > 0:
+        edge, side, kind, moved = 1 + loss.high, "above", "a good token", "raised"
+        zone, wrong_way = [edge, _WIDEST], ratio < 1 - loss.low
+    else:
+        edge, side, kind, moved = 1 - loss.low, "below", "a bad token", "lowered"
+        zone, wrong_way = [0.0, edge], ratio > 1 + loss.high
     if gradient == 0:
         return zone, f"Dead zone: {side} {short(edge)} {kind} has been {moved} enough, and its gradient is exactly 0."
-    if (ratio < 1 - loss.low and A > 0) or (ratio > 1 + loss.high and A < 0):
-        return (
-            zone,
-            f"Outside the bounds, yet alive: it moved the wrong way for {kind}, and the gradient pulls it back.",
-        )
-    return (
-        zone,
-        f"Alive: the gradient is ρ·A. It falls silent {side} {short(edge)}, once {kind} has been {moved} enough.",
-    )
+    if wrong_way:
+        words = f"Outside the bounds, yet alive: it moved the wrong way for {kind}, and the gradient pulls it back."
+        return zone, words
+    words = f"Alive: the gradient is ρ·A. It falls silent {side} {short(edge)}, once {kind} has been {moved} enough."
+    return zone, words
 
 
 def _table(loss: Clipped, A: float, ratio: float) -> DataTable:
     at = torch.tensor(sorted({0.25, 0.5, 0.75, 1 - loss.low, 1.0, 1 + loss.high, 1.25, 1.5, 1.75, ratio})).double()
-    objective, gradient = _surrogate(loss, at, A)
     free, _ = _surrogate(Ratio(), at, A)
-    rows = [
-        [short(ρ), signed(u), signed(o), signed(g)]
-        for ρ, u, o, g in zip(at.tolist(), free.tolist(), objective.tolist(), gradient.tolist(), strict=True)
-    ]
-    return DataTable(
-        "The surrogate at some ratios", ("ratio ρ", "unclipped ρ·A", "objective", "gradient ∂/∂log π"), rows
-    )
+    columns = torch.stack([free, *_surrogate(loss, at, A)], 1)
+    rows = [[short(ρ), *map(signed, numbers)] for ρ, numbers in zip(at.tolist(), columns.tolist(), strict=True)]
+    head = ("ratio ρ", "unclipped ρ·A", "objective", "gradient ∂/∂log π")
+    return DataTable("The surrogate at some ratios", head, rows)
 
 
 def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
     """ρ of every recorded token at the last update of the newest recorded batch, and which are clipped now."""
-    newest = _newest(runs)
+    files = [] if runs is None else runs.glob("*/rollouts/step_*.parquet")
+    newest = max(files, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
     if newest is None:
         logs, credit = _sampled_now()
         where = "a batch of the lecture, trained on just now"
     else:
-        logs, credit = _recorded(*newest)
-        where = f"step {newest[1]} of {newest[0].name}"
+        run, step = newest.parent.parent, int(newest.stem.split("_")[1])
+        logs, credit = _recorded(run, step)
+        where = f"step {step} of {run.name}"
     ρ, δ = torch.tensor(logs).exp().view(1, 1, -1), torch.tensor(credit).view(1, 1, -1)
     clips = loss.clipped(ρ.log(), torch.zeros_like(ρ), δ, torch.ones_like(ρ, dtype=torch.bool))
     assert clips is not None
@@ -134,18 +127,10 @@ def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
     }
 
 
-def _newest(runs: Path | None) -> tuple[Path, int] | None:
-    """The run and the step of the newest file of rollouts."""
-    files = [] if runs is None else list(runs.glob("*/rollouts/step_*.parquet"))
-    dated = sorted((path.stat().st_mtime_ns, path) for path in files)
-    return (dated[-1][1].parent.parent, int(dated[-1][1].stem.split("_")[1])) if dated else None
-
-
 @lru_cache(maxsize=8)
 def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
-    logs: list[float] = []
-    credit: list[float] = []
-    for row in recorded.read_rollouts(run, step):
+    logs, credit = list[float](), list[float]()
+    for row in read_rollouts(run, step):
         if row["logp"] and row["valid"]:
             logs += [now - old for now, old in zip(row["logp"][-1], row["logp_old"], strict=True)]
             given = row["advantage"]

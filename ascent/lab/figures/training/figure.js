@@ -3,7 +3,7 @@ import { html, post } from "/static/shared.js";
 import { Chart, Cursor, DASHES } from "/static/chart.js";
 import { lineOf } from "/static/curves.js";
 import { Follower } from "./follower.js";
-import { Control, Number, Shell } from "/static/ui.js";
+import { Control, controlOf, Number, Shell } from "/static/figures.js";
 
 const SIDES = ["a", "b"];
 const cursor = new Cursor();
@@ -26,10 +26,9 @@ function follow(store, side, name) {
 }
 
 function heard(store, side) {
-  const run = runs[side];
-  const texts = run?.texts[run.texts.length - 1] ?? {};
+  const texts = runs[side]?.texts.at(-1) ?? {};
   for (const [key, text] of Object.entries(texts)) store.live[`${side}.${key}`] = text;
-  for (const point of run?.points.slice(-1) ?? []) while (Math.abs(point.loss ?? 0) > lossReach) lossReach *= 2;
+  while (Math.abs(runs[side]?.points.at(-1)?.loss ?? 0) > lossReach) lossReach *= 2;
   store.changed();
 }
 
@@ -61,9 +60,8 @@ async function attempt(store, work) {
 
 const start = (store, steps) =>
   attempt(store, async () => {
-    const wanted = SIDES.filter((side) => !runs[side]);
-    const sides = wanted.length ? wanted : SIDES;
-    const names = await post("/api/trainings", { state: store.query(), sides, steps });
+    const missing = SIDES.filter((side) => !runs[side]);
+    const names = await post("/api/trainings", { state: store.query(), sides: missing.length ? missing : SIDES, steps });
     for (const [side, name] of Object.entries(names)) follow(store, side, name);
     store.set(Object.fromEntries(Object.entries(names).map(([side, name]) => [`${side}.run`, name])));
   });
@@ -132,13 +130,13 @@ function Status({ store, side }) {
 
 function Settings({ store }) {
   const names = store.about.controls.filter((c) => c.name.startsWith("a.") && c.kind !== "name").map((c) => c.name.slice(2));
-  const control = (name) => store.about.controls.find((c) => c.name === name);
+  const control = (name) => html`<${Control} key=${name} control=${controlOf(store, name)} store=${store} />`;
   return html`<fieldset class="sides" disabled=${live().length > 0}>
     <legend>Settings${live().length > 0 ? " (reset to change them)" : ""}</legend>
-    <${Control} control=${control("world")} store=${store} />
+    ${control("world")}
     ${SIDES.map((side) => html`<div class=${`side ${side}`} role="group" aria-label=${`Settings of ${side.toUpperCase()}`}>
       <h3>${side.toUpperCase()}</h3>
-      ${names.map((name) => html`<${Control} key=${name} control=${control(`${side}.${name}`)} store=${store} />`)}
+      ${names.map((name) => control(`${side}.${name}`))}
     </div>`)}
   </fieldset>`;
 }

@@ -1,89 +1,161 @@
-"""Figure 5: two trainings side by side, each a run like any other, on worlds small enough to watch."""
+"""Figure 5: two trainings side by side, each a run like any other, on tasks small enough to watch."""
 
-from __future__ import annotations
-
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ascent.core.advantages import ADVANTAGES, Greedy, OptimalBaseline
+from ascent.core.config import Config
+from ascent.core.losses import LOSSES
+from ascent.core.menu import name_of
 from ascent.core.types import Refused
-from ascent.explain.explain import formula
-from ascent.lab.figure import Choice, Control, ControlState, DataTable, Figure, Look, Name, Slider, short
-from ascent.lab.figures.training.sides import (
-    ADVANTAGE_LABELS,
-    LOSS_LABELS,
-    REWARD_LABELS,
-    SIDES,
-    SMALL_TASKS,
-    config_of,
-    side_settings,
-    train_command,
-)
-from ascent.lab.figures.training.stream import metrics_in_words, run_folder
-from ascent.records import Run
+from ascent.core.values import GAE
+from ascent.explain.explain import menu_label
+from ascent.lab.figure import NAME, Choice, Control, ControlState, DataTable, Figure, Look, Name, Slider, short
+from ascent.records.run import Run
+from ascent.settings import configure
+from ascent.tasks.small.sort import REWARDS
+
+_SMALL = {"policy.width": 16, "policy.layers": 1, "policy.heads": 2, "eval_prompts": 200, "eval_every": 5}
+_FOUR = {"length": 4, "numbers": 5, "prompts": 32, "steps": 120, **_SMALL}
+_FIVE = {"length": 5, "numbers": 3, "prompts": 32, "steps": 80, **_SMALL}
+SMALL_TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lecture": ("the lecture's three prompts", "lecture", {"steps": 100}),
+    "sort": ("sort 4 numbers out of 5", "sort", _FOUR),
+    "repeats": ("5 numbers out of 3: all repeat", "sort", _FIVE),
+}
+"""Name: how it is shown, the task, and the settings that make it small."""
+ADVANTAGE_LABELS = {name_of(cls): menu_label(cls) for cls in (*ADVANTAGES, GAE) if cls not in (Greedy, OptimalBaseline)}
+"""Greedy and optimal baselines need another response or a gradient for each response: too slow to watch."""
+LOSS_LABELS = {name_of(cls): menu_label(cls) for cls in LOSSES}
+REWARD_LABELS = {
+    "inclusion-ordering": "inclusion + ordering",
+    "positions": "positions right",
+    "process": "positions, token by token",
+    "exact": "exact match only",
+}
+assert set(REWARD_LABELS) == set(REWARDS)
+SIDES = ("a", "b")
 
 
-def _side(side: str, entropy: float) -> tuple[Control, ...]:
-    def named(name: str) -> str:
-        return f"{side}.{name}"
-
-    return (
-        Choice(named("credit"), "credit", "centered", tuple(ADVANTAGE_LABELS.items()), "How a reward becomes δ."),
-        Choice(named("loss"), "loss", "clipped", tuple(LOSS_LABELS.items()), "The surrogate of one token."),
-        Choice(named("reward"), "reward", "inclusion-ordering", tuple(REWARD_LABELS.items()), "What is paid for."),
-        Slider(named("samples"), "samples G", 10, 2, 32, 1, "Responses to each prompt.", (2, 4, 8, 10, 16, 32)),
-        Slider(named("epochs"), "inner steps", 10, 1, 20, 1, "Updates on one batch of samples."),
-        Slider(named("lr"), "learning rate", 0.01, 0.0003, 0.1, 0.0001, "", (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)),
-        Slider(named("eps"), "clip ε", 0.2, 0.01, 0.5, 0.01, "Where the ratio is clipped, low and high."),
-        Slider(
-            named("kl"), "KL to the start", 0.0, 0.0, 1.0, 0.01, "k3 in the loss.", (0.0, 0.01, 0.04, 0.1, 0.3, 1.0)
-        ),
-        Slider(
-            named("entropy"), "entropy bonus", entropy, 0.0, 1.0, 0.1, "At the start; it fades to 0 by 90 % of the run."
-        ),
-        Slider(named("seed"), "seed", 5, 0, 99, 1, "Decides every random number."),
-        Name(named("run"), "run", "", "The run that is shown."),
+def _controls(side: str, entropy: float) -> list[Control]:
+    controls: tuple[Control, ...] = (
+        Choice("credit", "credit", "centered", tuple(ADVANTAGE_LABELS.items()), "How a reward becomes δ."),
+        Choice("loss", "loss", "clipped", tuple(LOSS_LABELS.items()), "The surrogate of one token."),
+        Choice("reward", "reward", "inclusion-ordering", tuple(REWARD_LABELS.items()), "What is paid for."),
+        Slider("samples", "samples G", 10, 2, 32, 1, "Responses to each prompt.", (2, 4, 8, 10, 16, 32)),
+        Slider("epochs", "inner steps", 10, 1, 20, 1, "Updates on one batch of samples."),
+        Slider("lr", "learning rate", 0.01, 0.0003, 0.1, 0.0001, "", (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)),
+        Slider("eps", "clip ε", 0.2, 0.01, 0.5, 0.01, "Where the ratio is clipped, low and high."),
+        Slider("kl", "KL to the start", 0.0, 0.0, 1.0, 0.01, "k3 in the loss.", (0.0, 0.01, 0.04, 0.1, 0.3, 1.0)),
+        Slider("entropy", "entropy bonus", entropy, 0.0, 1.0, 0.1, "At the start; it fades to 0 by 90 % of the run."),
+        Slider("seed", "seed", 5, 0, 99, 1, "Decides every random number."),
+        Name("run", "run", "", "The run that is shown."),
     )
+    return [replace(control, name=f"{side}.{control.name}") for control in controls]
 
 
-def _compute(state: ControlState, runs: Path | None) -> Look:
-    texts: dict[str, str] = {"world": SMALL_TASKS[state["world"]][0]}
-    drawing: dict[str, Any] = {"sides": {}, "steps": SMALL_TASKS[state["world"]][2]["steps"]}
-    rows = []
+# ---- the settings of a side ---------------------------------------------------------------------
+
+
+def _of_side(state: ControlState, side: str) -> ControlState:
+    return {key.partition(".")[2]: value for key, value in state.items() if key.startswith(f"{side}.")}
+
+
+def side_settings(state: ControlState, side: str) -> tuple[str, dict[str, Any]]:
+    """The task and the settings of a side, as `ascent train` takes them."""
+    own = _of_side(state, side)
+    _, task, small = SMALL_TASKS[state["world"]]
+    settings: dict[str, Any] = {"algorithm": "dr-grpo", "advantage": own["credit"], "loss": own["loss"]}
+    if own["loss"] in ("clipped", "sequence-ratio"):
+        settings |= {"loss.low": own["eps"], "loss.high": own["eps"]}
+    if own["credit"] == "gae":
+        settings["critic"] = "own-critic"
+    if own["kl"]:
+        settings |= {"kl": "in-loss", "kl.coef": own["kl"], "reference": "frozen"}
+    if own["entropy"]:
+        settings |= {"exploration": "annealed", "exploration.start": own["entropy"], "exploration.until": 0.9}
+    settings |= {name: own[name] for name in ("reward", "samples", "epochs", "lr", "seed")}
+    return task, settings | small | {"record_rollouts": "8", "record_every": 1, "threads": 1}
+
+
+def config_of(state: ControlState, side: str) -> Config:
+    """Checked by the library's own validator: what cannot be is refused with its reason."""
+    config = configure(*side_settings(state, side))
+    if config.algorithm.loss.sequence and config.task.reward == "process":
+        raise Refused(
+            "--loss sequence-ratio needs one advantage per response, but --reward process gives one per token: "
+            "choose another reward"
+        )
+    return config
+
+
+def _command(state: ControlState, side: str) -> str:
+    task, settings = side_settings(state, side)
+    flags = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return shlex.join(["ascent", "train", task, *flags])
+
+
+def _snippet(state: ControlState) -> str:
+    lines = ["import ascent", ""]
     for side in SIDES:
-        own = {key: value for key, value in state.items() if key.startswith(f"{side}.")}
-        texts |= {key: _value_text(value) for key, value in own.items() if not key.endswith(".run")}
-        about: dict[str, Any] = {"run": None, "error": None, "formula": "", "max_reward": 1.0}
-        try:
-            config = config_of(state, side)
-            about |= {"formula": formula(config.algorithm), "max_reward": config.task.max_reward}
-        except Refused as error:
-            about["error"] = str(error)
-        last = _last(runs, state[f"{side}.run"])
-        if last is not None:
-            about["run"] = state[f"{side}.run"]
-            texts |= {f"{side}.{key}": text for key, text in last.items()}
-        drawing["sides"][side] = about
-        rows.append([side.upper(), *(texts[key] for key in own if not key.endswith(".run"))])
-    texts["difference"] = _difference(texts)
-    head = ("run", *(c.label for c in FIGURE.controls if c.name.startswith("a.") and c.name != "a.run"))
-    table = DataTable("The settings of both runs", head, rows)
-    commands = "\n".join(train_command(state, side) for side in SIDES)
-    return Look(texts, drawing, [table], _snippet(state), commands)
+        task, settings = side_settings(state, side)
+        dotted = {k: v for k, v in settings.items() if "." in k}
+        lines.append(f'{side} = ascent.train(\n    "{task}",')
+        lines += [f"    {key}={value!r}," for key, value in settings.items() if key not in dotted]
+        lines += [f"    **{dotted!r},"] if dotted else []
+        lines += [")", f'print("{side.upper()}", {side}.metrics[-1]["reward"], {side}.metrics[-1]["accuracy"])', ""]
+    return "\n".join(lines)
 
 
-def _value_text(value: Any) -> str:
-    names = {**ADVANTAGE_LABELS, **LOSS_LABELS, **REWARD_LABELS}
-    return names[value] if isinstance(value, str) else short(value)
+# ---- the metrics of a run -----------------------------------------------------------------------
 
 
-def _difference(texts: dict[str, str]) -> str:
-    """What A and B do not share, in words."""
-    labels = {c.name.partition(".")[2]: c.label for c in FIGURE.controls if c.name.startswith("a.")}
-    pairs = [(label, texts[f"a.{n}"], texts[f"b.{n}"]) for n, label in labels.items() if n != "run"]
-    told = [f"{label} {a} in A, {b} in B" for label, a, b in pairs if a != b]
-    return (
-        f"They differ in: {'; '.join(told)}." if told else "Both have the same settings, so they get the same numbers."
-    )
+def run_folder(runs: Path, name: str) -> Path:
+    """The folder of a run by its name; whatever would lead out of the runs folder is refused."""
+    if not NAME.fullmatch(name):
+        raise Refused(f"{name[:80]!r} is not the name of a run")
+    folder = (runs / name).resolve()
+    if folder.parent != runs.resolve():
+        raise Refused(f"{name}: that is not inside {runs}")
+    return folder
+
+
+def point_of(line: dict[str, Any], maximum: float | None) -> dict[str, Any]:
+    """A line of metrics as it is drawn: reward as a share of its maximum, beside what is exactly right."""
+    clips = [line.get("clip_ratio/low_mean"), line.get("clip_ratio/high_mean")]
+    reward = line.get("reward")
+    return {
+        "step": line["step"] + 1,
+        "reward": reward / maximum if reward is not None and maximum else reward,
+        "accuracy": line.get("accuracy"),
+        "entropy": line.get("entropy"),
+        "silent": line.get("frac_reward_zero_std"),
+        "clip": None if clips == [None, None] else sum(x or 0.0 for x in clips),
+        "loss": line.get("loss"),
+    }
+
+
+def metrics_in_words(line: dict[str, Any], maximum: float | None) -> dict[str, str]:
+    """A line of metrics as the page says it."""
+    point = point_of(line, maximum)
+
+    def share(key: str) -> str:
+        return "–" if point[key] is None else f"{point[key]:.0%}".replace("%", " %")
+
+    def number(key: str, digits: int) -> str:
+        return "–" if line.get(key) is None else f"{line[key]:.{digits}f}".replace("-", "−")
+
+    return {
+        "step": str(point["step"]),
+        "earned": number("reward", 2) + (f" of {maximum:g}" if maximum else ""),
+        "right": share("accuracy"),
+        "spread": number("entropy", 2),
+        "silent": share("silent"),
+        "clipped": "never clips" if point["clip"] is None else share("clip"),
+        "lost": number("loss", 3),
+    }
 
 
 def _last(runs: Path | None, name: str) -> dict[str, str] | None:
@@ -96,17 +168,31 @@ def _last(runs: Path | None, name: str) -> dict[str, str] | None:
         return None
 
 
-def _snippet(state: ControlState) -> str:
-    lines = ["import ascent", ""]
+def _compute(state: ControlState, runs: Path | None) -> Look:
+    shown, _, small = SMALL_TASKS[state["world"]]
+    texts, sides = {"world": shown}, dict[str, Any]()
+    labels, said = ADVANTAGE_LABELS | LOSS_LABELS | REWARD_LABELS, dict[str, dict[str, str]]()
     for side in SIDES:
-        task, settings = side_settings(state, side)
-        simple = {k: v for k, v in settings.items() if "." not in k}
-        dotted = {k: v for k, v in settings.items() if "." in k}
-        lines.append(f'{side} = ascent.train(\n    "{task}",')
-        lines += [f"    {key}={value!r}," for key, value in simple.items()]
-        lines += [f"    **{dotted!r},"] if dotted else []
-        lines += [")", f'print("{side.upper()}", {side}.metrics[-1]["reward"], {side}.metrics[-1]["accuracy"])', ""]
-    return "\n".join(lines)
+        own = {name: value for name, value in _of_side(state, side).items() if name != "run"}
+        said[side] = {name: labels[v] if isinstance(v, str) else short(v) for name, v in own.items()}
+        try:
+            config_of(state, side)
+            error = None
+        except Refused as refused:
+            error = str(refused)
+        run = state[f"{side}.run"]
+        last = _last(runs, run)
+        sides[side] = {"run": None if last is None else run, "error": error}
+        texts |= {f"{side}.{key}": text for key, text in {**said[side], **(last or {})}.items()}
+    head = [control.label for control in FIGURE.controls if control.name.removeprefix("a.") in said["a"]]
+    pairs = zip(head, said["a"].values(), said["b"].values(), strict=True)
+    differ = "; ".join(f"{label} {a} in A, {b} in B" for label, a, b in pairs if a != b)
+    same = "Both have the same settings, so they get the same numbers."
+    texts["difference"] = f"They differ in: {differ}." if differ else same
+    rows = [[side.upper(), *said[side].values()] for side in SIDES]
+    table = DataTable("The settings of both runs", ("run", *head), rows)
+    commands = "\n".join(_command(state, side) for side in SIDES)
+    return Look(texts, {"sides": sides, "steps": small["steps"]}, [table], _snippet(state), commands)
 
 
 FIGURE = Figure(
@@ -116,8 +202,8 @@ FIGURE = Figure(
     about="Two runs side by side: the reward that is earned, and what is exactly right.",
     controls=(
         Choice("world", "world", "lecture", tuple((n, w[0]) for n, w in SMALL_TASKS.items()), "What is to be sorted."),
-        *_side("a", 0.0),
-        *_side("b", 0.5),
+        *_controls("a", 0.0),
+        *_controls("b", 0.5),
     ),
     compute=_compute,
     keys=(("space", "train and pause"), ("→", "one step"), ("r", "reset")),

@@ -1,13 +1,20 @@
 // A run as the page follows it: its points by server-sent events, its state, its responses.
+import { get } from "/static/shared.js";
+
+const PAUSE = 400; // ms between two looks at its responses
+const TRIES = 60;
+
 export class Follower {
+  points = [];
+  texts = [];
+  status = { status: "starting", words: "starting: a process is loading the library", step: 0, paused: false };
+  responses = null;
+  offset = 0; // the byte offset at which the last line ends
+  tries = 0;
+
   constructor(name, changed) {
     this.name = name;
     this.changed = changed;
-    this.points = [];
-    this.texts = [];
-    this.status = { status: "starting", words: "starting: a process is loading the library", step: 0, paused: false };
-    this.responses = null;
-    this.offset = 0; // the byte offset at which the last line ends
     this.connect();
   }
 
@@ -18,32 +25,27 @@ export class Follower {
   connect() {
     this.source = new EventSource(`/api/runs/${this.name}/events?after=${this.offset}`);
     this.source.addEventListener("metrics", (event) => this.metrics(event));
-    this.source.addEventListener("reset", () => {
-      this.offset = 0;
-      this.points = [];
-      this.texts = [];
-    });
+    this.source.addEventListener("reset", () => Object.assign(this, { offset: 0, points: [], texts: [] }));
     this.source.addEventListener("status", (event) => {
       this.status = JSON.parse(event.data);
       this.changed();
     });
     this.source.addEventListener("end", () => {
       this.source.close();
-      this.look(true);
+      this.look();
     });
     this.source.onerror = () => {
       if (this.source.readyState !== EventSource.CLOSED || this.closed) return;
-      this.tries = (this.tries ?? 0) + 1;
-      if (this.tries > 60) this.status = { ...this.status, status: "missing", words: "the lab has no such run" };
+      this.tries += 1;
+      if (this.tries > TRIES) this.status = { ...this.status, status: "missing", words: "the lab has no such run" };
       else setTimeout(() => this.closed || this.connect(), 700);
       this.changed();
     };
   }
 
   metrics(event) {
-    const offset = +event.lastEventId;
-    if (offset <= this.offset) return;
-    this.offset = offset;
+    if (+event.lastEventId <= this.offset) return;
+    this.offset = +event.lastEventId;
     this.tries = 0;
     const { point, texts, line } = JSON.parse(event.data);
     this.points.push(point);
@@ -54,32 +56,22 @@ export class Follower {
   }
 
   // The newest responses, at most a few times a second.
-  async look(now = false) {
-    if (this.looking || (!now && Date.now() - (this.looked ?? 0) < 400)) {
-      this.again = true;
-      if (!this.looking && !this.later) this.later = setTimeout(() => ((this.later = null), this.look(true)), 450);
-      return;
-    }
+  async look() {
+    this.again = true;
+    if (this.looking) return;
     this.looking = true;
-    this.looked = Date.now();
-    try {
-      const answer = await fetch(`/api/runs/${this.name}/responses`);
-      const found = await answer.json();
-      if (!found.error && found.step) this.responses = found;
-    } catch {
-      // the stream says so if the lab is gone
+    while (this.again && !this.closed) {
+      this.again = false;
+      const found = await get(`/api/runs/${this.name}/responses`).catch(() => null); // the stream says so if the lab is gone
+      if (found?.step) this.responses = found;
+      this.changed();
+      await new Promise((done) => setTimeout(done, PAUSE));
     }
     this.looking = false;
-    this.changed();
-    if (this.again) {
-      this.again = false;
-      this.look(this.ended);
-    }
   }
 
   close() {
     this.closed = true;
-    clearTimeout(this.later);
     this.source.close();
   }
 }

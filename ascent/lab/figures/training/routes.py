@@ -1,7 +1,10 @@
-"""The routes of figure 5: a run's metrics as a stream, its responses, and the commands that start and steer it."""
+"""The routes of figure 5: a run's metrics as a stream, its responses as a grid, and the commands that steer it."""
 
-from __future__ import annotations
-
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -10,12 +13,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from ascent.core.types import Refused
-from ascent.lab.figures.training.figure import FIGURE
-from ascent.lab.figures.training.processes import COMMANDS, Trainings
-from ascent.lab.figures.training.sides import SIDES, config_of
-from ascent.lab.figures.training.stream import response_grid, run_folder, stream
-from ascent.lab.page import Lab, json_route, read_whole, whole_value
-from ascent.web.bodies import body
+from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics_in_words, point_of, run_folder
+from ascent.lab.figures.training.trainings import ENDED, Trainings
+from ascent.lab.page import Lab, body, json_route, read_whole, whole_value
+from ascent.records.responses import recorded_steps
+from ascent.records.run import Run
+
+PAUSE = 0.1
+"""Seconds between two looks at a file that is being written."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -45,15 +50,77 @@ def routes(lab: Lab) -> list[BaseRoute]:
             config_of(state, side)  # both are right, or neither is started
         return JSONResponse({side: await run_in_threadpool(trainings.start, state, side, steps) for side in sides})
 
-    def command(request: Request) -> dict[str, Any]:
-        run, name = request.path_params["run"], request.path_params["command"]
-        if name not in COMMANDS:
-            raise Refused(f"{name[:20]}: there are {', '.join(COMMANDS)}")
-        return trainings.command(run, name)
-
+    command = json_route(lambda request: trainings.command(**request.path_params))
     return [
         Route("/api/runs/{run}/events", events),
         Route("/api/runs/{run}/responses", json_route(responses)),
         Route("/api/trainings", start, methods=["POST"]),
-        Route("/api/trainings/{run}/{command}", json_route(command), methods=["POST"]),
+        Route("/api/trainings/{run}/{command}", command, methods=["POST"]),
     ]
+
+
+async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
+    """Server-sent events of a run: its metrics behind `after`, one event per line, and what becomes of it.
+
+    An event's id is the byte offset at which its line ends: who reconnects with it misses nothing and
+    sees nothing twice. A file that was cut back (a run resumed from a checkpoint) starts over.
+    """
+    path, offset = folder / "metrics.jsonl", after
+    last: dict[str, Any] | None = None
+    yield "retry: 500\n\n"
+    while True:
+        now = await asyncio.to_thread(status)  # before the file: a last line cannot slip in between
+        fresh = await asyncio.to_thread(read_from, path, offset)
+        if fresh is None:
+            offset = 0
+            yield _event("reset", {}, 0)
+            continue
+        maximum = await asyncio.to_thread(lambda: Run(folder).config.task.max_reward) if fresh else None
+        for offset, line in fresh:
+            event = {"point": point_of(line, maximum), "texts": metrics_in_words(line, maximum), "line": line}
+            yield _event("metrics", event, offset)
+        if now != last:
+            last = now
+            yield _event("status", now)
+        if now["status"] in ENDED and not fresh:
+            yield _event("end", now)
+            return
+        await asyncio.sleep(PAUSE)
+
+
+def _event(kind: str, data: Any, id: int | None = None) -> str:
+    head = "" if id is None else f"id: {id}\n"
+    return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n"
+
+
+def read_from(path: Path, offset: int) -> list[tuple[int, dict[str, Any]]] | None:
+    """The whole lines behind a byte offset, each with its end; None if no line ends there: the file was cut back."""
+    if not path.exists():
+        return None if offset else []
+    with open(path, "rb") as file:
+        file.seek(max(0, offset - 1))
+        if offset and file.read(1) != b"\n":
+            return None
+        data = file.read()
+    lines = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        offset += len(line)
+        lines.append((offset, json.loads(line)))
+    return lines
+
+
+def response_grid(folder: Path, step: int | None) -> dict[str, Any]:
+    """The recorded responses of a step (of the newest by default), marked right, rewarded but wrong, wrong."""
+    run, steps = Run(folder), recorded_steps(folder)
+    if not steps:
+        return {"step": None, "prompts": []}
+    chosen = steps[-1] if step is None else step
+    maximum, groups = run.config.task.max_reward or 1.0, dict[int, dict[str, Any]]()
+    for row in run.rollouts(chosen):
+        group = groups.setdefault(row["group"], {"prompt": row["prompt_text"], "responses": []})
+        mark = "right" if row.get("correct") else "rewarded" if row["reward"] >= maximum / 2 else "wrong"
+        group["responses"].append({"text": row["response_text"], "reward": f"{row['reward']:g}", "mark": mark})
+    for group in groups.values():
+        (text, reward), count = Counter((r["text"], r["reward"]) for r in group["responses"]).most_common(1)[0]
+        group["common"] = f"{text} × {count}, reward {reward} of {maximum:g}"
+    return {"step": chosen + 1, "prompts": list(groups.values()), "maximum": f"{maximum:g}"}

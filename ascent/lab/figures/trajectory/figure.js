@@ -1,6 +1,6 @@
 // Figure 1: a response grows token by token; the reward comes at the end, and credit is spread backwards.
 import { html } from "/static/shared.js";
-import { Number, Shell } from "/static/ui.js";
+import { Number, Shell } from "/static/figures.js";
 
 const PACE = 900;
 let playing = null;
@@ -91,7 +91,7 @@ export function Figure({ store }) {
     <button type="button" id="step" disabled=${step >= last(store)} onClick=${() => arrow(store, 1)}>Step</button>
     <button type="button" id="reset" onClick=${() => reset(store)}>Reset</button>
   </div>`;
-  return html`<${Shell} store=${store} transport=${transport}>
+  return html`<${Shell} store=${store}>
     <div class="numbers">
       <${Number} label="log π of the last token" value=${s("logp")} note=${`token ${s("step")} of ${s("tokens")}`} kind="a" />
       <${Number} label="running sum = log π(response)" value=${s("sum")} kind="a" />
@@ -99,5 +99,6 @@ export function Figure({ store }) {
     </div>
     <${State} store=${store} />
     <div class="lower"><${Bars} store=${store} /><${Ending} store=${store} /></div>
+    ${transport}
   <//>`;
 }

@@ -6,39 +6,33 @@ The policy is a transformer of 3,637 parameters that has half learned to sort fo
         --steps 90 --lr 0.006 --threads 1
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from ascent.core.advantages import Centered, LeaveOneOut, Normalized, Raw
+from ascent.core.advantages import ADVANTAGES
 from ascent.core.loop import scored
 from ascent.core.menu import name_of
 from ascent.core.types import Batch, Prompts
 from ascent.core.values import GAE
-from ascent.engines.small.learner import log_probs
-from ascent.engines.small.sampler import SmallSampler
+from ascent.engines.small.engine import SmallSampler, log_probs
 from ascent.explain.explain import menu_label
 from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, short, signed
 from ascent.oracle.exact import Table as Oracle
 from ascent.policies import Transformer
-from ascent.policies.base import Policy
+from ascent.policies.small import Policy
 from ascent.tasks.small.sort import Sort
 
-_SORTER = Path(__file__).with_name("sorter.safetensors")
 _TASK = Sort(reward="positions", length=4, numbers=5)
 _PROMPTS = ((3, 1, 4, 0), (2, 4, 1, 3), (4, 0, 2, 2), (1, 3, 0, 1))
 _PROMPT_TEXTS = tuple((str(i), _TASK.text(list(prompt))) for i, prompt in enumerate(_PROMPTS))
 _GROUP = 6
 """Responses to the prompt; the first is the one that is followed."""
-_CREDITS: dict[str, tuple[str, Any]] = {
-    **{name_of(cls): (menu_label(cls), cls()) for cls in (Raw, Centered, LeaveOneOut, Normalized)},
-    "gae": ("GAE(λ), exact values", None),
-}
+_CREDITS = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().start())}
+"""Those of the menu that need nothing but the rewards of this group."""
+_LABELS = {**{name: menu_label(type(credit)) for name, credit in _CREDITS.items()}, "gae": "GAE(λ), exact values"}
 
 _SNIPPET = """\
 import torch
@@ -55,7 +49,7 @@ print("credit", [round(x, 3) for x in credit_of(batch, "{credit}", {lam}).tolist
 @lru_cache(maxsize=1)
 def _policy() -> Policy:
     policy = Transformer(width=16, layers=1, heads=2)(_TASK.space, torch.Generator())
-    policy.load_state_dict(load_file(_SORTER))
+    policy.load_state_dict(load_file(Path(__file__).with_name("sorter.safetensors")))
     return policy
 
 
@@ -77,94 +71,71 @@ def _oracle(prompt: int, temperature: float) -> Oracle:
 
 def credit_of(batch: Batch, name: str, lam: float) -> torch.Tensor:
     """δ of each token of the first response, by the library's own credit."""
-    credit = GAE(lam=lam) if name == "gae" else _CREDITS[name][1]
-    δ = credit(batch, {})
-    return δ.expand(batch.mask.shape)[0, 0]
+    credit = GAE(lam=lam) if name == "gae" else _CREDITS[name]
+    return credit(batch, {}).expand(batch.mask.shape)[0, 0]
 
 
-@lru_cache(maxsize=128)
-def _distributions(prompt: int, temperature: float, seed: int) -> list[list[float]]:
-    """π(· | s_t) at every state of the first response."""
-    batch = group_of(prompt, temperature, seed)
-    with torch.no_grad():
-        logp = log_probs(_policy(), batch)[0]
-    return logp[0].exp().tolist()
-
-
-def _compute(state: ControlState, runs: Path | None) -> Look:
-    del runs
+def _compute(state: ControlState, _: Path | None) -> Look:
     state = state | {"prompt": int(state["prompt"])}
-    given = {name: state[name] for name in ("prompt", "temperature", "seed")}
-    batch, step = group_of(**given), state["step"]
-    chances, tokens = _distributions(**given), batch.response[0, 0].tolist()
-    logp, length = batch.logp_sampler[0, 0].double(), len(batch.response[0, 0])
-    running, over = logp.cumsum(0).tolist(), step == length
+    batch = group_of(state["prompt"], state["temperature"], state["seed"])
+    with torch.no_grad():  # π(· | s_t) at every state of the first response
+        chances = log_probs(_policy(), batch)[0, 0].exp().tolist()
+    step, prompt = state["step"], list(_PROMPTS[state["prompt"]])
+    tokens, length = batch.response[0, 0].tolist(), _TASK.length
+    logp = batch.logp_sampler[0, 0].double()
+    running, over, now = logp.cumsum(0).tolist(), step == length, min(step, length - 1)
     credit = credit_of(batch, state["credit"], state["lam"]).tolist()
-    reward, value = float(batch.reward[0, 0].sum()), batch.value
+    rewards, value = batch.reward[0].sum(-1).tolist(), batch.value
     assert value is not None and batch.correct is not None
+    verdict = f"Not sorted, yet {rewards[0]:g} positions are right, and that is what it is paid for."
+    if batch.correct[0, 0]:
+        verdict = "Sorted: every position is right."
     texts = {
         "step": str(step),
         "tokens": str(length),
         "temperature": short(state["temperature"]),
-        "prompt": _TASK.text(list(_PROMPTS[state["prompt"]])),
+        "prompt": _TASK.text(prompt),
         "response": _TASK.text(tokens[:step]) if step else "nothing yet",
         "logp": signed(float(logp[step - 1])) if step else "–",
         "sum": signed(running[step - 1]) if step else "0",
-        "reward": f"{reward:g} of {_TASK.max_reward:g}" if over else "not yet: it comes at the end",
-        "credit": _CREDITS[state["credit"]][0],
+        "reward": f"{rewards[0]:g} of {_TASK.max_reward:g}" if over else "not yet: it comes at the end",
+        "credit": _LABELS[state["credit"]],
         "lam": short(state["lam"]),
         "mean": signed(float(batch.reward.mean()), 2),
         "value0": signed(float(value[0, 0, 0]), 2),
-        "chance": f"{chances[min(step, length - 1)][tokens[min(step, length - 1)]]:.2f}",
+        "chance": f"{chances[now][tokens[now]]:.2f}",
         "credits": ", ".join(signed(x, 2) for x in credit) if over else "not yet",
-        "verdict": _verdict(bool(batch.correct[0, 0]), reward) if over else "",
+        "verdict": verdict if over else "",
+        **{f"c{i}": signed(x, 2) for i, x in enumerate(credit) if over},
+        **{f"l{i}": signed(x, 2) for i, x in enumerate(logp.tolist())},
     }
+    others = zip(batch.response[0].tolist(), rewards, strict=True)
     drawing = {
-        "prompt": list(_PROMPTS[state["prompt"]]),
+        "prompt": prompt,
         "tokens": tokens,
         "chances": chances,
         "logp": logp.tolist(),
-        "running": running,
-        "right": [a == b for a, b in zip(tokens, sorted(_PROMPTS[state["prompt"]]), strict=True)],
-        "reward": reward if over else None,
+        "reward": rewards[0] if over else None,
         "credit": credit if over else None,
         "values": value[0, 0].tolist() if over and state["credit"] == "gae" else None,
-        "group": _group(batch) if over else None,
+        "group": [{"text": _TASK.text(response), "reward": x} for response, x in others] if over else None,
         "length": length,
     }
-    texts |= {f"c{i}": signed(x, 2) for i, x in enumerate(credit)} if over else {}
-    texts |= {f"l{i}": signed(x, 2) for i, x in enumerate(logp.tolist())}
     return Look(texts, drawing, _tables(batch, chances, running, credit, step), _SNIPPET.format(**state))
 
 
-def _verdict(correct: bool, reward: float) -> str:
-    if correct:
-        return "Sorted: every position is right."
-    return f"Not sorted, yet {reward:g} positions are right, and that is what it is paid for."
-
-
-def _group(batch: Batch) -> list[dict[str, Any]]:
-    """The other responses, which group credit compares with."""
-    rewards = batch.reward[0, :, 0].tolist()
-    return [{"text": _TASK.text(r), "reward": x} for r, x in zip(batch.response[0].tolist(), rewards, strict=True)]
-
-
 def _tables(batch: Batch, chances: list, running: list[float], credit: list[float], step: int) -> list[DataTable]:
-    tokens, length = batch.response[0, 0].tolist(), len(credit)
-    logp = batch.logp_sampler[0, 0].tolist()
-    rows = [
-        [
-            *(str(t + 1), str(tokens[t]), f"{chances[t][tokens[t]]:.3f}", signed(logp[t]), signed(running[t])),
-            signed(credit[t]) if step == length else "not yet",
-        ]
-        for t in range(step)
-    ]
+    tokens, logp = batch.response[0, 0].tolist(), batch.logp_sampler[0, 0].tolist()
+    rows = []
+    for t in range(step):
+        numbers = (f"{chances[t][tokens[t]]:.3f}", signed(logp[t]), signed(running[t]))
+        rows.append([str(t + 1), str(tokens[t]), *numbers, signed(credit[t]) if step == len(credit) else "not yet"])
     head = ("token", "number", "probability", "log-prob", "running sum", "credit δ")
-    table = [DataTable("The trajectory so far", head, rows)]
-    if step < length:
-        next_ = [[str(n), f"{p:.3f}"] for n, p in enumerate(chances[step])]
-        table.append(DataTable("The next number", ("number", "probability"), next_))
-    return table
+    tables = [DataTable("The trajectory so far", head, rows)]
+    if step < len(credit):
+        coming = [[str(n), f"{p:.3f}"] for n, p in enumerate(chances[step])]
+        tables.append(DataTable("The next number", ("number", "probability"), coming))
+    return tables
 
 
 FIGURE = Figure(
@@ -177,7 +148,7 @@ FIGURE = Figure(
         Choice("prompt", "prompt", "0", _PROMPT_TEXTS, "To be sorted."),
         Slider("temperature", "temperature", 1.0, 0.2, 3.0, 0.1, "Divides the logits: low is greedy, high is even."),
         Slider("seed", "seed", 0, 0, 99, 1, "Another draw from the same policy."),
-        Choice("credit", "credit", "centered", tuple((n, w) for n, (w, _) in _CREDITS.items()), "How R becomes δ."),
+        Choice("credit", "credit", "centered", tuple(_LABELS.items()), "How R becomes δ."),
         Slider("lam", "λ of GAE", 0.95, 0.0, 1.0, 0.05, "0: the one-step TD error; 1: the whole return minus V."),
     ),
     compute=_compute,

@@ -1,26 +1,28 @@
-"""Figure 2: 200 estimates of one gradient as dots, with bias and variance, exact and measured."""
-
-from __future__ import annotations
+"""Figure 2: 200 estimates of one gradient as dots, with bias and variance, measured and exact (by enumeration)."""
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ascent.core.advantages import ADVANTAGES, BatchNormalized
 from ascent.core.algorithms import Algorithm
 from ascent.core.menu import name_of
-from ascent.core.types import Refused
+from ascent.core.types import Refused, Rollouts, Scores, Space
 from ascent.explain.explain import menu_label
 from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, signed
-from ascent.lab.figures.variance.rewarded import PROMPT, Rewarded, Tabular
 from ascent.oracle.estimator import Estimate, estimate, pick
 from ascent.oracle.exact import Table as Oracle
+from ascent.oracle.exact import all_responses
+from ascent.policies.small import Policy, Sampled, draw_next
 
+PROMPT = (2, 0, 1)
+"""[0 1 2] is right."""
 _ESTIMATES = 200
 BASELINES = {name_of(cls): cls for cls in ADVANTAGES if cls is not BatchNormalized}
 """Credit that sees one group at a time; over a batch of 200 groups a batch statistic would see all of them."""
@@ -31,8 +33,7 @@ import torch
 from ascent.core.algorithms import Algorithm
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
-from ascent.lab.figures.variance.figure import BASELINES, sampled_gradients
-from ascent.lab.figures.variance.rewarded import PROMPT, Rewarded, Tabular
+from ascent.lab.figures.variance.figure import BASELINES, PROMPT, Rewarded, Tabular, sampled_gradients
 
 task = Rewarded({rewarded})
 table = Table(Tabular(task.space), torch.tensor(PROMPT), task)
@@ -48,6 +49,47 @@ found = estimate(table, algorithm, samples={samples}, state=state)
 print("exact variance", round(found.variance / size.item(), 2))
 print("exact bias", round(found.bias(table.gradient), 3))
 """
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Three positions, three numbers: the `rewarded` best of 27 responses, most positions right first, earn 1."""
+
+    rewarded: int = 3
+
+    @property
+    def space(self) -> Space:
+        return Space(prompt_length=3, vocab=3, limit=3)
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        every = all_responses(self.space).response
+        target = rollouts.prompt.sort(-1).values[0]
+        code = torch.tensor([9, 3, 1])  # of a response: its place among all of them
+        best = ((every * code).sum(-1) - 100 * (every == target).sum(-1)).argsort()[: self.rewarded]
+        reward = torch.isin((rollouts.response * code).sum(-1), best).double()
+        correct = (rollouts.response == target).all(-1)
+        return Scores(reward.unsqueeze(-1), torch.ones_like(correct), correct)
+
+
+class Tabular(Policy):
+    """A logit for each number at each position, whatever the prompt: nine parameters."""
+
+    def __init__(self, space: Space):
+        super().__init__()
+        self.space = space
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(space.limit, space.vocab, generator=generator, dtype=torch.float64)
+        self.table = nn.Parameter(0.5 * logits)
+
+    def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt 1 token vocab"]:
+        return self.table.expand(len(prompt), 1, -1, -1)
+
+    @torch.no_grad()
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+        rows = len(prompt) * samples
+        drawn = [draw_next(logits.expand(rows, -1), temperature, generator) for logits in self.table]
+        response, logp = (torch.stack(part, -1).view(len(prompt), samples, -1) for part in zip(*drawn, strict=True))
+        return Sampled(response, logp, torch.full(response.shape[:2], response.shape[-1]))
 
 
 @lru_cache(maxsize=32)
@@ -75,21 +117,18 @@ def sampled_gradients(
 
 
 @lru_cache(maxsize=512)
-def exact_estimate(rewarded: int, baseline: str, samples: int) -> Estimate | str:
-    """Expectation and variance by enumeration, or why there are too many groups for it."""
+def exact_estimate(rewarded: int, baseline: str, samples: int) -> Estimate | None:
+    """Expectation and variance by enumeration; None where there are too many groups for it."""
     table = exact_oracle(rewarded)
     try:
         return estimate(table, Algorithm(BASELINES[baseline]()), samples, {"baseline": table.expected_reward})
-    except Refused as error:
-        return str(error)
+    except Refused:
+        return None
 
 
 @lru_cache(maxsize=32)
 def _frame(rewarded: int) -> tuple[Tensor, Tensor, float]:
-    """Two directions to look along, the gradient's and the widest one orthogonal to it, and how far to look.
-
-    The same for every baseline and group size, so that clouds can be compared.
-    """
+    """The gradient's direction, the widest one orthogonal to it, and how far to look: the same for all baselines."""
     table = exact_oracle(rewarded)
     along = table.gradient / table.gradient.norm()
     score = torch.einsum("yt,ytd->yd", table.batch.mask[0].double(), table.jacobian("logp"))
@@ -101,18 +140,15 @@ def _frame(rewarded: int) -> tuple[Tensor, Tensor, float]:
     return along, across, float(2 ** math.ceil(math.log2(max(2.0, 0.6 * farthest))))  # half of it from two samples
 
 
-def _compute(state: ControlState, runs: Path | None) -> Look:
-    del runs
+def _compute(state: ControlState, _: Path | None) -> Look:
     samples, rewarded, baseline = state["samples"], state["rewarded"], state["baseline"]
     table, (along, across, reach) = exact_oracle(rewarded), _frame(rewarded)
     size = float(table.gradient @ table.gradient)
-    algorithm = Algorithm(BASELINES[baseline]())
+    algorithm, unit = Algorithm(BASELINES[baseline]()), math.sqrt(size)
     dots = sampled_gradients(table, algorithm, samples, {"baseline": table.expected_reward}, state["seed"])
-    mean, unit = dots.mean(0), math.sqrt(size)
-    variance = float(dots.var(0).sum()) / size
+    mean, variance = dots.mean(0), float(dots.var(0).sum()) / size
     exact, raw = exact_estimate(rewarded, baseline, samples), exact_estimate(rewarded, "raw", samples)
-    assert isinstance(raw, Estimate)
-    known = isinstance(exact, Estimate)
+    assert raw is not None
     texts = {
         "samples": str(samples),
         "rewarded": str(rewarded),
@@ -123,19 +159,20 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
         "variance_measured": f"{variance:.2f}",
         "variance_raw": f"{raw.variance / size:.2f}",
         **dict.fromkeys(("bias", "variance", "scale", "cosine"), "not enumerated"),
-        "why": "" if known else "The optimal baseline tells all 27 responses apart: too many groups to enumerate.",
+        "why": "The optimal baseline tells all 27 responses apart: too many groups to enumerate.",
         "silent": str(int((dots == 0).all(1).sum())),
     }
-    drawing: dict[str, Any] = {
-        "dots": torch.stack([dots @ along, dots @ across], 1).div(unit).tolist(),
-        "mean": [float(mean @ along) / unit, float(mean @ across) / unit],
-        "reach": reach,
-    }
-    if isinstance(exact, Estimate):
+
+    def seen(gradients: Tensor) -> Any:
+        return (torch.stack([gradients @ along, gradients @ across], -1) / unit).tolist()
+
+    drawing: dict[str, Any] = {"dots": seen(dots), "mean": seen(mean), "reach": reach}
+    snippet = _SNIPPET
+    if exact is not None:
         texts |= {name: f"{getattr(exact, name)(table.gradient):.3f}" for name in ("bias", "scale", "cosine")}
-        texts["variance"] = f"{exact.variance / size:.2f}"
-        drawing["expected"] = [float(exact.mean @ along) / unit, float(exact.mean @ across) / unit]
-    snippet = _SNIPPET + (_EXACT if known else "")
+        texts |= {"variance": f"{exact.variance / size:.2f}", "why": ""}
+        drawing["expected"] = seen(exact.mean)
+        snippet += _EXACT
     return Look(texts, drawing, [_every(rewarded, samples, baseline)], snippet.format(**state))
 
 
@@ -146,7 +183,7 @@ def _every(rewarded: int, samples: int, chosen: str) -> DataTable:
         if name == "optimal-baseline" != chosen:
             continue
         exact, numbers = exact_estimate(rewarded, name, samples), ["too many groups"] * 3
-        if isinstance(exact, Estimate):
+        if exact is not None:
             variance = exact.variance / float(gradient @ gradient)
             numbers = [f"{exact.bias(gradient):.3f}", signed(exact.cosine(gradient)), f"{variance:.2f}"]
         rows.append([_LABELS[name], *numbers])
@@ -154,6 +191,7 @@ def _every(rewarded: int, samples: int, chosen: str) -> DataTable:
     return DataTable(caption, ("baseline", "bias", "cosine with ∇E[R]", "variance"), rows)
 
 
+_HELP = "Subtracted from the reward; a running mean is at E[R]."
 FIGURE = Figure(
     name="variance",
     place=2,
@@ -162,13 +200,7 @@ FIGURE = Figure(
     controls=(
         Slider("samples", "samples in a group", 4, 2, 16, 1, "G: responses behind each dot.", (2, 4, 8, 16)),
         Slider("rewarded", "rewarded responses of 27", 3, 1, 18, 1, "Fewer is sparser."),
-        Choice(
-            "baseline",
-            "baseline",
-            "leave-one-out",
-            tuple(_LABELS.items()),
-            "Subtracted from the reward; a running mean is at E[R].",
-        ),
+        Choice("baseline", "baseline", "leave-one-out", tuple(_LABELS.items()), _HELP),
         Slider("seed", "seed", 0, 0, 99, 1, "Other dots from the same policy."),
     ),
     compute=_compute,

@@ -1,20 +1,14 @@
-// What a comparison is made of: the groups with their runs, the charts that are shown, and their smoothing.
+// What a comparison is made of: the groups with their runs, and the charts that are shown.
 import { Swatch } from "/static/chart.js";
-import { Badge, Component, count, Failure, get, html, num, runLink, shortOf } from "/static/shared.js";
+import { attempt, Badge, Component, count, Failure, get, html, runLink, shortOf } from "/static/shared.js";
 
 const MOST = 50;
-const SMOOTH = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 
 // The groups with their runs; each can be taken away, others added.
 export class Chosen extends Component {
   async componentDidUpdate(before) {
     if (!this.props.adding || before.adding) return;
-    try {
-      const { runs } = await get("/api/view/runs");
-      this.setState({ rows: runs, error: "" });
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
+    await attempt(this, async () => this.setState({ rows: (await get("/api/view/runs")).runs, error: "" }));
     document.getElementById("add-run")?.focus();
   }
 
@@ -47,11 +41,3 @@ export const Chips = ({ charts, shown, onToggle }) => html`<details class="fold 
     ${chart.series.length > 1 && html`<span>${chart.title}</span>`}
     ${chart.series.map((s) => html`<button type="button" key=${s.metric} aria-pressed=${String(shown.includes(s.metric))} onClick=${() => onToggle(s.metric)}>${chart.series.length > 1 ? s.label : chart.title}</button>`)}</span>`)}</div>
 </details>`;
-
-// As on the page of a run; it counts in steps, so there is none over another axis.
-export function Smoothing({ smooth, whole, off, onSmooth }) {
-  const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
-  const said = off ? "over steps only" : smooth ? `${num(smooth)} steps` : "none";
-  return html`<label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" disabled=${off} value=${off ? 0 : Math.max(0, steps.indexOf(smooth))} aria-valuetext=${said} onInput=${(e) => onSmooth(steps[+e.target.value])} />
-    <output>${said}</output></label>`;
-}

@@ -1,34 +1,11 @@
 // The page /compare?id=A&id=B…: curves of several runs one upon another, seeds of a setting as a band, what differs in their
 // settings, how they ended, and one prompt side by side. All of its state is in the address.
-import { Chart, Cursor } from "/static/chart.js";
-import { lastOf } from "/static/curves.js";
-import { Chips, Chosen, Smoothing } from "./chosen.js";
-import { Differences, Ends } from "./tables.js";
+import { Chart, Cursor, MANY } from "/static/chart.js";
+import { filled } from "/static/curves.js";
+import { asked, askedAll, attempt, Component, count, Failure, get, html, mount, num, poll, queryOf, ready, shortOf, Smoothing, tell } from "/static/shared.js";
+import { Chips, Chosen } from "./chosen.js";
 import { SideBySide } from "./prompt.js";
-import { asked, askedAll, compareLink, Component, count, Failure, get, html, num, poll, queryOf, ready, render, shortOf, tell } from "/static/shared.js";
-
-// A chart of several settings: short names with the whole ones as titles, and no number of a line that has no point in sight.
-class CompareChart extends Chart {
-  render(props) {
-    this.grain = props.grain;
-    return super.render(props);
-  }
-
-  point(step) {
-    super.point(step);
-    if (!this.list || !this.plot) return;
-    const [from, to] = this.span();
-    const there = step != null && step >= from && step <= to;
-    const places = this.list.querySelectorAll("li");
-    this.lines.forEach((line, i) => {
-      if (!places[i]) return;
-      if (line.full) places[i].title = line.full;
-      const last = there ? null : lastOf(line, to);
-      const output = places[i].querySelector("output");
-      if (last && last.at + line.bucket / 2 < from && output.textContent !== "–") output.textContent = "–";
-    });
-  }
-}
+import { Differences, Ends } from "./tables.js";
 
 const PAUSE = 5000; // ms between two looks while a run is going on
 const FEW = 4; // metrics that are asked for at once, after the first
@@ -37,9 +14,7 @@ const AXES = { step: "steps", samples: "samples", tokens: "tokens", seconds: "se
 const bandOf = ([low, high] = []) => `band: 95 % interval over seeds${high != null ? ", drawn within 0 and 1" : low != null ? ", drawn down to 0" : ""}`;
 const number = (name, part = /^\d+$/) => (part.test(asked(name)) ? +asked(name) : null);
 const place = (name) => number(name, /^\d{1,15}(\.\d+)?$/);
-const filled = (values) => Float64Array.from(values, (value) => value ?? NaN);
 const NONE = [];
-const MANY = 8; // lines beyond which a chart gives them marks instead of dashes
 
 // How finely seconds are told apart: a thousandth of all of them, or less.
 const grainOf = (x, [low, high]) => (x === "seconds" ? Math.min(1, 10 ** Math.floor(Math.log10((high - low || 1) / 1000))) : 1);
@@ -69,11 +44,8 @@ const addressed = () => ({
 });
 
 class Compare extends Component {
-  constructor() {
-    super();
-    this.cursor = new Cursor();
-    this.state = { found: null, curves: {}, error: "", adding: false, ...addressed() };
-  }
+  cursor = new Cursor();
+  state = { found: null, curves: {}, error: "", adding: false, ...addressed() };
 
   async componentDidMount() {
     await this.look();
@@ -114,7 +86,7 @@ class Compare extends Component {
 
   setBase(base) {
     tell({ base: base === this.state.ids[0] ? null : base });
-    this.setState({ base }, () => this.ends(this.asking).catch((error) => this.setState({ error: error.message })));
+    this.setState({ base }, () => attempt(this, () => this.ends(this.asking)));
   }
 
   sees(from, to) {
@@ -181,7 +153,7 @@ class Compare extends Component {
     const chosen = order.filter((m) => (m === metric) !== now.includes(m));
     if (!chosen.length) return;
     tell({ metric: chosen });
-    this.setState({ chosen }, () => this.rest(this.asking, chosen.filter((m) => !this.state.curves[m])).catch((error) => this.setState({ error: error.message })));
+    this.setState({ chosen }, () => attempt(this, () => this.rest(this.asking, chosen.filter((m) => !this.state.curves[m]))));
   }
 
   // From where to where anything can be seen, zoomed or not.
@@ -201,14 +173,10 @@ class Compare extends Component {
     if (this.sees(next.from, next.to)) return;
     window.lab = { ...window.lab, whole: false };
     tell(next);
-    this.setState(next, async () => {
+    this.setState(next, () => {
       this.zooming?.abort();
       this.zooming = new AbortController();
-      try {
-        await this.rest(this.asking, this.metrics(), this.zooming.signal);
-      } catch (error) {
-        if (error.name !== "AbortError") this.setState({ error: error.message });
-      }
+      attempt(this, () => this.rest(this.asking, this.metrics(), this.zooming.signal));
     });
   }
 
@@ -241,7 +209,7 @@ class Compare extends Component {
       const { chart, series } = places.find((place) => place.series.metric === metric) ?? { chart: { title: metric, unit: "", series: [1] }, series: {} };
       const said = !series.label || chart.title.toLowerCase().includes(series.label.toLowerCase());
       const title = said ? chart.title : `${chart.title}, ${series.label}`;
-      return html`<${CompareChart} key=${metric} name=${metric} title=${title} unit=${x === "step" ? chart.unit : `${chart.unit ? `${chart.unit}, ` : ""}over ${AXES[x]}`} share=${chart.share || curves[metric]?.answer.bounds[1] === 1}
+      return html`<${Chart} key=${metric} name=${metric} title=${title} unit=${x === "step" ? chart.unit : `${chart.unit ? `${chart.unit}, ` : ""}over ${AXES[x]}`} share=${chart.share || curves[metric]?.answer.bounds[1] === 1}
         lines=${curves[metric]?.lines ?? NONE} range=${this.range} whole=${whole} cursor=${this.cursor} smooth=${x === "step" ? smooth : 0} band=${bandOf(curves[metric]?.answer.bounds)} note=${[alone, meanOf(curves[metric]?.lines ?? NONE)].filter(Boolean).join("; ")} grain=${grainOf(x, whole)}
         onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => x === "step" && this.set({ at: step }, false)} />`;
     });
@@ -274,7 +242,4 @@ class Compare extends Component {
   }
 }
 
-export { compareLink };
-const main = document.getElementById("main");
-main.replaceChildren();
-render(html`<${Compare} />`, main);
+mount(Compare);

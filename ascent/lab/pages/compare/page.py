@@ -1,24 +1,34 @@
-"""Several runs side by side: settings that differ, curves with intervals over seeds, how they ended."""
+"""Several runs side by side, also as files: their curves as PNG or SVG, and the tables as CSV."""
 
-from __future__ import annotations
-
+import csv
+import io
+import math
 import re
+import threading
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ascent.core.types import Refused
-from ascent.lab.page import Lab, json_route, number_value, points_value, runs_page
+from ascent.lab.curves import EVERYTHING, View
+from ascent.lab.page import Lab, json_route, view_of, viewer_page
 from ascent.lab.pages.compare.comparison import Comparison
-from ascent.lab.pages.compare.files import MOST_PANELS, PICTURES, csv_table, picture
-from ascent.lab.pages.compare.overlay import EVERYTHING, View
+from ascent.records.metrics import SHARES, chart_of, title_of
+from ascent.records.plot import draw_line, figure, finish_panel, legend_handles, line_style, plain
 
 LONGEST = 80
 """Characters of a file's name."""
 SEEDS = ("band", "lines")
+PICTURES = {"png": "image/png", "svg": "image/svg+xml"}
+TABLES = ("finals", "curves", "settings")
+MOST_PANELS = 60
+"""Metrics of a picture or a table: more than there are charts with all of their series."""
+_drawing = threading.Lock()
+"""matplotlib draws one picture at a time."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -32,37 +42,32 @@ def routes(lab: Lab) -> list[BaseRoute]:
             if part == "ends":
                 return comparison.ends(request.query_params.get("base"))
             summary = {} if part == "curves" else comparison.summary()
-            metrics, axis = metrics_of(request, comparison), axis_of(request)
-            return summary | {"curves": comparison.curves(metrics, axis, points_value(request), view=view_of(request))}
+            return summary | {"curves": comparison.curves(*selected(request, comparison))}
 
     def drawn(kind: str, request: Request) -> Response:
         seeds = request.query_params.get("seeds", "band")
         if seeds not in SEEDS:
             raise Refused(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
         with compared(request) as comparison:
-            metrics = metrics_of(request, comparison)
-            data = picture(comparison, metrics, axis_of(request), kind, seeds, view_of(request))
-        return attached(data, PICTURES[kind], file_name(metrics, len(comparison.runs)), kind)
+            chosen = selected(request, comparison)
+            data = picture(comparison, chosen, kind, seeds)
+        name, runs = f"compare-{chosen.metrics[0]}", len(comparison.runs)
+        if len(chosen.metrics) > 1 or len(name) > LONGEST:
+            name = f"compare-{runs}-run{'s' * (runs != 1)}"
+        return attached(data, PICTURES[kind], name, kind)
 
     def table(request: Request) -> Response:
         what = request.query_params.get("table", "finals")
         with compared(request) as comparison:
-            metrics, view = metrics_of(request, comparison), view_of(request)
-            text = csv_table(comparison, what, metrics, axis_of(request), request.query_params.get("base"), view)
+            text = csv_table(comparison, what, selected(request, comparison), request.query_params.get("base"))
         return attached(text.encode("utf-8", "replace"), "text/csv; charset=utf-8", f"compare-{what}", "csv")
 
     return [
-        Route("/compare", runs_page(lab, "compare", "Compare runs")),
+        Route("/compare", viewer_page(lab, "compare", "Compare runs")),
         Route("/api/view/compare", json_route(numbers)),
         *(Route(f"/api/view/compare.{kind}", partial(drawn, kind)) for kind in PICTURES),
         Route("/api/view/compare.csv", table),
     ]
-
-
-def file_name(metrics: list[str], runs: int) -> str:
-    """compare-reward of one metric, and of several compare-15-runs."""
-    one = f"compare-{metrics[0]}" if len(metrics) == 1 else ""
-    return one if 0 < len(one) <= LONGEST else f"compare-{runs}-run{'s' * (runs != 1)}"
 
 
 def attached(data: bytes, kind: str, name: str, ending: str) -> Response:
@@ -71,22 +76,141 @@ def attached(data: bytes, kind: str, name: str, ending: str) -> Response:
     return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{safe}.{ending}"'})
 
 
-def metrics_of(request: Request, comparison: Comparison) -> list[str]:
-    """Those that are asked for, or what is looked at first: the first series of the first chart."""
-    asked = list(dict.fromkeys(request.query_params.getlist("metric")))
-    if len(asked) > MOST_PANELS:
-        raise Refused(f"{len(asked)} metrics: at most {MOST_PANELS} at once")
-    return asked or [one["metric"] for chart in comparison.charts()[:1] for one in chart["series"][:1]]
+class Selection(NamedTuple):
+    """The metrics that are drawn, over what, and from where to where on that axis."""
+
+    metrics: Sequence[str]
+    axis: str = "step"
+    view: View = EVERYTHING
 
 
-def axis_of(request: Request) -> str:
-    return request.query_params.get("x", "step")
-
-
-def view_of(request: Request) -> View:
-    """From where to where on the axis; without it all of it."""
-    low, high = number_value(request, "from"), number_value(request, "to")
-    view = EVERYTHING[0] if low is None else low, EVERYTHING[1] if high is None else high
-    if view[0] > view[1]:
+def selected(request: Request, comparison: Comparison) -> Selection:
+    """What is asked for; without metrics, what is looked at first: the first series of the first chart."""
+    metrics = list(dict.fromkeys(request.query_params.getlist("metric")))
+    if len(metrics) > MOST_PANELS:
+        raise Refused(f"{len(metrics)} metrics: at most {MOST_PANELS} at once")
+    metrics = metrics or [one["metric"] for chart in comparison.charts()[:1] for one in chart["series"][:1]]
+    low, high = view_of(request)
+    if low > high:
         raise Refused(f"from={low:g} is behind to={high:g}: nothing lies between")
-    return view
+    return Selection(metrics, request.query_params.get("x", "step"), (low, high))
+
+
+# ---- the picture ----------------------------------------------------------------------------------------
+
+
+def picture(found: Comparison, chosen: Selection, kind: str = "png", seeds: str = "band") -> bytes:
+    """A panel per metric. A line is a setting: the mean over its seeds with the 95 % interval; or a seed."""
+    if not chosen.metrics:
+        raise Refused(f"0 metrics: a picture has 1 to {MOST_PANELS}")
+    import matplotlib
+    from matplotlib import pyplot
+
+    made, view, data = found.curves(*chosen), chosen.view, io.BytesIO()
+    with _drawing:
+        columns = 2 if len(made) == 4 else min(3, len(made))
+        rows = -(-len(made) // columns)
+        fig, axes = figure(rows, columns, (max(6.0, 4.4 * columns), 0.6 + 3.2 * rows))
+        for place in axes.flat[len(made) :]:
+            place.set_visible(False)
+        for place, (metric, lines) in zip(axes.flat, made.items(), strict=False):
+            _panel(place, metric, found, lines, chosen, seeds)
+        wholes = [lines["whole"] for lines in made.values() if lines["whole"]] or [(0.0, 0.0)]
+        low, high = max(min(whole[0] for whole in wholes), view[0]), min(max(whole[1] for whole in wholes), view[1])
+        for place in axes.flat if high > low else ():  # all panels over the same steps, also what is measured late
+            room = 0.02 * (high - low)
+            place.set_xlim(low - room, high + room)
+        _legend(fig, found, seeds, [chart_of(metric).bounds for metric in made])
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ascent"}):
+            meta = {"Date": None} if kind == "svg" else {"Software": "ascent"}
+            fig.savefig(data, dpi=130, format=kind, metadata=meta)
+        pyplot.close(fig)
+    return data.getvalue()
+
+
+def _panel(place: Any, metric: str, found: Comparison, lines: Any, chosen: Selection, seeds: str) -> None:
+    _, axis, view = chosen
+    for i, (name, group) in enumerate(found.groups.items()):
+        if name not in lines["groups"]:
+            continue
+        line = lines["groups"][name]
+        own = [lines["runs"][run.id] for run in group if run.id in lines["runs"]]
+        if seeds == "lines" and own:
+            for one in own:
+                draw_line(place, one["x"], one["mean"], line_style(i) | {"linewidth": 0.9, "marker": ""})
+        else:
+            band = (line["low"], line["high"]) if "low" in line else None
+            draw_line(place, line["x"], line["mean"], line_style(i) | {"marker": "o" * (len(line["x"]) == 1)}, band)
+    finish_panel(place, *title_of(metric), metric in SHARES, axis)
+    if metric in SHARES or view == EVERYTHING:
+        return
+    y = [v for line in place.lines for x, v in zip(*line.get_data(), strict=True) if view[0] <= x <= view[1]]
+    for area in place.collections:
+        y += [v for path in area.get_paths() for x, v in path.vertices if view[0] <= x <= view[1]]
+    known = [float(v) for v in y if v is not None and math.isfinite(v)]
+    if known:  # what is in view fills the panel: lines go on beside it, and do not count
+        room = 0.05 * (max(known) - min(known)) or 0.05 * abs(max(known)) or 0.05
+        place.set_ylim(min(known) - room, max(known) + room)
+
+
+def _legend(fig: Any, found: Comparison, seeds: str, ends: Sequence[tuple[Any, Any]]) -> None:
+    titles = [f"{name}, {len(group)} seeds" if len(group) > 1 else name for name, group in found.groups.items()]
+    columns = 1 if max(map(len, titles)) > 50 else min(4, len(titles))
+    fig.legend(handles=legend_handles(titles), loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
+    words = "one seed each: no interval"
+    if any(len(group) > 1 for group in found.groups.values()):
+        words = "mean over seeds, 95 % interval (Student's t)"
+        words += "; bands end at 0 and 1 for shares" if any(high is not None for _, high in ends) else ""
+        words += "; bands end at 0 for what is never negative" if (0.0, None) in ends else ""
+        words = "a line per run" if seeds == "lines" else words
+    tasks = dict.fromkeys(str(run.row["task"] or "") for run in found.runs)
+    fig.suptitle(plain(": ".join(filter(None, [", ".join(tasks), words]))), x=0.01, ha="left", fontsize=9)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------
+
+
+def csv_table(found: Comparison, what: str, chosen: Selection, base: str | None = None) -> str:
+    """One of the tables as CSV, numbers in full."""
+    if what not in TABLES:
+        raise Refused(f"table={what[:20]}: there are {', '.join(TABLES)}")
+    if what == "settings":
+        summary = found.summary()
+        differing = ([row["name"], *row["values"]] for row in summary["difference"])
+        rows: Iterable[list[Any]] = [["setting", *summary["order"]], *differing]
+    else:
+        rows = _finals(found, base) if what == "finals" else _curves(found, chosen)
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([[cell(value) for value in row] for row in rows])
+    return out.getvalue()
+
+
+def _finals(found: Comparison, base: str | None) -> Iterable[list[Any]]:
+    ended = found.ends(base)
+    head = ["setting", "measure", "seeds", "mean", "half_of_95_interval"]
+    yield [*head, "difference", "half_of_difference", "pairs", "difference_to"]
+    for name in found.groups:
+        for measure in ended["measures"]:
+            if (one := ended["rows"][name].get(measure)) is not None:
+                more = [one.get(key) for key in ("mean", "half", "difference", "difference_half", "pairs")]
+                yield [name, measure, len(one["values"]), *more, ended["base"] if "pairs" in one else None]
+
+
+def _curves(found: Comparison, chosen: Selection) -> Iterable[list[Any]]:
+    """The interval as it was computed: nothing is cut off where values end."""
+    yield ["metric", "setting", "seeds", chosen.axis, "mean", "low", "high"]
+    for metric, lines in found.curves(*chosen, drawn=False).items():
+        for name, line in lines["groups"].items():
+            empty = [None] * len(line["x"])
+            for values in zip(line["x"], line["mean"], line.get("low", empty), line.get("high", empty), strict=True):
+                yield [metric, name, line["seeds"], *values]
+
+
+def cell(value: Any) -> Any:
+    """A text that a spreadsheet takes for a formula is marked as text; a negative number is none."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
+    return value

@@ -1,16 +1,13 @@
 // One prompt side by side: what the runs said to it at about the same step.
 import { Swatch } from "/static/chart.js";
-import { completionsLink, Component, count, Failure, get, HELD, html, nearest, num, runLink, setOf, shortOf } from "/static/shared.js";
+import { attempt, completionsLink, Component, count, Failure, get, HELD, html, nearest, num, runLink, setOf, shortOf } from "/static/shared.js";
 
 const nameOf = ({ set, key }) => `${set} ${key}`;
 const placeOf = (name) => ({ set: setOf(name.split(" ")[0]), key: name.split(" ")[1] });
 const COLUMNS = 6; // runs beside one another: one of each group
 
-class SideBySide extends Component {
-  constructor() {
-    super();
-    this.state = { prompts: null, told: {}, error: "" };
-  }
+export class SideBySide extends Component {
+  state = { prompts: null, told: {}, error: "" };
 
   get ids() {
     return this.props.found.groups.slice(0, COLUMNS).map((group) => group.ids.find((id) => this.props.of.includes(id)) ?? group.ids[0]);
@@ -64,12 +61,10 @@ class SideBySide extends Component {
   async tell() {
     const [ids, key, chosen] = [this.ids, this.key, this.chosen];
     this.told = `${ids.join("\n")}\n${key}`;
-    try {
+    await attempt(this, async () => {
       const found = await Promise.all(ids.map((id) => get("/api/view/prompt", { id, set: setOf(chosen.set), key: chosen.key })));
       if (this.key === key) this.setState({ told: Object.fromEntries(ids.map((id, i) => [id, found[i]])), error: "" });
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
+    });
   }
 
   // The prompts of one set, as choices.
@@ -101,7 +96,6 @@ class SideBySide extends Component {
 
 const words = (r) => [`reward ${num(r.reward)}`, r.correct == null ? "" : r.correct ? "✓ right" : "✗ not right", r.truncated ? "✂ cut off" : ""].filter(Boolean).join(", ");
 
-
 function Column({ id, group, run, told, step, colour, marked, onPick }) {
   const seed = run?.seed != null && ` (seed ${run.seed})`;
   const near = told && nearest(told.steps.map((s) => s.step), step);
@@ -119,5 +113,3 @@ function Column({ id, group, run, told, step, colour, marked, onPick }) {
       ${here.common && here.common.text !== here.best?.text && html`<h4>Most common <span>× ${here.common.count}, ${words(here.common)}</span></h4><pre>${here.common.text}</pre>`}`}
   </article>`;
 }
-
-export { SideBySide };

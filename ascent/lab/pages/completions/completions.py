@@ -1,25 +1,31 @@
-"""The recorded responses of a step as groups: filtered, searched, sorted, a page at a time."""
-
-from __future__ import annotations
+"""The recorded responses of a run: the groups of a step, one prompt over the steps, and tokens with their numbers."""
 
 import hashlib
 import math
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused
-from ascent.lab.curves import Library
 from ascent.records import responses as recorded
-from ascent.records.places import Place
-from ascent.records.reading import read_object
+from ascent.records.columns import evenly
+from ascent.records.folder import FileCache, read_object
 
 Row = dict[str, Any]
-SHOWS = ("all", "right", "wrong", "truncated", "failed", "mixed")
-SORTS = ("reward", "advantage", "length", "sample")
-CHOICES = {"sort": SORTS, "show": SHOWS, "set": recorded.SETS}
+IS: dict[str, Callable[[Row], bool]] = {
+    "all": lambda _: True,
+    "right": lambda r: r["correct"] is True and r["status"] == "ok",
+    "wrong": lambda r: r["correct"] is False and r["status"] == "ok",
+    "truncated": lambda r: r["truncated"] is True,
+    "failed": lambda r: r["status"] == "failed",
+    "mixed": lambda _: True,
+}
+"""What may be shown of a step: responses of one kind, or those of mixed groups."""
+CHOICES = {"sort": ("reward", "advantage", "length", "sample"), "show": tuple(IS), "set": recorded.SETS}
 COUNT, MOST_GROUPS = 8, 32
 """Groups on a page, as a rule and at most."""
 LONGEST = 1000
@@ -29,10 +35,6 @@ NONE = {
     "--record-every steps",
     recorded.HELD_OUT: "No answers to held-out prompts were recorded. Every evaluation records them, but for "
     "`--record-rollouts none` and in runs of older versions",
-}
-NOTHING: dict[str, Any] = {
-    **{"step": None, "previous": None, "next": None, "offset": 0, "count": COUNT, "total": 0, "responses": 0},
-    **{"shares": {}, "columns": [], "groups": []},
 }
 PLAIN = {"step", "group", "sample", "prompt_text", "response_text", "reward", "valid", "correct", "truncated"}
 PLAIN |= {"length", "advantage", "status", "reason", "parts", "said", "answer"}
@@ -48,9 +50,14 @@ def json_number(value: Any) -> float | int | str | None:
     """A number as JSON can hold it: six digits; one that is not finite as a word; None: not known."""
     if value is None or isinstance(value, bool | int):
         return value
-    if not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return float(f"{value:.6g}")
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+
+
+def check_choices(**choices: str) -> None:
+    """Refuse a sort, show or set that there is not."""
+    for name, value in choices.items():
+        if value not in CHOICES[name]:
+            raise Refused(f"{name}={value[:40]}: there are {', '.join(CHOICES[name])}")
 
 
 def completions_page(
@@ -66,169 +73,335 @@ def completions_page(
 ) -> dict[str, Any]:
     """Some groups of a step (the newest, if not told; the nearest, if that one was not recorded)."""
     check_choices(sort=sort, show=show, set=which)
-    check_search(q)
-    steps = recorded.recorded_steps(folder, kind, which)
-    answer: dict[str, Any] = {"kind": kind, "recorded": steps, "asked": step, "sort": sort, "show": show, "q": q}
-    answer |= {"set": which, "sets": {name: len(recorded.recorded_steps(folder, kind, name)) for name in recorded.SETS}}
-    if not steps:
-        return NOTHING | answer | {"problems": [NONE[which]]}
-    chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
-    at = steps.index(chosen)
-    answer |= {"step": chosen, "previous": steps[at - 1] if at else None}
-    answer["next"] = steps[at + 1] if at + 1 < len(steps) else None
-    try:
-        rows = recorded.light_rows(folder, kind, chosen, which=which)
-    except Refused as error:
-        return NOTHING | answer | {"problems": [str(error)]}
-    groups = groups_of(rows)
-    found = [group for group in (_kept(group, show, q.casefold()) for group in groups) if group["responses"]]
-    count = max(1, min(count, MOST_GROUPS))
-    offset = max(0, min(offset, (len(found) - 1) // count * count)) if found else 0
-    shown = found[offset : offset + count]
-    for group in shown:
-        group["responses"].sort(key=ORDERS[sort])
-    return answer | {
-        **{"offset": offset, "count": count, "total": len(found)},
-        "responses": sum(len(group["responses"]) for group in found),
-        "shares": shares(groups),
-        "columns": _parts(rows),
-        "groups": [{k: json_number(v) if isinstance(v, float) else v for k, v in group.items()} for group in shown],
-        "problems": [],
-    }
-
-
-def sampled_in_step(place: Place, library: Library, step: int | None) -> dict[str, int] | None:
-    """All responses of a step by metrics.jsonl, and its groups, if config.json says how many responses make one.
-
-    None: nobody knows. What other trainers leave is all that is known of their steps.
-    """
-    if place.kind != "ascent" or step is None:
-        return None
-    with library.columns(place) as columns:
-        count = columns.at_step(step, "num_responses")
-    if count is None or count < 1:
-        return None
-    samples = read_object(place.folder / "config.json")[0].get("samples")
-    if not isinstance(samples, int) or samples < 1 or int(count) % samples:
-        return {"responses": int(count)}
-    return {"responses": int(count), "groups": int(count) // samples}
-
-
-def check_choices(**choices: str) -> None:
-    """Refuse a sort, show or set that there is not."""
-    for name, value in choices.items():
-        if value not in CHOICES[name]:
-            raise Refused(f"{name}={value[:40]}: there are {', '.join(CHOICES[name])}")
-
-
-def check_search(q: str) -> None:
     if len(q) > LONGEST:
         raise Refused(f"q: at most {LONGEST} characters are searched for, here are {len(q)}")
-
-
-def _parts(rows: list[Row]) -> list[str]:
-    """The names of the reward's components."""
-    if not rows:
-        return []
-    own = [k for k, v in rows[0].items() if k not in PLAIN and not isinstance(v, str | list | dict)]
-    return [*own, *dict.fromkeys(name for row in rows for name in row.get("parts", {}))]
+    sets = {name: recorded.recorded_steps(folder, kind, name) for name in recorded.SETS}
+    steps, chosen, rows, problems = sets[which], None, list[Row](), list[str]()
+    if steps:
+        chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
+        try:
+            rows = recorded.light_rows(folder, kind, chosen, which=which)
+        except Refused as error:
+            problems.append(str(error))
+    else:
+        problems.append(NONE[which])
+    around = [None, *steps, None]
+    at = around.index(chosen)
+    groups = groups_of(rows)
+    matching = [group for group in (_kept(group, show, q.casefold()) for group in groups) if group["responses"]]
+    count = max(1, min(count, MOST_GROUPS))
+    offset = max(0, min(offset, (len(matching) - 1) // count * count))
+    shown = matching[offset : offset + count]
+    for group in shown:
+        group["responses"].sort(key=lambda r: _order(r, sort))
+    return {
+        **{"kind": kind, "set": which, "sets": {name: len(steps) for name, steps in sets.items()}},
+        **{"recorded": steps, "asked": step, "step": chosen, "previous": around[at - 1], "next": around[at + 1]},
+        **{"sort": sort, "show": show, "q": q, "offset": offset, "count": count, "total": len(matching)},
+        "responses": sum(len(group["responses"]) for group in matching),
+        "shares": _shares(groups) if groups else {},
+        "groups": [{k: json_number(v) if isinstance(v, float) else v for k, v in group.items()} for group in shown],
+        "problems": problems,
+    }
 
 
 def groups_of(rows: list[Row]) -> list[Row]:
     """Rows as groups, in the order in which they were recorded."""
-    parts, found = _parts(rows), dict[int, list[Row]]()
+    groups, first = dict[int, list[Row]](), rows[0] if rows else {}
     for row in rows:
-        found.setdefault(row["group"], []).append(row)
-    return [_group(number, members, parts) for number, members in sorted(found.items())]
+        groups.setdefault(row["group"], []).append(row)
+    parts = [k for k, v in first.items() if k not in PLAIN and not isinstance(v, str | list | dict)]
+    parts += dict.fromkeys(name for row in rows for name in row.get("parts", {}))
+    return [_group(number, members, parts) for number, members in sorted(groups.items())]
 
 
-def _group(place: int, members: list[Row], parts: list[str]) -> Row:
+def _group(number: int, members: list[Row], parts: list[str]) -> Row:
     """A prompt and its responses; mean and spread are over those whose reward did not fail."""
     prompt = members[0]["prompt_text"] or ""
     responses = [_response(row, parts) for row in members]
-    rewards = [r["reward"] for r in responses if r["status"] == "ok" and isinstance(r["reward"], int | float)]
-    strict = [r["correct"] for r in responses if r["status"] == "ok" and r["correct"] is not None]
-    group: Row = {"group": place, "key": key_of(prompt), "prompt": prompt, "size": len(members)}
+    scored = [r for r in responses if r["status"] == "ok"]
+    rewards = [r["reward"] for r in scored if isinstance(r["reward"], int | float)]
+    strict = [r["correct"] for r in scored if r["correct"] is not None]
+    kind = "" if not rewards else "equal" if min(rewards) == max(rewards) else "mixed"
+    if strict:
+        kind = "all right" if all(strict) else "mixed" if any(strict) else "all wrong"
+    group: Row = {"group": number, "key": key_of(prompt), "prompt": prompt, "size": len(members)}
     if members[0].get("answer") is not None:
         group["answer"] = members[0]["answer"]
     group |= {"mean": None, "std": None}
-    if rewards:
-        with suppress(OverflowError):  # rewards so large that they have no sum
+    with suppress(OverflowError):  # rewards so large that they have no sum
+        if rewards:
             group |= {"mean": statistics.fmean(rewards), "std": statistics.stdev(rewards) if len(rewards) > 1 else None}
-    group |= {"low": min(rewards, default=None), "high": max(rewards, default=None)}
-    group |= {
-        "right": sum(strict) if strict else None,
-        "of": len(strict),
-        "failed": sum(r["status"] == "failed" for r in responses),
+    return group | {
+        **{"low": min(rewards, default=None), "high": max(rewards, default=None), "kind": kind},
+        **{"right": sum(strict) if strict else None, "of": len(strict)},
+        "failed": sum(map(IS["failed"], responses)),
+        "responses": responses,
     }
-    return group | {"kind": _kind(rewards, strict), "responses": responses}
-
-
-def _kind(rewards: list[float], strict: list[bool]) -> str:
-    if strict:
-        return "all right" if all(strict) else "mixed" if any(strict) else "all wrong"
-    return "" if not rewards else "equal" if min(rewards) == max(rewards) else "mixed"
 
 
 def _response(row: Row, parts: list[str]) -> Row:
     status = row.get("status") or ("failed" if row.get("valid") is False else "ok")
-    made = {
+    return {
         "sample": row["sample"],
         "text": row["response_text"] or "",
         "reward": json_number(row["reward"]) if status != "failed" else None,
         "advantage": json_number(row.get("advantage")),
-        "length": row.get("length"),
-        "correct": row.get("correct"),
-        "truncated": row.get("truncated"),
+        **{name: row.get(name) for name in ("length", "correct", "truncated")},
         "status": status,
         "reason": row.get("reason") or None,
         "parts": {name: json_number(row.get("parts", {}).get(name, row.get(name))) for name in parts},
+        **({"said": row["said"]} if row.get("said") else {}),
     }
-    return made | ({"said": row["said"]} if row.get("said") else {})
-
-
-IS: dict[str, Callable[[Row], bool]] = {
-    "all": lambda _: True,
-    "right": lambda r: r["correct"] is True and r["status"] == "ok",
-    "wrong": lambda r: r["correct"] is False and r["status"] == "ok",
-    "truncated": lambda r: r["truncated"] is True,
-    "failed": lambda r: r["status"] == "failed",
-    "mixed": lambda _: True,
-}
 
 
 def _kept(group: Row, show: str, q: str) -> Row:
     """The group with the responses that are asked for. Text found in its prompt keeps all of them."""
-    responses = [r for r in group["responses"] if IS[show](r)]
-    if show == "mixed" and group["kind"] != "mixed":
-        responses = []
+    responses = [r for r in group["responses"] if IS[show](r) and (show != "mixed" or group["kind"] == "mixed")]
     if q and q not in group["prompt"].casefold():
         responses = [r for r in responses if q in r["text"].casefold()]
     return group | {"responses": responses, "shown": len(responses)}
 
 
-def shares(groups: list[Row]) -> dict[str, int | None]:
+def _order(response: Row, sort: str) -> tuple[float, int]:
+    """The largest first, and what is not a number last; samples as they were drawn."""
+    value = response[sort] if sort != "sample" else None
+    return -value if isinstance(value, int | float) else math.inf, response["sample"]
+
+
+def _shares(groups: list[Row]) -> dict[str, int | None]:
     """How many responses of the step there are of each kind (and groups, and mixed groups); None: nobody knows."""
     every = [r for group in groups for r in group["responses"]]
-    counts: dict[str, int | None] = {show: sum(map(IS[show], every)) for show in SHOWS}
+    counts: dict[str, int | None] = {show: sum(map(test, every)) for show, test in IS.items()}
     for show, field in (("right", "correct"), ("wrong", "correct"), ("truncated", "truncated")):
         if all(r[field] is None for r in every):
             counts[show] = None
-    mixed = sum(group["kind"] == "mixed" for group in groups)
-    return counts | {"mixed": mixed, "groups": len(groups)}
+    return counts | {"mixed": sum(group["kind"] == "mixed" for group in groups), "groups": len(groups)}
 
 
-def _falling(field: str) -> Callable[[Row], tuple[bool, float, int]]:
-    """The largest first; what is not a number comes last."""
+# ---- one prompt over the steps: only prompts are read of most files, and each file once ----------------------
 
-    def order(row: Row) -> tuple[bool, float, int]:
-        known = isinstance(row[field], int | float)
-        return (not known, -float(row[field]) if known else 0.0, row["sample"])
+MOST = 200
+"""Steps of one prompt, and prompts of one set, that are told."""
+LONG, SHORT = 600, 300
+"""Characters of a response, and of a prompt in the list of prompts, that are told."""
+_indexes = FileCache(100_000_000)
+"""Which prompts a file holds, in characters."""
+_summaries = FileCache(50_000)
+Index = dict[str, tuple[int, str]]
+"""The prompts of a step: key -> group, and how it begins. Of a prompt that was drawn twice, the first group."""
 
-    return order
+
+def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], list[str]]:
+    """The prompts of every recorded step, and what is wrong with files that could not be read."""
+
+    def read(step: int) -> Index:
+        rows = recorded.light_rows(folder, kind, step, ("group", "prompt_text"), which)
+        index: Index = {}
+        for group, prompt in sorted({row["group"]: row["prompt_text"] or "" for row in rows}.items()):
+            index.setdefault(key_of(prompt), (group, prompt[:SHORT]))
+        return index
+
+    indexes, problems = {}, []
+    for step, path in recorded.recorded_files(folder, kind, which).items():
+        try:
+            indexes[step] = _indexes(path, partial(read, step), weight=lambda index: 100 + len(str(index)))
+        except (Refused, OSError) as error:
+            problems.append(str(error))
+    return indexes, problems
 
 
-ORDERS: dict[str, Callable[[Row], Any]] = {
-    **{field: _falling(field) for field in ("reward", "advantage", "length")},
-    "sample": lambda row: row["sample"],
+def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMPLED) -> dict[str, Any]:
+    """A prompt's groups over the steps, each in a few words; `sets`: how many steps of each set hold the prompt."""
+    check_choices(set=which)
+    indexed, problems = _indexed(folder, kind, which)
+    steps = [step for step, keys in indexed.items() if key in keys]
+    if not steps:
+        raise Refused("this prompt is in none of the recorded steps")
+    told, prompt, paths = [], "", recorded.recorded_files(folder, kind, which)
+    for step in evenly(steps, MOST):
+        group, _ = indexed[step][key]
+        try:
+            made = _summaries(paths[step], partial(_summary, folder, kind, step, group, which), group)
+        except (Refused, OSError, KeyError) as error:
+            problems.append(str(error))
+            continue
+        prompt = made["prompt"]
+        told.append({k: v for k, v in made.items() if k != "prompt"})
+    other = recorded.SETS[1 - recorded.SETS.index(which)]
+    elsewhere = sum(key in keys for keys in _indexed(folder, kind, other)[0].values())
+    return {
+        **{"set": which, "sets": {which: len(steps), other: elsewhere}},
+        **{"key": key, "prompt": prompt, "recorded": len(indexed), "found": len(steps), "steps": told},
+        **{"left_out": len(steps) - len(told), "problems": problems},
+    }
+
+
+def _summary(folder: Path, kind: str, step: int, number: int, which: str) -> Row:
+    """A group in a few words."""
+    columns = (*recorded.NEEDED, "valid", "correct", "truncated", "status")
+    rows = [row for row in recorded.light_rows(folder, kind, step, columns, which) if row["group"] == number]
+    group = groups_of(rows)[0]
+    responses = group["responses"]
+    scored = [r for r in responses if r["status"] == "ok" and isinstance(r["reward"], int | float)]
+    best = max(scored, key=lambda r: (r["reward"], -r["sample"]), default=None)
+    (text, count), *_ = Counter(r["text"] for r in responses).most_common(1)
+    common = next(r for r in responses if r["text"] == text)
+    return {
+        "step": step,
+        **{k: group[k] for k in ("prompt", "group", "size", "mean", "std", "right", "of", "failed", "kind")},
+        "best": None if best is None else _told(best),
+        "common": _told(common) | {"count": count},
+    }
+
+
+def _told(r: Row) -> Row:
+    text = r["text"][:LONG] + " …" * (len(r["text"]) > LONG)
+    return {"text": text, **{k: r[k] for k in ("sample", "reward", "correct", "truncated")}}
+
+
+def all_prompts(folder: Path, kind: str) -> dict[str, Any]:
+    """The prompts of a run: held-out ones first, and of each set those that were recorded most often."""
+    listed, total, problems = list[Row](), 0, list[str]()
+    for which in (recorded.HELD_OUT, recorded.SAMPLED):
+        indexed, unread = _indexed(folder, kind, which)
+        steps: dict[str, list[int]] = {}
+        for step, keys in indexed.items():
+            for key in keys:
+                steps.setdefault(key, []).append(step)
+        total += len(steps)
+        problems += unread
+        for key, where in sorted(steps.items(), key=lambda item: (-len(item[1]), item[1][0]))[:MOST]:
+            about = {"set": which, "key": key, "prompt": indexed[where[0]][key][1]}
+            listed.append(about | {"steps": len(where), "first": where[0], "last": where[-1]})
+    return {"prompts": listed, "total": total, "problems": problems}
+
+
+# ---- tokens with their numbers: ρ = exp(logp − logp_old) is that at the last update that saw the response ----
+
+OLD = "this file was written before the trainer recorded it"
+ABSENT = {
+    "pieces": f"The texts of the tokens are not there ({OLD}): their numbers in the vocabulary are shown",
+    "entropy": f"No entropy: {OLD}, or the engine does not know it",
+    "ratio": "No ratio: no update saw these responses",
 }
+OF_ANSWERS = ("group", "sample", "response", "pieces", "mask", "logp_sampler")
+"""All that is known of a greedy answer. Its only log-prob is the sampler's."""
+FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
+
+
+def tokens(
+    folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None, which: str = recorded.SAMPLED
+) -> dict[str, Any]:
+    """The tokens of some groups of a step, in columns; `missing` says what no row has, and why."""
+    check_choices(set=which)
+    rows = recorded.whole_rows(folder, kind, step, groups, sample, which)
+    if kind != "ascent":
+        return {"step": step, "missing": {"tokens": FOREIGN}, "clip": {"words": FOREIGN}, "rows": []}
+    absent = ABSENT
+    if which == recorded.HELD_OUT:
+        clip, absent = {"words": "No update saw these answers"}, {"pieces": ABSENT["pieces"]}
+        made = [of_row({k: row.get(k) for k in OF_ANSWERS}, None) for row in rows]
+        made = [row | {"logp": row["logp_sampler"], "logp_sampler": None} for row in made]
+    else:
+        loss, clip = loss_of(folder)
+        made = [of_row(row, loss) for row in rows]
+    missing = {name: words for name, words in absent.items() if made and all(row[name] is None for row in made)}
+    for row in made:
+        row["pieces"] = row["pieces"] if row["pieces"] is not None else [f"⟨{i}⟩" for i in row["ids"]]
+    return {"step": step, "missing": missing, "clip": clip, "rows": made}
+
+
+def of_row(row: Row, loss: Any) -> Row:
+    """One response. A list of another length than its tokens is not shown: it would sit beside the wrong ones."""
+    ids, updates, credit = (row.get(name) or [] for name in ("response", "logp", "advantage"))
+
+    def per_token(values: list[Any] | None) -> list[float] | None:
+        """A number per token; what the file has no number for is NaN."""
+        if values is None or len(values) != len(ids):
+            return None
+        return [math.nan if v is None else v for v in values]
+
+    lists = {name: per_token(row.get(name)) for name in ("logp_sampler", "logp_ref", "entropy")}
+    lists["logp"] = logp = per_token(row.get("logp_old"))
+    lists["advantage"] = advantage = per_token(credit * len(ids) if len(credit) == 1 else credit)
+    lists["value"] = per_token(row["value"][: len(ids)]) if row.get("value") and ids else None
+    pieces, last = row.get("pieces"), per_token(updates[-1]) if updates else None
+    made: Row = {"group": row["group"], "sample": row["sample"], "ids": ids}
+    made["pieces"] = pieces if pieces is not None and len(pieces) == len(ids) else None
+    made |= {name: None if values is None else [json_number(v) for v in values] for name, values in lists.items()}
+    made |= {"ratio": None, "clipped": None, "sequence_ratio": None, "updates": len(updates)}
+    mask = row.get("mask")
+    if not (isinstance(mask, list) and len(mask) == len(ids) and all(isinstance(drawn, bool) for drawn in mask)):
+        mask = None
+    if logp is not None and last is not None:
+        moved = [now - old for now, old in zip(last, logp, strict=True)]
+        made["ratio"] = [json_number(math.inf if log > 709 else math.exp(log)) for log in moved]
+        if loss is not None and advantage is not None and ids:
+            drawn = [row.get("valid") is not False and acted for acted in mask or [True] * len(ids)]
+            made |= _clips(loss, last, logp, advantage, drawn)
+    if mask is None:
+        return made
+    for name, values in made.items():  # at observations there are no numbers: the policy did not write those tokens
+        if isinstance(values, list) and name not in ("ids", "pieces"):
+            made[name] = [value if acted else None for value, acted in zip(values, mask, strict=True)]
+    return made | {"mask": mask}
+
+
+def _clips(loss: Any, logp: list[float], logp_old: list[float], advantage: list[float], drawn: list[bool]) -> Row:
+    """On which side each token is clipped, by the loss itself; and the ratio of a whole response where it uses one."""
+    import torch
+
+    now, old, δ = (torch.tensor([[values]], dtype=torch.float32) for values in (logp, logp_old, advantage))
+    counted = torch.tensor([[drawn]])
+    made: Row = {}
+    if loss.sequence:
+        made["sequence_ratio"] = json_number(float(torch.exp(loss.log_ratio(now - old, counted))))
+    clips = loss.clipped(now, old, δ[..., :1] if loss.sequence else δ, counted)
+    if clips is None:
+        return made
+    low, high = (side & counted for side in clips)
+    dual = getattr(loss, "dual", None)
+    far = (torch.exp(now - old) > (math.inf if dual is None else dual)) & (δ < 0)
+    sides = torch.where(low, 1, torch.where(high, 2, torch.where(far, 3, 0)))
+    return made | {"clipped": [(None, "low", "high", "dual")[side] for side in sides[0, 0].tolist()]}
+
+
+def loss_of(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The loss that config.json names, and what clipping means for it in words; None where it cannot be made here.
+
+    A loss of the user's own is code, and is not run by whoever looks at a folder.
+    """
+    try:
+        given = read_object(folder / "config.json")[0]["loss"]
+        name, fields = str(given["name"]), {k: v for k, v in given.items() if k != "name"}
+    except (KeyError, TypeError, AttributeError):
+        return None, {"words": "config.json names no loss, so nobody knows here what was clipped"}
+    if ":" in name:
+        return None, {"words": f"the loss is the user's own ({name}): what it clips is not computed here"}
+    from ascent.core.algorithms import MENU
+    from ascent.core.menu import name_of
+    from ascent.settings import build
+
+    cls = next((cls for cls in MENU["loss"] if name_of(cls) == name), None)
+    try:
+        loss = build("loss", cls, fields) if cls is not None else None
+    except (Refused, TypeError):
+        loss = None
+    if loss is None:
+        return None, {"words": f"config.json names a loss that this version does not know: {name[:80]}"}
+    bounds = {side: getattr(loss, side, None) for side in ("low", "high", "dual")}
+    return loss, {"name": name, "sequence": loss.sequence, **bounds, "words": _words(loss, name, **bounds)}
+
+
+def _words(loss: Any, name: str, low: float | None, high: float | None, dual: float | None) -> str:
+    if low is None or high is None:
+        return f"{name} never clips"
+    what = "the response's ratio" if loss.sequence else "ρ"
+    words = f"low: {what} < {1 - low:.6g} and the advantage is below 0; high: {what} > {1 + high:.6g} and it is above 0"
+    if name == "cispo":
+        return f"{words}. The weight of such a token is capped; it still learns"
+    words += ". " + ("All tokens of such a response have" if loss.sequence else "Such a token has") + " no gradient"
+    if dual is not None:
+        words += f". dual: ρ > {dual:g} and the advantage is below 0 (not counted in clip_ratio)"
+    return words

@@ -1,31 +1,22 @@
 // A group: its prompt, and its responses. Tokens are asked for and made when a response comes near the screen.
-import { Component, completionsLink, count, HELD, html, num, setOf } from "/static/shared.js";
-import { FEW, Tokens } from "./tokens.js";
+import { Component, completionsLink, copy, count, HELD, html, num, setOf, signed } from "/static/shared.js";
+import { FEW, placesOf, Tokens } from "./tokens.js";
 
 const AT_ONCE = 20000; // tokens of one group that are asked for together
 const NEAR = "600px";
 
-const signed = (value) => (typeof value === "number" && value > 0 ? `+${num(value)}` : num(value));
-
 // A text with what was searched for marked.
-export function Marked({ text, q }) {
-  if (!q) return text;
-  const parts = [];
-  const low = text.toLowerCase();
-  const sought = q.toLowerCase();
-  let from = 0;
-  for (let at = low.indexOf(sought); at >= 0; at = low.indexOf(sought, from)) {
-    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + sought.length)}</mark>`);
-    from = at + sought.length;
-  }
-  return [...parts, text.slice(from)];
+function Marked({ text, q }) {
+  const places = placesOf(text, q ?? "");
+  const marked = places.flatMap((at, i) => [text.slice(i ? places[i - 1] + q.length : 0, at), html`<mark>${text.slice(at, at + q.length)}</mark>`]);
+  return places.length ? [...marked, text.slice(places.at(-1) + q.length)] : text;
 }
 
 // Text that is cut after some lines, with a button for the rest.
 export class Long extends Component {
   render({ text, q, most = 480, name }, { open }) {
     const long = text.length > most || text.split("\n").length > 7;
-    const cut = long && !open && !(q && text.toLowerCase().includes(q.toLowerCase()));
+    const cut = long && !open && !placesOf(text, q ?? "").length;
     const lines = text.split("\n").slice(0, 6).join("\n").slice(0, most);
     return html`<div class="c-long"><div class="c-text"><${Marked} text=${cut ? `${lines} …` : text} q=${q} /></div>
       ${long && (cut || open) && html`<button type="button" class="plain" onClick=${() => this.setState({ open: !open })}>${open ? "Less" : `All ${name ?? ""} (${count(text.length, "character")})`}</button>`}</div>`;
@@ -38,18 +29,6 @@ const Marks = ({ r }) => html`<span class="c-marks">
   ${r.status !== "failed" && r.correct === false && html`<span class="c-mark wrong">✗ wrong</span>`}
   ${r.truncated && html`<span class="c-mark cut">✂ cut off</span>`}
 </span>`;
-
-async function copy(event, text) {
-  const button = event.currentTarget;
-  const before = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
-  } catch {
-    button.textContent = "Open the plain text";
-  }
-  setTimeout(() => (button.textContent = before), 1500);
-}
 
 class Response extends Component {
   componentDidMount() {

@@ -1,9 +1,8 @@
 // The recorded responses of a step, token by token; or (with a key in the address) one prompt over the steps.
-import { asked, Component, count, Failure, get, grouped, HELD, html, nearest, poll, ready, render, runLink, setOf, Sets, tell } from "/static/shared.js";
+import { asked, Component, count, Failure, get, grouped, HELD, html, mount, nearest, poll, ready, runLink, setOf, Sets, tell } from "/static/shared.js";
 import { Group } from "./group.js";
 import { Prompt } from "./prompt.js";
-import { COLOURS, scaleOf } from "./scales.js";
-import { Legend, Readout } from "./tokens.js";
+import { COLOURS, Legend, Readout, scaleOf } from "./tokens.js";
 
 const SHOWS = [["all", "all"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"], ["failed", "failed"], ["mixed", "mixed groups"]];
 const SORTS = [["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["sample", "sample"]];
@@ -71,12 +70,9 @@ const Choice = ({ name, label, options, value, set }) => html`<label class="c-ch
   <select id=${name} value=${value} onChange=${(e) => set(e.target.value)}>${options.map(([key, text, off]) => html`<option key=${key} value=${key} selected=${key === value} disabled=${off}>${text}</option>`)}</select></label>`;
 
 class Page extends Component {
-  constructor() {
-    super();
-    this.state = { asked: read(), found: null, tokens: new Map(), about: null, error: "", count: 0 };
-    this.tell = (row, i, keyboard) => this.readout?.show(row, i, keyboard);
-    this.wanted = new Set();
-  }
+  state = { asked: read(), found: null, tokens: new Map(), about: null, error: "", count: 0 };
+  wanted = new Set();
+  tell = (row, i, keyboard) => this.readout?.show(row, i, keyboard);
 
   componentDidMount() {
     addEventListener("popstate", () => this.setState({ asked: read() }, () => this.load()));
@@ -216,6 +212,4 @@ class Page extends Component {
   }
 }
 
-const place = document.getElementById("main");
-place.replaceChildren();
-render(html`<${Page} />`, place);
+mount(Page);

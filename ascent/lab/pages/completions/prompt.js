@@ -1,5 +1,5 @@
 // One prompt over the steps: its mean reward, and what was answered best and most often; of a held-out one, each answer.
-import { Component, completionsLink, count, Failure, get, grouped, HELD, html, num, ready, runLink, setOf, Sets } from "/static/shared.js";
+import { attempt, Component, completionsLink, count, Failure, get, grouped, HELD, html, nearest, num, ready, runLink, setOf, Sets } from "/static/shared.js";
 import { Chart, Cursor } from "/static/chart.js";
 import { Long } from "./group.js";
 
@@ -27,38 +27,27 @@ const Answers = ({ found, link }) => html`<div class="c-strip" role="img" aria-l
       <td class="c-answer">${i > 0 && found.steps[i - 1].common.text === s.common.text ? html`<span class="note">the same</span>` : s.common.text === "" ? html`<span class="note">An empty response.</span>` : html`<${Long} text=${s.common.text} most=${280} />`}</td></tr>`)}</tbody></table></div>`;
 
 export class Prompt extends Component {
-  constructor() {
-    super();
-    this.state = { found: null, error: "" };
-    this.cursor = new Cursor();
-  }
+  state = { found: null, error: "" };
+  cursor = new Cursor();
 
   async componentDidMount() {
     const { id, set, name } = this.props;
-    try {
+    await attempt(this, async () => {
       const found = await get("/api/view/prompt", { id, set: setOf(set), key: name });
       this.lines = [line(found)];
       this.setState({ found });
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
+    });
     ready(`A prompt of ${id}`);
   }
 
   open(step) {
-    const { steps } = this.state.found;
-    const near = steps.reduce((a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a));
-    location.assign(this.link(near.step));
+    location.assign(this.link(nearest(this.state.found.steps.map((s) => s.step), step)));
   }
 
+  // To a step, searched for what finds this prompt among the others.
   link(step) {
     const { id, set } = this.props;
-    return completionsLink(id, step, { set: setOf(set), q: this.short() });
-  }
-
-  // What finds this prompt among the others of a step.
-  short() {
-    return this.state.found.prompt.trim().split("\n")[0].slice(0, 120);
+    return completionsLink(id, step, { set: setOf(set), q: this.state.found.prompt.trim().split("\n")[0].slice(0, 120) });
   }
 
   render({ id, set, onSet }, { found, error }) {

@@ -1,7 +1,65 @@
 // A response as tokens. The elements are made by hand and not by Preact, for there may be thousands; text goes in as text.
-import { Component, html } from "/static/shared.js";
-import { classOf, numbersOf } from "./scales.js";
+import { Component, html, num, percent, signed } from "/static/shared.js";
 
+// ---- numbers as colours: into which of a few classes a number falls, and what the classes mean ----
+// A class is never colour alone: the line below a token is thicker the further out it is, and dashed on the side below
+// the middle. A signed number has one of n4 … n1, z, p1 … p4, by the edges of its size.
+const above = (size, edges) => edges.filter((edge) => size >= edge).length;
+const sided = (value, edges) => (above(Math.abs(value), edges) ? `${value < 0 ? "n" : "p"}${above(Math.abs(value), edges)}` : "z");
+const stepped = (value, edges) => `q${above(value, edges)}`;
+const SURE = [0.95, 0.8, 0.5, 0.2, 0.05, 0.01];
+const SPREAD = [0.1, 0.5, 1, 1.5, 2, 3];
+const MOVED = [0.02, 0.05, 0.1, 0.2];
+const SIDES = ["n4", "n3", "n2", "n1", "z", "p1", "p2", "p3", "p4"];
+const STEPS = ["q0", "q1", "q2", "q3", "q4", "q5", "q6"];
+
+// 1, 2 or 5 times a power of ten, at least this.
+function nice(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return +([1, 2, 5, 10].find((d) => d * power >= value * 0.999) * power).toPrecision(3);
+}
+
+const MARKS = { low: "n4", high: "p4", dual: "n2" };
+const CLIPS = { low: "clipped low ▼", high: "clipped high ▲", dual: "dual clip ◆" };
+
+// `largest` is the largest advantage of the page, so that the colours of one page can be compared.
+export function scaleOf(colour, largest) {
+  const top = nice(largest);
+  const edges = [0.02, 0.25, 0.5, 0.75].map((part) => part * top);
+  if (colour === "greedy") return { ...scaleOf("logp", largest), words: `probability of the token, in steps at ${SURE.map(percent).join(", ")}` };
+  const scale = {
+    advantage: { classes: SIDES, ends: [`−${num(top)}`, "0", `+${num(top)}`], of: (v) => sided(v, edges), words: "below 0: dashed line; above 0: solid line" },
+    logp: { classes: STEPS, ends: ["p > 95%", "", "p < 1%"], of: (v) => stepped(-v, SURE.map((p) => -Math.log(p))), words: `probability when it was sampled, in steps at ${SURE.map(percent).join(", ")}` },
+    entropy: { classes: STEPS, ends: ["0", "", "over 3 nats"], of: (v) => stepped(v, SPREAD), words: `in steps at ${SPREAD.join(", ")} nats` },
+    ratio: {
+      classes: SIDES, ends: ["under 0.83", "1", "over 1.2"], of: (v) => sided(Math.log(v), MOVED.map((m) => Math.log(1 + m))),
+      words: "ρ at the last update that saw it, in steps at 2, 5, 10 and 20%; below 1: dashed line",
+    },
+    clipped: { classes: ["n4", "z", "p4"], ends: ["▼ low", "not clipped", "▲ high"], of: (v) => MARKS[v] ?? "z", words: "clipped tokens have a frame and a mark" },
+  }[colour];
+  return scale && { field: colour, ...scale };
+}
+
+export const COLOURS = [["advantage", "advantage"], ["logp", "log-prob"], ["entropy", "entropy"], ["ratio", "ratio"], ["clipped", "clipped or not"]];
+
+// The class of a token; "odd": not a finite number; "": nothing is known.
+function classOf(scale, row, i) {
+  const values = row[scale.field];
+  const value = values?.[i];
+  if (values && scale.field === "clipped") return scale.of(value);
+  return value == null ? "" : typeof value === "number" ? scale.of(value) : "odd";
+}
+
+// Every number of a token: its name, the field of the row that holds it, and how it is said.
+const NUMBERS = [
+  ["log-prob", "logp", (v) => num(v) + (typeof v === "number" ? ` (p ${percent(Math.exp(v))})` : "")], ["sampler's", "logp_sampler"], ["reference's", "logp_ref"],
+  ["entropy", "entropy"], ["advantage", "advantage", signed], ["ratio", "ratio"], ["response's ratio", "sequence_ratio"], ["value", "value"],
+  ["clipped", "clipped", (v) => (v ? CLIPS[v].replace("clipped ", "") : "no")],
+];
+const numbersOf = (row, i) => NUMBERS.filter(([, field]) => row[field] != null).map(([name, field, say = num]) => [name, say(Array.isArray(row[field]) ? row[field][i] : row[field])]);
+
+// ---- tokens ----
 export const FEW = 160; // tokens that are shown before more are asked for
 
 // Spaces and line ends keep their place, so that what is selected and copied is the text; a mark stands over them.
@@ -23,19 +81,23 @@ function fill(span, piece) {
   }
 }
 
+// Where a text has what was searched for.
+export function placesOf(text, q) {
+  const [low, sought, places] = [text.toLowerCase(), q.toLowerCase(), []];
+  for (let at = sought ? low.indexOf(sought) : -1; at >= 0; at = low.indexOf(sought, at + sought.length)) places.push(at);
+  return places;
+}
+
 // Which tokens hold a part of what was searched for.
 function hits(pieces, q) {
   const found = new Set();
-  if (!q) return found;
-  const text = pieces.join("").toLowerCase();
-  const sought = q.toLowerCase();
   const ends = [];
   let end = 0;
   for (const piece of pieces) ends.push((end += piece.length));
   let i = 0;
-  for (let at = text.indexOf(sought); at >= 0; at = text.indexOf(sought, at + sought.length)) {
+  for (const at of placesOf(pieces.join(""), q)) {
     while (i < ends.length && ends[i] <= at) i += 1;
-    for (let j = i; j < ends.length && (j ? ends[j - 1] : 0) < at + sought.length; j += 1) found.add(j);
+    for (let j = i; j < ends.length && (j ? ends[j - 1] : 0) < at + q.length; j += 1) found.add(j);
   }
   return found;
 }
@@ -88,12 +150,11 @@ export class Tokens extends Component {
     });
   }
 
-  move(to) {
-    const next = Math.max(0, Math.min(this.spans.length - 1, to));
+  // The one token that Tab leads to.
+  reach(i) {
     this.spans[this.at].tabIndex = -1;
-    this.at = next;
-    this.spans[next].tabIndex = 0;
-    this.spans[next].focus();
+    this.spans[i].tabIndex = 0;
+    this.at = i;
   }
 
   // The token of the line above or below that is nearest.
@@ -116,7 +177,8 @@ export class Tokens extends Component {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const to = { ArrowLeft: () => this.at - 1, ArrowRight: () => this.at + 1, ArrowUp: () => this.line(-1), ArrowDown: () => this.line(1), Home: () => 0, End: () => this.spans.length - 1 }[event.key];
     if (!to) return;
-    this.move(to());
+    this.reach(Math.max(0, Math.min(this.spans.length - 1, to())));
+    this.spans[this.at].focus();
     event.preventDefault();
     event.stopPropagation();
   }
@@ -125,11 +187,7 @@ export class Tokens extends Component {
     const span = event.target.closest?.(".t");
     if (!span) return;
     const i = +span.dataset.i;
-    if (keyboard) {
-      this.spans[this.at].tabIndex = -1;
-      this.at = i;
-      span.tabIndex = 0;
-    }
+    if (keyboard) this.reach(i);
     this.props.tell(this.props.row, i, keyboard);
   }
 

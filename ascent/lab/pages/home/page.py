@@ -1,19 +1,18 @@
 """The first page: the figures, each with its lessons, and the lessons without one."""
 
-from __future__ import annotations
-
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.page import Lab, html_route, page_html
-from ascent.lab.pages.lesson.lessons import Lesson, read_lessons
+from ascent.lab.page import Lab, page_of
+from ascent.lab.pages.lesson.page import Lesson, read_lessons
 
 
 def routes(_: Lab) -> list[BaseRoute]:
-    def contents(_: Request) -> str:
+    def contents(_: Request) -> Response:
         lessons: dict[str | None, list[Lesson]] = {}
         for lesson in read_lessons():
             lessons.setdefault(lesson.figure, []).append(lesson)
-        return page_html("home", "Contents", "pages/home/page.html", lessons=lessons)
+        return page_of("home", "Contents", "pages/home/page.html", lessons=lessons)
 
-    return [Route("/", html_route(contents))]
+    return [Route("/", contents)]

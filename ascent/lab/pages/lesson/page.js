@@ -1,7 +1,70 @@
 // A lesson: the figure beside it, the numbers in the text that follow the figure, and the keys and links that set it.
 import { forPage } from "/static/app.js";
-import { html, ready, render } from "/static/shared.js";
-import { Store } from "./store.js";
+import { get, html, ready, render } from "/static/shared.js";
+
+// The state of a figure: kept in the address, sent to the library, and what the library says of it.
+class Store {
+  live = {}; // texts that come from a run, by the name that a lesson binds to
+  width = 640;
+  listeners = [];
+  asked = 0; // how many states have been asked for, and answered: a test waits until they agree
+  answered = 0;
+
+  // What the page was given: about, look, start, error.
+  constructor(given) {
+    Object.assign(this, given);
+    this.state = { ...given.look.state };
+  }
+
+  query() {
+    const changed = this.about.controls.filter((c) => this.state[c.name] !== c.default);
+    return new URLSearchParams(changed.map((c) => [c.name, this.state[c.name]])).toString();
+  }
+
+  address() {
+    const names = this.about.controls.map((c) => c.name);
+    if (names.every((name) => this.state[name] === this.start[name])) return location.pathname;
+    const first = this.about.controls[0];
+    return `${location.pathname}?${this.query() || new URLSearchParams({ [first.name]: first.default })}`;
+  }
+
+  set(changes, fresh = false) {
+    const defaults = Object.fromEntries(this.about.controls.map((c) => [c.name, c.default]));
+    this.state = { ...(fresh ? defaults : this.state), ...changes };
+    this.error = "";
+    this.asked += 1;
+    this.changed();
+    clearTimeout(this.writing);
+    this.writing = setTimeout(() => history.replaceState(null, "", this.address()), 150);
+    this.fetch();
+  }
+
+  // One request at a time; what changed meanwhile is asked for when it is back.
+  async fetch() {
+    if (this.busy) return;
+    this.busy = true;
+    let asked;
+    do {
+      asked = this.asked;
+      try {
+        this.look = await get(`/api/figure/${this.about.name}?${this.query()}`);
+      } catch (error) {
+        this.error = error.message;
+      }
+      this.answered = asked;
+      this.changed();
+    } while (asked !== this.asked);
+    this.busy = false;
+  }
+
+  text(key) {
+    return this.live[key] ?? this.look.texts[key] ?? "";
+  }
+
+  changed() {
+    for (const listener of this.listeners) listener();
+  }
+}
 
 function onKey(event, store, figure, place) {
   if (!forPage(event)) return;

@@ -1,44 +1,74 @@
-"""A lesson with its figure beside it, in the state that the address names."""
+"""A lesson with its figure beside it, in the state that the address names.
 
-from __future__ import annotations
+A lesson is Markdown. Numbers in its text are bound to the figure; links set the figure's state.
 
+---
+title: The clip            figure: clip            state: A=0.5&ratio=1.35       (one a line)
+---
+The objective is {{objective}}. [Put the ratio at 0.65](figure:A=-0.5&ratio=0.65).
+> **Predict.** What happens to the gradient?  [See](figure:!A=-0.5&ratio=0.65)
+"""
+
+import html
 import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from markupsafe import Markup
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from ascent.core.menu import nearest
 from ascent.core.types import Refused
+from ascent.lab import assets_of
 from ascent.lab.figure import Figure
 from ascent.lab.figures import all_figures
-from ascent.lab.folders import assets_of
-from ascent.lab.page import Lab, html_route, json_route, page_html
-from ascent.lab.pages.lesson.lessons import Lesson, read_lessons, render
+from ascent.lab.page import Lab, json_route, page_of
+
+FOLDER = Path(__file__).parents[2] / "lessons"
+LONG = 5
+"""Lines of code that are shown without being asked for."""
+CODE = re.compile(r'<pre tabindex="0"><code class="language-python">.*?</code></pre>', re.DOTALL)
+BOUND = re.compile(r"\{\{\s*([A-Za-z0-9_.]+)\s*\}\}")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    slug: str
+    title: str
+    figure: str | None
+    """The figure beside it; None: text alone."""
+    state: str
+    """The state in which the figure opens on this page."""
+    text: str
+    """Markdown."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
-    def lesson_page(request: Request) -> str:
+    def lesson_page(request: Request) -> Response:
         slug, lessons = request.path_params["slug"], read_lessons()
         lesson = next((lesson for lesson in lessons if lesson.slug == slug), None)
         if lesson is None:
             raise Refused(f"there is no lesson {slug[:80]}")
         return _lesson_with_figure(lesson, lessons, request.url.query, lab)
 
-    def figure_page(request: Request) -> str:
+    def figure_page(request: Request) -> Response:
         """The first lesson that names the figure, or else the figure alone."""
         figure, lessons = figure_of(request), read_lessons()
         alone = Lesson(figure.name, figure.title, figure.name, "", figure.about + "\n")
         first = next((lesson for lesson in lessons if lesson.figure == figure.name), alone)
         return _lesson_with_figure(first, lessons, request.url.query, lab)
 
-    def look(request: Request) -> dict[str, Any]:
-        return figure_of(request).look(request.url.query, lab.runs)
-
     return [
-        Route("/lesson/{slug}", html_route(lesson_page)),
-        Route("/figure/{name}", html_route(figure_page)),
-        Route("/api/figure/{name}", json_route(look)),
+        Route("/lesson/{slug}", lesson_page),
+        Route("/figure/{name}", figure_page),
+        Route("/api/figure/{name}", json_route(lambda request: figure_of(request).look(request.url.query, lab.runs))),
     ]
 
 
@@ -49,24 +79,103 @@ def figure_of(request: Request) -> Figure:
     return all_figures()[name]
 
 
-def _lesson_with_figure(lesson: Lesson, lessons: list[Lesson], query: str, lab: Lab) -> str:
+def _lesson_with_figure(lesson: Lesson, lessons: list[Lesson], query: str, lab: Lab) -> Response:
     """A lesson with its figure; a state that cannot be is left out, and the page says why."""
-    figure = None if lesson.figure is None else all_figures()[lesson.figure]
-    look, error = {}, ""
-    if figure is not None:
+    look, slugs, values, styles = {}, [other.slug for other in lessons], dict[str, Any](), []
+    if lesson.slug in slugs:
+        around = [None, *lessons, None]
+        here = 1 + slugs.index(lesson.slug)
+        values = {"before": around[here - 1], "after": around[here + 1]}
+    if lesson.figure is not None:
+        figure, error = all_figures()[lesson.figure], ""
         try:
             look = figure.look(query or lesson.state, lab.runs)
         except Refused as refused:
             look, error = figure.look(lesson.state, lab.runs), str(refused)
-    slugs, values = [other.slug for other in lessons], dict[str, Any]()
-    text = render(lesson, look.get("texts", {}), slugs)
-    if lesson.slug in slugs:
-        here = slugs.index(lesson.slug)
-        values = {"before": lessons[here - 1] if here else None, "after": dict(enumerate(lessons)).get(here + 1)}
-    styles = []
-    if figure is not None:
         start = {"about": figure.about_itself(), "look": look, "start": figure.read(lesson.state), "error": error}
         values |= {"figure": figure, "start": json.dumps(start), "current": figure.name}
         own = [asset for asset in assets_of("figures", figure.name) if asset.endswith(".css")]
         styles = ["/static/figures.css", *own]
-    return page_html("lesson", lesson.title, "pages/lesson/page.html", styles, text=Markup(text), **values)
+    text = Markup(render(lesson, look.get("texts", {}), slugs))
+    return page_of("lesson", lesson.title, "pages/lesson/page.html", styles, text=text, **values)
+
+
+def read_lessons(folder: Path = FOLDER) -> list[Lesson]:
+    """All lessons, in the order of their file names, NN-slug.md."""
+    found = [read_lesson(path) for path in sorted(folder.glob("*.md")) if path.stem != "README"]
+    if len({lesson.slug for lesson in found}) != len(found):
+        raise Refused(f"{folder}: two lessons have the same name")
+    return found
+
+
+def read_lesson(path: Path) -> Lesson:
+    text, head = path.read_text(), {}
+    if text.startswith("---\n"):
+        above, _, text = text[4:].partition("\n---\n")
+        pairs = (line.partition(":") for line in above.splitlines() if line.strip())
+        head = {key.strip(): value.strip() for key, _, value in pairs}
+    unknown = set(head) - {"title", "figure", "state"}
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise Refused(f"{path.name}: {names} does not belong in a lesson's head: title, figure, state")
+    figure, known = head.get("figure"), all_figures()
+    if figure is not None and figure not in known:
+        raise Refused(f"{path.name}: figure {figure}: there are {', '.join(known)}.{nearest(figure, known)}")
+    heading = re.search(r"^# (.+)$", text, re.MULTILINE)
+    title = head.get("title") or (heading[1] if heading else path.stem)
+    if heading is not None and not text[: heading.start()].strip():
+        text = text[heading.end() :]
+    slug = re.sub(r"^\d+[-_]", "", path.stem).replace("_", "-")
+    return Lesson(slug, title, figure, head.get("state", ""), text.strip() + "\n")
+
+
+def render(lesson: Lesson, texts: dict[str, str], slugs: list[str]) -> str:
+    """The lesson as HTML: raw HTML in it stays text, numbers are filled in from what the figure says."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = parser.parse(lesson.text)
+    for i, token in enumerate(tokens):
+        if token.type == "blockquote_open":
+            quoted = next((inner.content for inner in tokens[i:] if inner.type == "inline"), "")
+            if quoted.startswith("**Predict."):
+                token.attrSet("class", "predict")
+        for child in token.children or ():
+            if child.type == "link_open":
+                _link(lesson, child, slugs)
+    made = parser.renderer.render(tokens, parser.options, {})
+    made = made.replace("<table", '<div class="scroll" role="region" aria-label="table" tabindex="0"><table')
+    made = made.replace("</table>", "</table></div>")
+    made = made.replace("<pre>", '<pre tabindex="0">')
+
+    def folded(match: re.Match[str]) -> str:
+        """Long code stands behind a line that opens it: the text goes on."""
+        lines, code = match[0].count("\n"), match[0]
+        opening = f'<details class="code"><summary>Python, {lines} lines</summary>{code}</details>'
+        return opening if lines > LONG else code
+
+    def bound(match: re.Match[str]) -> str:
+        key = match[1]
+        if key not in texts:
+            raise Refused(f"lesson {lesson.slug}: {{{{{key}}}}} is nothing that the figure says.{nearest(key, texts)}")
+        return f'<output class="bound" data-bind="{key}">{html.escape(texts[key])}</output>'
+
+    return BOUND.sub(bound, CODE.sub(folded, made))
+
+
+def _link(lesson: Lesson, token: Token, slugs: list[str]) -> None:
+    """figure:… sets the figure's state, lesson:… goes to another lesson, all else is shown by a page of its own."""
+    href = str(token.attrs["href"])
+    kind, _, rest = href.partition(":")
+    if kind == "figure":
+        rest = rest.replace("%7B", "{")
+        if lesson.figure is None:
+            raise Refused(f"lesson {lesson.slug}: a link to {href}, but the lesson has no figure")
+        fresh, rest = rest.startswith("!"), rest.removeprefix("!")
+        all_figures()[lesson.figure].read(rest)
+        query = urlencode(parse_qsl(rest, keep_blank_values=True))
+        token.attrs = {"href": f"?{query}", "class": "set", "data-set": query, "data-fresh": str(fresh).lower()}
+    elif kind == "lesson":
+        if rest not in slugs:
+            raise Refused(f"lesson {lesson.slug}: no lesson {rest}.{nearest(rest, slugs)}")
+        token.attrs = {"href": f"/lesson/{rest}"}
+    elif kind in ("http", "https"):
+        token.attrs = {"href": href, "rel": "noreferrer noopener", "target": "_blank"}

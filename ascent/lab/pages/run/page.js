@@ -1,11 +1,10 @@
 // The page /run?id=…: what became of a run, its flags, its curves with one cursor, and all that is known of it. Live while it runs.
 import { Chart, Cursor } from "/static/chart.js";
 import { lineOf } from "/static/curves.js";
-import { Below, Top } from "./about.js";
-import { asked, completionsLink, Component, Failure, get, HELD, html, keepScroll, nearest, num, poll, ready, render, tell } from "/static/shared.js";
+import { Noting } from "/static/noting.js";
+import { asked, attempt, Badge, completionsLink, Component, count, date, Failure, get, HELD, html, keepScroll, mount, nearest, num, poll, ready, Smoothing, Tags, tell, words } from "/static/shared.js";
 
 const PAUSE = 2000; // ms between two looks at a run that runs
-const SMOOTH = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 const KEYS = [["← →", "in a chart: move the cursor by a point (with Shift by ten)"], ["+ −", "zoom in and out around the cursor"], ["0", "zoom out wholly"], ["l", "log scale on and off"], ["Enter", "open the completions of the step"], ["Esc", "take the cursor away"]];
 const AROUND = 10; // steps on either side of one that is to be seen, at least
 const number = (name) => (/^-?\d+$/.test(asked(name)) ? +asked(name) : null);
@@ -15,12 +14,9 @@ const read = () => {
 };
 
 class Run extends Component {
-  constructor() {
-    super();
-    this.id = asked("id");
-    this.cursor = new Cursor();
-    this.state = { about: null, curves: null, lines: [], error: "", ...read() };
-  }
+  id = asked("id");
+  cursor = new Cursor();
+  state = { about: null, curves: null, lines: [], error: "", ...read() };
 
   async componentDidMount() {
     const back = keepScroll();
@@ -48,7 +44,7 @@ class Run extends Component {
   // Asks for what is new. The old arrays are dropped: a page that is open for a week holds what one that was just opened does.
   async look(first = false) {
     if (!first && !this.live && !this.state.error) return false;
-    try {
+    await attempt(this, async () => {
       const { from, to, curves } = this.state;
       const [found, about] = await Promise.all([
         get("/api/view/curves", { id: this.id, from, to, have: first || this.state.error ? null : curves?.revision }),
@@ -56,11 +52,9 @@ class Run extends Component {
       ]);
       const ended = found.unchanged && found.status !== this.state.about.status;
       const said = about ?? (ended ? await this.about() : this.state.about);
-      if (from !== this.state.from || to !== this.state.to) return true; // zoomed meanwhile: that has asked for itself
-      this.take(found.unchanged ? null : found.runs[this.id], said);
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
+      const zoomed = from !== this.state.from || to !== this.state.to; // meanwhile: that has asked for itself
+      if (!zoomed) this.take(found.unchanged ? null : found.runs[this.id], said);
+    });
     return true;
   }
 
@@ -130,12 +124,7 @@ class Run extends Component {
     if (same) return;
     this.asking?.abort();
     this.asking = new AbortController();
-    try {
-      const found = await get("/api/view/curves", { id: this.id, ...next }, this.asking.signal);
-      this.take(found.runs[this.id]);
-    } catch (error) {
-      if (error.name !== "AbortError") this.setState({ error: error.message });
-    }
+    await attempt(this, async () => this.take((await get("/api/view/curves", { id: this.id, ...next }, this.asking.signal)).runs[this.id]));
   }
 
   // The accuracy of an evaluation is that of its answers; every other chart leads to what was sampled.
@@ -190,13 +179,10 @@ class Tools extends Component {
   }
 
   render({ whole, zoomed, smooth, log, about, onZoom, onSmooth, onLog }, { step }) {
-    const steps = SMOOTH.filter((s) => s === 0 || s === smooth || s <= (whole[1] - whole[0]) / 2);
-    const place = steps.indexOf(smooth) < 0 ? 0 : steps.indexOf(smooth);
     const [at, held] = step == null ? [] : [nearest(about.recorded, step), nearest(about.held_out, step)];
     const some = about.recorded.length || about.held_out.length;
     return html`<div class="tool-row" role="toolbar" aria-label="Charts">
-      <label class="smooth">Smoothing <input id="smooth" type="range" min="0" max=${steps.length - 1} step="1" value=${place} aria-valuetext=${smooth ? `${smooth} steps` : "none"} onInput=${(e) => onSmooth(steps[+e.target.value])} />
-        <output>${smooth ? `${num(smooth)} steps` : "none"}</output></label>
+      <${Smoothing} smooth=${smooth} whole=${whole} onSmooth=${onSmooth} />
       <label><input id="log" type="checkbox" checked=${log} onChange=${(e) => onLog(e.target.checked)} /> Log scale</label>
       <span class="range">Steps ${this.field(0)} to ${this.field(1)}
         <button type="button" id="out" disabled=${!zoomed} onClick=${() => onZoom(null)}>Zoom out</button></span>
@@ -207,6 +193,84 @@ class Tools extends Component {
   }
 }
 
-const place = document.getElementById("main");
-place.replaceChildren();
-render(html`<${Run} />`, place);
+// ---- besides the curves: above them what became of the run, below them all that is known ----
+const said = (name) => words(name).replaceAll(/[_-]/g, " ");
+
+const Flag = ({ flag, id, onSee }) => {
+  const { metrics, steps, rollouts } = flag.evidence ?? {};
+  const show = rollouts?.show && rollouts.show !== "all" ? `, ${rollouts.show}` : "";
+  return html`<li class="flag">
+    <p><i aria-hidden="true">⚑</i> <b>${said(flag.name)}</b> <span class="note">step ${num(flag.step)}</span><br />${words(flag.text)}</p>
+    ${flag.evidence && html`<p class="evidence">
+      ${Object.entries(metrics ?? {}).map(([name, values]) => html`<span key=${name}><code>${name}</code> ${[values ?? []].flat().map((value) => num(value)).join(" → ")}</span>`)}
+      ${steps?.length === 2 && html`<button type="button" class="plain" onClick=${() => onSee(steps, flag.step)}>${steps[0] === steps[1] ? `see step ${num(steps[0])}` : `zoom to steps ${num(steps[0])} to ${num(steps[1])}`}</button>`}
+      ${rollouts?.step != null && html`<a href=${completionsLink(id, rollouts.step, { show: rollouts.show, q: rollouts.q })}>completions that show it (step ${num(rollouts.step)}${show}${rollouts.q ? `, “${rollouts.q}”` : ""})</a>`}
+    </p>`}
+  </li>`;
+};
+
+class Notes extends Component {
+  render({ about, onNoted }, { editing }) {
+    const { notes } = about;
+    if (editing) return html`<div class="notes"><${Noting} id=${about.id} notes=${notes} onDone=${(saved) => (this.setState({ editing: false }), saved && onNoted(saved))} /></div>`;
+    const any = notes.tags.length > 0 || notes.text;
+    return html`<div class="notes"><${Tags} tags=${notes.tags} />${notes.text && html`<p class="text">${notes.text}</p>`}
+      <button type="button" class="plain edit" onClick=${() => this.setState({ editing: true })}>${any ? "Edit tags and note" : "Add tags or a note"}</button></div>`;
+  }
+}
+
+// Many events of one kind (a flag that was raised again) are folded after the first few.
+const FEW = 4;
+
+const Top = ({ about, onSee, onNoted }) => {
+  const flags = about.events.filter((event) => event.event === "flag");
+  const facts = [words(about.task), words(about.label), about.seed == null ? "" : `seed ${words(about.seed)}`, about.started ? `started ${date(about.started)}` : ""];
+  const item = (flag, i) => html`<${Flag} key=${i} flag=${flag} id=${about.id} onSee=${onSee} />`;
+  return html`<header class="run-top">
+    <p class="where"><a href="/runs">All runs</a></p>
+    <div class="title-row"><h1>${about.id}</h1><${Badge} status=${about.status} /><span class="said" role="status">${about.said}</span></div>
+    <p class="facts">${facts.filter(Boolean).join(" · ")}</p>
+    ${about.going_on && html`<p class="going-on">${about.going_on.words}${about.going_on.command && html` <code>${about.going_on.command}</code>`}</p>`}
+    ${about.problems.length > 0 && html`<ul class="problems" aria-label="Problems">${about.problems.map((text) => html`<li key=${text}><i aria-hidden="true">!</i> ${text}</li>`)}</ul>`}
+    ${flags.length > 0 && html`<section aria-label="Flags"><h2>${count(flags.length, "flag")} <span>evidence to look at, no verdict</span></h2>
+      <ul class="flags">${flags.slice(0, FEW).map(item)}</ul>
+      ${flags.length > FEW && html`<details><summary>${count(flags.length - FEW, "more flag")}</summary><ul class="flags">${flags.slice(FEW).map(item)}</ul></details>`}</section>`}
+    ${about.words.length > 0 && html`<div class="result">${about.words.map((text) => html`<p key=${text}>${words(text)}</p>`)}</div>`}
+    <${Notes} about=${about} onNoted=${onNoted} />
+  </header>`;
+};
+
+// Settings within settings, as task.name, task.length, …
+function flat(value, name = "", found = []) {
+  const inner = value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value) : null;
+  if (!inner || (name && inner.length === 0)) found.push([name, inner ? "{}" : typeof value === "string" ? value : JSON.stringify(value)]);
+  else for (const [key, one] of inner) flat(one, name ? `${name}.${key}` : key, found);
+  return found;
+}
+
+const Pairs = ({ of }) => html`<dl class="pairs">${flat(of).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+
+const Fold = ({ title, note, open, children }) => html`<details class="fold" open=${open}><summary>${title} <span>${note}</span></summary>${children}</details>`;
+
+const notFlag = (event) => event.event !== "flag"; // flags stand above the charts
+
+const History = ({ about }) => {
+  const rest = about.events.filter(notFlag);
+  return html`<ul class="history">
+    ${about.history.map((entry) => html`<li><b>${said(entry.event)}</b> ${words(entry.time)} <span class="note">${flat({ ...entry, event: undefined, time: undefined }).filter(([, v]) => v !== undefined).map(([k, v]) => `${k} ${v}`).join(", ")}</span></li>`)}
+    ${rest.map((event) => html`<li><b>${said(event.name ?? event.event)}</b> step ${num(event.step)} <span class="note">${words(event.text)}</span></li>`)}
+  </ul>`;
+};
+
+const Below = ({ about }) => {
+  const some = (thing) => Object.keys(thing).length > 0;
+  return html`<section class="below" aria-label="About this run">
+    ${about.objective && html`<h2>What it maximizes</h2><p class="objective">${words(about.objective)}</p>${about.formula && html`<pre class="formula" tabindex="0">${words(about.formula)}</pre>`}`}
+    <h2>About this run</h2>
+    ${some(about.config) && html`<${Fold} title="Config" note=${count(flat(about.config).length, "setting")}><${Pairs} of=${about.config} /><//>`}
+    ${[["Versions", about.versions], ["System", about.machine]].map(([title, of]) => some(of) && html`<${Fold} title=${title} note=${flat(of).slice(0, 3).map(([k, v]) => `${k} ${v}`).join(", ")}><${Pairs} of=${of} /><//>`)}
+    <${Fold} title="History" note=${count(about.history.length + about.events.filter(notFlag).length, "event")}><${History} about=${about} /><//>
+  </section>`;
+};
+
+mount(Run);

@@ -1,39 +1,71 @@
 """One run: what became of it, its flags, its curves, its settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.curves import curves
-from ascent.lab.page import MOST_RUNS, Lab, json_route, many_values, number_value, points_value, runs_page
-from ascent.lab.pages.run.about import run_page
-from ascent.lab.pages.runs.rows import run_row
-from ascent.records.metrics import DRAWN
-from ascent.records.places import find_run
+from ascent.lab.curves import Library, curves, measured_metrics
+from ascent.lab.page import Lab, json_route, view_of, viewer_page
+from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
+from ascent.records.folder import read_object
+from ascent.records.foreign import foreign_lines
+from ascent.records.metrics import charts_of, greedy_of
+from ascent.records.places import Place, how_to_resume
+from ascent.records.responses import HELD_OUT, recorded_steps
+
+DESCRIPTION = ("objective", "formula", "label")
+"""What config.json holds only to be read by people."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
-    def about(request: Request) -> dict[str, Any]:
-        return run_page(lab.place(request), lab.library)
-
     def drawn(request: Request) -> dict[str, Any]:
-        ids = many_values(request, "id", MOST_RUNS)
-        metrics = request.query_params.getlist("metric") or DRAWN
-        begin, end, points = number_value(request, "from"), number_value(request, "to"), points_value(request)
-        lines = {}
-        for id in ids:
-            place = find_run(lab.runs, id)
-            with lab.library.columns(place) as columns:
-                if len(ids) == 1 and request.query_params.get("have") == columns.revision:
-                    return {"unchanged": True, "status": run_row(place)["status"]}
-                lines[id] = curves(columns, metrics, begin, end, points)
-        return {"runs": lines}
+        place, view = lab.place(request), view_of(request)
+        with lab.library.columns(place) as columns:
+            if request.query_params.get("have") == columns.revision:
+                return {"unchanged": True, "status": run_row(place)["status"]}
+            return {"runs": {place.id: curves(columns, view=view)}}
 
     return [
-        Route("/run", runs_page(lab, "run", "A run")),
-        Route("/api/view/run", json_route(about)),
+        Route("/run", viewer_page(lab, "run", "A run")),
+        Route("/api/view/run", json_route(lambda request: run_page(lab.place(request), lab.library))),
         Route("/api/view/curves", json_route(drawn)),
     ]
+
+
+def run_page(place: Place, library: Library) -> dict[str, Any]:
+    """A run in full, less its curves."""
+    ours, run, config, problems = place.kind == "ascent", dict[str, Any](), dict[str, Any](), list[str]()
+    if ours:
+        (run, first), (config, second) = (read_object(place.folder / name) for name in ("run.json", "config.json"))
+        problems += filter(None, [first, second])
+    with library.columns(place) as columns:
+        charts = charts_of(measured_metrics(columns), greedy_of(run.get("task")) if ours else "evaluated")
+        problems += [f"metrics.jsonl: {text}" for text in (columns.problem, *columns.bad[:3]) if text]
+        if columns.bad_count > 3:
+            problems.append(f"metrics.jsonl: {columns.bad_count:,} lines in all cannot be read, and are left out")
+        for name, count in columns.nonfinite_counts.items():
+            step, text = columns.nonfinite[name][0]
+            steps = f"{count:,} step{'s' * (count > 1)}"
+            problems.append(f"{name} was not finite in {steps}, first {text} in step {step:g}")
+    if not ours:
+        problems += foreign_lines(place.folder)[1]
+    elif not (place.folder / "metrics.jsonl").exists():
+        problems.append("metrics.jsonl is missing, so there are no curves")
+    row = run_row(place)
+    return {
+        **row,
+        "going_on": how_to_resume(place.folder, row["status"]),
+        "words": part_of(part_of(run, "result", dict), "words", list),
+        **{name: config.get(name, "") for name in ("objective", "formula")},
+        "config": {key: value for key, value in config.items() if key not in DESCRIPTION},
+        **{name: part_of(run, name, dict) for name in ("versions", "machine")},
+        "history": part_of(run, "history", list),
+        "events": run_events(place),
+        "charts": charts,
+        "recorded": recorded_steps(place.folder, place.kind),
+        "held_out": recorded_steps(place.folder, place.kind, HELD_OUT),
+        "greedy": greedy_of(run.get("task")),
+        "notes": read_note(place.folder),
+        "problems": problems,
+    }

@@ -1,7 +1,6 @@
 // The page /runs: every run below the folder, sorted, filtered, marked and compared; it refreshes itself.
-import { Row, COLUMNS } from "./row.js";
-import { Sparks } from "./spark.js";
-import { asked, askedAll, compareLink, Component, count, Failure, get, html, poll, ready, render, STATUSES, tell, words } from "/static/shared.js";
+import { COLUMNS, Row, Sparks } from "./row.js";
+import { asked, askedAll, attempt, compareLink, Component, count, Failure, get, html, mount, poll, ready, STATUSES, tell, words } from "/static/shared.js";
 
 const PAUSE = 3000; // ms between two looks
 const MORE = 100; // rows that are drawn at once, and that come when the end is scrolled to
@@ -9,18 +8,17 @@ const MOST = 50; // runs that one comparison takes
 
 const textOf = (row) => [row.id, ...["task", "label", "status", "seed"].flatMap((k) => [words(row[k]), `${k === "label" ? "method" : k}:${words(row[k])}`]), row.note, row.said, ...row.tags, ...row.flags].join(" ").toLowerCase();
 
+const changed = (set, id, on) => new Set(on ? [...set, id] : [...set].filter((other) => other !== id));
+
 class Runs extends Component {
-  constructor() {
-    super();
-    this.known = new Map(); // id: {row, json, text}
-    this.sparks = new Sparks(() => this.setState({}));
-    this.state = {
-      rows: null, root: "", error: "", shown: MORE, editing: new Set(), minute: 0,
-      picked: new Set(askedAll("pick")), q: asked("q"), status: asked("status"), tag: asked("tag"),
-      sort: COLUMNS.some((c) => c.key === asked("sort")) ? asked("sort") : "updated",
-      order: asked("order") === "up" ? "up" : asked("order") === "down" ? "down" : asked("sort") ? "up" : "down",
-    };
-  }
+  known = new Map(); // id: {row, json, text}
+  sparks = new Sparks(() => this.setState({}));
+  state = {
+    rows: null, root: "", error: "", shown: MORE, editing: new Set(), minute: 0,
+    picked: new Set(askedAll("pick")), q: asked("q"), status: asked("status"), tag: asked("tag"),
+    sort: COLUMNS.some((c) => c.key === asked("sort")) ? asked("sort") : "updated",
+    order: ["up", "down"].includes(asked("order")) ? asked("order") : asked("sort") ? "up" : "down",
+  };
 
   async componentDidMount() {
     await this.look();
@@ -31,8 +29,8 @@ class Runs extends Component {
   }
 
   // Rows that say the same stay the same objects, and are not drawn again.
-  async look() {
-    try {
+  look() {
+    return attempt(this, async () => {
       const { root, runs } = await get("/api/view/runs");
       const known = new Map();
       const rows = runs.map((row) => {
@@ -45,9 +43,7 @@ class Runs extends Component {
       this.known = known;
       this.sparks.keep(known);
       this.setState({ rows, root, error: "", minute: Math.floor(Date.now() / 60000) });
-    } catch (error) {
-      this.setState({ error: error.message });
-    }
+    });
   }
 
   // What moves in the document loses its focus (where the browser has no moveBefore): it is given back.
@@ -56,7 +52,7 @@ class Runs extends Component {
   }
 
   componentDidUpdate(_, __, focused) {
-    if (focused && focused !== document.activeElement && focused.isConnected && place.contains(focused)) focused.focus({ preventScroll: true });
+    if (focused && focused !== document.activeElement && focused.isConnected && focused.closest("#main")) focused.focus({ preventScroll: true });
     if (this.foot && this.end && this.observed !== this.foot) this.end.observe((this.observed = this.foot));
   }
 
@@ -71,23 +67,13 @@ class Runs extends Component {
     this.set({ sort: key, order: sort !== key ? first : order === "up" ? "down" : "up" });
   }
 
-  pick(id, on) {
-    const picked = new Set(this.state.picked);
-    if (on) picked.add(id);
-    else picked.delete(id);
-    this.setPicked(picked);
-  }
-
-  setPicked(picked) {
+  pick(picked) {
     this.setState({ picked });
     tell({ pick: picked.size <= MOST ? [...picked] : [] });
   }
 
   edit(id, on) {
-    const editing = new Set(this.state.editing);
-    if (on) editing.add(id);
-    else editing.delete(id);
-    this.setState({ editing });
+    this.setState({ editing: changed(this.state.editing, id, on) });
     if (!on) this.look();
   }
 
@@ -128,7 +114,7 @@ class Runs extends Component {
       <label class="by">Sort by <select value=${this.state.sort} onChange=${(e) => this.sortBy(e.target.value)}>
         ${COLUMNS.map((c) => html`<option value=${c.key} selected=${c.key === this.state.sort}>${c.title || "curve"}</option>`)}</select></label>
       <span class="note" role="status">${found.length === this.state.rows.length ? count(found.length, "run") : `${count(found.length, "run")} of ${this.state.rows.length}`} in ${this.state.root}/</span>
-      ${ids.length > 0 && html`<button type="button" class="plain" onClick=${() => this.setPicked(new Set())}>Clear ${ids.length}</button>`}
+      ${ids.length > 0 && html`<button type="button" class="plain" onClick=${() => this.pick(new Set())}>Clear ${ids.length}</button>`}
       ${ids.length < 1 || ids.length > MOST
         ? html`<button type="button" id="compare" disabled>${ids.length ? `Compare: at most ${MOST}` : "Compare: tick some runs"}</button>`
         : html`<a id="compare" class="button" href=${compareLink(ids)}>Compare ${ids.length}</a>`}
@@ -155,13 +141,11 @@ class Runs extends Component {
         ? html`<p class="empty">None of the ${rows.length} runs fits. <button type="button" onClick=${() => this.set({ q: "", status: "", tag: "" })}>Clear the filters</button></p>`
         : html`<table class="runs" role="table" aria-label="Runs">${this.head()}<tbody role="rowgroup">
           ${found.slice(0, shown).map((row) => html`<${Row} key=${row.id} row=${row} picked=${picked.has(row.id)} editing=${editing.has(row.id)} minute=${minute} tag=${tag}
-            spark=${this.sparks.of(row)} sparks=${this.sparks} onPick=${(on) => this.pick(row.id, on)} onEdit=${(on) => this.edit(row.id, on)} onTag=${(t) => this.set({ tag: t })} />`)}
+            spark=${this.sparks.of(row)} sparks=${this.sparks} onPick=${(on) => this.pick(changed(this.state.picked, row.id, on))} onEdit=${(on) => this.edit(row.id, on)} onTag=${(t) => this.set({ tag: t })} />`)}
         </tbody></table>`)}
       <p class="foot note" ref=${(foot) => (this.foot = foot)}>${found.length > shown ? `${found.length - shown} more below` : ""}</p>
     </div>`;
   }
 }
 
-const place = document.getElementById("main");
-place.replaceChildren();
-render(html`<${Runs} />`, place);
+mount(Runs);

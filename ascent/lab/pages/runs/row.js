@@ -1,8 +1,80 @@
-// One run in the list.
+// One run in the list, with its small curve.
 import { Noting } from "/static/noting.js";
-import { Spark } from "./spark.js";
-import { ago, Badge, Component, date, html, num, percent, runLink, Tags, words } from "/static/shared.js";
+import { ago, Badge, Component, date, get, html, num, percent, runLink, Tags, words } from "/static/shared.js";
 
+// ---- small curves: asked for when their row is seen, many at once, and again when the run has grown ----
+const MOST = 40; // in one request
+const [WIDE, HIGH] = [96, 24];
+
+export class Sparks {
+  found = new Map(); // id: {updated, spark}
+  rows = new Map(); // of the rows that are seen
+  seen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) this.rows.set(target, target.id.slice(6));
+      else this.rows.delete(target);
+    }
+    this.ask();
+  }, { rootMargin: "200px" });
+
+  constructor(changed) {
+    this.changed = changed;
+  }
+
+  keep(known) {
+    this.known = known;
+    for (const id of this.found.keys()) if (!known.has(id)) this.found.delete(id);
+    this.ask();
+  }
+
+  of(row) {
+    return this.found.get(row.id)?.spark ?? null;
+  }
+
+  async ask() {
+    if (this.busy) return;
+    const wanted = new Set(this.rows.values());
+    const ids = [...wanted].filter((id) => this.known?.has(id) && this.found.get(id)?.updated !== this.known.get(id).row.updated).slice(0, MOST);
+    if (!ids.length) return;
+    this.busy = true;
+    const times = ids.map((id) => this.known.get(id).row.updated);
+    const answer = await get("/api/view/spark", { id: ids }).catch(() => null); // one is gone meanwhile: the next look at the list tells
+    this.busy = false;
+    if (!answer) return;
+    ids.forEach((id, i) => this.found.set(id, { updated: times[i], spark: answer[id] ?? null }));
+    this.changed();
+    this.ask();
+  }
+}
+
+// A path through the points, and where it ends. A share fills the picture from 0 to 1.
+function pathOf({ metric, points }) {
+  const [low, high] = /accuracy/.test(metric) ? [0, 1] : [Math.min(...points), Math.max(...points)];
+  const x = (i) => ((i / Math.max(1, points.length - 1)) * (WIDE - 4) + 2).toFixed(1);
+  const y = (p) => (HIGH - 3 - ((p - low) / (high - low || 1)) * (HIGH - 6)).toFixed(1);
+  return { d: `M${points.map((p, i) => `${x(i)} ${y(p)}`).join("L")}`, end: [x(points.length - 1), y(points.at(-1))] };
+}
+
+class Spark extends Component {
+  componentDidMount() {
+    this.props.sparks.seen.observe(this.element);
+  }
+
+  componentWillUnmount() {
+    this.props.sparks.seen.unobserve(this.element);
+    this.props.sparks.rows.delete(this.element);
+  }
+
+  render({ row, spark }) {
+    const drawn = spark?.points?.length ? pathOf(spark) : null;
+    return html`<svg class="spark" ref=${(e) => (this.element = e ?? this.element)} id=${`spark-${row.id}`} width=${WIDE} height=${HIGH} viewBox=${`0 0 ${WIDE} ${HIGH}`} role="img" aria-label=${drawn ? `${spark.metric} over the steps` : "no curve"}>
+      ${drawn && html`<title>${spark.metric}</title><line class="zero" x1="0" x2=${WIDE} y1=${HIGH - 2} y2=${HIGH - 2} /><path d=${drawn.d} />
+        <circle cx=${drawn.end[0]} cy=${drawn.end[1]} r="2" />`}
+    </svg>`;
+  }
+}
+
+// ---- rows ----
 // What a column is called, what it sorts by, and whether the largest comes first.
 export const COLUMNS = [
   { key: "id", title: "Run", of: (r) => r.id },

@@ -1,0 +1,339 @@
+"""`ascent show`, `report`, `eval`, `sample` and `export`: what a run did, and what is done with its policy."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from ascent.cli.flags import Command, is_task, leading, parse_train, plain_words
+from ascent.core.config import Config
+from ascent.core.menu import name_of, nearest
+from ascent.core.types import Refused
+from ascent.explain.explain import objective_in_words
+from ascent.records.display import cell_text, table, width, wrapped
+from ascent.records.metrics import short_of
+from ascent.records.run import Run
+from ascent.settings import find_task, settings_of
+from ascent.workflows.evaluate import evaluate_policy
+from ascent.workflows.policy import (
+    LoadedPolicy,
+    ask,
+    export,
+    model_policy,
+    problems,
+    responses_text,
+    run_policy,
+    untrained_policy,
+)
+
+
+@dataclass
+class ShowCommand(Command):
+    """What a run did; --step N for its responses, --json for scripts."""
+
+    run: Path
+    """The run's folder."""
+    step: Annotated[int | None, "N"] = None
+    """Print the responses of this step: prompts, responses, log-probs, rewards and δ."""
+    json: bool = False
+    """One JSON object, for scripts."""
+
+    def execute(self) -> None:
+        run = Run(self.run)
+        if self.step is not None:
+            rows = run.rollouts(self.step)
+            print(json.dumps(rows) if self.json else responses(rows))
+        elif self.json:
+            config = json.loads((run.folder / "config.json").read_text())
+            about = run.info | {"status": run.status, "folder": str(run.folder)}
+            print(json.dumps({"run": about, "config": config, "metrics": run.metrics, "events": run.events}))
+        else:
+            print(summary(run))
+
+
+@dataclass
+class ReportCommand(Command):
+    """A run as one HTML file to send to a colleague: result, flags, curves, completions, settings.
+
+      ascent report RUN
+      ascent report RUN --out findings.html
+
+    The file is self-contained: it has no scripts and loads nothing. RUN may be
+    running, dead or damaged. It may also be a folder of TRL's completions or of
+    verl's rollouts. An older report is replaced; any other file is not.
+    """
+
+    run: Path
+    """The run's folder."""
+    out: Annotated[Path | None, "FILE"] = None
+    """The file to write. Default: RUN/report.html."""
+    force: bool = False
+    """Overwrite a file that is not a report."""
+
+    def execute(self) -> None:
+        from ascent.lab.report.page import write_report
+
+        out, size = write_report(self.run, self.out, self.force)
+        print(f"Report: {out} ({size / 1000:,.0f} kB, opens in any browser)")
+
+
+COLUMNS = (
+    *("step", "reward", "reward_std", "accuracy", "eval/accuracy", "rewards/accuracies", "eval/pairs/accuracy"),
+    *("eval/pairs/log_loss", "eval/pairs/ece", "steps/error", "eval/steps/error", "eval/steps/explained"),
+    *("exact/reward", "entropy", "kl", "trust_region/kl", "value/explained_variance", "clip_ratio/high_mean"),
+    *("clip_ratio/low_mean", "frac_reward_zero_std", "completions/mean_length", "grad_norm", "reward_errors", "loss"),
+)
+FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved", "pairs right", "ECE")
+"""Columns that a narrow terminal can do without, in this order."""
+
+
+def summary(run: Run) -> str:
+    """A run at a glance: what it is, how it went, what it means."""
+    info, metrics = run.info, run.metrics
+    head = [
+        f"{run.folder}: {run.status}, {len(metrics)} of {info['steps']} steps",
+        f"{info['task']}, {info['label']}, seed {info['seed']}",
+        wrapped(objective_in_words(run.config.algorithm)),
+    ]
+    if run.status == "failed":
+        head.append(wrapped(f"Stopped: {info.get('reason')}"))
+    if run.status in ("died", "interrupted", "failed"):
+        head.append(f"Resume it: ascent resume {run.folder}")
+    every = max(1, len(metrics) // 10)
+    picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
+    columns = {short_of(key): key for key in COLUMNS if any(line.get(key) is not None for line in metrics)}
+    if run.config.data != "samples":  # offline data have no rewards of their own
+        columns = {name: key for name, key in columns.items() if name not in ("reward", "±", "silent")}
+    if not any(line.get("reward_errors") for line in metrics):
+        columns.pop(short_of("reward_errors"), None)
+    shown = _fitting({name: [cell_text(line.get(key)) for line in picked] for name, key in columns.items()})
+    words = [wrapped(word) for word in (run.result or {}).get("words", [])]
+    flags = [wrapped(f"Flag at step {e['step']}: {e['text']}") for e in run.events if e.get("event") == "flag"]
+    return "\n".join([*head, "", *shown, "", *words, *flags]).rstrip()
+
+
+def _fitting(columns: dict[str, list[str]]) -> list[str]:
+    """The table of these columns, less those that a narrow terminal has no room for."""
+    lines = table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)]) if columns else []
+    spare = next((name for name in FIRST_TO_GO if name in columns), None)
+    if spare is None or not lines or len(lines[0]) <= width():
+        return lines
+    return _fitting({name: cells for name, cells in columns.items() if name != spare})
+
+
+def responses(rows: list[dict[str, Any]]) -> str:
+    """The recorded responses of a step, group by group: log-probs, rewards, δ."""
+    lines: list[str] = []
+    for row in rows:
+        if row["sample"] == 0:
+            lines += ["", f"group {row['group']}: prompt {row['prompt_text']}"]
+        logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
+        δ = row["advantage"]
+        credit = f"{δ[0]:+.3f}" if len(set(δ)) <= 1 else " ".join(f"{x:+.3f}" for x in δ)
+        mark = "right" if row["correct"] else ("failed" if not row["valid"] else "")
+        lines.append(f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}".rstrip())
+    return "\n".join(lines).strip()
+
+
+# ---- the policy of a run --------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class CheckpointCommand(Command):
+    """A command that reads a checkpoint of a run."""
+
+    step: Annotated[int | None, "N"] = None
+    """A run's checkpoint of this step. Default: the newest."""
+    best: bool = False
+    """A run's checkpoint of the best evaluation."""
+
+
+@dataclass(kw_only=True)
+class PolicyCommand(CheckpointCommand):
+    """A command that samples from the policy of a run, or from a model, on a task."""
+
+    takes_more = True
+    model: Annotated[str | None, "FOLDER"] = None
+    """A model instead of a run: a folder, or a name on the hub."""
+    task: Annotated[str | None, "TASK"] = None
+    """Another task than the run's own; the task's settings are further flags."""
+    temperature: Annotated[float | None, "FLOAT"] = None
+    """Sampling temperature. Default: the run's; 1 for a model."""
+    max_tokens: Annotated[int | None, "N"] = None
+    """Maximum number of tokens in a response. Default: the task's."""
+    device: Annotated[str | None, "NAME"] = None
+    """cpu, cuda, …. Default: the run's; auto for a model."""
+    seed: int = 0
+    """Decides what is sampled."""
+    json: bool = False
+    """JSON, for scripts."""
+
+    def load(self, run: str | None, task: str | None, flags: list[str], changes: tuple[str, ...]) -> LoadedPolicy:
+        """The policy of a run, or a model, on this task with these flags; fields in `changes` override theirs."""
+        changed = {name: getattr(self, name) for name in changes}
+        if run is not None:
+            if task in (None, "own") and flags:
+                raise Refused(
+                    f"{' '.join(flags)}: {self.prog()} has no such flag; a run already has its task's settings. "
+                    "Add --task TASK to set others"
+                )
+            if is_task(run):
+                raise Refused(f"{run} is a task: name a model for it, {self.prog()} {run} --model FOLDER")
+            other = None if task is None or task == "own" else self._config(task, flags).task
+            return run_policy(run, self.step, self.best, other, **changed)
+        assert self.model is not None
+        if self.step is not None or self.best:
+            raise Refused("--model with --step or --best: a model has no checkpoints to choose from. Leave them out")
+        if task is None:
+            return model_policy(self.model, **changed)
+        if Path(task).is_dir() and ":" not in task:
+            raise Refused(
+                f"{task} is a folder. With --model the first argument must be a TASK; a run has its own model, "
+                "so leave out --model"
+            )
+        if find_task(task)[0].kind != "text":
+            raise Refused(
+                f"--model with the task {task}: this is not a text task, so a language model cannot read its prompts. "
+                f"Train on it: ascent train {task}"
+            )
+        return untrained_policy(self._config(task, flags, "--model", self.model), **changed)
+
+    def _config(self, task: str, flags: list[str], *more: str) -> Config:
+        """The config of a task with its flags. Flags about training are refused."""
+        config, _ = parse_train([task, *more, *flags], self.prog())
+        known = [setting.flag for setting in settings_of(type(config.task)).values()]
+        for flag in (arg.partition("=")[0].replace("_", "-") for arg in flags if arg.startswith("--")):
+            if not {flag, flag.replace("--no-", "--", 1)} & set(known) and not flag.startswith("--policy."):
+                raise Refused(
+                    f"{flag}: {self.prog()} has no such flag, and {name_of(config.task)} has no such setting."
+                    + nearest(flag, known)
+                )
+        return config
+
+
+@dataclass(kw_only=True)
+class EvalCommand(PolicyCommand):
+    r"""Score a run, or a model without a run, on held-out prompts: greedy, pass@k, majority, best of k.
+
+      ascent eval RUN --best --samples 16
+      ascent eval gsm8k --model FOLDER --prompts 200
+      ascent eval RUN --task reasoning-gym:chain_sum --options '{"max_terms": 2}'
+
+    A task's own settings (--options, --check, --reward, …) are flags, as in
+    `ascent train TASK`. pass@k is the unbiased estimate. The majority vote
+    compares extracted answers: the text after "Answer:", "####", "\boxed" or "the
+    answer is"; otherwise the last number, word or line. On a tie the answer seen
+    first wins. Best of k takes the response with the highest reward. Intervals
+    are over prompts.
+    """
+
+    source: Annotated[str, "RUN|TASK"]
+    """A run's folder; with --model, a task. It comes first."""
+    prompts: Annotated[int | None, "N"] = None
+    """Maximum number of held-out prompts. Default: the run's --eval-prompts."""
+    samples: int = 1
+    """Sampled responses per prompt, in addition to the greedy one. From 2 on, mean score, pass@k, majority and best
+    of k are reported."""
+    rows: Annotated[int | None, "N"] = None
+    """Responses that are decoded at once. Memory only."""
+    out: Annotated[Path | None, "FILE"] = None
+    """Parquet file for all responses, with scores and reasons."""
+
+    def execute(self) -> None:
+        if self.out is not None and (self.out.exists() or not self.out.parent.is_dir()):
+            why = "already there" if self.out.exists() else f"there is no folder {self.out.parent}"
+            raise Refused(f"--out {self.out}: {why}. Choose another file")
+        if self.model is not None and self.task is not None:
+            raise Refused(f"--task {self.task} with --model: the task comes first, ascent eval TASK --model FOLDER")
+        run, task = (self.source, self.task) if self.model is None else (None, self.source)
+        loaded = self.load(run, task, self.rest, ("temperature", "max_tokens", "device", "rows"))
+        evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
+        if self.out is not None:
+            evaluation.write(self.out)
+        print(json.dumps(evaluation.to_dict()) if self.json else evaluation.text())
+        if self.out is not None and not self.json:
+            print(f"Responses: {self.out}")
+
+
+@dataclass(kw_only=True)
+class SampleCommand(PolicyCommand):
+    """Sample responses to a prompt from a run or from a model.
+
+      ascent sample RUN "What is 3 + 4?" --count 4
+      ascent sample --model FOLDER "What is 3 + 4?" --greedy --logp
+      ascent sample RUN --task own --count 8
+      ascent sample RUN < prompts.txt
+
+    --task shows held-out problems of a task with answer, response, score and
+    reason; `own` is the run's task. Without a prompt and without --task, prompts
+    are read from standard input, one per line. A run on a small task takes
+    numbers: "3 1 0 2 4".
+    """
+
+    words = '[RUN] ["…"]'
+    count: Annotated[int | None, "N"] = None
+    """Responses per prompt (default 1); with --task, problems (default 4)."""
+    greedy: bool = False
+    """Always take the most likely token."""
+    top_p: Annotated[float | None, "FLOAT"] = None
+    """Sample from the most likely tokens that make up this probability mass."""
+    top_k: Annotated[int | None, "N"] = None
+    """Sample from the k most likely tokens."""
+    min_p: Annotated[float | None, "FLOAT"] = None
+    """Sample from tokens at least this share as likely as the most likely one."""
+    system: Annotated[str | None, "TEXT"] = None
+    """A system message. Default: the run's."""
+    plain: bool = False
+    """Leave out the instruction that training put below every prompt."""
+    logp: bool = False
+    """Print the log-prob of every token."""
+
+    def execute(self) -> None:
+        if self.task:  # the flags of the task are here too, so only the run may stand without a flag
+            first, flags = leading(self.rest)
+            words = [] if first is None else [first]
+        else:
+            words, flags = plain_words(self.prog(), self.rest, settings_of(type(self)).values()), []
+        if self.model is None and not words:
+            raise Refused('RUN is missing: ascent sample RUN "…", or without a run, ascent sample --model FOLDER "…"')
+        run = words.pop(0) if self.model is None else None
+        prompts = words if self.task or words else _from_stdin()
+        changes = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "system", "device")
+        loaded = self.load(run, self.task, flags, changes)
+        if self.task:
+            rows = problems(loaded, self.count or 4, self.greedy, self.seed)
+        else:
+            rows = ask(loaded, prompts, self.count or 1, self.greedy, self.plain, self.seed)
+        piece = loaded.unscored_task().piece if self.logp else None
+        print(json.dumps(rows) if self.json else responses_text(rows, piece))
+
+
+def _from_stdin() -> list[str]:
+    lines = [] if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().splitlines()
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise Refused('no prompt: give one, "What is 3 + 4?", or --task, or one prompt per line on standard input')
+    return prompts
+
+
+@dataclass(kw_only=True)
+class ExportCommand(CheckpointCommand):
+    """Write a run's language model as an ordinary Hugging Face folder, with adapters merged.
+
+      ascent export RUN FOLDER --best
+
+    Then, in Python: AutoModelForCausalLM.from_pretrained("FOLDER").
+    """
+
+    run: Path
+    """The run's folder."""
+    folder: Path
+    """The folder to make."""
+
+    def execute(self) -> None:
+        folder = export(self.run, self.folder, step=self.step, best=self.best)
+        print(f'Written: {folder}\nTry it: ascent sample --model {folder} "…"')
+
+
+COMMANDS = {"look at a run": (ShowCommand, ReportCommand, EvalCommand, SampleCommand, ExportCommand)}

@@ -1,0 +1,332 @@
+"""One decoding step of Llama and its like (Qwen2, Qwen3, SmolLM, Mistral) on static state, in plain torch.
+
+A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(silu(gate(norm(x)))·up(norm(x)))
+
+with an optional bias at each matrix, optional norms of queries and keys, rotary positions by halves, and a head that
+is the embedding or a matrix of its own. The parts are found by the names that transformers gives them; what has
+other parts is told apart here, and what has the same parts but other arithmetic by `gap` in cuda.py.
+
+A lane is a place for one running response: its own cache, its state, its output. A prompt has a slot, shared by the
+lanes of its group. Which lanes a step works on is itself a tensor, so a graph that was captured once serves any of
+them, and a lane is given to another response by writing a column of `state`.
+
+`add_norm`, `gated`, `attend` and `draw` say what kernels/decoding.py computes, and stand in for it without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import ge
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ascent.engines.language.learning.head import Head
+from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
+
+SLOT, LENGTH, LAST, SEED, DONE = range(5)
+"""The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens."""
+ENDS = 16
+"""End tokens that a board has room for."""
+
+STEADY = ("default", "linear", "llama3", "yarn")
+"""Rotary positions that do not depend on how long a sequence is."""
+Pair = tuple[Tensor, Tensor]
+Matrix = tuple[Tensor, Tensor | None]
+Norm = tuple[Tensor, float]
+
+
+@dataclass(frozen=True)
+class Board:
+    """Tensors at fixed addresses. The last lane is nobody's: rows that have nothing to do point there."""
+
+    state: Tensor
+    """Int `[5 lane]`: slot, tokens in the own cache, the token to feed next, the seed, and done."""
+    lanes: Tensor
+    """The lane of each row of a step."""
+    prompt_length: Tensor
+    """Keys in each slot."""
+    prompts: list[Pair]
+    """By layer, keys and values `[slot head position channel]`."""
+    own: list[Pair]
+    """By layer, keys and values `[lane head token channel]`."""
+    token: Tensor
+    """Drawn tokens `[lane token]`; so too their log-probs and the mass of what could be drawn."""
+    logp: Tensor
+    mass: Tensor
+    ends: Tensor
+    limit: Tensor
+    temperature: Tensor
+
+    @classmethod
+    def empty(
+        cls, layers: int, heads: int, channel: int, rows: int, slots: int, width: int, limit: int, like: Tensor
+    ) -> Board:
+        """Room for rows of `limit` tokens, and for slots of `width` keys."""
+        lanes, device = rows + 1, like.device
+        state = torch.zeros(5, lanes, dtype=torch.long, device=device)
+        state[DONE, rows] = 1
+
+        def caches(count: int, long: int) -> list[Pair]:
+            shape = (count, heads, long, channel)
+            return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
+
+        return cls(
+            state=state,
+            lanes=torch.full((rows,), rows, device=device),
+            prompt_length=torch.zeros(slots, dtype=torch.long, device=device),
+            prompts=caches(slots, width),
+            own=caches(lanes, limit),
+            token=torch.zeros(lanes, limit, dtype=torch.long, device=device),
+            logp=torch.zeros(lanes, limit, device=device),
+            mass=torch.ones(lanes, limit, device=device),
+            ends=torch.full((ENDS,), -1, device=device),
+            limit=torch.full((), limit, device=device),
+            temperature=torch.ones((), dtype=torch.float64, device=device),
+        )
+
+    @property
+    def rows(self) -> int:
+        return len(self.lanes)
+
+    @property
+    def room(self) -> tuple[int, int, int, int]:
+        """Rows, slots, keys of a slot, and tokens of a row."""
+        return self.rows, len(self.prompt_length), self.prompts[0][0].shape[2], self.token.shape[1]
+
+    def holds(self, rows: int, slots: int, width: int, limit: int) -> bool:
+        return all(map(ge, self.room, (rows, slots, width, limit)))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What attention needs besides the caches: rotary tables `[position channel]`, norms of queries and keys, scale."""
+
+    cos: Tensor
+    sin: Tensor
+    norms: tuple[Tensor, Tensor, float] | None
+    scale: float
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
+    """x + y, and its RMS norm w·x/√(mean x² + ε), in float32 or better within."""
+    x = x if y is None else x + y
+    wide = x if x.dtype == torch.float64 else x.float()
+    return x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gated(both: Tensor) -> Tensor:
+    """silu(gate)·up, the two side by side."""
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def attend(qkv: Tensor, turn: Turn, board: Board, layer: int) -> Tensor:
+    """One new token a row: its key and value join the own cache, and it attends to its prompt and to its own tokens.
+
+    With R(p) the rotation at position p = prompt_length + length:
+    out = softmax(scale · R(p)q · [prompt keys, own keys, R(p)k]ᵀ) · [prompt values, own values, v]
+    """
+    rows, channel = qkv.shape[0], turn.cos.shape[1]
+    lanes = board.lanes[:rows]
+    slot, length = board.state[SLOT, lanes], board.state[LENGTH, lanes]
+    prompt_k, prompt_v = board.prompts[layer]
+    own_k, own_v = board.own[layer]
+    shared = own_k.shape[1]
+    heads = qkv.shape[1] // channel - 2 * shared
+    q, k, v = qkv.view(rows, -1, channel).split([heads, shared, shared], 1)
+    if turn.norms is not None:
+        q, k = (add_norm(x, None, w, turn.norms[2])[1] for x, w in zip((q, k), turn.norms[:2], strict=True))
+    position = board.prompt_length[slot] + length
+    q, k = (_rotate(x, turn.cos[position, None], turn.sin[position, None]) for x in (q, k))
+    own_k[lanes, :, length], own_v[lanes, :, length] = k, v
+    keys = torch.cat([prompt_k[slot], own_k[lanes]], 2)
+    values = torch.cat([prompt_v[slot], own_v[lanes]], 2)
+    column = torch.arange(keys.shape[2], device=qkv.device)
+    of_prompt = column[: prompt_k.shape[2]] < board.prompt_length[slot][:, None]
+    seen = torch.cat([of_prompt, column[: own_k.shape[2]] <= length[:, None]], 1)
+    q = q.reshape(rows, shared, heads // shared, channel)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None], scale=turn.scale)
+    return out.reshape(rows, heads * channel)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
+    """The next token of every row by the rule of draw.py, and what follows from it: output, state, done."""
+    lanes = board.lanes[: logits.shape[0]]
+    t, before, done = board.state[LENGTH, lanes], board.state[LAST, lanes], board.state[DONE, lanes]
+    z = (logits if logits.dtype == torch.float64 else logits.float()) / board.temperature
+    u = None if greedy else uniform(board.state[SEED, lanes], t)
+    token, logp, mass = draw_tokens(z, 1.0, Support() if greedy else support, u)
+    on = done == 0
+    for into, new in ((board.token, token), (board.logp, logp.float()), (board.mass, mass)):
+        if new is not None:
+            into[lanes, t] = torch.where(on, new.to(into.dtype), into[lanes, t])
+    over = (token[:, None] == board.ends).any(-1) | (t + 1 >= board.limit)  # isin may sort, which no graph can hold
+    board.state[LENGTH, lanes] = torch.where(on & ~over, t + 1, t)
+    board.state[LAST, lanes] = torch.where(on, token, before)
+    board.state[DONE, lanes] = torch.where(on & over, t + 1, done)
+
+
+# ---- the model ------------------------------------------------------------------------------------
+
+
+class Unlike(Exception):
+    """This architecture is not Llama's like; says in what."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
+    norm_attention: Norm
+    norm_mlp: Norm
+    norms_qk: tuple[Tensor, Tensor, float] | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The model's own parameters, queries, keys and values in one matrix, gate and up in another."""
+
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Norm
+    head: Head
+    heads: int
+    channel: int
+    rotary: Any
+
+    @classmethod
+    def of(cls, model: Any) -> Llama:
+        """Describe a transformers model. Raises Unlike; else its matrices have been laid side by side."""
+        backbone, head = model.get_decoder(), Head.of(model)
+        if head.scale != 1.0 or head.cap is not None:
+            raise Unlike("its logits are scaled or capped")
+        try:
+            kind = backbone.rotary_emb.rope_type
+            channel = backbone.layers[0].self_attn.head_dim
+            for layer in backbone.layers:
+                _check(layer, channel)
+            final = _norm(backbone.norm)
+        except AttributeError as error:
+            raise Unlike(f"it has other parts than Llama ({error})") from None
+        if kind not in STEADY:
+            raise Unlike(f"its rotary positions are {kind}")
+        layers = [_layer(layer) for layer in backbone.layers]
+        heads = backbone.layers[0].self_attn.k_proj.weight.shape[0] // channel
+        if len({p.dtype for p in model.parameters()}) > 1 or len({p.device for p in model.parameters()}) > 1:
+            raise Unlike("its parameters are of several types or on several devices")
+        embedding = model.get_input_embeddings().weight
+        return cls(embedding, layers, final, head, heads, channel, backbone.rotary_emb)
+
+    def tables(self, longest: int) -> Pair:
+        """Cosines and sines `[position channel]`, rounded as the model rounds them."""
+        like = self.embedding
+        cos, sin = self.rotary(like, torch.arange(longest, device=like.device)[None])
+        if cos.shape[-1] != self.channel:
+            raise Unlike("only a part of its channels is rotated")
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the parameters lie: a captured graph is good for these alone."""
+        parts = [self.embedding, *self.norm, self.head.weight, self.head.bias]
+        for layer in self.layers:
+            parts += [*layer.qkv, *layer.o, *layer.gate_up, *layer.down]
+            parts += [*layer.norm_attention, *layer.norm_mlp, *(layer.norms_qk or ())]
+        return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
+
+    def hidden(self, ops: ModuleType, board: Board, tables: Pair, rows: int) -> Tensor:
+        """The last hidden states after the next token of the first `rows` rows. Host and device never wait."""
+        x = F.embedding(board.state[LAST][board.lanes[:rows]], self.embedding)
+        x, h = ops.add_norm(x, None, *self.layers[0].norm_attention)
+        norms = [layer.norm_attention for layer in self.layers[1:]] + [self.norm]
+        for i, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
+            turn = Turn(*tables, layer.norms_qk, layer.scale)
+            mixed = ops.attend(F.linear(h, *layer.qkv), turn, board, i)
+            x, h = ops.add_norm(x, F.linear(mixed, *layer.o), *layer.norm_mlp)
+            inner = ops.gated(F.linear(h, *layer.gate_up))
+            x, h = ops.add_norm(x, F.linear(inner, *layer.down), *after)
+        return h
+
+
+def _norm(module: Any) -> Norm:
+    if getattr(module, "bias", None) is not None:
+        raise Unlike("its norms have a bias")
+    return module.weight, float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+
+
+def _check(layer: Any, channel: int) -> None:
+    """Raise Unlike, or AttributeError for a part that is missing."""
+    attention, mlp = layer.self_attn, layer.mlp
+    matrices = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    for module in (*matrices, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        if type(module) is not nn.Linear:
+            raise Unlike(f"its matrices are {type(module).__name__}, not plain")
+    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
+        raise Unlike(f"its activation is {type(mlp.act_fn).__name__}")
+    known = ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj"]
+    known += ["act_fn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"]
+    for parent in (layer, attention, mlp):
+        for name, module in parent.named_children():
+            if name not in known and any(True for _ in module.parameters()):
+                raise Unlike(f"it has a part that Llama has not, {name}")
+    _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+    if hasattr(attention, "q_norm") and attention.q_norm.weight.shape != (channel,):
+        raise Unlike("its norms of queries and keys are not a head's")
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        weight, eps = _norm(attention.q_norm)
+        norms = (weight, _norm(attention.k_norm)[0], eps)
+    return Layer(
+        qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
+        o=side_by_side([attention.o_proj]),
+        gate_up=side_by_side([mlp.gate_proj, mlp.up_proj]),
+        down=side_by_side([mlp.down_proj]),
+        norm_attention=_norm(layer.input_layernorm),
+        norm_mlp=_norm(layer.post_attention_layernorm),
+        norms_qk=norms,
+        scale=float(attention.scaling),
+    )
+
+
+@torch.no_grad()
+def side_by_side(modules: list[nn.Linear]) -> Matrix:
+    """One matrix of which the modules' own weights are parts, and so for their biases.
+
+    The parameters stay the same objects and only their memory moves, so an optimizer's step, a state dict or a
+    checkpoint finds them as before, and every change to them is a change to the whole matrix: nothing is copied later.
+    """
+    if len({m.bias is None for m in modules}) > 1:
+        raise Unlike("some of its queries, keys and values have a bias and some have none")
+    weight = _joined([m.weight for m in modules])
+    return weight, None if modules[0].bias is None else _joined([m.bias for m in modules])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    first, count = parts[0].data, sum(p.shape[0] for p in parts)
+    if len(parts) == 1:
+        return first
+    ends = [p.data_ptr() + p.numel() * p.element_size() for p in parts]
+    following = all(p.data_ptr() == end for p, end in zip(parts[1:], ends[:-1], strict=True))
+    one_block = len({p.untyped_storage().data_ptr() for p in parts}) == 1
+    if following and one_block and all(p.is_contiguous() for p in parts):
+        return first.as_strided((count, *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parts])
+    for p, part in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+        p.data = part
+    return whole

@@ -1,0 +1,433 @@
+"""What is said of every choice, axis by axis."""
+
+import inspect
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ascent.core import (
+    advantages,
+    correction,
+    critics,
+    exploration,
+    groups,
+    kl,
+    losses,
+    preferences,
+    reference,
+    update,
+    values,
+    weights,
+)
+from ascent.explain.about import OFF, About, Gradient
+
+GROUP = "over the G scored responses to the same prompt"
+TOKEN_RATIO = "ρ_t = exp(logp_t − logp_old_t)"
+ONE_PER_PAIR = " The one term of a pair takes the sum of its responses' weights, which is 1/pairs."
+CHOSEN = "w is the chosen and l the rejected response to a prompt"
+COUNTED = "counted over the mini-batch of one optimizer step, however it is split into micro-batches"
+
+
+def _from_critic(total: str, words: str, gradient: Gradient = "critic", **texts: Any) -> About:
+    """A credit from a critic: a sum of TD errors, discounted or not, whitened or not."""
+
+    def definitions(c: Any) -> str:
+        discount = "" if c.gamma == 1 else f"{c.gamma:g}·"
+        sums = total.format(**vars(c) | {"decay": c.gamma * c.lam})
+        return f"d_t = r_t + {discount}V_(t+1) − V_t;   A_t = {sums}"
+
+    def in_words(c: Any) -> str:
+        discounted = "" if c.gamma == 1 else f", discounted by {c.gamma:g} per token"
+        return words.format_map(vars(c)) + discounted + (", whitened over the batch's tokens" if c.whitened else "")
+
+    return About(
+        formula=lambda c: "(A_t − mean) / (std + 1e-08), ddof 1" if c.whitened else "A_t",
+        definitions=definitions,
+        statistics="V_t is the critic's value of the state before token t, 0 after the end; an outcome reward is on "
+        "the last token; mean and std, where there are any, are over all unmasked tokens of the batch",
+        words=in_words,
+        gradient=lambda c: "other" if c.gamma != 1 or c.whitened or c.bootstrap else gradient,
+        **{"trl": "none: TRL 1.16 has no critic."} | texts,
+    )
+
+
+def _clip(c: Any) -> str:
+    return "ρ·δ" if c.low is None else f"min(ρ·δ, clip(ρ, {1 - c.low:g}, {1 + c.high:g})·δ)"
+
+
+def _clipped_words(c: Any) -> str:
+    dual = "" if c.dual is None else f"; where the credit is negative at least {c.dual:g} times it"
+    return f"the clipped ratio ({1 - c.low:g} to {1 + c.high:g}{dual}) times"
+
+
+def _sequence_words(c: Any) -> str:
+    kind = "product of token ratios" if c.form == "product" else "length-normalised ratio"
+    bounds = "never clipped" if c.low is None else f"clipped, {1 - c.low:g} to {1 + c.high:g}"
+    return f"the response's {kind} ({bounds}) times"
+
+
+class Estimator(NamedTuple):
+    """An estimator of KL(π ‖ π_ref), and what its gradient is on the policy's own samples."""
+
+    formula: str
+    loss: str
+    """Its gradient as a penalty in the loss."""
+    reward: str
+    """Its gradient as a penalty in the reward."""
+
+
+ABOUT_ESTIMATORS = {
+    "k1": Estimator(
+        "ℓ",
+        loss="its expected gradient is 0: the penalty only adds noise",
+        reward="its gradient is exactly −β ∇KL(π ‖ π_ref), at any length: use this one in the reward",
+    ),
+    "k2": Estimator(
+        "½ ℓ²",
+        loss="its gradient is ∇KL(π ‖ π_ref) for one token or a whole response; per token on an autoregressive "
+        "policy it misses what a token does to the KL of later ones and is 4.6 % off",
+        reward="its gradient is not the KL's; it can even raise the KL (cosine with ∇KL −0.34)",
+    ),
+    "k3": Estimator(
+        "e^−ℓ + ℓ − 1",
+        loss="its gradient is that of the other direction, ∇KL(π_ref ‖ π), for one token or a whole response; per "
+        "token on an autoregressive policy it is 30 % off even that",
+        reward="its gradient is not the KL's; it can even raise the KL (cosine with ∇KL −0.55)",
+    ),
+    "exact": Estimator(
+        "Σ_v π(v)·(log π(v) − log π_ref(v)), over the whole vocabulary at each state",
+        loss="its gradient is ∇KL(π ‖ π_ref) at each visited state, held fixed; on an autoregressive policy it is "
+        "4.6 % off",
+        reward="its gradient is not the KL's; it can even raise the KL (cosine with ∇KL −0.36)",
+    ),
+}
+
+
+def coefficient(c: Any) -> str:
+    """β of a penalty in a formula: its number, or the letter if it is adaptive."""
+    return f"{c.coef:g}" if c.target is None else "β"
+
+
+def _statistics(c: Any) -> str:
+    estimate = f"{c.estimator} = {ABOUT_ESTIMATORS[c.estimator].formula}, with ℓ = log π − log π_ref"
+    if c.target is None:
+        return estimate
+    return f"{estimate}\n{inspect.getdoc(kl.adapt)}, from {c.coef:g}, with the target {c.target:g}"
+
+
+def _words(c: Any) -> str:
+    steered = "" if c.target is None else f" (from {c.coef:g}, steered to a KL of {c.target:g} per token)"
+    estimate = "the exact KL" if c.estimator == "exact" else f"the {c.estimator} estimate of the KL"
+    return f"{coefficient(c)}{steered} × {estimate}"
+
+
+def _importance(c: Any) -> str:
+    return f"w = {'' if c.level == 'token' else 'Π_t '}exp(logp_old_t − logp_sampler_t)·m_t"
+
+
+ABOUTS: dict[type, About] = {
+    advantages.Raw: About(
+        formula="R_i",
+        words="the reward",
+        label="raw reward",
+        gradient="exact",
+        trl="no such credit: GRPOTrainer and RLOOTrainer both subtract a group's mean.",
+        verl="no such estimator is registered.",
+    ),
+    advantages.Centered: About(
+        formula="R_i − mean",
+        statistics=f"mean is {GROUP}",
+        words="the reward minus its group's mean",
+        label="group mean (centered)",
+        gradient="scaled",
+        trl='GRPOTrainer with scale_rewards="none".',
+        verl="grpo with norm_adv_by_std_in_grpo=False; a group of one keeps its raw reward (here 0).",
+    ),
+    advantages.LeaveOneOut: About(
+        formula="R_i − mean_others",
+        statistics=f"mean_others is {GROUP}, without response i",
+        words="the reward minus the mean of its group's other responses",
+        label="mean of the others (RLOO)",
+        gradient="exact",
+        trl="RLOOTrainer's baseline; a group with one scored response gives 0, as here.",
+        verl="rloo: the same, but a group of one keeps its raw reward; rloo_vectorized gives 0.",
+    ),
+    advantages.Normalized: About(
+        formula="(R_i − mean) / (std + {eps:g}), ddof {ddof}",
+        statistics=f"mean and std are {GROUP}; where all are equal δ_i = 0",
+        words="the reward normalized within its group of responses (std + {eps:g})",
+        label="mean and std (GRPO)",
+        paper="Shao et al. divide by std and name neither ε nor ddof.",
+        trl='std + 1e-4, ddof 1, per group; scale_rewards="batch" takes the batch\'s std, "none" leaves it out.',
+        verl="std + 1e-6, ddof 1; a group of one keeps its raw reward (here 0).",
+        others="OpenRLHF adds 1e-9; open-instruct has ddof 0.",
+    ),
+    advantages.BestOnly: About(
+        formula="R_i where R_i = max_j R_j, else 0",
+        statistics=f"max is {GROUP}",
+        words="the reward, kept only by the best of its group",
+        label="best of the group only",
+        verl="grpo_passk is similar: only the best response gets credit, best minus second best (over std).",
+    ),
+    advantages.RunningMean: About(
+        formula=lambda c: f"R_i − b,  then b ← {c.momentum:g}·b + {1 - c.momentum:g}·(the step's mean reward)",
+        statistics="b is 0 in the first step",
+        words="the reward minus its running mean (momentum {momentum:g})",
+        label="running mean",
+        gradient="exact",
+    ),
+    advantages.Greedy: About(
+        formula="R_i − R_greedy",
+        statistics="R_greedy is the reward of one greedy response to the same prompt",
+        words="the reward minus that of a greedy response to the same prompt",
+        label="greedy response (ReMax)",
+        gradient="exact",
+        verl="remax: reward-to-go minus the greedy response's reward, the same for an outcome reward.",
+    ),
+    advantages.OptimalBaseline: About(
+        formula=lambda c: (
+            "R_i − Σ_(j≠i) n_j·R_j / Σ_(j≠i) n_j,  n_j = " + ("‖∇log π_j‖²" if c.norm == "exact" else "L_j")
+        ),
+        statistics=f"sums are {GROUP}",
+        words="the reward minus the baseline of least variance, estimated from its group's other responses",
+        label="optimal, from the others",
+        gradient="exact",
+        paper="OPO's b is the length-weighted mean reward of the whole group, response i included: slightly biased.",
+        verl="opo: as the paper; a group of one keeps its raw reward.",
+    ),
+    advantages.BatchNormalized: About(
+        formula="(R_t − mean) / (std + {eps:g}), ddof 1",
+        statistics="mean and std are over all unmasked tokens of the batch, R_t the reward from token t on",
+        words="the reward-to-go normalized over all tokens of the batch (std + {eps:g})",
+        label="over the batch (REINFORCE++)",
+        trl="none per token; RLOOTrainer's normalize_advantages whitens responses over the batch (std + 1e-4).",
+        verl="reinforce_plus_plus: over √(var + 1e-8), ddof 1, over the unmasked tokens of the batch.",
+    ),
+    values.TD: _from_critic("d_t", "the one-step TD error of a critic", verl="gae with lam=0."),
+    values.KStep: _from_critic("Σ_(j<{k}) {gamma:g}^j·d_(t+j)", "the {k}-step advantage of a critic"),
+    values.GAE: _from_critic(
+        "Σ_(j≥0) {decay:g}^j·d_(t+j)",
+        "the generalized advantage (λ {lam:g}) of a critic",
+        label="GAE(0.95), own critic",
+        verl="gae: γ 1, λ 1 unless set, always whitened (ddof 1, + 1e-8 under the root).",
+        paper="Schulman et al. 2016: the same, not whitened.",
+    ),
+    values.MonteCarlo: _from_critic(
+        "Σ_(j≥0) {decay:g}^j·d_(t+j)",
+        "the return minus a critic's value",
+        gradient="exact",
+        verl="gae with lam=1, its default.",
+    ),
+    losses.LogProb: About(
+        formula="δ·logp",
+        words="log π times",
+        label="log-prob (naive)",
+        trl="none by name; at one update per batch ρ = 1, and the clipped loss has this gradient.",
+        verl='loss_mode "gpg" is −δ·log π.',
+    ),
+    losses.Ratio: About(
+        formula="ρ·δ",
+        definitions=TOKEN_RATIO,
+        words="the ratio of new to old probability times",
+        label="ratio, never clipped",
+        trl="not alone: its losses clip the ratio or gate it.",
+        verl='not alone: "vanilla" clips; "kl_cov" leaves it unclipped but adds a KL on some tokens.',
+    ),
+    losses.Clipped: About(
+        formula=lambda c: _clip(c) if c.dual is None else f"max({_clip(c)}, −{c.dual:g}·|δ|)",
+        definitions=TOKEN_RATIO,
+        words=_clipped_words,
+        label="clipped ratio (PPO, GRPO)",
+        trl="ε 0.2 both ways; the optional `delta` caps ρ before the minimum, for δ < 0 a dual clip.",
+        verl="ε 0.2 both ways, and a dual clip at 3 that is always on; log ρ is clamped to ±20.",
+    ),
+    losses.SequenceRatio: About(
+        formula=lambda c: _clip(c) + ("/L_i" if c.form == "product" else ""),
+        definitions=lambda c: f"ρ_i = exp({'Σ' if c.form == 'product' else 'mean'}_t (logp_t − logp_old_t))",
+        words=_sequence_words,
+        label="sequence ratio (GSPO)",
+        denominator=" The one term of a response takes the sum of its tokens' weights.",
+        trl='importance_sampling_level="sequence" is the length-normalised form, ε 0.2 unless set; RLOOTrainer has the '
+        "product, clipped at 0.2.",
+        verl='loss_mode "gspo": length-normalised, with the gradient taken token by token; ε 0.2 unless set.',
+    ),
+    losses.Cispo: About(
+        formula=lambda c: f"sg[clip(ρ, {1 - c.low:g}, {1 + c.high:g})]·δ·logp",
+        definitions=TOKEN_RATIO,
+        words=lambda c: f"log π times the ratio as a constant (clipped, {1 - c.low:g} to {1 + c.high:g}) times",
+        label="CISPO",
+        trl="min(ρ, epsilon_high): the bound is epsilon_high itself, so 5 there is high=4 here; unset it is 0.2.",
+        verl="clip(ρ, 1−ε_low, 1+ε_high), both 0.2 unless set, so with a lower bound.",
+    ),
+    preferences.Likelihood: About(
+        formula="δ·logp",
+        statistics="R_i = 1 for every demonstration",
+        words="log π of what was demonstrated",
+        trl='SFTTrainer with loss_type="nll" and completion_only_loss: the token mean over the optimizer step.',
+        verl="has an SFT trainer, which was not read.",
+    ),
+    preferences.Dpo: About(
+        formula=lambda c: (
+            f"[ {1 - c.smoothing:g}·log σ(m) + {c.smoothing:g}·log σ(−m) ]" if c.smoothing else "log σ(m)"
+        ),
+        definitions="Δ_i = Σ_t (logp_t − logp_ref_t);   m = {beta:g}·(Δ_w − Δ_l)",
+        statistics=f"{CHOSEN}; Δ is over all of its tokens, the end token included",
+        words=lambda c: (
+            f"Maximise the mean over pairs of log σ({c.beta:g} × how much more the chosen response gained in "
+            "log-probability over the reference than the rejected one)"
+            + (f", {c.smoothing:.0%} of the labels taken to be wrong" if c.smoothing else "")
+        ),
+        denominator=ONE_PER_PAIR,
+        trl='DPOTrainer with loss_type="sigmoid": the same. There only other loss types read label_smoothing, such as '
+        '"robust" (which divides by 1 − 2ε); here it is cDPO\'s.',
+    ),
+    preferences.BradleyTerry: About(
+        formula=lambda c: f"[ log σ(m) − {c.center:g}·(r_w + r_l)² ]" if c.center else "log σ(m)",
+        definitions="m = r_w − r_l",
+        statistics=f"r is the head's value after the last token; {CHOSEN}",
+        words=lambda c: (
+            "Maximise the mean over pairs of log σ(reward of the chosen − reward of the rejected response)"
+            + (f", minus {c.center:g} × the square of their sum" if c.center else "")
+        ),
+        denominator=ONE_PER_PAIR,
+        trl="RewardTrainer: the same, with center_rewards_coefficient for c, and with a margin per pair where the data "
+        "has one, which is not read here. Its head starts at random and is read at the last token; ours starts at 0.",
+        verl="none: it takes a trained reward model.",
+    ),
+    preferences.StepValue: About(
+        formula="−Σ_i Σ_t w · ½ (v_t − y_t)²",
+        statistics="w is the weight of a token, v_t the head's value after it, y_t the label of the token's step",
+        words="Minimise half the squared distance between the score after each token and the label of its step",
+        trl="none in 1.16.",
+        others="papers mostly have a cross-entropy of two classes at the last token of each step; here it is a squared "
+        "error at every token of the step, because any number can be a label.",
+    ),
+    weights.TokenMean: About(
+        formula="1/ΣL",
+        response_formula="L_i/ΣL",
+        words="mean over tokens of",
+        response_words="length-weighted mean over responses of",
+        denominator=f"ΣL, the unmasked tokens of all scored responses, {COUNTED}.",
+        trl='loss_type="dapo" (the default): tokens of the whole generation batch; "bnpo": of the local micro-batch.',
+        verl="token-mean (the default), over the tokens of the global mini-batch.",
+    ),
+    weights.SequenceMean: About(
+        formula="1/(N·L_i)",
+        response_formula="1/N",
+        words="mean over responses of the token mean of",
+        response_words="mean over responses of",
+        denominator=f"N responses, and for each its own L_i unmasked tokens; N is {COUNTED}.",
+        trl='loss_type="grpo"; the mean is taken in each micro-batch, so their sizes matter.',
+        verl="seq-mean-token-mean.",
+    ),
+    weights.SequenceSum: About(
+        formula="1/N",
+        response_formula="L_i/N",
+        words="mean over responses of the token sum of",
+        response_words="mean over responses of the length times",
+        denominator=f"N, the scored responses, {COUNTED}. No length divides.",
+        gradient="exact",
+        trl='loss_type="luspo" sums tokens and averages responses.',
+        verl="seq-mean-token-sum.",
+    ),
+    weights.FixedLength: About(
+        formula="1/(N·L_max)",
+        response_formula="L_i/(N·L_max)",
+        words="mean over responses of the token sum over the length limit of",
+        response_words="mean over responses of the length over its limit times",
+        denominator=f"N responses times L_max, the generation limit (never the padded width); N is {COUNTED}.",
+        gradient="scaled",
+        trl='loss_type="dr_grpo", over max_completion_length.',
+        verl="seq-mean-token-sum-norm, over loss_scale_factor; that is unset by default, and then the padded width.",
+    ),
+    kl.NoKL: replace(OFF, trl="GRPOTrainer's default (beta=0)."),
+    kl.InLoss: About(
+        formula=lambda c: f"{coefficient(c)}·{c.estimator}",
+        statistics=_statistics,
+        words=_words,
+        trl="k3, times ρ by default (use_bias_correction_kl): at ρ = 1 that has k2's gradient, not k3's. beta is 0.",
+        verl="use_kl_loss, off by default; 0.001, k3 clamped to ±10; `k3+` has k3's value and k2's gradient.",
+    ),
+    kl.InReward: About(
+        formula=lambda c: f"{coefficient(c)}·{'Σ_t ' if c.per == 'response' else ''}{c.estimator}",
+        statistics=_statistics,
+        words=_words,
+        gradient=lambda c: "exact" if c.estimator == "k1" else "other",
+        trl="RLOOTrainer: k1 summed over the response, 0.05, fixed.",
+        verl="use_kl_in_reward, off by default; k1 per token, 0.001; adapted by batch size / 10000 (here 0.1).",
+    ),
+    reference.NoReference: replace(OFF, trl="none is loaded at beta=0.", verl=""),
+    reference.Frozen: About(words="the frozen start", trl="the default with beta > 0.", verl="the reference model."),
+    reference.Every: About(
+        words="the policy as it was at the last multiple of {n} steps",
+        trl="sync_ref_model with ref_model_mixup_alpha=1 and ref_model_sync_steps=n; by default 0.6 every 512 steps.",
+        verl="none in its settings.",
+        paper="iterative GRPO renews the reference in its outer loop.",
+    ),
+    reference.MovingAverage: About(
+        words="a moving average of the policy (rate {rate:g})",
+        trl="sync_ref_model with ref_model_sync_steps=1; its alpha is the rate here.",
+        verl="none in its settings.",
+    ),
+    exploration.NoBonus: OFF,
+    exploration.Constant: About(
+        formula="{coef:g}·H",
+        words="{coef:g} × the entropy",
+        trl="entropy_coef, times the token mean of the entropy whatever the loss_type.",
+        verl="entropy_coeff, aggregated as the loss is.",
+    ),
+    exploration.Annealed: About(
+        formula="c·H",
+        statistics="c = {start:g} + ({end:g} − {start:g}) · min(1, p / {until:g}), p from 0 to 1 over the run",
+        words="c × the entropy, c falling from {start:g} to {end:g} over {until:.0%} of the run",
+        trl="none; use_adaptive_entropy steers the coefficient to a target entropy instead.",
+    ),
+    correction.NoCorrection: replace(OFF, trl="", verl="the default (rollout_is null)."),
+    correction.Truncated: About(
+        formula="min(w, {cap:g})·",
+        statistics=_importance,
+        words="weighted by how much likelier the trainer finds it, at most {cap:g}",
+        trl="with vLLM: token_truncate or sequence_truncate, up to 3.0.",
+        verl="rollout_is token or sequence, up to 2.0.",
+    ),
+    correction.Masked: About(
+        formula="w·1[{low:g} ≤ w ≤ {high:g}]·",
+        statistics=_importance,
+        words="weighted by how much likelier the trainer finds it, and by 0 outside {low:g} to {high:g}",
+        trl="with vLLM the default: sequence_mask, 0 where the response's weight exceeds 3.0, no lower bound.",
+        verl='a threshold "low_high" sets weights outside the band to 0.',
+    ),
+    groups.All: replace(OFF, trl="always."),
+    groups.WithSignal: About(
+        words="Groups of equal rewards are replaced by new prompts, in at most {rounds} draws per step",
+        trl="none in GRPOTrainer.",
+        verl="algorithm.filter_groups, off by default, on a metric of choice; draws are not limited unless set.",
+    ),
+    groups.NoShaping: OFF,
+    groups.Overlong: About(
+        formula="overlong(L_i)",
+        statistics="overlong: with limit L and c = {margin}: 0 up to L − c tokens, then (L − c − length)/c, −1 if "
+        "truncated",
+        words="falls by up to 1 over the last {margin} tokens before the length limit",
+        trl="a reward function, get_soft_overlong_punishment.",
+        verl="the DAPO reward manager's overlong_buffer, times a penalty_factor.",
+    ),
+    critics.NoCritic: replace(OFF, trl="GRPOTrainer and RLOOTrainer.", verl="every estimator except gae."),
+    critics.OwnCritic: About(
+        words="The critic, on a backbone of its own, is fitted to the returns by least squares",
+        trl="none: TRL 1.16 has no critic.",
+        verl="a separate critic: ½·max of both squares, cliprange_value 0.5, learning rate 1e-5.",
+    ),
+    critics.SharedCritic: About(
+        words="The critic, on the policy's backbone, is fitted to the returns by least squares",
+        trl="none: TRL 1.16 has no critic.",
+        verl="none: the critic is a separate worker.",
+    ),
+    update.Adam: About(
+        trl="learning rate 1e-6.", verl="learning rate 1e-6, weight decay 0.01, gradient norm at most 1."
+    ),
+    update.TrustRegion: About(
+        words="A step keeps the KL to the policy that sampled within {delta:g} nats per token",
+        paper="Schulman et al. 2015: the same; the line search there also tests KL and gain.",
+        others="none of the language-model trainers we looked at has one.",
+    ),
+}

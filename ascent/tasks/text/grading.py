@@ -1,0 +1,172 @@
+"""A task's rewards on many responses at once: in its grading processes, by its judges and by its reward models.
+
+`self_test` computes them on responses whose worth is known: right ones have to pass, corrupted ones must not.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+
+from ascent.tasks.reward_sources import OWN
+from ascent.tasks.text.answers import on_one_line
+from ascent.tasks.text.base import Message, Problem, TextTask
+from ascent.tasks.text.workers import Grader, Job, Outcome, Pool
+
+ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[Outcome]]
+"""A judge or a reward model: one outcome for each response to a problem, in order."""
+_EXAMPLES = 3
+"""Failures of each kind that a self-test describes."""
+Outcomes = dict[tuple[int, str], Outcome]
+"""By the number of the response and the source of the reward."""
+
+
+class Grading:
+    """The rewards of a task, ready to be computed. `close` ends its processes.
+
+    Its judges and reward models come from outside, by their source. A self-test is `partial`: it leaves out rewards
+    whose grader it was not given, such as reward models, which know of no right response.
+    """
+
+    def __init__(self, task: TextTask, graders: Mapping[str, ResponseGrader] | None = None, partial: bool = False):
+        self.task, self.graders = task, dict(graders or {})
+        cls = type(task)
+        source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
+        settings = {f.name: getattr(task, f.name) for f in fields(task)}
+        functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind == "python")
+        self._in_processes = {OWN: Grader(source, settings)} | {name: Grader(name) for name in functions}
+        self.pool = Pool(list(self._in_processes.values()), task.reward_workers, task.reward_seconds)
+        outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
+        self._outside = [source for source in outside if not partial or source in self.graders]
+
+    def __call__(self, responses: Sequence[tuple[Problem, str]]) -> list[Outcome]:
+        """A mark for each problem and response, in their order."""
+        jobs, places = [], []
+        checked = any(reward.kind == OWN for reward in self.task.rewards)
+        for i, (problem, response) in enumerate(responses):
+            for grader, source in enumerate(self._in_processes):
+                # the task's own check is made for the strict score alone, too, where there is an answer
+                if source != OWN or checked or problem.answer is not None:
+                    jobs.append(Job(grader, problem.prompt, response, problem.answer, problem.columns))
+                    places.append((i, source))
+        outcomes: Outcomes = dict(zip(places, self.pool.run(jobs), strict=True))
+        for source in self._outside:
+            outcomes |= {(i, source): outcome for i, outcome in enumerate(self.graders[source](responses))}
+        return [self._mark(problem, response, i, outcomes) for i, (problem, response) in enumerate(responses)]
+
+    def _mark(self, problem: Problem, response: str, i: int, outcomes: Outcomes) -> Outcome:
+        own = outcomes.get((i, OWN))
+        parts, reasons = {}, [own.reason] if own else []
+        failed = f"the task's check: {own.error}" if own is not None and own.error else None
+        value = 0.0
+        for reward in self.task.rewards:
+            outcome = outcomes.get((i, reward.source))
+            if outcome is None:  # a process reward, which comes token by token; or what a self-test leaves out
+                continue
+            parts[reward.name] = outcome.value
+            value += reward.weight * outcome.value
+            if reward.kind != OWN:
+                reasons.append(f"{reward.name}: {outcome.reason}" if outcome.reason else "")
+                failed = failed or (f"reward {reward.name}: {outcome.error}" if outcome.error else None)
+        reason = "; ".join(filter(None, reasons))
+        if failed is not None:
+            failed = f"{failed}. Prompt {excerpt(problem.prompt)}, response {excerpt(response)}"
+            return Outcome(reason=reason, error=failed)
+        if own is None:  # nothing to compare with: what earns the full point counts as right
+            return Outcome(value, value >= 1, value >= 1, reason, parts=parts)
+        return Outcome(value, own.strict, own.lenient, reason, parts=parts)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def rate_responses(
+    task: TextTask,
+    rate: Callable[[list[tuple[list[Message], str]]], list[float]],
+    responses: Sequence[tuple[Problem, str]],
+) -> list[Outcome]:
+    """What a reward model says of each response to a problem; it reads the chat that the policy reads."""
+    values = rate([(task.messages(problem), response) for problem, response in responses])
+    return [Outcome(v, reason=f"{v:.3f}") if math.isfinite(v) else Outcome(error=f"it returned {v}") for v in values]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What a self-test found."""
+
+    gold: int
+    """Right responses tried; 0 where the task knows none."""
+    gold_passed: int
+    corrupted: int
+    corrupted_passed: int
+    """Corrupted responses that were taken for right: none should be."""
+    gold_reward: float
+    """Mean reward of right responses."""
+    corrupted_reward: float
+    errors: int
+    failures: tuple[str, ...]
+    """What went wrong, in words, a few of each kind."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def lines(self) -> list[str]:
+        """The report as a person reads it."""
+        if not self.gold + self.corrupted:
+            head = "no right responses are known, or only a reward model rates them, so the reward could not be tested"
+        else:
+            head = (
+                f"{self.gold_passed} of {self.gold} right responses pass (mean reward {self.gold_reward:.3g}), "
+                f"{self.corrupted_passed} of {self.corrupted} corrupted ones do (mean reward "
+                f"{self.corrupted_reward:.3g}), {self.errors} errors"
+            )
+        return [head, *self.failures]
+
+
+def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrader] | None = None) -> SelfTest:
+    """The rewards on right, corrupted, empty and other problems' responses, in worker processes as in training."""
+    size = 0 if all(reward.kind == "model" for reward in task.rewards) else task.size
+    indices = range(count if size is None else min(count, size))
+    problems = [task.train(i * 7919 % size if size else i * 7919) for i in indices]
+    golds = [task.gold(problem) for problem in problems]
+    others = golds[1:] + golds[:1]
+    right = [(p, gold) for p, gold in zip(problems, golds, strict=True) if gold is not None]
+    wrong = [
+        (p, response)
+        for p, gold, other in zip(problems, golds, others, strict=True)
+        for response in dict.fromkeys(task.wrong(p, other if other != gold else None))
+    ]
+    with closing(Grading(task, judges, partial=True)) as grading:
+        marks = grading([*right, *wrong])
+    good, bad = marks[: len(right)], marks[len(right) :]
+    errors = [mark.error for mark in marks if mark.error is not None]
+    refused = [_case(*case, mark) for case, mark in zip(right, good, strict=True) if not (mark.error or mark.strict)]
+    passed = [_case(*case, mark) for case, mark in zip(wrong, bad, strict=True) if mark.strict]
+    failures = [f"a reward failed: {error}" for error in errors[:_EXAMPLES]]
+    failures += [f"a right response does not pass: {case}" for case in refused[:_EXAMPLES]]
+    failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
+    high, low = _mean(good), _mean(bad)
+    if right and wrong and not errors and not high > low:
+        failures.append(
+            f"the reward cannot tell right from wrong: right responses earn {high:.3g} on the mean, corrupted {low:.3g}"
+        )
+    passing = sum(mark.strict for mark in good)
+    return SelfTest(len(right), passing, len(wrong), len(passed), high, low, len(errors), tuple(failures))
+
+
+def _mean(marks: list[Outcome]) -> float:
+    values = [mark.value for mark in marks if mark.error is None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _case(problem: Problem, response: str, mark: Outcome) -> str:
+    why = f" ({mark.reason})" if mark.reason else ""
+    return f"prompt {excerpt(problem.prompt)}, response {excerpt(response)}{why}"
+
+
+def excerpt(text: object) -> str:
+    """The head of a prompt or response, on one line."""
+    if isinstance(text, list):
+        text = text[-1].get("content", "") if text else ""
+    return repr(on_one_line(str(text), 160))
