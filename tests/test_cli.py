@@ -19,6 +19,7 @@ from ascent.cli import train as cli
 from ascent.cli.main import commands, main
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.menu import name_of
+from ascent.records import plot
 from ascent.records.display import Display
 from ascent.records.run import Run
 from ascent.settings import CHOICES, configure
@@ -206,6 +207,25 @@ def test_every_fixed_flag_of_train(ascent: Any) -> None:
 def test_a_finished_run_is_drawn(course: Run, capsys: pytest.CaptureFixture[str]) -> None:
     path = cli.plot(course)
     assert path == course.folder / "plot.png" and path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("size", [1.0, -1.2345e-4, -9.8765e4, 1e-12, 3e17])
+def test_no_label_of_a_plot_is_cut_off_or_upon_its_neighbor(
+    size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "save_figure", lambda fig, path: figures.append(fig) or path)
+    metrics = [
+        {"step": i, "accuracy": 0.5} | dict.fromkeys(("reward", "eval/reward", "entropy"), size * (1 + 1e-3 * i))
+        for i in range(5)
+    ]
+    plot.plot_runs([("run", metrics, None)], tmp_path / "plot.png", "sort, grpo, seed 0")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    boxes = [axis.get_tightbbox() for axis in figure.axes]
+    for i, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
 
 
 def test_the_folder_is_named_after_the_run(ascent: Any) -> None:

@@ -72,11 +72,12 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | Non
         title = "Labels" if names == OF_A_PROCESS_REWARD[-1] else chart.title
         unit = "share of the largest there is" if scaled else chart.unit
         finish_panel(axis, title, unit, names[0] in SHARES or scaled, "step" if axis in axes[-1] else "")
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4))  # short labels: 1.5 under 1e−4, and not 0.00015
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(frameon=False, fontsize=7.5)
     fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
     fig.set_layout_engine(None)  # four panels need no search for their places, which takes most of the time
-    fig.subplots_adjust(left=0.075, right=0.985, bottom=0.075, top=0.885, hspace=0.26, wspace=0.19)
+    fig.subplots_adjust(left=0.1, right=0.985, bottom=0.075, top=0.885, hspace=0.26, wspace=0.25)
     return save_figure(fig, path)
 
 
