@@ -11,6 +11,7 @@ import torch
 from conftest import batch_of
 
 import ascent
+from ascent.cli.runs import responses
 from ascent.core.advantages import Advantage, Raw
 from ascent.core.algorithms import Algorithm
 from ascent.core.groups import Overlong
@@ -22,8 +23,10 @@ from ascent.core.update import Adam
 from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
 from ascent.records import checkpoint
+from ascent.records.plot import OF_A_POLICY, panels_of
 from ascent.tasks.small.lecture import Lecture
 from ascent.tasks.small.sort import Sort
+from ascent.workflows.policy import responses_text
 
 
 def small(tmp_path: Path, **settings: Any) -> ascent.Run:
@@ -144,3 +147,22 @@ def test_credit_of_a_wrong_shape_is_refused_with_the_right_one(tmp_path: Path) -
 def test_adam_refuses_what_would_walk_downhill(wrong: dict[str, float]) -> None:
     with pytest.raises(Refused, match="--update"):
         Adam(**wrong)
+
+
+def test_a_task_that_cannot_say_what_is_right_is_trained_evaluated_and_sampled(tmp_path: Path) -> None:
+    (tmp_path / "open.py").write_text(
+        "from dataclasses import dataclass, replace\nfrom ascent.tasks.small.lecture import Lecture\n\n\n"
+        "@dataclass(frozen=True)\nclass Open(Lecture):\n"
+        "    def score(self, rollouts):\n        return replace(super().score(rollouts), correct=None)\n"
+    )
+    settings = {"steps": 2, "epochs": 1, "eval_every": 1, "keep_best": True, "record_every": 1}
+    run = ascent.train(f"python:{tmp_path / 'open.py'}:Open", out=tmp_path / "run", show=False, **settings)
+    assert run.last["eval/reward"] > 0 and run.metrics[-1]["eval/accuracy"] is None
+    assert run.result is not None and "exactly right" not in "".join(run.result["words"])
+    best = max(run.metrics, key=lambda line: (line["eval/reward"], -line["step"]))
+    assert run.info["best"] == best["step"] + 1, "the best is that of the highest reward"
+    assert panels_of(run.metrics) == OF_A_POLICY
+    assert "right" not in responses(run.rollouts(0))
+    assert ascent.evaluate(run.folder, samples=2, show=False).results["mean"].keys() == {"reward"}
+    answer, *_ = ascent.sample(run.folder, task="own", count=1)
+    assert answer["strict"] is None and "score    reward" in responses_text([answer])

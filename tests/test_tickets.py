@@ -120,3 +120,37 @@ def test_a_seed_alone_decides_what_is_drawn() -> None:
     one, other = (SmallSampler(policy, 1.0, torch.Generator().manual_seed(s)) for s in (1, 2))
     assert torch.equal(one.generate(prompts, 6, seed=9).response, other.generate(prompts, 6, seed=9).response)
     assert not torch.equal(one.generate(prompts, 6, seed=9).response, one.generate(prompts, 6, seed=10).response)
+
+
+class Unsure(Sort):
+    """A reward per token, 1 on padding too, that is not a number for the greedy response to the first prompt."""
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        reward = torch.ones(rollouts.mask.shape)
+        if rollouts.mask.shape[1] == 1:
+            reward[0] = torch.nan
+        return replace(super().score(rollouts), reward=reward)
+
+
+def test_a_failed_greedy_baseline_takes_its_group_out_and_its_padding_earns_nothing() -> None:
+    task = Unsure(length=3, numbers=4, end=True)
+    row = replace(ALGORITHMS["reinforce"], advantage=Greedy())
+    policy = TINY(task.space, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        policy.head.bias[4] = 3.0  # responses end early
+
+    def collected(limit: float) -> tuple[Batch, dict[str, Any]]:
+        config = Config(task, TINY, row, prompts=5, samples=3, max_reward_errors=limit)
+        sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1))
+        return collect(task, sampler, row, config, torch.Generator().manual_seed(2), Clock())
+
+    batch, metrics = collected(limit=0.5)
+    assert batch.valid.all(1).tolist() == [False, True, True, True, True] and not batch.valid[0].any()
+    (error,) = batch.errors
+    assert "greedy response" in error and "not finite" in error and metrics["reward_errors"] == 1
+    assert batch.reward_greedy is not None and batch.reward_greedy[1:].max() < 4, "as many as there are actions"
+    assert torch.equal(batch.reward.sum(-1)[1:], batch.length[1:].float())
+    δ = row.advantage(batch, {})
+    assert δ.isfinite().all() and not δ[0].any()
+    with pytest.raises(Trouble, match=r"3 of 15 responses.*greedy response"):
+        collected(limit=0.1)

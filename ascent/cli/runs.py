@@ -131,7 +131,7 @@ def responses(rows: list[dict[str, Any]]) -> str:
         logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
         δ = row["advantage"]
         credit = f"{δ[0]:+.3f}" if len(set(δ)) <= 1 else " ".join(f"{x:+.3f}" for x in δ)
-        mark = "right" if row["correct"] else ("failed" if not row["valid"] else "")
+        mark = "right" if row.get("correct") else ("failed" if not row["valid"] else "")
         lines.append(f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}".rstrip())
     return "\n".join(lines).strip()
 

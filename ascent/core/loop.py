@@ -170,7 +170,7 @@ def answered(ticket: Ticket, task: Task, sampler: Sampler, clock: Clock, greedy:
     if greedy:
         one, reasons = _in_order(baseline, scores[baseline])
         batch = batch.add(reward_greedy=one.reward.sum(-1, keepdim=True), valid=batch.valid & one.valid)
-        errors += reasons
+        errors += [f"the greedy response, the baseline of its group: {reason}" for reason in reasons]
     return batch, errors
 
 

@@ -38,8 +38,8 @@ def sample_evaluator(
             keep(task, answers.add(errors=tuple(errors)))
         metrics: Metrics = {"eval/reward_errors": len(errors)} if errors else {}
         if bool(answers.valid.any()):
-            assert answers.correct is not None
-            metrics["eval/accuracy"] = answers.correct[answers.valid].double().mean().item()
+            if answers.correct is not None:
+                metrics["eval/accuracy"] = answers.correct[answers.valid].double().mean().item()
             metrics["eval/reward"] = answers.reward.sum(-1)[answers.valid].double().mean().item()
             if answers.measures is not None:
                 means = answers.measures[answers.valid].double().mean(0).tolist()

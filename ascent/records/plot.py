@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ascent.core.metric_names import MISMATCH
 from ascent.records.metrics import SHARES, chart_of, label_of, title_of
 from ascent.records.statistics import interval
 
@@ -48,7 +49,7 @@ def panels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ..
     def has(name: str) -> bool:
         return any(line.get(name) is not None for line in metrics)
 
-    if has("accuracy") or not (has("rewards/accuracies") or has("loss")):
+    if has("accuracy") or has(MISMATCH) or not (has("rewards/accuracies") or has("loss")):  # what samples has a gap
         return OF_A_POLICY
     if not has("entropy"):
         return OF_A_PROCESS_REWARD if has("steps/error") else OF_A_REWARD_MODEL

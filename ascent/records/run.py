@@ -339,6 +339,8 @@ def quality(line: dict[str, Any]) -> tuple[float, float] | None:
     """The quality of an evaluation: held-out accuracy, then reward; without them log-prob or log-loss."""
     if line.get("eval/logp") is not None:
         return line["eval/logp"], 0.0
+    if line.get("eval/accuracy") is None and line.get("eval/reward") is not None:  # nobody can say what is right
+        return line["eval/reward"], 0.0
     if line.get("eval/accuracy") is None:
         loss = line.get("eval/pairs/log_loss", line.get("eval/steps/error"))
         return None if loss is None else (-loss, 0.0)

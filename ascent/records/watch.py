@@ -135,8 +135,9 @@ def findings(last: Mapping[str, Any], task: Any, grouped: bool) -> list[str]:
     exact = last.get("exact/reward")
     reward, name = (exact, "E[R], enumerated,") if exact is not None else (last.get("eval/reward"), "Held-out reward")
     of = f" of {maximum:g}" if maximum else ""
-    if reward is not None and accuracy is not None:
-        words.append(f"{name} is {reward:.3f}{of}; {accuracy:.1%} of the greedy answers are exactly right.")
+    if reward is not None:
+        right = "" if accuracy is None else f"; {accuracy:.1%} of the greedy answers are exactly right"
+        words.append(f"{name} is {reward:.3f}{of}{right}.")
     if last.get("eval/logp") is not None:
         words.append(f"Held-out demonstrations have a log-prob of {last['eval/logp']:.3f} per token.")
     if last.get("eval/pairs/accuracy") is not None:

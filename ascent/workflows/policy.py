@@ -141,13 +141,12 @@ def response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, group: int) 
 def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[str]]:
     """Every response with its score and the reason for it, and why rewards failed.
 
-    strict      right, and in the form that was asked for
+    strict      right, and in the form that was asked for (None where nobody can say)
     lenient     right, in whatever form (None for small tasks)
     reward      None where it failed, and then `valid` is False
     answer      what it votes for in a majority
     """
     batch, errors = scored(task, rollouts)
-    assert batch.correct is not None
     lenient = batch.measured.index("lenient") if "lenient" in batch.measured else None
     every: list[Row] = []
     for group in range(len(rollouts.prompt)):
@@ -158,7 +157,7 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
             row |= {
                 "gold": question.answer,
                 "answer": task.vote(row["response"], question.answer),
-                "strict": bool(batch.correct[group, sample]) if valid else None,
+                "strict": bool(batch.correct[group, sample]) if valid and batch.correct is not None else None,
                 "lenient": None,
                 "reward": float(batch.reward[group, sample].sum()) if valid else None,
                 "valid": valid,
@@ -261,8 +260,9 @@ def _score(row: Row) -> str:
     why = f" ({row['reason']})" if row["reason"] else ""
     if not row["valid"]:
         return f"the reward failed{why}"
-    form = "right" if row["strict"] else "right, but not in the form that was asked for" if row["lenient"] else "wrong"
-    return f"{form}, reward {row['reward']:g}{why}"
+    form = "right, but not in the form that was asked for" if row["lenient"] else "wrong"
+    form = "" if row["strict"] is None else "right, " if row["strict"] else f"{form}, "
+    return f"{form}reward {row['reward']:g}{why}"
 
 
 def escape_controls(words: str) -> str:

@@ -312,9 +312,10 @@ def _sample(config: Config, task: Any, probe: Sampler, report: Report) -> None:
     batch, errors = scored(task, probe.generate(prompts, config.samples))
     groups, responses = len(prompts), batch.truncated.numel()
     silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
-    right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else 0
+    right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else None
+    known = "" if right is None else f"{right} of {responses} right, "
     report.lines.append(
-        f"sample     {groups} groups of {config.samples}: {right} of {responses} right, {silent} of {groups} groups "
+        f"sample     {groups} groups of {config.samples}: {known}{silent} of {groups} groups "
         f"without signal, {cut} of {responses} responses cut off at {config.task.max_tokens} tokens, mean reward "
         f"{float(batch.reward.sum(-1).mean()):.3g}"
     )
