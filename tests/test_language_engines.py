@@ -465,6 +465,38 @@ def test_a_critic_is_in_the_checkpoint() -> None:
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_micro_batch_counts_the_tokens_that_are_really_computed(share_prompts: bool) -> None:
+    """Prompts that are not shared are encoded with every response and padded: policy, critic and pairs keep the budget.
+
+    A row is never cut, and neither is a pair. The gradient is that of the whole batch at once.
+    """
+    algorithm, seen, gradients = ALGORITHMS["ppo"], list[tuple[int, int]](), list[Tensor]()
+    longest = 60 + 6
+
+    def most_computed() -> int:
+        tokens, seen[:] = [rows * width for rows, width in seen], []
+        return max(tokens)
+
+    for budget in (10_000, 150, 20):
+        lm = model_of(num_hidden_layers=1)
+        lm.shares = share_prompts
+        batch = rewarded(sampler_of(lm, limit=6).generate(Prompts.of(prompts_of((40, 12, 60, 3))), 6))
+        learner = with_critic(lm, algorithm, budget)
+        for backbone in (lm.backbone, learner.critic.own):
+            backbone.register_forward_pre_hook(lambda *a: seen.append(a[2]["input_ids"].shape), with_kwargs=True)
+        mini = credited(batch, algorithm, learner)
+        learner.gradient(mini, algorithm.objective)
+        gradients.append(gradient_of(learner))
+        algorithm.critic(learner, mini)
+        assert most_computed() <= max(budget, longest)
+        learner.score(batch.select(slice(None), slice(0, 2)).add(sampled=False), frozenset({"logp_old"}))
+        assert share_prompts or all(rows % 2 == 0 for rows, _ in seen), "a pair stays whole"
+        assert most_computed() <= max(budget, 2 * longest)
+        assert (gradients[-1] - gradients[0]).norm() < 1e-12 * gradients[0].norm()
+
+
 def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
     """vᵀFv = the mean over states of Var_π(∂ log π along v), by finite differences of the model itself."""
     lm = model_of(num_hidden_layers=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ascent.assemble import assemble
 from ascent.cli import main as cli
 from ascent.core.types import Refused
 from ascent.engines.language.backend import arithmetic, memory
+from ascent.records.evaluation import offline_batch
 from ascent.settings import configure
 
 
@@ -177,3 +179,26 @@ def test_memory_counts_what_is_exact_exactly(problems: Path, tiny_folder: Path) 
     assert memory(lora, adapted.learner, adapted.sampler.rows)["Adam"] == 8 * sum(
         p.numel() for p in adapted.policy.trained().values()
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [0, 2])
+def test_the_memory_of_a_critic_counts(problems: Path, tiny_folder: Path, lora: int) -> None:
+    """Its parameters and gradients beside the policy's, and both moments of whatever its Adam moves."""
+    found = {}
+    for critic in ("own-critic", "shared-critic"):
+        more = {"algorithm": "ppo", "critic": critic, "policy.lora": lora, "policy.dtype": "float32"}
+        config = configure(f"jsonl:{problems}", settings(tiny_folder, **more))
+        parts = assemble(config)
+        learner: Any = parts.learner
+        batch = parts.sampler.generate(parts.task.draw(2, torch.Generator()), 2)
+        value = learner.score(offline_batch(batch), frozenset({"value"}))["value"]
+        mini = offline_batch(batch).add(value=value, returns=torch.ones(batch.mask.shape))
+        config.algorithm.critic(learner, mini)
+        moments = [v for state in learner.critic_optimizer.state.values() for v in state.values() if v.dim()]
+        own = list(learner.critic.parameters())
+        held = [*own, *(p for p in own if p.requires_grad), *moments]
+        found[critic] = memory(config, learner, parts.sampler.rows)["critic"]
+        assert found[critic] == sum(t.numel() * t.element_size() for t in held)
+        parts.close()
+    assert found["own-critic"] > found["shared-critic"] > 0

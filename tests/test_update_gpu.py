@@ -330,7 +330,7 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     assert room(lm, False) == 60
     assert room(lm, True) == int(60 * whole / kept)
     assert room(lm, False, reference=True) < 60
-    assert room(lm, False, critic=lm.model) < 60
+    assert room(lm, False, critic=LanguageCritic(lm, shared=False)) < 60
 
 
 # ---- a whole update, on a GPU ---------------------------------------------------------------------

@@ -17,7 +17,14 @@ from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
-from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, bytes_per_token, load_params
+from ascent.engines.language.learning.learner import (
+    LanguageCritic,
+    LanguageLearner,
+    bytes_per_token,
+    critic_bytes,
+    load_params,
+    wider,
+)
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.learning.states import prove
 from ascent.engines.language.sampling.draw import Support
@@ -235,8 +242,12 @@ def arithmetic(config: Config) -> list[str]:
     ]
 
 
+EXACT = ("parameters", "gradients", "Adam", "reference", "critic")
+"""What a run needs whatever its batches are: known exactly, where the rest is an estimate."""
+
+
 def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int]:
-    """Bytes that a run takes, by what takes them. Parameters and states are exact; the rest is an estimate.
+    """Bytes that a run takes, by what takes them.
 
     `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
     """
@@ -250,7 +261,8 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     shared = getattr(model, "num_key_value_heads", None) or heads
     rows = min(rows, config.prompts * config.samples)
     tokens = config.task.max_tokens + config.task.max_prompt // max(config.samples, 1)
-    longest = config.task.max_prompt + config.samples * config.task.max_tokens
+    repeated = 1 if lm.shares else config.samples
+    longest = repeated * config.task.max_prompt + config.samples * config.task.max_tokens
     micro = min(learner.micro_tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
     copies = weights if rows and lm.device.type == "cpu" else 0
@@ -259,8 +271,9 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
         "gradients": count * max(size, 4),
         "Adam": 8 * count + (4 * count if size < 4 else 0),
         "reference": count * size if config.algorithm.reference.kept else 0,
+        "critic": critic_bytes(learner.critic),
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
-        "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
+        "activations": micro * wider(lm, learner.critic) * bytes_per_token(lm, config.policy.checkpointing),
         "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
     }
 
@@ -268,7 +281,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
 def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report) -> None:
     """What the run takes of what is there; the model that is loaded already counts on both sides."""
     device, parts = learner.lm.device, memory(config, learner, rows)
-    total, sure = sum(parts.values()), sum(parts[name] for name in ("parameters", "gradients", "Adam", "reference"))
+    total, sure = sum(parts.values()), sum(parts[name] for name in EXACT)
     try:
         if device.type == "cuda":
             there = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)

@@ -137,7 +137,7 @@ class LanguageLearner(InProcessLearner):
         return self.micro_batch or room(self.lm, self.checkpointing, self.kept is not None, self.critic)
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        return (place(part, self.lm.device) for part in parts_of(batch, self.micro_tokens))
+        return (place(part, self.lm.device) for part in parts_of(batch, self.micro_tokens, self.lm.shares))
 
     def evaluate(self, batch: Batch) -> Outputs:
         reference = None
@@ -347,17 +347,29 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
     return layer + size * width * layers if checkpointing else layer * layers
 
 
-def room(lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: nn.Module | None = None) -> int:
+def room(lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: LanguageCritic | None = None) -> int:
     """Tokens in a micro-batch where nobody says how many: on a GPU what its memory should hold.
 
-    From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic is
-    in float32, with gradient and moments, and takes the same micro-batches.
+    From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic
+    takes the same micro-batches.
     """
     if lm.device.type != "cuda":
         return CPU_TOKENS
     state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
     state += sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
-    state += 0 if critic is None else sum(4 * p.numel() * p.element_size() for p in critic.parameters())
+    state += critic_bytes(critic)
     free = torch.cuda.get_device_properties(lm.device).total_memory - state
-    wider = 1 if critic is None else max(1, 4 // lm.model.dtype.itemsize)
-    return max(1, int(SHARE * free / (wider * bytes_per_token(lm, checkpointing))))
+    return max(1, int(SHARE * free / (wider(lm, critic) * bytes_per_token(lm, checkpointing))))
+
+
+def critic_bytes(critic: LanguageCritic | None) -> int:
+    """A critic's parameters and gradients beside the policy's, and two moments of all that its Adam moves."""
+    if critic is None:
+        return 0
+    own = sum((1 + p.requires_grad) * p.numel() * p.element_size() for p in critic.parameters())
+    return own + sum(2 * p.numel() * p.element_size() for p in critic.trained())
+
+
+def wider(lm: LanguageModel, critic: LanguageCritic | None) -> int:
+    """How many times as much a token takes in a critic, which is in float32, as in the policy; 1 without one."""
+    return 1 if critic is None else max(1, 4 // lm.model.dtype.itemsize)

@@ -25,32 +25,40 @@ from ascent.policies.causal_lm import LanguageModel
 Read = TypeVar("Read")
 
 
-def parts_of(batch: Batch, budget: int) -> Iterator[Batch]:
-    """Parts of about `budget` tokens at most and of much the same size, prompts counted once.
+def parts_of(batch: Batch, budget: int, shared: bool = True) -> Iterator[Batch]:
+    """Parts of about `budget` tokens at most and of much the same size, in the tokens that are really computed.
 
+    A shared prompt counts once. Otherwise every response is a row with its prompt, as wide as the widest of its part.
     Whole groups where they fit, else parts of one. What was not sampled, a pair, is never cut. A share without rows is
     one part, whose gradient is 0.
     """
     prompts, responses = (batch.prompt >= 0).sum(-1).tolist(), batch.present.sum(-1).tolist()
-    costs = [prompt + sum(own) for prompt, own in zip(prompts, responses, strict=True)]
+    together = sum if shared else _rectangle
+    rows = [own if shared else [n + prompt for n in own] for prompt, own in zip(prompts, responses, strict=True)]
+    costs = [shared * prompt + together(own) for prompt, own in zip(prompts, rows, strict=True)]
     even = sum(costs) / max(1, -(-sum(costs) // budget)) + max(costs, default=0) / 2
-    for part in _runs(costs, min(budget, even)):
+    for part in _runs(costs, min(budget, even), together):
         first = part.start
         if batch.sampled and len(costs) and costs[first] > budget:  # then it is alone in its part
-            yield from (batch.share(part, own) for own in _runs(responses[first], budget, prompts[first]))
+            room = budget - shared * prompts[first]
+            yield from (batch.share(part, own) for own in _runs(rows[first], room, together))
         else:
             yield batch if part == slice(0, len(costs)) else batch.share(part)
 
 
-def _runs(costs: list[int], most: int | float, each: int = 0) -> Iterator[slice]:
-    """Neighbours that cost `most` together, if they can, with what each run costs by itself."""
-    start, used = 0, each
-    for i, cost in enumerate(costs):
-        if i > start and used + cost > most:
+def _runs(costs: list[int], most: int | float, together: Callable[[list[int]], int]) -> Iterator[slice]:
+    """Neighbours that cost `most` together, if they can."""
+    start = 0
+    for i in range(1, len(costs)):
+        if together(costs[start : i + 1]) > most:
             yield slice(start, i)
-            start, used = i, each
-        used += cost
+            start = i
     yield slice(start, len(costs))
+
+
+def _rectangle(costs: list[int]) -> int:
+    """What rows cost that are padded to the widest."""
+    return len(costs) * max(costs, default=0)
 
 
 @dataclass(frozen=True)
