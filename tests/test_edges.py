@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import batch_of
@@ -22,7 +24,7 @@ from ascent.core.types import Refused, Scores, Trouble
 from ascent.core.update import Adam
 from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
-from ascent.records import checkpoint
+from ascent.records import checkpoint, plot
 from ascent.records.plot import OF_A_POLICY, panels_of
 from ascent.tasks.small.lecture import Lecture
 from ascent.tasks.small.sort import Sort
@@ -85,7 +87,77 @@ def test_a_step_without_signal_teaches_nothing(tmp_path: Path) -> None:
     fresh = run.config.policy(Lecture().space, torch.Generator().manual_seed(5))
     for now, then in zip(run.policy.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(now, then)
-    assert run.metrics[-1]["frac_reward_zero_std"] == 1 and run.metrics[-1]["grad_norm"] == 0
+    assert run.metrics[-1]["frac_reward_zero_std"] == 1 and run.metrics[-1]["grad_norm"] is None
+    assert not run.updates and run.result is not None and "No signal" in (words := " ".join(run.result["words"]))
+    assert "Stuck" not in words and "entropy" not in words
+
+
+SILENT = """
+from dataclasses import dataclass, replace
+import torch
+from ascent.tasks.small.lecture import Lecture
+
+
+@dataclass(frozen=True)
+class Silent(Lecture):
+    failing: bool = False
+
+    def score(self, rollouts):
+        scores = super().score(rollouts)
+        silent = rollouts.version[:, :1] == 2  # what step 2 samples
+        same = torch.where(silent, 1.0, scores.reward.sum(-1, keepdim=True))
+        valid = scores.valid & ~(silent[..., 0] & self.failing)
+        return replace(scores, reward=same, valid=valid, errors=("no verdict",) * int((~valid).sum()))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "dapo", "kl": "in-loss", "kl.target": 0.05, "reference": "moving-average", "epochs": 2},
+        {"algorithm": "dapo", "update.weight_decay": 0.1, "minibatches": 3},
+        {"algorithm": "ppo", "groups": "with-signal", "critic": "shared-critic"},
+        {"algorithm": "ppo", "critic": "own-critic", "failing": True, "max_reward_errors": 1.0},
+    ],
+)
+def test_a_step_without_signal_is_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """No group of step 2 has signal, or all its rewards failed: nothing moves, what was not measured is null."""
+    (tmp_path / "silent.py").write_text(SILENT)
+    always = {"steps": 5, "shaping": "no-shaping", "checkpoint_every": 1, "keep": 9, "eval_every": 9, "samples": 8}
+    always |= {"record_rollouts": "all", "epochs": 1, "lr": 1e-3}
+    task = f"python:{tmp_path / 'silent.py'}:Silent"
+    run = ascent.train(task, out=tmp_path / "run", show=False, **always | settings)
+    (before, at), (after, later), (_, end) = map(checkpoint.load_checkpoint, run.checkpoints[1:4])
+    before, after = ({name: t for name, t in groups.items() if name != "rng"} for groups in (before, after))
+    for group in before:
+        assert all(torch.equal(value, after[group][name]) for name, value in before[group].items()), group
+    assert at["state"] == later["state"] and ("kl_coef" not in at["state"] or later["state"] != end["state"])
+    line, other = run.metrics[2], run.metrics[3]
+    assert line["frac_reward_zero_std"] == 1 and "nonfinite" not in line
+    for name in ("loss", "grad_norm", "entropy", "kl", "value/loss", "value/explained_variance"):
+        assert line.get(name) is None and (name == "kl" or name not in other or other[name] is not None)
+    failing = settings.get("failing", False)
+    assert (line["reward"] is None) == (line["accuracy"] is None) == failing
+    assert {update["step"] for update in run.updates} == {0, 1, 3, 4}
+    assert ("no-signal" in {event.get("name") for event in run.events}) == (not failing)
+    assert all(row["logp"] == [] for row in run.rollouts(2)) and ("failed" in responses(run.rollouts(2))) == failing
+    whole = (run.folder / "metrics.jsonl").read_text(), checkpoint.load_checkpoint(run.checkpoints[-1])[0]
+    ascent.resume(run.folder, from_step=3)
+    again = checkpoint.load_checkpoint(run.checkpoints[-1])[0]
+    assert all(torch.equal(value, again[group][name]) for group in again for name, value in whole[1][group].items())
+    lines = [[x for x in line.items() if "time/" not in x[0]] for line in map(json.loads, whole[0].splitlines())]
+    assert [[x for x in line.items() if "time/" not in x[0]] for line in run.metrics] == lines
+
+
+def test_a_step_without_signal_in_a_plot_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds are averaged at the steps that all of them have measured, and not by their order."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "draw_line", lambda *a: drawn.append(a))
+    steps = [np.array([1, 2, 4]), np.array([1, 3, 4])]
+    plot._band(None, [(s, 10.0 * s) for s in steps], 0, False, lambda _, common: common)
+    ((_, x, y, *_),) = drawn
+    assert x.tolist() == [1, 4] and y.tolist() == [10, 40]
 
 
 def test_a_reward_that_is_not_finite_is_an_error_whatever_the_task_says() -> None:

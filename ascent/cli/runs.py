@@ -131,7 +131,8 @@ def responses(rows: list[dict[str, Any]]) -> str:
         logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
         δ = row["advantage"]
         credit = f"{δ[0]:+.3f}" if len(set(δ)) <= 1 else " ".join(f"{x:+.3f}" for x in δ)
-        mark = "right" if row.get("correct") else ("failed" if not row["valid"] else "")
+        failed = row.get("status", "ok" if row["valid"] else "failed") == "failed"
+        mark = "failed" if failed else "right" if row.get("correct") else ""
         lines.append(f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}".rstrip())
     return "\n".join(lines).strip()
 

@@ -167,8 +167,8 @@ class Algorithm:
         return Terms(objective, sums)
 
     def after(self, state: State, metrics: Metrics) -> State:
-        """Adaptive coefficients, once a step's metrics are known."""
-        if self.kl.target is None:
+        """Adaptive coefficients, once a step's metrics are known; without an update there is no KL to adapt to."""
+        if self.kl.target is None or "kl" not in metrics:
             return state
         return {**state, "kl_coef": adapt(state["kl_coef"], metrics["kl"], self.kl.target)}
 

@@ -84,6 +84,8 @@ def train(
         updates: list[Stepped] = []
         with clock("update"):
             for part in batch.minibatches(config.epochs, config.minibatches, streams.order):
+                if not part.tokens:  # no step: Adam's momentum alone would move the policy
+                    continue
                 again = part is batch and minis
                 minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
                 updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
@@ -92,7 +94,8 @@ def train(
         with clock("sync"):
             state = algorithm.after(state, metrics)
             sampler.load(learner.params(), version=step + 1)
-            algorithm.reference(learner, step)
+            if updates or not algorithm.reference.averages:
+                algorithm.reference(learner, step)
         if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
             with clock("eval"):
                 metrics |= evaluate()
@@ -143,7 +146,7 @@ def collect(
             f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {[*errors, 'a rollout failed'][0]}"
         )
     batch = join(kept)
-    if missing == config.prompts:  # no group has signal: nothing is learned from this step
+    if missing == config.prompts:  # no group has signal: no token counts, and so there is no update
         batch = sampled[-1].add(valid=torch.zeros_like(sampled[-1].valid))
     return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
 
@@ -242,15 +245,19 @@ def describe(batch: Batch) -> Metrics:
         "num_tokens": length.sum(),
     }
     metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-    if batch.correct is None:
-        metrics = {k: v for k, v in metrics.items() if k not in ("accuracy", "frac_all_right", "frac_all_wrong")}
-    if batch.measures is not None:
+    unknown = ["reward", "reward_std", "accuracy"] if not len(scored) else []
+    unknown += ["accuracy", "frac_all_right", "frac_all_wrong"] if batch.correct is None else []
+    metrics = {name: value for name, value in metrics.items() if name not in unknown}
+    if batch.measures is not None and len(scored):
         metrics |= dict(zip(batch.measured, batch.measures[batch.valid].mean(0).tolist(), strict=True))
     return {**metrics, "num_responses": batch.valid.numel()}
 
 
 def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
-    """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them."""
+    """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them.
+
+    A step without an update measures nothing: what it leaves out is null in its records.
+    """
     if not updates:
         return {}
     whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]

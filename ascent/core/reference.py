@@ -15,6 +15,8 @@ class Reference:
 
     kept: ClassVar[bool] = True
     """Is there a reference at all?"""
+    averages: ClassVar[bool] = False
+    """Does it follow the policy's updates, so that a step without one leaves it where it is?"""
 
     def __call__(self, learner: Learner, step: int) -> None:
         return None
@@ -53,7 +55,7 @@ class Every(Reference):
 
 @dataclass(frozen=True)
 class MovingAverage(Reference):
-    """An average that follows the policy: after each step π_ref ← (1−r)·π_ref + r·π.
+    """An average that follows the policy: after each step with an update π_ref ← (1−r)·π_ref + r·π.
 
     Bias: as with `every`, the penalty limits the speed, not the distance from the start. Degenerate
     cases: r = 0 is frozen, r = 1 is the policy of the step before.
@@ -61,6 +63,7 @@ class MovingAverage(Reference):
 
     rate: float = 0.05
     """r: the share of the current policy in the new reference."""
+    averages = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:

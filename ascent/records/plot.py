@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,17 @@ def legend_handles(labels: Iterable[str]) -> list[Any]:
 
 
 def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: bool, place: Any) -> None:
-    """The mean of some runs, and its interval; `place` says where on the x axis the steps of a run lie."""
-    length = min(len(steps) for steps, _ in runs)
-    if not length:
+    """The mean of some runs and its interval, at the steps that all of them have measured.
+
+    `place` says where on the x axis the steps of a run lie.
+    """
+    common = reduce(np.intersect1d, (steps for steps, _ in runs))
+    if not len(common):
         return
-    values = np.stack([v[:length] for _, v in runs])
+    values = np.stack([v[np.isin(steps, common)] for steps, v in runs])
     mean = values.mean(0)
-    half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(length)
-    x = np.stack([place(r, steps[:length]) for r, (steps, _) in enumerate(runs)]).mean(0)
+    half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(len(common))
+    x = np.stack([place(r, common) for r in range(len(runs))]).mean(0)
     limits = (0, 1) if share else (-np.inf, np.inf)
     draw_line(axis, x, mean, line_style(i), ((mean - half).clip(*limits), (mean + half).clip(*limits)))
 

@@ -33,6 +33,7 @@ Answer = tuple[Any, Any, bool | None]
 EVIDENCE: dict[str, tuple[tuple[str, ...], str]] = {
     "reward-without-accuracy": (("eval/reward", "eval/accuracy"), "wrong"),
     "reward-errors": (("reward_errors",), "failed"),
+    "no-signal": (("frac_reward_zero_std", "reward"), "all"),
     "trust-region-refused": (("trust_region/too_far", "trust_region/no_gain"), "all"),
 }
 """For flags from a single line of metrics: the metrics to show, and which completions to look at."""
@@ -72,6 +73,13 @@ def metric_warnings(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, st
             f"answers are exactly right.{how}"
         )
         warnings.append(("reward-without-accuracy", text))
+    measured = metrics.get("reward") is not None and metrics.get("frac_reward_zero_std") == 1
+    if measured and metrics.get("grad_norm") is None:
+        text = (
+            "no signal: in every group that was sampled all rewards are equal, so there is no update and nothing is "
+            "learned from this step. Try easier or harder prompts, more --samples, or more --groups.rounds"
+        )
+        warnings.append(("no-signal", text))
     if metrics.get("trust_region/accepted") == 0 and metrics.get("grad_norm"):
         beyond, flat = metrics["trust_region/too_far"], metrics["trust_region/no_gain"]
         text = (
@@ -292,7 +300,8 @@ class Watch:
         """The flags of one more step, and if it completes a block, those of the comparison of windows."""
         flags = self._beyond(line)
         if not self.blocks and not self._waiting:
-            self.keys = (*KEYS, *(key for key in sorted(line) if re.fullmatch(PART, key)))
+            parts = {*(self.weights or {}), *(key for key in line if re.fullmatch(PART, key))}
+            self.keys = (*KEYS, *sorted(parts))
         if line.get("eval/accuracy") is not None and not self.first:
             self.first = {k: line[k] for k in ("step", "eval/accuracy", "eval/reward") if line.get(k) is not None}
         if not self._waiting:

@@ -282,7 +282,7 @@ def all_prompts(folder: Path, kind: str) -> dict[str, Any]:
 OLD = "this file was written before the trainer recorded it"
 ABSENT = {
     "pieces": f"The texts of the tokens are not there ({OLD}): their numbers in the vocabulary are shown",
-    "entropy": f"No entropy: {OLD}, or the engine does not know it",
+    "entropy": f"No entropy: no update saw these responses, {OLD}, or the engine does not know it",
     "ratio": "No ratio: no update saw these responses",
 }
 OF_ANSWERS = ("group", "sample", "response", "pieces", "mask", "logp_sampler")
