@@ -20,13 +20,17 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, refuse_taken
-from ascent.records.run import Run, Writer, about, default_folder, run_label
+from ascent.records.run import Run, Writer, about, default_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
-from ascent.settings import config_from, configure, refuse_samples
+from ascent.settings import config_from, configure, refuse_two_lengths
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
 """The metrics in run.json's `result`."""
+DREW_ANEW = (
+    "an earlier version began this run, which drew any rows in each step; from here on the run goes through them in "
+    "passes, every row once before any comes again"
+)
 STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
 
@@ -37,9 +41,8 @@ def train(
 
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
-    config = configure(task, settings)
-    refuse_samples(settings.get("samples"), config)
-    return start(config, out, for_stream() if show else Display(), preflight)
+    refuse_two_lengths(settings)
+    return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
 
 
 def load(folder: str | Path) -> Run:
@@ -55,6 +58,7 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
     path = Path(out) if out is not None else default_folder(config)
     refuse_taken(path)
     parts = assemble(config)
+    config = parts.config
     try:
         report = parts.preflight() if preflight else None
         if report is not None:
@@ -113,6 +117,8 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         if chosen is not None:
             parts.streams.restore(groups.pop("rng"))
             parts.learner.restore(groups)
+            if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
+                parts.notes += (DREW_ANEW,)
         folder.run |= {"status": "running", "result": None}
         folder.run.pop("reason", None)
         folder.note("resumed", step=first)

@@ -1,6 +1,6 @@
 """What the loop is handed: the task, the sampler and the learner of a config. The backend makes them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,19 @@ def assemble(config: Config, fresh: bool = True) -> Parts:
         judged = bind_task(backend, config.task, model), backend.sampler(config, model, streams.sampling)
         notes += (judged[1].note,) if judged[1].note else ()
     task, sampler = judged if judged and config.data == "samples" else backend.offline(config, model, streams.sampling)
+    if fresh and config.data_epochs is not None:
+        config = replace(config, steps=steps_of(config.data_epochs, config.prompts, task))
     return Parts(config, backend, task, model, sampler, learner, streams, notes, judged)
+
+
+def steps_of(passes: float, prompts: int, task: Any) -> int:
+    """Steps that go through the rows of a task this often. Rows that are left out are not counted."""
+    if task.passes is None:
+        raise Refused(
+            f"--data-epochs {passes:g}: the task has no rows to go through; its prompts are made, and there is no end "
+            "of them. Set --steps"
+        )
+    return task.passes.steps(passes, prompts)
 
 
 def init_folder(init: str | Path) -> Path:

@@ -35,6 +35,8 @@ Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model"}
 """Flags that stand for a field of a choice."""
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
+ROW_SETTINGS = ("samples", "epochs", "minibatches")
+"""Plain settings of which a row may need another value than other rows: see `row_needs`."""
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path", NoneType: "None"}
 
 
@@ -161,9 +163,19 @@ class Resolved:
     chosen: dict[str, Any]
     """The policy and one choice per axis."""
 
+    @property
+    def needs(self) -> dict[str, int]:
+        return row_needs(self.chosen["loss"], self.chosen["update"])
+
     def config(self) -> Config:
         axes = dict(self.chosen)
         policy = axes.pop("policy")
+        needed, samples = self.needs.get("samples"), self.plain.get("samples")
+        if needed not in (None, samples):
+            raise Refused(
+                f"--samples {samples}: {row_label(Algorithm(**axes))} samples nothing; its {axes['loss'].data} have "
+                f"{needed} per prompt. Leave --samples out, or set it to {needed}"
+            )
         return Config(task=build("task", self.task, self.own), policy=policy, algorithm=Algorithm(**axes), **self.plain)
 
 
@@ -192,6 +204,7 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
         kept = kept if chosen["update"].whole else chosen["update"]
+        resolved.plain |= {"data_epochs": None} if "steps" in layer else {}  # the later of the two counts
         resolved.plain |= {k: PLAIN[k].check(v) for k, v in layer.items() if k in PLAIN}
         own |= {k: fields_of_task[k].check(v) for k, v in layer.items() if k in fields_of_task}
         known = [*PLAIN, *fields_of_task, *CHOICES, "algorithm", "preset", *SHORT]
@@ -199,19 +212,22 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
             if key.split(".")[0] not in known:
                 flag, flags = (f"--{key.replace('_', '-')}", [f"--{name.replace('_', '-')}" for name in known])
                 raise Refused(f"{flag}: there is no such setting for {name_of(cls)}.{nearest(flag, flags)}")
-    offline = SHOWN.get(chosen["loss"].data)
-    if offline is not None:  # the data decide how many responses there are, whatever other rows of a comparison draw
-        resolved.plain["samples"] = offline
+    given = {key for layer in layers for key in layer}  # what a preset sets, a row may replace
+    resolved.plain |= {name: value for name, value in resolved.needs.items() if name not in given}
     return resolved
 
 
-def refuse_samples(samples: int | None, config: Config) -> None:
-    """Refuse a number of responses other than that of the offline data."""
-    if samples is not None and samples != config.samples and config.data in SHOWN:
-        raise Refused(
-            f"--samples {samples}: {row_label(config.algorithm)} samples nothing; its "
-            f"{config.data} have {config.samples} per prompt. Leave --samples out"
-        )
+def row_needs(loss: Any, update: Any) -> dict[str, int]:
+    """The settings that a row brings: offline data have their number of responses, and some updates take one step."""
+    samples = {"samples": SHOWN[loss.data]} if loss.data in SHOWN else {}
+    return samples | ({"epochs": 1, "minibatches": 1} if update.whole else {})
+
+
+def refuse_two_lengths(settings: Settings) -> None:
+    """Refuse a number of steps and a number of passes in one call."""
+    steps, passes = settings.get("steps"), settings.get("data_epochs")
+    if steps is not None and passes is not None:
+        raise Refused(f"--steps {steps} and --data-epochs {passes:g} both say how long the run is: give one of them")
 
 
 def canonical(key: str) -> str:

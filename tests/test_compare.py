@@ -130,6 +130,34 @@ def test_flags_beside_the_settings_apply_to_all(said: Any) -> None:
     assert [run.config.threads for run in runs] == [1] * 4
 
 
+@pytest.mark.long
+def test_a_row_brings_the_settings_that_it_needs_and_the_table_says_so(said: Any) -> None:
+    """The lecture has ten epochs, and a trust region takes one step."""
+    few = ("lecture", "--steps", 1, "--eval-every", 1)
+    status, out, err = said(*few, "--algorithms", "reinforce,grpo,trpo", "--seeds", 1, "--out", "c")
+    assert status == 0, err
+    assert [Run(f"c/{row}-s0").config.epochs for row in ("reinforce", "grpo", "trpo")] == [10, 10, 1]
+    assert "trpo needs --epochs 1 (others: 10), and has it here." in out and out.count("needs") == 1
+    status, out, _ = said(*few, "--epochs", 4, "--algorithms", "grpo,trpo", "--seeds", 1, "--out", "d")
+    assert status == 0 and "trpo needs --epochs 1 (others: 4)" in out
+    status, _, err = said(*few, "--setting", "--algorithm trpo --epochs 4", "--seeds", 1, "--out", "e")
+    assert status == 2 and "--epochs 4" in err and "set both to 1" in err
+
+
+def test_offline_rows_bring_their_number_of_responses(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: dict[str, Any] = {}
+    monkeypatch.setattr(training, "run_all", lambda made, *_: configs.update(made) or {})
+    monkeypatch.setattr(training, "summarize_runs", lambda _: {})
+    monkeypatch.setattr(training, "comparison_table", lambda *_: [])
+    Path("c").mkdir()
+    status, out, err = said("sort", "--samples", 3, "--algorithms", "sft,dpo,grpo", "--seeds", 1, "--out", "c")
+    assert status == 0, err
+    assert {row: config.samples for row, config in configs.items()} == {"sft": 1, "dpo": 2, "grpo": 3}
+    assert "dpo needs --samples 2" in out and "sft needs --samples 1" in out
+    status, _, err = said("sort", "--setting", "--algorithm dpo --samples 3", "--algorithms", "grpo", "--seeds", 1)
+    assert status == 2 and "--samples 3: dpo samples nothing" in err
+
+
 def test_a_narrow_terminal_gets_two_tables(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", 2, "--out", "c")

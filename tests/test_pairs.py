@@ -210,9 +210,7 @@ def test_compare_takes_what_is_shown_beside_what_is_sampled(tmp_path: Path) -> N
     few = ["--length", "3", "--numbers", "4", "--policy.width", "8", "--prompts", "4", "--steps", "2", "--threads", "1"]
     runs = {}
     for row in ("sft", "dpo", "grpo"):
-        config, _ = parse_train(
-            ["sort", *few, "--samples", "3", "--algorithm", row], "ascent compare", check_samples=False
-        )
+        config, _ = parse_train(["sort", *few, "--algorithm", row], "ascent compare", {"samples": 3})
         comparison.run_one(config.to_dict(), str(tmp_path / row))
         runs[row] = [ascent.load(tmp_path / row)]
     found = comparison.summarize_runs(runs)
@@ -233,6 +231,13 @@ def test_a_number_of_samples_is_refused_where_none_are_drawn(row: str, shown: in
     with pytest.raises(Refused, match="--samples 3"):
         ascent.train("sort", out=tmp_path / "run", show=False, algorithm=row, samples=3)
     assert not (tmp_path / "run").exists()
+    file = tmp_path / "config.json"
+    for settings in (configure("sort", {"algorithm": row}).to_dict() | {"samples": 3}, configure("sort", {}).to_dict()):
+        file.write_text(json.dumps(settings))
+        with pytest.raises(Refused, match=f"{row} samples nothing.* set it to {shown}"):
+            parse_train(["--config", str(file), "--algorithm", row], "ascent train")
+        given = ["--config", str(file), "--algorithm", row, "--samples", str(shown)]
+        assert parse_train(given, "ascent train")[0].samples == shown
     for fine in ([], ["--samples", str(shown)]):
         assert parse_train([*asked, *fine], "ascent train")[0].samples == shown
     assert parse_train(["sort", "--samples", "3"], "ascent train")[0].samples == 3

@@ -732,6 +732,21 @@ def test_long_prompts_are_left_out_and_counted() -> None:
             none.held_out(2)
 
 
+def test_a_prompt_of_no_tokens_is_not_called_too_long() -> None:
+    class Deaf(Bytes):
+        def encode(self, messages: list[Any]) -> list[int]:
+            return [] if messages[-1]["content"] < "5" else super().encode(messages)
+
+    task = TokenizedTask(Echo(), Deaf())
+    assert set(texts(task, task.step_prompts(0, 5, 0, torch.Generator()))) == {str(i) for i in range(5, 10)}
+    task.passes.steps(1, 5)
+    assert task.report() == ["5 prompts drawn so far have no tokens and are left out"]
+    none = TokenizedTask(Echo(count=5), Deaf())
+    for draw in (lambda: none.draw(2, torch.Generator()), lambda: none.step_prompts(0, 2, 0, torch.Generator())):
+        with pytest.raises(Refused, match="0 can be used, and a step needs 2: the tokenizer makes no token"):
+            draw()
+
+
 def test_space_and_chat_template_once(echo: TokenizedTask) -> None:
     assert echo.space == Space(1024, 256, 256, END)
     generator = torch.Generator().manual_seed(0)

@@ -27,12 +27,13 @@ from ascent.settings import (
     PLAIN,
     Resolved,
     Setting,
+    Settings,
     canonical,
     configure,
     field_docs,
     find_task,
     flatten,
-    refuse_samples,
+    refuse_two_lengths,
     refuse_unknown_fields,
     resolve,
     settings_of,
@@ -242,11 +243,11 @@ class TrainOptions:
     """A run's config.json to start from."""
 
 
-def parse_train(args: list[str], prog: str, check_samples: bool = True) -> tuple[Config, TrainOptions]:
+def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> tuple[Config, TrainOptions]:
     """TASK and flags into a config. TASK may be left out where --config brings one.
 
     There are two passes: first the choices are read, then the fields that the chosen dataclasses have.
-    Without `check_samples`, --samples may differ from the number of responses that offline data have.
+    `shared`: settings of all rows of a comparison, except of those that need another value.
     """
     task, args = leading(args)
     call, args = take(args, settings_of(TrainOptions).values())
@@ -272,9 +273,9 @@ def parse_train(args: list[str], prog: str, check_samples: bool = True) -> tuple
             refuse_unknown_fields(axis, type(resolved.chosen[axis]), [name])
     plain_words(f"{prog} {task}", rest, settings, most=0)
     values = {name: value for name, value in values.items() if not (name in ("lr", "model") and value is None)}
-    config = configure(task, *layers, names, values)
-    if check_samples:
-        refuse_samples(values.get("samples"), config)
+    refuse_two_lengths(values)
+    common = {name: value for name, value in (shared or {}).items() if name not in resolved.needs}
+    config = configure(task, *layers, common, names, values)
     check_rewards(next(b for b in BACKENDS if b.task_kind == config.task.kind), config.task)
     return config, options
 

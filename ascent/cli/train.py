@@ -20,7 +20,7 @@ from ascent.records.display import cell_text, for_stream, table, width, wrapped
 from ascent.records.folder import refuse_taken, write_json
 from ascent.records.plot import plot_runs
 from ascent.records.run import Run, default_folder
-from ascent.settings import Setting, row_label, spell
+from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell
 from ascent.workflows.compare import COSTS, draw_comparison, run_all, summarize_runs
 from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
 
@@ -48,7 +48,7 @@ class PreflightCommand(TrainCommand):
         with closing(assemble(self.config)) as parts:
             report = parts.preflight()
         if report is None:
-            print(plan(self.config, self.options.out or Path("runs")))
+            print(plan(parts.config, self.options.out or Path("runs")))
         else:
             print(report.text())
             report.insist()
@@ -76,8 +76,8 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
         return report_end(start(config, options.out, for_stream(), options.preflight), then)
     folder = options.out or default_folder(config)
     refuse_taken(folder)
-    assemble(config).close()
-    print(plan(config, folder))
+    with closing(assemble(config)) as parts:
+        print(plan(parts.config, folder))
     return None
 
 
@@ -220,7 +220,7 @@ class CompareCommand(Command):
         out = self.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare-{self.task}"
         runs = run_all(configs, seeds, out, self.jobs or os.cpu_count() or 1)
         result = summarize_runs(runs)
-        print("\n".join(comparison_table(result, len(seeds))))
+        print("\n".join([*comparison_table(result, len(seeds)), *map(wrapped, row_notes(configs))]))
         write_json(out / "compare.json", result)
         print(f"\nCurves: {draw_comparison(runs, out / 'compare.png', len(seeds))}\nNumbers: {out / 'compare.json'}")
 
@@ -237,11 +237,12 @@ class CompareCommand(Command):
         if not settings:
             raise Refused('nothing to compare: set --algorithms reinforce,rloo,grpo, or --setting "…" twice')
         configs: dict[str, Config] = {}
+        shared, rest = take(self.rest, [PLAIN[name] for name in ROW_SETTINGS])
         for flags in settings:
             name = " ".join(flags).removeprefix("--algorithm ").replace("--", "")
             if name in configs:
                 raise Refused(f"{name!r} is given twice: each setting is compared once")
-            configs[name], _ = parse_train([self.task, *self.rest, *flags], self.prog(), check_samples=False)
+            configs[name], _ = parse_train([self.task, *rest, *flags], self.prog(), shared)
         return configs
 
 
@@ -255,6 +256,17 @@ def parse_seeds(text: str) -> list[int]:
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise Refused(f"--seeds {text}: seeds must be distinct and not negative, and there must be at least one")
     return seeds
+
+
+def row_notes(configs: Mapping[str, Config]) -> list[str]:
+    """What a row brings that other rows of the comparison have otherwise: it can do nothing else."""
+    notes = []
+    for name, config in configs.items():
+        needs = row_needs(config.algorithm.loss, config.algorithm.update)
+        brought = {key: {getattr(other, key) for other in configs.values()} - {value} for key, value in needs.items()}
+        flags = [f"{PLAIN[key].flag} {needs[key]} (others: {min(rest)})" for key, rest in brought.items() if rest]
+        notes += [f"{name} needs {' and '.join(flags)}, and has it here."] if flags else []
+    return notes
 
 
 def comparison_table(result: Mapping[str, Any], seeds: int) -> list[str]:

@@ -53,6 +53,10 @@ class Task(Protocol):
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
         """Prompts to train on."""
 
+    def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
+        """The prompts of a step. A task with rows goes through them in passes, and leaves the generator alone."""
+        return self.draw(count, generator)
+
     def held_out(self, count: int) -> Prompts:
         """The same prompts every time, which `draw` never gives."""
 

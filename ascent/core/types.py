@@ -106,6 +106,8 @@ class Prompts:
     """Shorter prompts are padded with −1, which is not a token."""
     problem: Int[Tensor, "prompt"]
     """The identity by which the task finds the problem again: it never looks one up by its tokens."""
+    epoch: float | None = None
+    """Passes over the task's rows once these are drawn; None: it has no rows, or they were drawn anew."""
 
     @classmethod
     def of(cls, prompt: Int[Tensor, "prompt position"]) -> Prompts:

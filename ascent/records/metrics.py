@@ -120,6 +120,7 @@ CHARTS = (
         *((f"time/{phase}", phase) for phase in PHASES),
         ("time/step", "whole step"),
     ),
+    _chart("epoch", "Passes over the data", "passes over the rows", NOT_NEGATIVE, ("epoch", "passes", "epoch")),
     _chart("errors", "Rewards that failed", "responses", NOT_NEGATIVE, ("reward_errors", "failed", "reward errors")),
     _chart("loss", "Loss, no measure of progress", "", ANY, ("loss", "loss")),
 )

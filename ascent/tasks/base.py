@@ -12,6 +12,12 @@ class BaseTask:
     """What there is to learn from: samples, which the task scores; or demonstrations, pairs or steps of a file."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named settings of a whole run; `default` is what `ascent train TASK` uses."""
+    passes: ClassVar[Any] = None
+    """Passes over the rows to train on (`passes.Passes`); None: each step draws anew."""
+
+    def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Any:
+        """The prompts of a step; without rows they are drawn."""
+        return self.draw(count, generator)  # type: ignore[attr-defined]
 
     @property
     def max_reward(self) -> float | None:

@@ -235,10 +235,14 @@ def _positions(lm: LanguageModel) -> int | None:
 def arithmetic(config: Config) -> list[str]:
     responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
     micro = f"{config.micro_batch} tokens at once" if config.micro_batch else "everything at once"
+    passes = (
+        f"the run    {config.steps} steps = {config.data_epochs:g} passes over the rows" if config.data_epochs else ""
+    )
     return [
         f"a step     {config.prompts} prompts per step × {config.samples} samples per prompt = {responses} responses, "
         f"{updates} {'update' if updates == 1 else 'updates'} per step",
         f"           micro-batch: {micro} (memory only: no number depends on it)",
+        *([passes] if passes else []),
     ]
 
 

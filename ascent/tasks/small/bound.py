@@ -22,6 +22,7 @@ from torch import Tensor
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import BoundBase, WrittenPrompt
 from ascent.tasks.files import read_jsonl, require_columns, split_held_out, steps_and_labels
+from ascent.tasks.passes import Passes
 from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, offline_rollouts, offline_scores, pad_responses
 from ascent.tasks.small import sort
 
@@ -127,6 +128,14 @@ class SmallOfflineTask(BoundSmallTask):
                 f"the task {type(task).__name__.lower()} offers no {data} to learn from; sort does: ascent train sort"
             )
         self.file = read_examples(Path(file), task.space, data) if file else None
+        self.passes = Passes(len(self.file.train), lambda _: True) if self.file is not None else None
+
+    def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
+        if self.file is None or self.passes is None:
+            return self.task.draw(count, generator)
+        rows, epoch = self.passes.rows(step, count, seed)
+        row = self.file.train[rows]
+        return Prompts(self.file.prompt[row], row, epoch)
 
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
         if self.file is None:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space, Trouble
 from ascent.tasks import scoring
 from ascent.tasks.base import BoundBase, WrittenPrompt
+from ascent.tasks.passes import Passes
 from ascent.tasks.text.answers import loose_answer, tidy, value_of, whole_number
 from ascent.tasks.text.base import Message, Problem, TextTask
 from ascent.tasks.text.grading import Grading
@@ -55,8 +56,9 @@ class Encoder(Protocol):
 class TokenizedTask(BoundBase):
     """A `TextTask` whose prompts and responses are tokens. Prompts are padded on the right with −1.
 
-    What is drawn depends on the generator alone. `graders` are the judges, reward models and process rewards that the
-    task's rewards name, by their source: the task is handed them, and does not load them.
+    What is drawn depends on the generator alone, and the prompts of a step on the seed and the step. `graders` are the
+    judges, reward models and process rewards that the task's rewards name, by their source: the task is handed them,
+    and does not load them.
     """
 
     def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
@@ -69,12 +71,27 @@ class TokenizedTask(BoundBase):
         self.tests: list[Problem] = []
         """Held-out problems, as many as were asked for so far."""
         self.encoded: dict[int, list[int] | None] = {}
-        """Tokens of the rows of a finite task; None: too long."""
+        """Tokens of the rows of a finite task; None: left out."""
         self.too_long: set[str] = set()
+        self.empty: set[str] = set()
+        """Prompts of which the tokenizer makes no token."""
         self.grading: Grading | None = None
 
+    @cached_property
+    def passes(self) -> Passes | None:
+        size = self.task.size
+        return None if size is None else Passes(size, lambda row: self._training_prompt(row) is not None)
+
+    def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
+        if self.passes is None:
+            return self.draw(count, generator)
+        rows, epoch = self.passes.rows(step, count, seed)
+        if not rows:
+            raise self._too_few(0, count)
+        return replace(_prompts([(row, self.encoded[row] or []) for row in rows]), epoch=epoch)
+
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
-        """Prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
+        """Any prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
         size = self.task.size
         rows: list[tuple[int, list[int]]] = []
         for _ in range(_ROUNDS if size is None else max(_ROUNDS, count)):
@@ -91,13 +108,17 @@ class TokenizedTask(BoundBase):
                     return _prompts(rows)
             if len(rows) == before and size is not None:
                 break
-        raise Refused(
-            f"--max-prompt {self.task.max_prompt}: of the prompts that were drawn, {len(self.too_long)} are longer and "
-            f"{len(rows)} are not, and a step needs {count}. Raise --max-prompt"
-        )
+        raise self._too_few(len(rows), count)
+
+    def _too_few(self, drawn: int, count: int) -> Refused:
+        of = f"of the prompts that were drawn, {drawn} can be used, and a step needs {count}"
+        if not self.too_long:
+            return Refused(f"{of}: the tokenizer makes no token of the others. Look at the prompts and the tokenizer")
+        left_out = f"{len(self.too_long)} are longer" + (f", {len(self.empty)} have no tokens" if self.empty else "")
+        return Refused(f"--max-prompt {self.task.max_prompt}: {of}; {left_out}. Raise --max-prompt")
 
     def _training_prompt(self, index: int) -> list[int] | None:
-        """The tokens of a problem, or None if there are too many."""
+        """The tokens of a problem, or None if there are too many, or none."""
         if self.task.size is None:
             return self._encode(self.train(index))
         if index not in self.encoded:
@@ -110,6 +131,8 @@ class TokenizedTask(BoundBase):
             self.tests = problems
         rows = [(-1 - i, ids) for i, problem in enumerate(problems) if (ids := self._encode(problem)) is not None]
         if not rows:
+            if not self.too_long & {str(problem.prompt) for problem in problems}:
+                raise Refused("the tokenizer makes no token of any test prompt: look at the prompts and the tokenizer")
             raise Refused(f"--max-prompt {self.task.max_prompt}: every test prompt is longer. Raise --max-prompt")
         return _prompts(rows)
 
@@ -125,7 +148,7 @@ class TokenizedTask(BoundBase):
         ids = self.encoder.encode(self.task.messages(problem))
         if 0 < len(ids) <= self.task.max_prompt:
             return ids
-        self.too_long.add(str(problem.prompt))
+        (self.too_long if ids else self.empty).add(str(problem.prompt))
         return None
 
     def score(self, rollouts: Rollouts) -> Scores:
@@ -220,9 +243,11 @@ class TokenizedTask(BoundBase):
         return split_steps([*pieces, *[""] * ended], separator)
 
     def report(self) -> list[str]:
-        long = len(self.too_long)
-        note = [f"{long} prompts drawn so far have more than {self.task.max_prompt} tokens and are left out"]
-        return [*self.task.report(), *(note if long else [])]
+        left_out = {f"more than {self.task.max_prompt} tokens": self.too_long, "no tokens": self.empty}
+        notes = [
+            f"{len(them)} prompts drawn so far have {what} and are left out" for what, them in left_out.items() if them
+        ]
+        return [*self.task.report(), *notes]
 
     def close(self) -> None:
         if self.grading is not None:
