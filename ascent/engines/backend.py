@@ -28,6 +28,8 @@ class BoundTask(Task, Protocol):
 
     ends: frozenset[int]
     """The tokens that end a response."""
+    passes: Any
+    """Passes over its rows, a `tasks.passes.Passes`; None: it has no rows."""
 
     def words(self, ids: Sequence[int]) -> str:
         """A response as it is graded, without the token that ended it."""
