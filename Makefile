@@ -21,9 +21,10 @@ lab: setup
 
 # The browser for the tests of the lab. As root on Debian this installs it; elsewhere it prints what to type.
 browser:
-	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then echo "Chromium is installed."; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
-	else echo "The lab's browser tests need Chromium. Type: sudo apt-get update && sudo apt-get install -y chromium"; fi
+	@if command -v chromium-headless-shell; then echo "Chromium is installed."; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium-headless-shell; \
+	elif command -v chromium || command -v chromium-browser || command -v google-chrome; then echo "Chromium is installed."; \
+	else echo "The lab's browser tests need Chromium. Type: sudo apt-get update && sudo apt-get install -y chromium-headless-shell"; fi
 
 # The model of the tests as a Hugging Face folder, made without the hub: --model "$$(make -s smollm2)"
 smollm2: setup

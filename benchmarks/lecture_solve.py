@@ -26,12 +26,13 @@ EXPECTED, RESPONSES, UPDATES = 4.9, 3_000, 1_000
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=100, help="fewer, to try the benchmark itself")
     parser.add_argument("--many", type=int, default=0, help="how many more seeds to try, in one stacked loop")
     options = parser.parse_args(argv)
     rows, expected, solved = [], [], True
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.seeds):
-            run = ascent.train("lecture", out=Path(folder) / str(seed), show=False, seed=seed)
+            run = ascent.train("lecture", out=Path(folder) / str(seed), show=False, seed=seed, steps=options.steps)
             last = run.metrics[-1]
             responses, updates = sum(line["num_responses"] for line in run.metrics), len(run.updates)
             expected.append(last["exact/reward"])
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             row = [str(seed), f"{expected[-1]:.4f}", f"{3 * last['eval/accuracy']:.0f} of 3", f"{responses:,}"]
             rows.append([*row, f"{updates:,}", "yes" if ok else "no"])
     show(["seed", "E[R] of 5", "sorted", "responses", "updates", "solved"], rows)
-    course = train_many(options.seeds, preset="course", advantage="centered")
+    course = train_many(options.seeds, preset="course", advantage="centered", steps=options.steps)
     peer = course.expected.mean().item()
     print(f"The course's settings, centered: E[R] {peer:.3f}, {course.sorted.mean():.0%} of the prompts sorted.")
     more = {}

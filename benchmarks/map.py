@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300, help="fewer, to try the benchmark itself")
+    parser.add_argument("--eval-prompts", type=int, default=1_000, help="held-out prompts per evaluation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--out", type=Path, default=None, help="keep the runs in this folder, and resume those that are already there"
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
     options = parser.parse_args(argv)
     often = {"steps": options.steps, "eval_every": max(1, options.steps // 20), "record_rollouts": "none"}
+    often["eval_prompts"] = options.eval_prompts
     configs = {row: configure("sort", {"algorithm": row, **often}) for row in ROWS}
     with tempfile.TemporaryDirectory() as folder:
         runs = run_all(configs, list(range(options.seeds)), options.out or Path(folder), options.jobs)

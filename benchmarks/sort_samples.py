@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.common import close, markdown, show, workers, write_page
 
 ACCURACY = 0.99
-COMMON: dict[str, Any] = {"eval_every": 5, "eval_prompts": 5_000, "threads": 1}
+COMMON: dict[str, Any] = {"eval_every": 5, "threads": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"steps": 250, "minibatches": 2},
     "trpo": {"steps": 800, "update.delta": 0.05},
@@ -78,12 +78,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rows", default="ppo,trpo,grpo")
     parser.add_argument("--steps", type=int, default=None, help="fewer steps, to try the benchmark itself")
+    parser.add_argument("--eval-prompts", type=int, default=5_000, help="held-out prompts per evaluation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
     rows, began = options.rows.split(","), time.perf_counter()
     found: dict[str, list[Stopwatch]] = {row: [] for row in rows}
     with workers(options.jobs) as pool:
-        fewer = {} if options.steps is None else {"steps": options.steps}
+        fewer = {"eval_prompts": options.eval_prompts}
+        fewer |= {} if options.steps is None else {"steps": options.steps}
         work = [pool.submit(run, row, seed, fewer) for seed in range(options.seeds) for row in rows]
         for done in work:
             row, seed, records = done.result()

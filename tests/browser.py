@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 
 from ascent.lab.server import lab_server
+from benchmarks.labs import BROWSERS
 
 MISSING = "no Chromium is installed: `make browser` installs it, or says how"
 
 
 def chromium() -> str:
     """The installed Chromium. Without one the test is left out, or, where CI=true, fails."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
     return found

@@ -10,6 +10,7 @@ import fcntl
 import gc
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -59,8 +60,14 @@ settings.load_profile("ascent")
 
 @pytest.fixture(autouse=True)
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Shapes are checked, but not where the same is computed thousands of times: in slow tests and unchecked ones."""
-    repeats = any(request.node.get_closest_marker(mark) for mark in ("slow", "unchecked"))
+    """Shapes are checked, but not where the same is computed again and again.
+
+    That is in slow tests, in unchecked ones, and in two of three cases of a test with many: every function that has
+    shapes is then still called in a test that checks them.
+    """
+    node = request.node
+    repeats = any(node.get_closest_marker(mark) for mark in ("slow", "unchecked"))
+    repeats |= hasattr(node, "callspec") and zlib.crc32(node.nodeid.encode()) % 3 > 0
     jaxtyping.config.update("jaxtyping_disable", repeats)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -143,7 +143,7 @@ ADDITIONS = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of each addition: "found", or what went wrong."""
     copy = tmp_path_factory.mktemp("house")
-    for folder in ("ascent", "tests"):
+    for folder in ("ascent", "tests", "benchmarks"):
         shutil.copytree(HOUSE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(HOUSE / name, copy)

@@ -146,9 +146,9 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Run:
 LANDMARKS = {
     "raw": (1.164, 1.061, 2.333, 2.667, 2.667),
     "centered": (0.029, -0.235, 2.333, 3.333, 3.333),
-    "normalized": (0.061, -0.487, 2.333, 3.333, 3.333),
 }
-"""SPEC, section 3: the loss at updates 0 and 9; the mean reward in epochs 0, 50 and 99."""
+"""SPEC, section 3: the loss at updates 0 and 9; the mean reward in epochs 0, 50 and 99. Those of the third credit,
+normalized, are for tests/test_benchmarks.py, which looks at the same run more closely."""
 
 
 @pytest.mark.slow

@@ -255,7 +255,7 @@ def test_interrupted_on_all_cores_and_gone_on(
 ) -> None:
     """Ctrl-C reaches the command and its workers alike, as in a terminal."""
     command = ["compare", "lecture", "--algorithms", "reinforce,grpo"]
-    command += ["--seeds", "1", "--steps", "60", "--jobs", "2", "--out", "c"]
+    command += ["--seeds", "1", "--steps", "30", "--jobs", "2", "--out", "c"]
     process = ascent_process(tmp_path / "output", *command, cwd=tmp_path)
     deadline = time.monotonic() + 120
     first = tmp_path / "c" / "reinforce-s0" / "metrics.jsonl"

@@ -255,7 +255,7 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_training_to_the_end_as_on_the_command_line_though_the_server_is_killed(
     screen: Screen, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen.open("/figure/training?a.samples=4&a.epochs=4")
+    screen.open("/figure/training?a.samples=4&a.epochs=2")
     command = screen.page.locator("#command code").text_content().splitlines()[0]
     screen.page.click("#step")
     until(lambda: all("paused after step 1 of 100" in screen.text(f".status.{side}") for side in SIDES))

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -626,16 +625,6 @@ def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
     assert run.metrics[0]["eval/accuracy"] == run.metrics[-1]["eval/accuracy"], "so that the first is the best"
     with pytest.raises(Refused, match=r"--best.*step 1.*--keep-best.*There are: 4"):
         run.checkpoint(best=True)
-
-
-@pytest.mark.slow
-def test_the_functions_of_the_package_are_functions_whatever_was_imported_first() -> None:
-    code = (
-        "import ascent.workflows.evaluate\nfrom ascent.records.evaluation import sample_evaluator\nimport ascent\n"
-        "print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ascent.workflows.evaluate", "ascent.workflows.policy", "ascent.workflows.policy"]
 
 
 def test_an_evaluation_reads_well(run: Run) -> None:

@@ -105,14 +105,33 @@ def test_no_core_file_names_a_heavy_package_at_its_head() -> None:
             assert not [n for n in names if n.split(".")[0] in HEAVY], name
 
 
+IMPORTS = f"""
+import sys, ascent, ascent.engines, {", ".join(f"ascent.{name}" for name in CORE)}
+print(*(name for name in {HEAVY!r} if name in sys.modules))
+def first(*modules):  # imports these before the package itself, as if it were not there yet
+    for name in [name for name in sys.modules if name.split(".")[0] == "ascent"]:
+        del sys.modules[name]
+    for name in modules:
+        __import__(name)
+    import ascent
+    return ascent
+ascent = first("ascent.api", "ascent.core.loop")
+print(ascent.train.__module__, ascent.Run.__name__)
+ascent = first("ascent.workflows.evaluate", "ascent.records.evaluation")
+print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)
+"""
+
+
 @pytest.mark.long
-def test_importing_ascent_brings_nothing_heavy_along() -> None:
+def test_importing_ascent_brings_nothing_heavy_along_and_its_functions_are_there_whatever_came_first() -> None:
     """A fresh process, for pytest itself has imported much."""
-    core = ", ".join(f"ascent.{name}" for name in CORE)
-    code = f"import sys, ascent, ascent.engines, {core}\nprint(' '.join(n for n in {HEAVY!r} if n in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=house.ROOT, check=False)
+    call = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=house.ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    heavy, train, others = done.stdout.splitlines()
+    assert heavy.split() == []
+    assert train.split() == ["ascent.api", "Run"]
+    assert others.split() == ["ascent.workflows.evaluate", "ascent.workflows.policy", "ascent.workflows.policy"]
 
 
 # ---- size -----------------------------------------------------------------------------------------

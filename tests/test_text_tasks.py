@@ -791,10 +791,3 @@ def test_grading_needs_no_torch() -> None:
     code = f"{imports}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.slow
-def test_train_of_the_package_is_the_function_whatever_was_imported_first() -> None:
-    code = "import ascent.api, ascent.core.loop\nimport ascent\nprint(ascent.train.__module__, ascent.Run.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ascent.api", "Run"]
