@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 import torch
 from conftest import batch_of
 
+import ascent
+from ascent.cli.flags import parse_train
+from ascent.cli.train import CompareCommand
 from ascent.core.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
 from ascent.core.algorithms import ALGORITHMS, GRPO, MENU, Algorithm
 from ascent.core.config import Config
@@ -290,6 +294,62 @@ def test_a_group_credit_with_one_sample(advantage: str) -> None:
             configure("sort", {"advantage": advantage, "samples": 1})
     else:
         assert configure("sort", {"advantage": advantage, "samples": 1, **more}).samples == 1
+
+
+def by_every_road(task: str, flags: str, settings: dict[str, Any], folder: Path) -> Iterator[Callable[[], object]]:
+    """The same settings in Python, as flags, from a config.json, and as a row of a comparison."""
+    yield lambda: ascent.train(task, show=False, out=folder / "run", steps=1, **settings)
+    yield lambda: parse_train([task, *flags.split()], "ascent train")
+    (folder / "config.json").write_text(json.dumps({"task": task, **settings}))
+    yield lambda: parse_train(["--config", str(folder / "config.json")], "ascent train")
+    yield lambda: CompareCommand.read([task, "--setting", flags, "--out", str(folder / "compared")]).execute()
+
+
+NEVER = {
+    "with-signal with one sample": (
+        "sort",
+        "--algorithm reinforce --groups with-signal --samples 1",
+        {"algorithm": "reinforce", "groups": "with-signal", "samples": 1},
+        "--samples 1 with --groups with-signal: .*never do. Set --samples 2 or more, or --groups all",
+    ),
+    "an adaptive KL in the loss that starts at 0": (
+        "sort",
+        "--algorithm grpo --kl.coef 0 --kl.target 0.1",
+        {"algorithm": "grpo", "kl.coef": 0.0, "kl.target": 0.1},
+        r"--kl\.coef 0 with --kl\.target 0\.1: .*never leaves 0. Set --kl\.coef above 0",
+    ),
+    "an adaptive KL in the reward that starts at 0": (
+        "sort",
+        "--algorithm rloo --kl.coef 0 --kl.target 0.1",
+        {"algorithm": "rloo", "kl.coef": 0.0, "kl.target": 0.1},
+        r"--kl\.coef 0 with --kl\.target 0\.1",
+    ),
+    "the exact norm of a language model's optimal baseline": (
+        "countdown",
+        "--model nowhere --advantage optimal-baseline",
+        {"policy.model": "nowhere", "advantage": "optimal-baseline"},
+        r"--advantage optimal-baseline with a language model: .*Set --advantage\.norm length",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEVER)
+def test_what_could_never_train_or_adapt_is_refused_by_every_road(case: str, tmp_path: Path) -> None:
+    """Before any work: no model is loaded and no folder made."""
+    task, flags, settings, message = NEVER[case]
+    for made in by_every_road(task, flags, settings, tmp_path):
+        with pytest.raises(Refused, match=message):
+            made()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_what_adapts_and_trains_is_left_alone() -> None:
+    """A coefficient of 0 without a target, a small one with it, two samples, and the length for the norm."""
+    assert configure("sort", {"algorithm": "grpo", "kl.coef": 0.0}).algorithm.kl.coef == 0
+    assert configure("sort", {"algorithm": "grpo", "kl.coef": 1e-9, "kl.target": 0.1}).algorithm.kl.target == 0.1
+    configure("sort", {"algorithm": "reinforce", "groups": "with-signal", "samples": 2})
+    flags = "countdown --model here --advantage optimal-baseline --advantage.norm length"
+    assert parse_train(flags.split(), "ascent train")[0].algorithm.needs == frozenset()
 
 
 @pytest.mark.parametrize("kl", ["in-loss", "in-reward"])

@@ -18,7 +18,7 @@ from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.config import Config
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
-from ascent.engines.backends import BACKENDS
+from ascent.engines.backends import backend_of
 from ascent.explain.about import first_line
 from ascent.records.run import read_settings
 from ascent.rewards.reward_models import check_rewards
@@ -276,7 +276,9 @@ def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> t
     refuse_two_lengths(values)
     common = {name: value for name, value in (shared or {}).items() if name not in resolved.needs}
     config = configure(task, *layers, common, names, values)
-    check_rewards(next(b for b in BACKENDS if b.task_kind == config.task.kind), config.task)
+    backend = backend_of(config)
+    check_rewards(backend, config.task)
+    backend.check(config)
     return config, options
 
 

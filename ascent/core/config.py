@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ascent.core.algorithms import MENU, Algorithm
-from ascent.core.groups import Overlong
+from ascent.core.groups import Overlong, WithSignal
 from ascent.core.menu import name_of, to_dict
 from ascent.core.types import Refused, check_counts
 
@@ -82,6 +82,11 @@ class Config:
                 f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: a group credit compares the "
                 "responses of a prompt, and one alone gives 0. Set --samples 2 or more, or --advantage raw, "
                 "running-mean or greedy"
+            )
+        if self.samples < 2 and isinstance(self.algorithm.groups, WithSignal):
+            raise Refused(
+                "--samples 1 with --groups with-signal: it trains on groups whose rewards differ, and those of a group "
+                "of one never do. Set --samples 2 or more, or --groups all"
             )
         if self.minibatches > self.prompts:
             raise Refused(

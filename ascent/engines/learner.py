@@ -19,7 +19,7 @@ class InProcessLearner(Learner, Protocol):
     Every token count that a sum is divided by is the whole mini-batch's, so that shares of it add up.
     """
 
-    fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full", "score_norm"})
+    fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
     optimizer: torch.optim.Optimizer | None
     rate: Callable[[Batch], Tensor] | None = None
     """What a reward model or a process reward gives a batch; None: a policy is trained."""

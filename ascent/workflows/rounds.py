@@ -67,6 +67,7 @@ class Rounds:
         self.reward_model = reward_model
         """Settings of the reward models' runs."""
         self.backend = backend_of(config)
+        self.backend.check(config)
         self.reward_model_config(Path("pairs.jsonl"), 1)  # what would fail in a later part is refused now
         if plan.judge is not None:
             if not self.backend.words:

@@ -53,6 +53,11 @@ class LanguageBackend(Backend):
         return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"
 
     def check(self, config: Config) -> None:
+        if "score_norm" in config.algorithm.needs:
+            raise Refused(
+                f"--advantage {name_of(config.algorithm.advantage)} with a language model: the exact ‖∇ log π‖² takes "
+                "a gradient per response, which is for small policies. Set --advantage.norm length"
+            )
         offline, data = config.task.data, config.algorithm.loss.data
         if offline == "demonstrations" and data == "samples" and type(config.algorithm.loss) is LogProb:
             return

@@ -94,6 +94,8 @@ class SmallSampler(Sampler):
 class SmallLearner(InProcessLearner):
     """Trains a policy, or a reward model on a policy's backbone, in this process."""
 
+    fills = InProcessLearner.fills | {"score_norm"}
+
     def __init__(
         self,
         policy: Policy | ValueFunction,

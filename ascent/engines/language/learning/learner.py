@@ -168,8 +168,6 @@ class LanguageLearner(InProcessLearner):
                 stats = partial(stats, reference=reference if "kl_full" in needs else None)
                 scores["logp_old"], _, scores["kl_full"] = self._forward(micro, stats)
         scores = {name: spread(scores[name], micro.mask) for name in needs & scores.keys()}
-        if "score_norm" in needs:  # too expensive to compute here: the response's length stands for it (OPO)
-            scores["score_norm"] = micro.length.unsqueeze(-1).float()
         if "value" in needs:
             scores["value"] = self.values(micro)
         return scores
