@@ -213,8 +213,8 @@ class OptimalBaseline(Advantage):
 
     b* = E[‖∇ log π‖² R] / E[‖∇ log π‖²],  for response i over the j ≠ i of its group
     Greensmith et al. 2004; with the response length for ‖∇ log π‖², Hao et al. 2025 (OPO). Bias:
-    none, because the estimate does not see response i. `exact` needs a gradient per response, so it is
-    for small policies; language models take the approximation `length`. A group of one gives 0.
+    none, because the estimate does not see response i. `exact` needs a gradient per response, and is
+    for small policies alone; language models take `length`. Degenerate case: a group of one gives 0.
     """
 
     norm: Literal["exact", "length"] = "exact"

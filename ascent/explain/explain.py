@@ -22,6 +22,7 @@ from ascent.settings import field_docs, spell
 from ascent.tasks import TASKS
 from ascent.tasks.files import load_python
 from ascent.tasks.small import sort
+from ascent.tasks.text.answers import CHECKS
 
 __all__ = ["explanation", "formula", "menu_text", "objective_in_words"]
 
@@ -244,8 +245,13 @@ def _reward(name: str) -> str:
     return "\n".join([*lines, *_try(f"sort --reward {name}")])
 
 
+def _check(name: str) -> str:
+    lines = [f"{name}: a check of answers.", "", textwrap.indent(inspect.getdoc(CHECKS[name]) or "", "  ")]
+    return "\n".join([*lines, *_try(f"jsonl:FILE --model MODEL --check {name}")])
+
+
 def explanation(name: str) -> str:
-    """Everything with this name: an algorithm, choices, an estimator of the KL, a policy, a task, a reward."""
+    """Everything with this name: an algorithm, choices, an estimator of the KL, a policy, a task, a reward, a check."""
     if name.startswith("python:"):
         return _choice(load_python("explain", name), "your own choice")
     wanted = name.strip().lower().replace("_", "-")
@@ -254,9 +260,10 @@ def explanation(name: str) -> str:
     pages += [_choice(cls, axis) for axis, menu in menus.items() for cls in menu if name_of(cls) == wanted]
     pages += [_estimator(wanted)] if wanted in ABOUT_ESTIMATORS else []
     pages += [_reward(wanted)] if wanted in sort.REWARDS else []
+    pages += [_check(wanted)] if wanted in CHECKS else []
     if not pages:
         choices = (name_of(c) for menu in menus.values() for c in menu)
-        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sort.REWARDS]
+        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sort.REWARDS, *CHECKS]
         hint = f"{nearest(wanted, names)} `ascent list` shows every name"
         raise Refused(f"explain {name}: there is no algorithm or choice with this name.{hint}")
     return ("\n\n" + "─" * WIDTH + "\n").join(pages)

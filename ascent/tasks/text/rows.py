@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +25,7 @@ from urllib.parse import urlparse
 from ascent.tasks import files
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.reward_sources import OWN
-from ascent.tasks.text.answers import CHECKS
+from ascent.tasks.text.answers import CHECKS, chosen_option, labelled_option
 from ascent.tasks.text.base import TEXT_PRESET, Graded, Message, Problem, TextTask
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -112,8 +112,8 @@ class ColumnsTask(TableTask):
     """Column with the prompt: text, or the messages of a chat."""
     answer_column: str = "answer"
     """Column with the right answer. It may be missing if --reward leaves out the task's own check."""
-    check: Literal["exact", "number", "math"] = "exact"
-    """How an answer is compared: exact (the same text) | number (the same number) | math (math-verify)."""
+    check: Literal["exact", "number", "math", "choice"] = "exact"
+    """How an answer is compared: exact (text) | number | math (math-verify) | choice (the letter of an option)."""
 
     def grade(self, problem: Problem, response: str) -> Graded:
         if problem.answer is None:
@@ -125,7 +125,18 @@ class ColumnsTask(TableTask):
             return problem.answer
         if self.check == "math":
             return f"\\boxed{{{problem.answer.strip().strip('$')}}}"
-        return f"Answer: {problem.answer}"
+        return f"Answer: {labelled_option(problem.answer) if self.check == 'choice' else problem.answer}"
+
+    def wrong(self, problem: Problem, other: str | None) -> list[str]:
+        """The usual wrong responses; and for a multiple choice the next letter."""
+        letter = labelled_option(problem.answer or "") if self.check == "choice" else None
+        following = [] if letter is None else [f"Answer: {chr(ord('A') + (ord(letter) - ord('A') + 1) % 26)}"]
+        return [*super().wrong(problem, other), *following]
+
+    @property
+    def answer(self) -> Callable[[str], str | None] | None:
+        """What finds the answer of a response for a vote, where it needs no right answer to know its kind."""
+        return chosen_option if self.check == "choice" else None
 
     def verify(self) -> None:
         if self.check == "math":
@@ -148,6 +159,11 @@ class ColumnsTask(TableTask):
         columns = {name: value for name, value in row.items() if name not in taken}
         if answer is not None and not isinstance(answer, str):
             answer = json.dumps(answer, ensure_ascii=False)
+        if self.check == "choice" and answer is not None and labelled_option(answer) is None:
+            refuse(
+                f"{where}, column {self.answer_column}: --check choice compares the letters of options, such as B, and "
+                f"this is {answer!r:.60}"
+            )
         return Problem(read_prompt(row[self.prompt_column], f"{where}, column {self.prompt_column}"), answer, columns)
 
 
