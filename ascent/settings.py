@@ -184,14 +184,14 @@ def configure(task: Any, *layers: Settings) -> Config:
     return resolve(task, *layers).config()
 
 
-def resolve(task: Any, *layers: Settings) -> Resolved:
+def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
+    """`recorded`: a run wrote down all its settings. One that it does not name is newer, and no preset sets it."""
     task, source = find_task(task)
     cls: Any = task if isinstance(task, type) else type(task)
     layers = tuple({canonical(k): v for k, v in layer.items()} for layer in (source, *layers))
     name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
-    preset = {
-        canonical(k): v for k, v in find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}").items()
-    }
+    preset = {} if recorded else find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}")
+    preset = {canonical(k): v for k, v in preset.items()}
     chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
     own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
     resolved, fields_of_task = Resolved(cls, own, {}, chosen), settings_of(cls)
@@ -201,6 +201,8 @@ def resolve(task: Any, *layers: Settings) -> Resolved:
             row = layer["algorithm"]
             row = row if isinstance(row, Algorithm) else find_named("--algorithm", row, ALGORITHMS, "algorithm")
             chosen |= vars(row) | ({"update": kept} if type(row.update) is Adam else {})
+            if isinstance(layer["algorithm"], str):  # a row says which critic, and the task's preset how it learns
+                chosen["critic"] = replace(chosen["critic"], **_starts(type(row.critic), preset))
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
         kept = kept if chosen["update"].whole else chosen["update"]
@@ -252,7 +254,7 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
 def config_from(nested: Mapping[str, Any]) -> Config:
     """The config that `Config.to_dict` wrote down."""
     settings = flatten(nested)
-    return configure(settings.pop("task"), settings)
+    return resolve(settings.pop("task"), settings, recorded=True).config()
 
 
 def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
@@ -262,8 +264,7 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
         cls = find_choice(axis, CHOICES[axis], named)
         _refuse_stranger(axis, named, cls)
         if cls is not type(now):
-            starts = {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
-            now = build(axis, cls, starts)
+            now = build(axis, cls, _starts(cls, preset))
     elif named is not None:
         _refuse_stranger(axis, named, named if isinstance(named, type) else type(named))
         now = named() if isinstance(named, type) else named
@@ -273,6 +274,11 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
     refuse_unknown_fields(axis, type(now), values)
     settings = settings_of(type(now), axis)
     return replace(now, **{name: settings[name].check(value) for name, value in values.items()})
+
+
+def _starts(cls: type, preset: Settings) -> dict[str, Any]:
+    """What a choice starts from by a preset."""
+    return {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
 
 
 def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
@@ -349,7 +355,10 @@ def spell(choice: Any, every: bool = False) -> str:
 
 
 def row_label(algorithm: Algorithm) -> str:
-    """The nearest named algorithm and its changes: dr-grpo+annealed. Of the update only the kind counts."""
+    """The nearest named algorithm and its changes: dr-grpo+annealed. How fast each learns does not count."""
+    critic: Any = algorithm.critic
+    pace = {name: f.default for name, f in hyperparameters(type(critic)).items() if name in hyperparameters(Adam)}
+    algorithm = replace(algorithm, critic=replace(critic, **{k: v for k, v in pace.items() if v is not MISSING}))
 
     def changes(row: Algorithm) -> list[str]:
         axes = (f.name for f in fields(Algorithm) if f.name != "update")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ascent.cli.train import CompareCommand
 from ascent.core.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
 from ascent.core.algorithms import ALGORITHMS, GRPO, MENU, Algorithm
 from ascent.core.config import Config
+from ascent.core.critics import OwnCritic
 from ascent.core.exploration import Annealed, NoBonus
 from ascent.core.kl import InLoss, InReward, NoKL
 from ascent.core.losses import Clipped, LogProb, SequenceRatio
@@ -28,7 +29,7 @@ from ascent.core.types import Refused
 from ascent.core.update import Adam
 from ascent.core.weights import FixedLength, TokenMean
 from ascent.policies import PerPosition, Transformer
-from ascent.settings import PLAIN, configure, find_choice, flatten, row_label, spell
+from ascent.settings import PLAIN, config_from, configure, find_choice, flatten, row_label, spell
 from ascent.tasks import TASKS
 from ascent.tasks.small.lecture import Lecture
 from ascent.tasks.small.sort import Sort
@@ -88,6 +89,26 @@ def test_a_choice_named_in_the_rows_layer_is_laid_over_the_row() -> None:
 
 def test_a_row_named_later_drops_earlier_choices() -> None:
     assert configure("sort", {"advantage": "raw"}, {"algorithm": "grpo"}).algorithm.advantage == Normalized(1e-4)
+
+
+def test_the_critic_of_a_language_model_learns_slowly_and_clipped_unless_told_otherwise() -> None:
+    def critic(task: str = "countdown", **settings: Any) -> OwnCritic:
+        made = configure(task, settings | ({"model": "m"} if task == "countdown" else {}))
+        assert row_label(made.algorithm) in ("ppo", "ppo+shared-critic") and config_from(made.to_dict()) == made
+        return made.algorithm.critic  # type: ignore[return-value]
+
+    own, shared = critic(algorithm="ppo"), critic(algorithm="ppo", critic="shared-critic")
+    assert own == OwnCritic(1e-5, max_norm=1.0, warmup=0.05)
+    assert vars(shared) == vars(own) | {"lr": 1e-6}, "its steps move the policy too"
+    axes = {"advantage": "gae", "advantage.whitened": True, "weights": "token-mean", "critic": "own-critic"}
+    assert critic(**axes) == own
+    given = {"critic.lr": 1e-3, "critic.max_norm": None}
+    assert critic(algorithm="ppo", **given) == replace(own, lr=1e-3, max_norm=None)
+    assert critic(algorithm=ALGORITHMS["ppo"]) == OwnCritic(), "an object stays as it was given"
+    assert critic("sort", algorithm="ppo") == OwnCritic() == OwnCritic(1e-3, None, 1, None, "constant", 0.0)
+    old = configure("countdown", {"model": "m", "algorithm": "ppo"}).to_dict()
+    old["critic"] = {"name": "own-critic", "lr": 1e-3, "clip": None, "steps": 1}
+    assert config_from(old).algorithm.critic == OwnCritic(), "a run from before keeps its numbers"
 
 
 def test_fields_are_laid_over_the_choice() -> None:

@@ -30,6 +30,7 @@ from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
 from ascent.core.weights import SequenceSum, TokenMean
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
+from ascent.policies import Policy
 
 
 def random_batch(seed: int, per_token: bool, holes: bool, prompts: int = 2, samples: int = 3, width: int = 6) -> Batch:
@@ -397,9 +398,11 @@ def test_returns_hold_the_kl_of_the_reward_and_are_not_whitened() -> None:
         (lambda: GAE(1.5), "between 0 and 1"),
         (lambda: GAE(1.0, -0.1), "between 0 and 1"),
         (lambda: KStep(k=0), "k must be 1 or more"),
-        (lambda: OwnCritic(lr=0.0), "lr must be above 0"),
-        (lambda: OwnCritic(clip=0.0), "clip above 0"),
-        (lambda: SharedCritic(steps=0), "steps 1 or more"),
+        (lambda: OwnCritic(lr=0.0), "lr > 0"),
+        (lambda: OwnCritic(clip=0.0), "clip and max-norm > 0"),
+        (lambda: OwnCritic(max_norm=0.0), "clip and max-norm > 0"),
+        (lambda: SharedCritic(warmup=1.0), "0 ≤ warmup < 1"),
+        (lambda: SharedCritic(steps=0), "steps ≥ 1"),
     ],
 )
 def test_refused(make: Any, message: str) -> None:
@@ -412,3 +415,41 @@ def test_rows_are_the_specs() -> None:
     ppo = ALGORITHMS["ppo"]
     assert (ppo.advantage, ppo.loss) == (GAE(1.0, 0.95, whitened=True), Clipped(0.2, 0.2))
     assert all(isinstance(cls(), Valued) for cls in VALUES) and not Algorithm().critic.on
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_critics_rate_follows_its_schedule_and_its_gradient_is_clipped(policy: Policy, shared: bool) -> None:
+    choice = (SharedCritic if shared else OwnCritic)(lr=0.01, max_norm=0.02, schedule="linear", warmup=0.5)
+    algorithm = Algorithm(GAE(), critic=choice)
+    learner = learner_of(policy, algorithm)
+    batch = with_rewards(rollouts_of(policy))
+    batch, _ = algorithm.credit(batch.add(**learner.score(batch, algorithm.needs)), {})
+
+    def flat() -> Tensor:
+        return torch.cat([p.detach().flatten() for p in learner.critic.trained()])
+
+    for progress, rate in ((0.0, 0.0), (0.25, 0.005), (0.5, 0.01), (0.75, 0.005)):
+        before = flat()
+        choice(learner, batch.add(progress=progress))
+        gradient = torch.cat([p.grad.flatten() for p in learner.critic.trained() if p.grad is not None])
+        close(gradient.norm(), 0.02, 1e-6)
+        moved = float((flat() - before).abs().max())
+        assert 0.1 * rate < moved < 2 * rate if rate else moved == 0
+
+
+def test_how_far_a_shared_critic_moves_the_policy_is_measured(policy: Policy) -> None:
+    """The mean |Δ log π| of a token over the mini-batch, or over some of its prompts where that has many tokens."""
+    choice, needs = SharedCritic(lr=0.01, steps=2), frozenset({"logp_old"})
+    algorithm = Algorithm(GAE(), critic=choice)
+    for count, samples, prompts in ((3, 4, slice(None)), (300, 4, slice(None, None, 2))):
+        learner = learner_of(policy, algorithm)
+        batch = with_rewards(rollouts_of(policy, count, samples))
+        batch = batch.add(valid=batch.valid & (torch.arange(samples) > 0))
+        batch, _ = algorithm.credit(batch.add(**learner.score(batch, algorithm.needs)), {})
+        before = learner.score(batch, needs)["logp_old"]
+        report = choice(learner, batch)
+        moved = (learner.score(batch, needs)["logp_old"] - before).abs()[prompts]
+        want = moved[batch.counted[prompts]].mean()
+        assert want > 0 and (count < 300 or 2000 <= batch.tokens < 3000)
+        close(report["value/logp_shift"] / batch.tokens, want)
+    assert "value/logp_shift" not in OwnCritic()(learner_of(policy, Algorithm(GAE(), critic=OwnCritic())), batch)

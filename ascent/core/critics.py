@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ascent.core.protocols import Learner
 from ascent.core.types import Batch, Refused
-from ascent.core.update import Adam, Update
+from ascent.core.update import Adam, Schedule
 
 
 class Critic:
@@ -18,7 +18,7 @@ class Critic:
     on: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     """Does it share the policy's backbone?"""
-    update: Update | None = None
+    update: Adam | None = None
     """How its own steps are taken."""
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
@@ -50,15 +50,24 @@ class OwnCritic(Critic):
     """ε_v: how far V may move from the batch's old one and still lower the loss. None: off."""
     steps: int = 1
     """Steps of the critic for each update of the policy."""
+    max_norm: float | None = None
+    """Largest norm of its gradient; larger gradients are scaled down. None: no limit."""
+    schedule: Schedule = "constant"
+    """What its rate does after the warm-up: stay, or fall to 0 over the run."""
+    warmup: float = 0.0
+    """Share of the run over which its rate rises from 0."""
     on = True
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.steps >= 1 and (self.clip is None or self.clip > 0)):
-            raise Refused(f"--critic {self}: lr must be above 0, steps 1 or more, and clip above 0 or None (off)")
+        bounds = all(bound is None or bound > 0 for bound in (self.clip, self.max_norm))
+        if not (self.lr > 0 and self.steps >= 1 and bounds and 0 <= self.warmup < 1):
+            raise Refused(
+                f"--critic {self}: lr > 0, steps ≥ 1, clip and max-norm > 0 or None (off), and 0 ≤ warmup < 1"
+            )
 
     @property
-    def update(self) -> Update:  # type: ignore[override]
-        return Adam(lr=self.lr)
+    def update(self) -> Adam:  # type: ignore[override]
+        return Adam(self.lr, self.schedule, self.warmup, max_norm=self.max_norm)
 
     def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, ""]:
         """Its sum over the counted tokens."""
@@ -91,10 +100,18 @@ class SharedCritic(OwnCritic):
     """A value head on the policy's backbone: less memory, but what it learns moves the policy too.
 
     loss as own-critic's; its Adam moves the head and, beside the policy's Adam, the backbone
-    Schulman et al. 2017. Bias: its steps move the policy too, and not along ∇E[R].
+    Schulman et al. 2017. Bias: its steps move the policy too (value/logp_shift), not along ∇E[R].
     """
 
     shared = True
+
+    def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
+        """Also reports how far its steps moved the policy: mean |Δ log π|, on prompts of about 1,000 tokens."""
+        part, needs = mini.select(slice(None, None, max(1, mini.tokens // 1000))), frozenset({"logp_old"})
+        before = learner.score(part, needs)["logp_old"]
+        report = super().__call__(learner, mini)
+        moved = (learner.score(part, needs)["logp_old"] - before).abs()[part.counted]
+        return report | {"value/logp_shift": mini.tokens * moved.sum() / max(len(moved), 1)}
 
 
 CRITICS = (NoCritic, OwnCritic, SharedCritic)

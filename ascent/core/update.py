@@ -12,6 +12,7 @@ from ascent.core.protocols import Learner, Objective
 from ascent.core.types import Batch, Refused, Terms
 
 Vector = list[Tensor]  # one for each trainable parameter
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
@@ -45,7 +46,7 @@ class Adam(Update):
 
     lr: float = 1e-3
     """Highest learning rate of the schedule. Short form: --lr."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """What the rate does after the warm-up: stay, or fall to 0 over the run."""
     warmup: float = 0.0
     """Share of the run over which the rate rises from 0."""
@@ -88,14 +89,18 @@ class Adam(Update):
     def __call__(self, learner: Learner, mini: Batch, objective: Objective) -> tuple[Terms, dict[str, Tensor]]:
         assert learner.optimizer is not None
         terms = learner.gradient(mini, objective)
-        gradients = [p.grad for p in learner.trainable() if p.grad is not None]
+        return terms, {"grad_norm": self.step(learner.optimizer, mini.progress)}
+
+    def step(self, optimizer: torch.optim.Optimizer, progress: float) -> Tensor:
+        """The optimizer's step at the rate of this share of the run; returns the gradient's norm before clipping."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = global_norm(gradients)
         if self.max_norm is not None:
             torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for group in learner.optimizer.param_groups:
-            group["lr"] = self.rate(mini.progress)
-        learner.optimizer.step()
-        return terms, {"grad_norm": norm}
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(progress)
+        optimizer.step()
+        return norm
 
 
 # ---- the trust region: the longest step along the natural gradient whose measured KL stays within a bound -----

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ascent.core.protocols import Learner, Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Terms
-from ascent.core.update import Update
+from ascent.core.update import Adam
 
 
 class InProcessLearner(Learner, Protocol):
@@ -25,6 +25,7 @@ class InProcessLearner(Learner, Protocol):
     """What a reward model or a process reward gives a batch; None: a policy is trained."""
     critic: Any = None
     critic_optimizer: torch.optim.Optimizer | None = None
+    critic_update: Adam | None = None
     _params: dict[str, Tensor]
     _trainable: list[Tensor]
     _uphill: Tensor
@@ -62,9 +63,9 @@ class InProcessLearner(Learner, Protocol):
         """Train a reward model or a process reward, which scores no batch for a policy."""
         self.rate, self.fills = rate, frozenset()
 
-    def train_critic(self, critic: Any, update: Update | None) -> None:
+    def train_critic(self, critic: Any, update: Adam | None) -> None:
         """Take this critic along; None: there is none."""
-        self.critic = critic
+        self.critic, self.critic_update = critic, update
         if critic is not None and update is not None:
             self.critic_optimizer = update.optimizer(critic.trained())
             self.fills = self.fills | {"value"}
@@ -149,14 +150,14 @@ class InProcessLearner(Learner, Protocol):
         torch._foreach_copy_(self.trainable(), params)
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        assert self.critic_optimizer is not None
+        assert self.critic_optimizer is not None and self.critic_update is not None
         self.critic_optimizer.zero_grad()
         parts = []
         for micro in self.split(mini):
             part = loss(micro, self.values(micro))
             (part / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
-        self.critic_optimizer.step()
+        self.critic_update.step(self.critic_optimizer, mini.progress)
         torch.autograd.graph.increment_version(self.critic_optimizer.param_groups[0]["params"])
         return torch.stack(parts).sum()
 

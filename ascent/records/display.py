@@ -26,7 +26,7 @@ BOARD = {
     "steps": {"steps/error": ".3f", "eval/steps/error": ".3f"},
     "length": {"completions/mean_length": ".1f", "completions/clipped_ratio": ".0%"},
     "policy": {"entropy": ".3f", "kl": ".4f", "clip_ratio/low_mean": ".2%", "clip_ratio/high_mean": ".2%"},
-    "critic": {"value/explained_variance": ".0%"},
+    "critic": {"value/explained_variance": ".0%", "value/logp_shift": ".1e"},
     "update": {"grad_norm": ".3g", MISMATCH: ".1e"},
     "seconds": {f"time/{phase}": ".2f" for phase in PHASES} | {"time/tokens_per_second": ".0f"},
     "loss": {"loss": ".4f"},

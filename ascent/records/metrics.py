@@ -110,6 +110,10 @@ CHARTS = (
         *("critic", "Critic", "share of the returns' variance", ANY),
         ("value/explained_variance", "explained", "critic"),
     ),
+    _chart(
+        *("shift", "Policy moved by its shared critic", f"mean |Δ log π| per token, {UPDATES}", NOT_NEGATIVE),
+        ("value/logp_shift", "shift", "moves the policy"),
+    ),
     _chart("mismatch", "Sampler mismatch", "mean |logp − logp_sampler|", NOT_NEGATIVE, (MISMATCH, "mismatch")),
     _chart(
         *("speed", "Speed", "tokens per second", NOT_NEGATIVE),

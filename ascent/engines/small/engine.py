@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ascent.core.protocols import Sampler
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts
-from ascent.core.update import Update
+from ascent.core.update import Adam, Update
 from ascent.engines.learner import InProcessLearner
 from ascent.policies.small import Policy, ValueFunction
 
@@ -104,7 +104,7 @@ class SmallLearner(InProcessLearner):
         outputs: frozenset[str],
         micro_batch: int = 0,
         critic: ValueFunction | None = None,
-        critic_update: Update | None = None,
+        critic_update: Adam | None = None,
     ):
         self.policy: Any = policy
         self.outputs, self.micro_batch = outputs, micro_batch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
-from ascent.core.update import Update
+from ascent.core.update import Adam, Update
 from ascent.engines.language.attention import ours, send
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
@@ -105,7 +105,7 @@ class LanguageLearner(InProcessLearner):
         micro_batch: int = 0,
         checkpointing: bool = False,
         critic: LanguageCritic | None = None,
-        critic_update: Update | None = None,
+        critic_update: Adam | None = None,
     ):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
         self._params, self._forward = lm.trained(), Forward(lm)
