@@ -51,13 +51,24 @@ class Head:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        z = F.linear(hidden, self.weight, self.bias).to(torch.promote_types(hidden.dtype, torch.float32))
+        """In float32 or better. Of half-precision states on a GPU unrounded, unless a gradient goes through them."""
+        kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else kernels_for(hidden)
+        if kernels is not None:
+            z = kernels.logits(hidden, self.weight, self.bias)
+        else:
+            z = F.linear(hidden, self.weight, self.bias).to(torch.promote_types(hidden.dtype, torch.float32))
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
 
     def chunk(self) -> int:
         """Tokens in a chunk."""
         return max(16, chunk_bytes(self.weight.device) // (4 * self.weight.shape[0]))
+
+
+def kernels_for(hidden: Tensor) -> Any:
+    """What takes few passes over the logits of these states; None: they are not in half precision on a GPU."""
+    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and len(hidden)
+    return load_kernels("head") if half else None
 
 
 def token_stats(
@@ -72,9 +83,9 @@ def token_stats(
 
     `reference`: the head and the hidden states of the other policy.
     """
-    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-    if half and len(hidden) and reference is None and head.cap is None and load_kernels("head") is not None:
-        how = (head.chunk(), head.scale / temperature, entropy_gradient)
+    kernels = kernels_for(hidden)
+    if kernels is not None and reference is None and head.cap is None:
+        how = (head.chunk(), head.scale / temperature, entropy_gradient, kernels)
         return *FusedStats.apply(hidden, head.weight, head.bias, target, *how), None
     options = (head, temperature, reference, entropy_gradient)
     logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)
@@ -114,8 +125,9 @@ class _TokenStats(torch.autograd.Function):
         only_logp = reference is None and not entropy_gradient
         hidden, weight, bias, target = ctx.saved_tensors
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        g_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        g_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        g_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for i, part in enumerate(_parts(hidden.shape[0], head.chunk())):
             kept = ctx.kept[i] if i < len(ctx.kept) else None
             if kept is None or not only_logp:
@@ -140,11 +152,24 @@ class _TokenStats(torch.autograd.Function):
             if g_hidden is not None:
                 g_hidden[part] = g @ weight
             if g_weight is not None:
-                g_weight.addmm_(g.t(), hidden[part])
+                add_product(g_weight, g.t(), hidden[part])
             if g_bias is not None:
-                g_bias += g.sum(0)
+                g_bias += g.sum(0, dtype=wide)
         ctx.kept = []
-        return g_hidden, g_weight, g_bias, None, None
+        return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a·b. Where the factors are in half precision, the sum over chunks is not."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def narrowed(dtype: torch.dtype, *grads: Tensor | None) -> list[Tensor | None]:
+    """Gradients in the type of their parameters, once everything is in them."""
+    return [None if g is None else g.to(dtype) for g in grads]
 
 
 def _parts(count: int, chunk: int) -> list[slice]:
@@ -207,20 +232,18 @@ class FusedStats(torch.autograd.Function):
                 ops.add_product(g_weight, g.t(), hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0, dtype=wide)
-        narrow = (None if g is None else g.to(weight.dtype) for g in (g_weight, g_bias))
-        return g_hidden, *narrow, None, None, None, None, None
+        return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None, None, None, None
 
 
 class HeadFormulas:
     """What the kernels compute, in plain torch."""
 
-    @staticmethod
-    def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-        total += a @ b
+    add_product = staticmethod(add_product)
 
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(hidden, weight, bias)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
     @staticmethod
     def measure(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
