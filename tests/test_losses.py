@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.correction import Masked
 from ascent.core.kl import InLoss
 from ascent.core.losses import LOSSES, Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.core.reference import Frozen
@@ -307,6 +308,39 @@ def test_masked_tokens_have_no_gradient() -> None:
         (gradient,) = torch.autograd.grad(terms.objective, x)
         assert torch.equal(gradient[~batch.counted], torch.zeros(int((~batch.counted).sum()), dtype=F64))
         assert bool((gradient[batch.counted] != 0).any())
+
+
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_an_infinite_ratio_of_an_invalid_response_changes_nothing(level: Any) -> None:
+    """0 · ∞ would be no number: neither the objective nor its gradient may see what does not count."""
+    for algorithm in objectives().values():
+        if level == "token" and algorithm.loss.sequence:
+            continue
+        if level is not None:
+            algorithm = replace(algorithm, correction=Masked(level))
+        logp, old, δ = drawn(4, 0.3)
+        results = []
+        for far in (0.0, 1e4):
+            batch = batch_of(δ.squeeze(-1), LENGTHS, advantage=δ, kl_coef=0.1)
+            off = torch.zeros_like(old)
+            off[1, 1] = far
+            batch = batch.add(logp_old=old - off, logp_ref=old + off, logp_sampler=old - 2 * off)
+            batch = batch.add(valid=torch.tensor([[True, True, True], [True, False, True]]))
+            batch = batch.add(correction=algorithm.correction(batch), weight=algorithm.weights(batch))
+            x = logp.clone().requires_grad_()
+            terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x), x**2))
+            (gradient,) = torch.autograd.grad(terms.objective, x)
+            results.append([terms.objective.detach(), gradient, *terms.sums.values()])
+        assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*results, strict=True))
+
+
+def test_cispo_counts_a_clipped_weight_for_either_sign_of_credit() -> None:
+    """Its bounds cap the weight of good and bad tokens alike; where δ is 0 there is no weight to cap."""
+    logp = torch.log(torch.tensor([[[3.0, 0.1, 1.0, 3.0, 0.1, 1.0, 3.0]]]))
+    δ = torch.tensor([[[1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.0]]])
+    low, high = Cispo(0.2, 0.2).clipped(logp, torch.zeros_like(logp), δ, torch.ones_like(logp, dtype=torch.bool))
+    assert low.int().tolist() == [[[0, 1, 0, 0, 1, 0, 0]]]
+    assert high.int().tolist() == [[[1, 0, 0, 1, 0, 0, 0]]]
 
 
 # ---- refusals -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -100,6 +101,11 @@ class Algorithm:
         return self.advantage.needs.union(["logp_ref"] * self.reference.kept, ["kl_full"] * exact)
 
     @property
+    def reads_old(self) -> bool:
+        """Is logp_old read before the update, or by one that evaluates the objective more than once?"""
+        return self.correction.on or self.kl.where == "reward" or self.update.whole or "logp_old" in self.needs
+
+    @property
     def outputs(self) -> frozenset[str]:
         """What the training forward must compute in addition to logp, with a gradient."""
         exact = self.kl.where == "loss" and self.kl.estimator == "exact"
@@ -145,8 +151,9 @@ class Algorithm:
         assert mini.advantage is not None and mini.weight is not None
         if (whole := self.loss.terms(mini, out)) is not None:
             return whole
-        logp_old = mini.logp_old if mini.logp_old is not None else out.logp.detach()
-        counted = mini.counted
+        counted, now = mini.counted, out.logp.detach()
+        # Where nothing counts, every ratio is 1: an infinite one would be no number there, even with a weight of 0.
+        logp_old = now if mini.logp_old is None else torch.where(counted, mini.logp_old, now)
         surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
         if mini.correction is not None:
             surrogate = surrogate * mini.correction
@@ -154,13 +161,13 @@ class Algorithm:
         sums = {"entropy": (out.entropy.detach() * counted).sum()}
         if mini.logp_ref is not None:
             full = out.kl_full if out.kl_full is not None else mini.kl_full
-            kl = estimate_kl(self.kl.estimator, out.logp, mini.logp_ref, full)
+            kl = estimate_kl(self.kl.estimator, out.logp, torch.where(counted, mini.logp_ref, now), full)
             if self.kl.where == "loss":
                 objective = objective - mini.kl_coef * _total(mini.weight, kl)
             sums["kl"] = (kl.detach() * counted).sum()
         if mini.entropy_coef:
             objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
-        clips = self.loss.clipped(out.logp.detach(), logp_old, mini.advantage, counted)
+        clips = self.loss.clipped(now, logp_old, mini.advantage, counted)
         if clips is not None:
             sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()
             sums["clip_ratio/high_mean"] = (clips[1] & counted).sum()

@@ -23,14 +23,15 @@ Level = Literal["token", "sequence"]
 
 
 def log_weight(logp: PerToken, batch: Batch) -> PerToken:
-    """log w at each token, 0 at masked ones."""
+    """log w at each token, 0 where nothing counts."""
     log_w = logp - batch.logp_sampler
     if batch.mass is not None:
         log_w = log_w + batch.mass.log()
-    return torch.where(batch.mask, log_w, 0.0)
+    return torch.where(batch.counted, log_w, 0.0)
 
 
-def _weight(batch: Batch, level: Level) -> Factor:
+def importance_weight(batch: Batch, level: Level) -> Factor:
+    """w of each token, or its product over each response."""
     assert batch.logp_old is not None
     log_w = log_weight(batch.logp_old, batch)
     return torch.exp(log_w if level == "token" else log_w.sum(-1, keepdim=True))
@@ -98,7 +99,7 @@ class Truncated(Correction):
             raise Refused(f"--correction.cap is {self.cap:g}: no weight would be above 0; set a cap above 0")
 
     def __call__(self, batch: Batch) -> Factor:
-        return _weight(batch, self.level).clamp(max=self.cap)
+        return importance_weight(batch, self.level).clamp(max=self.cap)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Masked(Correction):
             raise Refused(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
 
     def __call__(self, batch: Batch) -> Factor:
-        w = _weight(batch, self.level)
+        w = importance_weight(batch, self.level)
         inside: Bool[Tensor, "prompt sample #token"] = (w >= self.low) & (w <= self.high)
         return torch.where(inside, w, 0.0)
 

@@ -124,7 +124,7 @@ class InReward(KL):
 
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward minus the penalty; with one penalty per token an outcome reward moves to the last token."""
-        penalty = torch.where(batch.mask, coef * kl, 0.0)
+        penalty = torch.where(batch.counted, coef * kl, 0.0)
         if self.per == "response":
             return add_outcome(batch, -penalty.sum(-1, keepdim=True))
         return at_last(batch, batch.reward) - penalty

@@ -181,5 +181,10 @@ class Cispo(Loss):
         ρ = torch.exp(logp.detach() - logp_old)
         return ρ.clamp(1 - self.low, 1 + self.high) * advantage * logp
 
+    def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips:
+        """The tokens whose weight is clipped: each bound binds for either sign of δ."""
+        ρ = torch.exp(logp - logp_old)
+        return (ρ < 1 - self.low) & (advantage != 0), (ρ > 1 + self.high) & (advantage != 0)
+
 
 LOSSES = (LogProb, Ratio, Clipped, SequenceRatio, Cispo)

@@ -398,9 +398,11 @@ def _words(loss: Any, name: str, low: float | None, high: float | None, dual: fl
     if low is None or high is None:
         return f"{name} never clips"
     what = "the response's ratio" if loss.sequence else "ρ"
-    words = f"low: {what} < {1 - low:.6g} and the advantage is below 0; high: {what} > {1 + high:.6g} and it is above 0"
     if name == "cispo":
-        return f"{words}. The weight of such a token is capped; it still learns"
+        return (
+            f"low: ρ < {1 - low:.6g}; high: ρ > {1 + high:.6g}. The weight of such a token is capped; it still learns"
+        )
+    words = f"low: {what} < {1 - low:.6g} and the advantage is below 0; high: {what} > {1 + high:.6g} and it is above 0"
     words += ". " + ("All tokens of such a response have" if loss.sequence else "Such a token has") + " no gradient"
     if dual is not None:
         words += f". dual: ρ > {dual:g} and the advantage is below 0 (not counted in clip_ratio)"
