@@ -64,6 +64,8 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
         if report is not None:
             display.say(report.text())
             report.insist()
+        parts.resolve_old_logp()
+        config = parts.config
         words = {
             "label": run_label(config),
             "objective": objective_in_words(config.algorithm),

@@ -9,6 +9,7 @@ import torch
 from ascent.core.config import Config
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Metrics, Refused, Streams
+from ascent.engines import old_logp
 from ascent.engines.backend import Backend, BoundTask, Report, Start
 from ascent.engines.backends import backend_of
 from ascent.records import checkpoint
@@ -53,6 +54,18 @@ class Parts:
         """What to know before the run begins; None: there is nothing to look at."""
         sampler = None if self.judged is None else self.judged[1]
         return self.backend.preflight(self.config, self.policy, self.task, self.learner, sampler, self.notes)
+
+    def resolve_old_logp(self) -> None:
+        """Decide whose log-probs logp_old is. From here on the config says it, and the notes why."""
+        config = self.config
+        if self.judged is None or not old_logp.can_matter(config, self.backend.dtype(self.policy)):
+            self.config = replace(config, old_logp="sampler" if config.old_logp == "auto" else config.old_logp)
+            return
+        draws, prompts = (torch.Generator().manual_seed(config.seed + own) for own in (5_000_011, 6_000_011))
+        sampler = self.backend.sampler(config, self.policy, draws)
+        drawn = self.task.draw(min(old_logp.PROMPTS, config.prompts), prompts)
+        self.config, why = old_logp.resolve(config, old_logp.measure_gap(config, self.learner, sampler, drawn))
+        self.notes += why
 
     def close(self) -> None:
         """End what was started for the run: the processes that compute rewards."""

@@ -390,7 +390,10 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
         ("train", "sort", "--distinct", "--numbers", 3),
         ("--distinct", "--numbers 3"),
     ),
-    "a correction of nothing": (("train", "sort", "--correction", "truncated"), ("--correction", "--old-logp learner")),
+    "a correction of nothing": (
+        ("train", "sort", "--correction", "truncated", "--old-logp", "sampler"),
+        ("--correction", "--old-logp learner"),
+    ),
     "heads that do not divide": (("train", "sort", "--policy.heads", 3), ("--policy.heads", "64")),
     "out under a file": (("train", "lecture", "--out", "file/run"), ("--out file/run", "cannot write")),
     "out that is a file": (("train", "lecture", "--out", "file"), ("--out file",)),

@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not on the list": (
         "sort",
         {"old_logp": "trainer"},
-        "--old-logp is 'trainer': it has to be one of sampler, learner",
+        "--old-logp is 'trainer': it has to be one of auto, sampler, learner",
     ),
     "not on a choice's list": (
         "sort",
@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "correction of nothing": (
         "sort",
-        {"correction": "truncated"},
+        {"correction": "truncated", "old_logp": "sampler"},
         "--correction truncated with --old-logp sampler.*Set --old-logp learner",
     ),
     "token correction of a sequence ratio": (

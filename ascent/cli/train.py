@@ -47,6 +47,10 @@ class PreflightCommand(TrainCommand):
     def execute(self) -> None:
         with closing(assemble(self.config)) as parts:
             report = parts.preflight()
+            if report is not None and not report.refusals:
+                told = len(parts.notes)
+                parts.resolve_old_logp()
+                report.lines += [f"note       {note}" for note in parts.notes[told:]]
         if report is None:
             print(plan(parts.config, self.options.out or Path("runs")))
         else:

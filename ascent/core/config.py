@@ -41,8 +41,8 @@ class Config:
     """Sample from the most likely tokens that make up this probability mass."""
     min_p: float = 0.0
     """Sample from tokens at least this share as likely as the most likely one."""
-    old_logp: Literal["sampler", "learner"] = "sampler"
-    """Where logp_old comes from: the sampler, or a forward pass of the learner. The mismatch is measured either way."""
+    old_logp: Literal["auto", "sampler", "learner"] = "auto"
+    """Where logp_old comes from: the sampler or the learner. auto: the learner if rounding would change the ratio."""
     seed: int = 0
     """Decides every random number of the run."""
     init: str | None = None
@@ -98,6 +98,8 @@ class Config:
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
             )
+        if self.old_logp == "auto" and self.algorithm.correction.on:
+            object.__setattr__(self, "old_logp", "learner")  # a correction weighs the gap between the two
         if self.old_logp == "sampler" and self.algorithm.correction.on:
             raise Refused(
                 f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "

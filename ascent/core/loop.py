@@ -68,7 +68,9 @@ def train(
 ) -> None:
     """Steps `start` … `config.steps`, from this state (or the algorithm's first)."""
     algorithm = config.algorithm
-    needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" else frozenset())
+    by_learner = config.old_logp == "learner"
+    fresh = by_learner and config.epochs * config.minibatches == 1 and not algorithm.reads_old  # ρ = 1 throughout
+    needs = algorithm.needs | ({"logp_old"} if by_learner and not fresh else frozenset())
     check_needs(needs, sampler, learner)
     state = algorithm.start() if state is None else state
     sampler.load(learner.params(), version=start)
@@ -79,7 +81,7 @@ def train(
             batch = batch.add(logp_old=batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
         batch, state = algorithm.credit(batch, state)
-        batch = batch.add(**algorithm.scalars(state, step / config.steps))
+        batch = batch.add(**algorithm.scalars(state, step / config.steps), **{"logp_old": None} if fresh else {})
         minis: list[Batch] = []
         updates: list[Stepped] = []
         with clock("update"):
@@ -90,6 +92,8 @@ def train(
                 minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
                 updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
                 updates[-1].sums.update(algorithm.critic(learner, minis[-1]))
+        if fresh:  # the update's own log-probs are those of a forward pass before it
+            batch = batch.add(logp_old=updates[0].logp if updates else batch.logp_sampler)
         metrics |= summarize(step, batch, minis, updates, config)
         with clock("sync"):
             state = algorithm.after(state, metrics)

@@ -158,6 +158,10 @@ class Backend(ABC):
     @abstractmethod
     def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler: ...
 
+    def dtype(self, model: Any) -> torch.dtype:
+        """What log-probs are computed in: that of the sampler or of the learner, whichever is coarser."""
+        return torch.float32
+
     @abstractmethod
     def bind(self, task: Any, model: Any, rewards: Mapping[str, Any]) -> BoundTask:
         """The task as the loop calls it. `rewards`: what `reward_sources` names, loaded, by source."""

@@ -104,6 +104,9 @@ class LanguageBackend(Backend):
             model, config.task.max_tokens, config.temperature, generator, support, config.policy.rows
         )
 
+    def dtype(self, model: LanguageModel) -> torch.dtype:
+        return model.model.dtype
+
     def bind(self, task: Any, model: LanguageModel, rewards: Mapping[str, Any]) -> Any:
         """`rewards`: judges as graders, reward models and process rewards as they were loaded."""
         graders = {

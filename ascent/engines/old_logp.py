@@ -1,0 +1,118 @@
+"""Whose log-probs logp_old is, the sampler's or the learner's: decided once, before step 0.
+
+Sampler and learner compute the same log-probs, each in its own order. In float32 they agree to about 1e-6. In half
+precision they are about 0.01 apart, so with the sampler's logp_old ρ = exp(logp − logp_old) begins at 1 plus noise. A
+few responses show how large that noise is. What it does is asked of the loss itself: a ratio per token, clipped at
+1 ± 0.2, hardly changes; GSPO's ratio per response, clipped at 1 ± 3e-4, is clipped by noise alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ascent.core.config import Config
+from ascent.core.correction import importance_weight
+from ascent.core.losses import Loss
+from ascent.core.menu import name_of
+from ascent.core.protocols import Learner, Sampler
+from ascent.core.types import Batch, Prompts, to_batch
+
+PROMPTS, SAMPLES, TOKENS = 4, 8, 256
+"""The most that is drawn to measure the gap. Whole responses are drawn where bounds are on whole responses."""
+MARGIN = 2.0
+"""The largest gap of a training is larger than that of a few responses: by about this factor."""
+FINE = 0.005
+"""The share of its gradient that noise may change before a loss gets the learner's logp_old."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What noise in logp_old does to a loss before any parameter has moved."""
+
+    changed: float
+    """The change of its gradient in logp, as a share of that gradient."""
+    clipped: float
+    """The share of tokens that it clips."""
+
+    @classmethod
+    def of(cls, loss: Loss, logp: Tensor, noise: Tensor, counted: Tensor) -> "Effect":
+        """For credit of 1 and of −1, because its sign decides which bound applies."""
+        changed, clipped = 0.0, torch.zeros_like(counted)
+        for sign in (1.0, -1.0):
+            credit = torch.full((*counted.shape[:2], 1), sign, dtype=logp.dtype)
+            true, noisy = (_slope(loss, logp, old, credit, counted) for old in (logp, logp + noise))
+            changed = max(changed, float((noisy - true).norm() / true.norm().clamp(min=1e-30)))
+            for side in loss.clipped(logp, logp + noise, credit, counted) or ():
+                clipped |= side & counted
+        return cls(changed, float(clipped.sum() / counted.sum().clamp(min=1)))
+
+
+def _slope(loss: Loss, logp: Tensor, logp_old: Tensor, credit: Tensor, counted: Tensor) -> Tensor:
+    """∂ surrogate / ∂ logp at the tokens that count."""
+    with torch.enable_grad():
+        logp = logp.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(loss(logp, logp_old, credit, counted).sum(), logp)
+    return slope[counted]
+
+
+def can_matter(config: Config, dtype: torch.dtype) -> bool:
+    """Is there a gap to measure? Not in float32, where rounding reaches no bound, and not without a ratio.
+
+    A correction has bounds in any precision: they also apply to the probability that top-p and its like kept.
+    """
+    if config.data != "samples" or config.algorithm.loss.trains != "policy":
+        return False
+    one = torch.zeros(1, 1, 1)
+    has_ratio = Effect.of(config.algorithm.loss, one, one - 1, one == 0).changed > 0
+    return config.algorithm.correction.on or (has_ratio and torch.finfo(dtype).bits < 32)
+
+
+def measure_gap(config: Config, learner: Learner, sampler: Sampler, prompts: Prompts) -> Batch:
+    """A few responses, with the learner's log-probs of them as logp_old."""
+    whole = config.algorithm.loss.sequence or config.algorithm.correction.on
+    sampler.load(learner.params(), version=0)
+    limit = sampler.limit if whole else min(sampler.limit, TOKENS)
+    rollouts = sampler.generate(prompts, min(config.samples, SAMPLES), limit=limit)
+    shape = rollouts.mask.shape[:2]
+    batch = to_batch(rollouts, reward=torch.zeros(*shape, 1), valid=torch.ones(shape, dtype=torch.bool))
+    return batch.add(**learner.score(batch, frozenset({"logp_old"})))
+
+
+def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
+    """The config with old_logp decided, and what its user should know: every bound that the gap reaches."""
+    assert batch.logp_old is not None
+    loss, counted, noise = config.algorithm.loss, batch.counted, batch.logp_sampler - batch.logp_old
+    large, usual = (Effect.of(loss, batch.logp_old, scale * noise, counted) for scale in (MARGIN, 1.0))
+    apart = f"the log-probs of sampler and learner are {float(noise[counted].abs().mean()):.2g} apart on average"
+    share = f"{usual.clipped:.0%} of the tokens are" if usual.clipped else "some ratios are soon"
+    outside = f"{apart}, so that {share} outside the bounds of --loss {name_of(loss)} before the policy has moved"
+    notes = [] if (cut := _cut(config, batch)) is None else [cut]
+    if config.old_logp == "auto":
+        config = replace(config, old_logp="learner" if large.clipped or large.changed > FINE else "sampler")
+        if config.old_logp == "learner":
+            why = outside if large.clipped else f"{apart}, which would change about {usual.changed:.1%} of the gradient"
+            notes.append(f"--old-logp learner was chosen: {why}")
+    elif config.old_logp == "sampler" and large.clipped:
+        notes.append(f"warning: {outside}. Set --old-logp learner, or leave it out")
+    return config, tuple(notes)
+
+
+def _cut(config: Config, batch: Batch) -> str | None:
+    """What the bounds of the correction do to weights that no update has moved; None: nothing."""
+    correction, valid = config.algorithm.correction, batch.valid
+    factor = correction(batch)
+    if factor is None:
+        return None
+    weight = importance_weight(batch, correction.level)
+    counted = batch.counted if correction.level == "token" else valid.unsqueeze(-1)
+    cut, dropped = ((which & counted).sum() / counted.sum().clamp(min=1) for which in (factor != weight, factor == 0))
+    if not cut:
+        return None
+    what = "tokens" if correction.level == "token" else "responses"
+    kept = "" if batch.mass is None else "; the weights contain the probability that --top-p, --top-k or --min-p kept"
+    return (
+        f"warning: --correction {name_of(correction)} cuts the weights of {float(cut):.0%} of the {what} and drops "
+        f"{float(dropped):.0%}, before the policy has moved{kept}. Widen its bounds"
+        + (", or set --correction.level token" if correction.level == "sequence" else "")
+    )
