@@ -58,7 +58,6 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
     path = Path(out) if out is not None else default_folder(config)
     refuse_taken(path)
     parts = assemble(config)
-    config = parts.config
     try:
         report = parts.preflight() if preflight else None
         if report is not None:
