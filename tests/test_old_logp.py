@@ -119,10 +119,10 @@ def test_one_update_needs_no_forward_pass_for_the_learners_old_logp(
 ) -> None:
     """Its own log-probs are those of a pass before it: the same parameters and records, without the pass."""
     small = {"length": 3, "numbers": 4, "prompts": 3, "samples": 3, "steps": 2, "eval_prompts": 4}
-    runs = []
+    runs, needs = [], Algorithm.needs.fget
     for passes in (False, True):
         if passes:
-            monkeypatch.setattr(Algorithm, "reads_old", True)
+            monkeypatch.setattr(Algorithm, "needs", property(lambda row: needs(row) | {"logp_old"}))
         settings = {"algorithm": name, "old_logp": "learner", **small}
         runs.append(library.train("sort", out=tmp_path / str(passes), show=False, **settings))
     first, second = ((run.checkpoint() / "params.safetensors").read_bytes() for run in runs)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -101,11 +100,6 @@ class Algorithm:
         return self.advantage.needs.union(["logp_ref"] * self.reference.kept, ["kl_full"] * exact)
 
     @property
-    def reads_old(self) -> bool:
-        """Is logp_old read before the update, or by one that evaluates the objective more than once?"""
-        return self.correction.on or self.kl.where == "reward" or self.update.whole or "logp_old" in self.needs
-
-    @property
     def outputs(self) -> frozenset[str]:
         """What the training forward must compute in addition to logp, with a gradient."""
         exact = self.kl.where == "loss" and self.kl.estimator == "exact"
@@ -152,8 +146,7 @@ class Algorithm:
         if (whole := self.loss.terms(mini, out)) is not None:
             return whole
         counted, now = mini.counted, out.logp.detach()
-        # Where nothing counts, every ratio is 1: an infinite one would be no number there, even with a weight of 0.
-        logp_old = now if mini.logp_old is None else torch.where(counted, mini.logp_old, now)
+        logp_old = now if mini.logp_old is None else mini.logp_old.where(counted, now)  # 0·∞ would be no number
         surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
         if mini.correction is not None:
             surrogate = surrogate * mini.correction
@@ -161,7 +154,7 @@ class Algorithm:
         sums = {"entropy": (out.entropy.detach() * counted).sum()}
         if mini.logp_ref is not None:
             full = out.kl_full if out.kl_full is not None else mini.kl_full
-            kl = estimate_kl(self.kl.estimator, out.logp, torch.where(counted, mini.logp_ref, now), full)
+            kl = estimate_kl(self.kl.estimator, out.logp, mini.logp_ref.where(counted, now), full)
             if self.kl.where == "loss":
                 objective = objective - mini.kl_coef * _total(mini.weight, kl)
             sums["kl"] = (kl.detach() * counted).sum()

@@ -30,8 +30,7 @@ def log_weight(logp: PerToken, batch: Batch) -> PerToken:
     return torch.where(batch.counted, log_w, 0.0)
 
 
-def importance_weight(batch: Batch, level: Level) -> Factor:
-    """w of each token, or its product over each response."""
+def _weight(batch: Batch, level: Level) -> Factor:
     assert batch.logp_old is not None
     log_w = log_weight(batch.logp_old, batch)
     return torch.exp(log_w if level == "token" else log_w.sum(-1, keepdim=True))
@@ -99,7 +98,7 @@ class Truncated(Correction):
             raise Refused(f"--correction.cap is {self.cap:g}: no weight would be above 0; set a cap above 0")
 
     def __call__(self, batch: Batch) -> Factor:
-        return importance_weight(batch, self.level).clamp(max=self.cap)
+        return _weight(batch, self.level).clamp(max=self.cap)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Masked(Correction):
             raise Refused(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
 
     def __call__(self, batch: Batch) -> Factor:
-        w = importance_weight(batch, self.level)
+        w = _weight(batch, self.level)
         inside: Bool[Tensor, "prompt sample #token"] = (w >= self.low) & (w <= self.high)
         return torch.where(inside, w, 0.0)
 

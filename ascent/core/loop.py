@@ -68,9 +68,9 @@ def train(
 ) -> None:
     """Steps `start` … `config.steps`, from this state (or the algorithm's first)."""
     algorithm = config.algorithm
-    by_learner = config.old_logp == "learner"
-    fresh = by_learner and config.epochs * config.minibatches == 1 and not algorithm.reads_old  # ρ = 1 throughout
-    needs = algorithm.needs | ({"logp_old"} if by_learner and not fresh else frozenset())
+    reads_old = algorithm.correction.on or algorithm.kl.where == "reward" or algorithm.update.whole
+    fresh = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old  # so ρ is 1
+    needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" and not fresh else frozenset())
     check_needs(needs, sampler, learner)
     state = algorithm.start() if state is None else state
     sampler.load(learner.params(), version=start)
@@ -78,10 +78,10 @@ def train(
         clock, begin = Clock(), time.perf_counter()
         batch, metrics = collect(task, sampler, algorithm, config, streams.prompts, clock, step)
         with clock("score"):
-            batch = batch.add(logp_old=batch.logp_sampler)
+            batch = batch.add(logp_old=None if fresh else batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
         batch, state = algorithm.credit(batch, state)
-        batch = batch.add(**algorithm.scalars(state, step / config.steps), **{"logp_old": None} if fresh else {})
+        batch = batch.add(**algorithm.scalars(state, step / config.steps))
         minis: list[Batch] = []
         updates: list[Stepped] = []
         with clock("update"):

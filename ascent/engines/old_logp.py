@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ascent.core.config import Config
-from ascent.core.correction import importance_weight
+from ascent.core.correction import log_weight
 from ascent.core.losses import Loss
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
@@ -99,20 +99,20 @@ def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
 
 
 def _cut(config: Config, batch: Batch) -> str | None:
-    """What the bounds of the correction do to weights that no update has moved; None: nothing."""
-    correction, valid = config.algorithm.correction, batch.valid
-    factor = correction(batch)
-    if factor is None:
+    """What the bounds of the correction do to the weights before any update; None: nothing."""
+    correction, factor = config.algorithm.correction, config.algorithm.correction(batch)
+    if factor is None or batch.logp_old is None:
         return None
-    weight = importance_weight(batch, correction.level)
-    counted = batch.counted if correction.level == "token" else valid.unsqueeze(-1)
-    cut, dropped = ((which & counted).sum() / counted.sum().clamp(min=1) for which in (factor != weight, factor == 0))
+    what, log_w, counted = "tokens", log_weight(batch.logp_old, batch), batch.counted
+    if correction.level == "sequence":
+        what, log_w, counted = "responses", log_w.sum(-1, keepdim=True), batch.valid.unsqueeze(-1)
+    cut, dropped = (float(which[counted].double().mean()) for which in (factor != log_w.exp(), factor == 0))
     if not cut:
         return None
-    what = "tokens" if correction.level == "token" else "responses"
     kept = "" if batch.mass is None else "; the weights contain the probability that --top-p, --top-k or --min-p kept"
+    per_token = correction.level == "sequence" and not config.algorithm.loss.sequence
     return (
-        f"warning: --correction {name_of(correction)} cuts the weights of {float(cut):.0%} of the {what} and drops "
-        f"{float(dropped):.0%}, before the policy has moved{kept}. Widen its bounds"
-        + (", or set --correction.level token" if correction.level == "sequence" else "")
+        f"warning: --correction {name_of(correction)} cuts the weights of {cut:.0%} of the {what} and drops "
+        f"{dropped:.0%}, before the policy has moved{kept}. Widen its bounds"
+        f"{', or set --correction.level token' if per_token else ''}"
     )
