@@ -201,8 +201,9 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
             row = layer["algorithm"]
             row = row if isinstance(row, Algorithm) else find_named("--algorithm", row, ALGORITHMS, "algorithm")
             chosen |= vars(row) | ({"update": kept} if type(row.update) is Adam else {})
-            if isinstance(layer["algorithm"], str):  # a row says which critic, and the task's preset how it learns
-                chosen["critic"] = replace(chosen["critic"], **_starts(type(row.critic), preset))
+            starts = _starts(type(row.critic), preset)
+            if starts and row.critic == type(row.critic)():  # it says which critic, and the preset how that one learns
+                chosen["critic"] = replace(chosen["critic"], **starts)
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
         kept = kept if chosen["update"].whole else chosen["update"]
@@ -267,7 +268,7 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
             now = build(axis, cls, _starts(cls, preset))
     elif named is not None:
         _refuse_stranger(axis, named, named if isinstance(named, type) else type(named))
-        now = named() if isinstance(named, type) else named
+        now = build(axis, named, _starts(named, preset)) if isinstance(named, type) else named
     values = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
     if not values:
         return now

@@ -104,7 +104,10 @@ def test_the_critic_of_a_language_model_learns_slowly_and_clipped_unless_told_ot
     assert critic(**axes) == own
     given = {"critic.lr": 1e-3, "critic.max_norm": None}
     assert critic(algorithm="ppo", **given) == replace(own, lr=1e-3, max_norm=None)
-    assert critic(algorithm=ALGORITHMS["ppo"]) == OwnCritic(), "an object stays as it was given"
+    assert critic(algorithm=ALGORITHMS["ppo"]) == critic(algorithm="ppo", critic=OwnCritic) == own
+    fast = replace(ALGORITHMS["ppo"], critic=OwnCritic(lr=3e-3))
+    assert critic(algorithm=fast) == critic(algorithm="ppo", critic=OwnCritic(lr=3e-3)) == OwnCritic(lr=3e-3)
+    assert critic(algorithm="ppo", critic=OwnCritic()) == OwnCritic(), "an object stays as it was given"
     assert critic("sort", algorithm="ppo") == OwnCritic() == OwnCritic(1e-3, None, 1, None, "constant", 0.0)
     old = configure("countdown", {"model": "m", "algorithm": "ppo"}).to_dict()
     old["critic"] = {"name": "own-critic", "lr": 1e-3, "clip": None, "steps": 1}

@@ -153,7 +153,7 @@ def metrics_in_words(line: dict[str, Any], maximum: float | None) -> dict[str, s
         "right": share("accuracy"),
         "spread": number("entropy", 2),
         "silent": share("silent"),
-        "clipped": "never clips" if point["clip"] is None else share("clip"),
+        "clipped": "never clips" if point["clip"] is None and line.get("loss") is not None else share("clip"),
         "lost": number("loss", 3),
     }
 
