@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from fake_judge import FakeJudge, Reply, serving
 
 from ascent.core.types import Refused, Trouble
 from ascent.rewards.judge.client import Answers, JudgeClient, Unanswered, Unparsed, request_key
-from ascent.rewards.judge.settings import Judge, read_judge
+from ascent.rewards.judge.settings import PAIR_LINE, SCORE_LINE, Judge, read_judge
 from ascent.rewards.judge.verdicts import Preference, Scored, compare_responses, score_responses
 
 QUICK: dict[str, Any] = {"model": "tester", "backoff": 0.01, "timeout": 0.3, "deadline": 5.0, "retries": 3}
@@ -218,6 +219,8 @@ def test_a_null_answer_that_was_cut_off_says_so(cache: Path) -> None:
         "</think><think>Hm.\nVerdict: A",
         "Verdict: A\nbut hmm",
         "Verdict: A\n\n---",
+        "Verdict: A",
+        "Verdict: A.",
     ],
 )
 def test_a_verdict_before_the_end_of_an_answer_that_was_cut_off_is_none(words: str, cache: Path) -> None:
@@ -226,7 +229,31 @@ def test_a_verdict_before_the_end_of_an_answer_that_was_cut_off_is_none(words: s
     assert isinstance(found, Unparsed) and "cut off before its verdict" in str(found) and found.raw == words
 
 
-@pytest.mark.parametrize("words", ["Verdict: A", "<think>B?</think>Hm.\n**Verdict:** A.\n \n"])
+@pytest.mark.parametrize("words", ["Score: 1", "Good.\nScore: 1", "Score: 1.", "**Score:** 1", "Score: 1/1", "1"])
+def test_a_score_that_may_be_cut_off_is_no_verdict(words: str, cache: Path) -> None:
+    """Score: 1 is what is left of Score: 10; with a pattern of your own too. Its line has to be closed."""
+    more = {"again": 0, "score_pattern": r"(\d+)"} if words == "1" else {"again": 0}
+    with serving(lambda *_: Reply(words, finish="length")) as server:
+        cut = scores(server, cache, ["r"], **more)[0]
+    assert isinstance(cut, Unparsed) and "cut off before its score" in str(cut)
+    assert "raise --max-tokens" in str(cut) and cut.raw == words
+    with serving(lambda prompt, _: Reply(f"{words}\n" if "closed" in prompt else words, finish="length")) as server:
+        assert isinstance(scores(server, cache, ["closed"], **more)[0], Scored)
+    with serving(lambda *_: Reply(words, finish="stop")) as server:
+        assert isinstance(scores(server, cache, ["whole"], **more)[0], Scored)
+
+
+@pytest.mark.parametrize("pattern", [SCORE_LINE, PAIR_LINE], ids=["score", "pair"])
+@pytest.mark.parametrize("part", ["\n", " \n", "- ", "score ", "score\n", "score:", "verdict:.", "**\n", "score:\n"])
+def test_no_answer_of_a_judge_takes_long_to_read(pattern: str, part: str) -> None:
+    started = time.perf_counter()
+    assert not list(re.finditer(pattern, part * 16_000 + "x")) and not list(
+        re.finditer(pattern, "score:" + ":" * 16_000)
+    )
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("words", ["Verdict: A\n", "<think>B?</think>Hm.\n**Verdict:** A.\n \n"])
 def test_a_verdict_at_the_end_of_an_answer_that_was_cut_off_counts(words: str, cache: Path) -> None:
     with serving(lambda *_: Reply(words, finish="length")) as server:
         assert compare_responses(client_of(server, cache), [("p", "x", "y", None)]) == [Preference(None, ("A", "A"))]

@@ -208,7 +208,9 @@ def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
         prompt = parts.task.draw(6, torch.Generator().manual_seed(0))
         rollouts = parts.sampler.generate(prompt, 4)
         made[kind] = parts.task.score(rollouts)
-    assert reward_weights(parts.task) == {"rewards/process": 0.5}
+    assert reward_weights(parts.task) == {"rewards/exact": 1.0, "rewards/process": 0.5}
+    listed = configure("sort", {**WORLD, "reward": ("exact", f"0.5*process:{trained / 'process'}"), "prompts": 6})
+    assert listed == config, "the form that versions before wrote is the same list"
     score = model(rollouts)
     torch.testing.assert_close(made["process-score"].reward, score)
     torch.testing.assert_close(made["process"].reward.cumsum(-1), score)

@@ -15,11 +15,13 @@ import torch
 import ascent
 from ascent.assemble import assemble
 from ascent.cli import main as cli
+from ascent.cli.flags import parse_train
 from ascent.core.types import Refused
 from ascent.engines.small.backend import SmallBackend
 from ascent.records.evaluation import calibration, calibration_text
+from ascent.records.watch import reward_weights
 from ascent.rewards.reward_models import bind_task, load_reward_model
-from ascent.settings import configure
+from ascent.settings import config_from, configure
 from ascent.tasks.small.sort import Sort
 
 # ---- calibration ----------------------------------------------------------------------------------
@@ -92,6 +94,51 @@ def test_it_is_a_reward_and_the_true_one_is_measured_beside_it(rated_sort: Path,
     parts = assemble(run.config)
     rollouts = parts.sampler.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
     assert torch.equal(parts.task.score(rollouts).reward, again(rollouts))
+
+
+def test_reward_models_mix_by_weights_in_sort_as_they_do_in_words(rated_sort: Path, tmp_path: Path) -> None:
+    """A list with weights, on the command line, in Python and in config.json; every part is measured by its name."""
+    (tmp_path / "mine.py").write_text("def first(prompt, response):\n    return response[0] / response[1]\n")
+    rewards = (
+        "positions",
+        f"0.5*model:{rated_sort}",
+        f"-2.0*model:{rated_sort}",
+        f"0.1*python:{tmp_path}/mine.py:first",
+    )
+    small = {k: v for k, v in SMALL.items() if k != "show"}
+    config = configure("sort", {**small, "reward": rewards})
+    flags = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert parse_train(["sort", *flags, "--reward", *rewards], "ascent train")[0] == config
+    assert config_from(json.loads(json.dumps(config.to_dict()))) == config
+    parts = assemble(config)
+    rollouts = parts.sampler.generate(parts.task.draw(8, torch.Generator().manual_seed(0)), 4)
+    scores, rating = parts.task.score(rollouts), load_reward_model(rated_sort)(rollouts).squeeze(-1)
+    right = (rollouts.response == rollouts.prompt.sort(-1).values.unsqueeze(1)).float().sum(-1)
+    first = rollouts.response[..., 0] / rollouts.response[..., 1]
+    assert torch.equal(scores.valid, first.isfinite()) and len(scores.errors) == int((~scores.valid).sum()) > 0
+    expected = right - 1.5 * rating + 0.1 * torch.nan_to_num(first, posinf=0.0)
+    torch.testing.assert_close(scores.reward.squeeze(-1)[scores.valid], expected[scores.valid])
+    torch.testing.assert_close(scores.measures["rewards/model-2"], rating)
+    weights = {"rewards/positions": 1.0, "rewards/model": 0.5, "rewards/model-2": -2.0, "rewards/first": 0.1}
+    assert reward_weights(parts.task) == weights and weights.keys() | {"positions"} == scores.measures.keys()
+    assert config.task.max_reward is None
+
+
+def test_a_reward_per_token_and_a_reward_model_share_the_last_token(rated_sort: Path) -> None:
+    more = {**{k: v for k, v in SMALL.items() if k != "show"}, "reward": ("process", f"0.5*model:{rated_sort}")}
+    parts = assemble(configure("sort", more))
+    rollouts = parts.sampler.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
+    rating = load_reward_model(rated_sort)(rollouts)
+    points = (rollouts.response == rollouts.prompt.sort(-1).values.unsqueeze(1)).float()
+    points[..., -1:] += 0.5 * rating
+    torch.testing.assert_close(parts.task.score(rollouts).reward, points)
+
+
+def test_a_weight_alone_scales_a_reward_model(rated_sort: Path) -> None:
+    more = {k: v for k, v in SMALL.items() if k != "show"}
+    parts = assemble(configure("sort", {**more, "reward": f"0.25*model:{rated_sort}"}))
+    rollouts = parts.sampler.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
+    torch.testing.assert_close(parts.task.score(rollouts).reward, 0.25 * load_reward_model(rated_sort)(rollouts))
 
 
 def test_the_kl_is_taken_off_the_learned_reward(rated_sort: Path) -> None:

@@ -350,8 +350,12 @@ def test_a_broken_reward_file_is_refused_early(body: str, name: str, message: st
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"reward": ("exact", "positons")}, "--reward positons: no such reward.*Did you mean positions"),
+        ({"reward": ()}, "--reward is empty: name one or more"),
+        ({"reward": "judge:judge.toml"}, "a judge reads words, and sorting has none"),
+        ({"reward": "inf*exact"}, "no such reward"),
         ({"reward": "positons"}, "--reward positons: no such reward.*Did you mean positions"),
-        ({"reward": "python:nowhere.py:f"}, "there is no file nowhere.py"),
+        ({"reward": "python:nowhere.py:f"}, "there is no file .*nowhere.py"),
         ({"reward": "python:f"}, "python:FILE:NAME"),
         ({"length": 1}, "--length 1"),
         ({"numbers": 1}, "--numbers 1"),

@@ -147,7 +147,7 @@ def take(args: list[str], settings: Iterable[Setting]) -> tuple[dict[str, Any], 
             taken += [words.pop(0)] if words and not taken else []
             values[setting.name] = [*values.get(setting.name, []), *_needed(taken, setting)]
         else:
-            several = get_origin(setting.kind) is tuple
+            several = any(get_origin(kind) is tuple for kind in setting.kinds)
             while words and not is_flag(words[0]) and (several or not taken):
                 taken.append(words.pop(0))
             word_or_words = taken if several else _needed(taken, setting)[0]

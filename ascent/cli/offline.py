@@ -185,7 +185,7 @@ class RewardModelCommand(OfflineCommand):
     Bradley–Terry, and the report is on held-out pairs. All flags of `ascent train`
     apply (`ascent explain reward-model`).
     Then it is a reward like any other: ascent train TASK --reward own 0.5*model:RUN
-    (for sort: --reward model:RUN)
+    (for sort: --reward positions 0.5*model:RUN)
     """
 
     task_of_file = "preferences"
@@ -204,7 +204,7 @@ class ProcessRewardCommand(OfflineCommand):
     those of `ascent label-steps`. It trains a head that scores every step of a
     response. All flags of `ascent train` apply (`ascent train steps --help`).
     Then it is a reward per token: ascent train TASK --reward own 0.5*process:RUN
-    (for sort: --reward process:RUN, or positions+0.5*process:RUN)
+    (for sort: --reward positions 0.5*process:RUN)
     """
 
     task_of_file = "steps"

@@ -226,9 +226,7 @@ class Backend(ABC):
 
     def reward_setting(self, reward: Sequence[str]) -> Any:
         """Rewards as the task's field `reward` has them."""
-        if len(reward) > 1:
-            raise Refused(f"--reward {' '.join(reward)}: this task has one reward; name one")
-        return reward[0]
+        return reward[0] if len(reward) == 1 else tuple(reward)
 
     @abstractmethod
     def reward_model_task(self, config: Config, pairs: Path) -> tuple[Any, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Reward models, process rewards and judges, loaded and handed to the task that names them; and how good one is.
 
 --reward own 0.5*model:RUN 0.1*judge:FILE     for text tasks, with --reward-batch and --reward-device
---reward model:RUN                            for sort
---reward positions+0.5*process:RUN            for sort, step by step
+--reward positions 0.5*model:RUN              for sort
+--reward positions 0.5*process:RUN            for sort, step by step
 """
 
 from dataclasses import asdict

@@ -1,6 +1,6 @@
 """Rewards by name, each with a weight if you like (`own 0.2*python:f.py:brief`).
 
-own                    the task's own check
+own                    the task's own check; a sorting task has several, by name: positions, exact, …
 python:FILE:FUNCTION   f(prompt, response, answer, **columns), a number or (number, reason)
 judge:FILE             a language model that is asked for a score
 model:RUN              a reward model, which rates the whole response
@@ -10,7 +10,8 @@ process:RUN            a process reward, which rates each step
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ascent.tasks.base import refuse
 from ascent.tasks.files import absolute_path, load_python
 
 OWN = "own"
-FORMS = (OWN, r"python:.+:[^:/]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+FORMS = (r"python:.+:[^:/]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
 _PROCESS = ("process reward", "step-value", "process-reward")
 LEARNED = {"model": ("reward model", "bradley-terry", "reward-model"), "process": _PROCESS, "process-score": _PROCESS}
 """Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
@@ -31,18 +32,19 @@ class RewardSource:
     name: str
     """As metrics call it: own, the function's name, judge, model; numbered where two have one name."""
     source: str
-    """own, python:FILE:FUNCTION, judge:FILE, model:RUN or process:RUN, with the whole path."""
+    """own (or the name of one), python:FILE:FUNCTION, judge:FILE, model:RUN or process:RUN, with the whole path."""
     weight: float = 1.0
 
     @property
     def kind(self) -> str:
         """own, python, judge, model, process or process-score."""
-        return self.source.partition(":")[0]
+        kind, colon, _ = self.source.partition(":")
+        return kind if colon else OWN
 
     def verify(self) -> None:
         """Refuse a function or a run that is not there. Nothing is loaded, and a judge's reader checks its settings."""
         if self.kind == "python" and not callable(load_python("--reward", self.source)):
-            refuse(f"--reward {self.source}: a reward is a function f(prompt, response, answer, **columns)")
+            refuse(f"--reward {self.source}: a reward is a function, f(prompt, response, answer, **columns)")
         if self.kind not in LEARNED:
             return
         what, wanted, command = LEARNED[self.kind]
@@ -57,36 +59,40 @@ class RewardSource:
             refuse(f"--reward {self.source}: {run} has no checkpoint yet, so there is no {what} to load")
 
 
-def _split(entry: str) -> tuple[float, str]:
-    """0.5*python:f.py:g -> 0.5, python:f.py:g."""
+def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
+    """0.5*python:f.py:g -> 0.5, python:f.py:g. `own`: the names of the task's own rewards."""
     weighed = re.fullmatch(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)", entry)
     weight, source = (float(weighed[1]), weighed[2].strip()) if weighed else (1.0, entry.strip())
-    if not any(re.fullmatch(form, source) for form in FORMS) or not math.isfinite(weight):
+    if not (source in own or any(re.fullmatch(form, source) for form in FORMS)) or not math.isfinite(weight):
         refuse(
-            f"--reward {entry}: a reward is `own`, the task's check, python:FILE:FUNCTION, judge:FILE, a model that is "
-            "asked, model:RUN, a reward model, or process:RUN, one of steps; with a weight if wanted: 0.5*model:RUN"
+            f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "
+            "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or, for words, judge:FILE (a "
+            "model that is asked), with a weight if wanted: 0.5*model:RUN.",
+            source,
+            own,
         )
     return weight, source
 
 
-def absolute_source(entry: str) -> str:
+def absolute_source(entry: str, own: Collection[str] = (OWN,)) -> str:
     """The entry with the whole path of its file, so that a run can be resumed from any folder."""
-    weight, source = _split(entry)
+    weight, source = _split(entry, own)
     kind, _, where = source.partition(":")
     if kind == "python":
         file, name = where.rsplit(":", 1)
         source = f"python:{absolute_path(file)}:{name}"
-    elif source != OWN:
+    elif source not in own:
         source = f"{kind}:{absolute_path(where)}"
     return source if weight == 1 else f"{weight!r}*{source}"
 
 
-def parse_rewards(entries: Sequence[str]) -> tuple[RewardSource, ...]:
+def parse_rewards(entries: Sequence[str], own: Collection[str] = (OWN,)) -> tuple[RewardSource, ...]:
     """The parts of a reward; an empty list is the task's own check."""
     parts: list[RewardSource] = []
+    names: Counter[str] = Counter()
     for entry in entries or (OWN,):
-        weight, source = _split(entry)
+        weight, source = _split(entry, own)
         name = source.rsplit(":", 1)[-1] if source.startswith("python:") else source.partition(":")[0]
-        taken = sum(other.name.split("-")[0] == name for other in parts)
-        parts.append(RewardSource(name if not taken else f"{name}-{taken + 1}", source, weight))
+        names[name] += 1
+        parts.append(RewardSource(name if names[name] == 1 else f"{name}-{names[name]}", source, weight))
     return tuple(parts)

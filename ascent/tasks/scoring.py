@@ -6,7 +6,8 @@ A process reward scores steps, on top of a task's own reward. A step's reward li
                         so that a response earns nothing by having more steps
     process-score:RUN   the score of each step itself
 
-What else a task rewards lies on the last token of the response.
+What else a task rewards lies on the last token of the response. Small tasks mix their rewards by weights here; text
+tasks mix theirs where they are graded, in words (`text/grading.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.core.types import Prompts, Rollouts, Scores, Space
+from ascent.core.types import Prompts, Rollouts, Scores, Space, at_last
 from ascent.tasks.reward_sources import RewardSource
 
 PerToken = Float[Tensor, "prompt sample token"]
@@ -66,16 +67,25 @@ def gains(score: PerToken, ends: Bool[Tensor, "prompt sample token"]) -> PerToke
     return torch.stack(added, -1)
 
 
+def mix_rewards(scored: Sequence[tuple[RewardSource, Scores]], rollouts: Rollouts, measured: bool) -> Scores:
+    """Σ weight · reward, and what each gives by its name, if that is `measured`. Where one failed, the sum did."""
+    rewards = [scores.reward for _, scores in scored]
+    if any(reward.shape[-1] > 1 for reward in rewards):
+        rewards = [at_last(rollouts, reward) for reward in rewards]
+    total = torch.stack([part.weight * reward for (part, _), reward in zip(scored, rewards, strict=True)]).sum(0)
+    valid = torch.stack([scores.valid for _, scores in scored]).all(0)
+    errors = tuple(error for _, scores in scored for error in scores.errors)
+    measures = {f"rewards/{part.name}": scores.reward.sum(-1) for part, scores in scored} if measured else {}
+    return replace(scored[0][1], reward=total, valid=valid, errors=errors, measures=measures)
+
+
 def add_process_rewards(
     base: Scores, rollouts: Rollouts, parts: Sequence[tuple[RewardSource, PerToken, Tensor]]
 ) -> Scores:
     """Scores with process rewards added, if there are any, each given by its scores and by where steps end."""
     if not parts:
         return base
-    reward = base.reward
-    if reward.shape[-1] == 1:
-        last = (rollouts.mask.cumsum(-1) == rollouts.mask.sum(-1, keepdim=True)) & rollouts.mask
-        reward = torch.where(last, reward, 0.0)
+    reward = at_last(rollouts, base.reward)
     measures = dict(base.measures)
     for part, score, ends in parts:
         earned = gains(score, ends) if part.kind == "process" else torch.where(ends, score, 0.0)

@@ -15,7 +15,7 @@ from ascent.core.types import Prompts, Refused, Streams
 from ascent.engines.backend import Backend, LearnedReward, OfflineSampler, Params, Start
 from ascent.engines.small.engine import SmallLearner, SmallSampler, score_small_responses, score_small_steps
 from ascent.policies.small import Policy, ValueFunction, draw_next
-from ascent.tasks.small import sort
+from ascent.tasks.reward_sources import LEARNED
 from ascent.tasks.small.bound import BoundSmallTask, SmallOfflineTask
 
 SCORES = {"rewards": score_small_responses, "steps": score_small_steps}
@@ -85,11 +85,7 @@ class SmallBackend(Backend):
         return LearnedReward(model.eval().requires_grad_(False), SCORES[config.algorithm.loss.trains], config)
 
     def reward_sources(self, task: Any) -> list[str]:
-        reward = getattr(task, "reward", "")
-        if not isinstance(reward, str):
-            return []
-        entry = sort.learned_part(reward)[1]
-        return [] if entry is None else [entry.source]
+        return list(dict.fromkeys(part.source for part in getattr(task, "rewards", ()) if part.kind in LEARNED))
 
     @torch.no_grad()
     def continue_responses(

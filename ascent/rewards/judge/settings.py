@@ -46,8 +46,8 @@ You compare two responses to one prompt. What counts: {criteria}.
 Say in a sentence or two how they differ. Their order means nothing, and neither does their length. Then close with \
 one line, "Verdict: A", "Verdict: B", or "Verdict: tie" if neither is better."""
 
-SCORE_LINE = r"(?im)^\W*score\W*?[:=]\W*?([-−]?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
-PAIR_LINE = r"(?im)^\W*verdict\W*?[:=]\W*?(a|b|tie)\b\W*$"
+SCORE_LINE = r"(?im)^[^\w\n]*score\W{0,40}?[:=]\W{0,40}?([-−]?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
+PAIR_LINE = r"(?im)^[^\w\n]*verdict\W{0,40}?[:=]\W{0,40}?(a|b|tie)\b\W*$"
 
 
 @dataclass(frozen=True)

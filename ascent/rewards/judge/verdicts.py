@@ -91,14 +91,19 @@ def _without_thoughts(text: str) -> str:
 
 
 def _verdict(answer: Answer, pattern: str, what: str) -> str:
-    """The last match of the pattern in an answer. One that was cut off has to end with it, outside of thoughts."""
+    """The last match of the pattern in an answer.
+
+    One that was cut off has to end with it, outside of thoughts, its line closed: "Score: 1" may be half of 10.
+    """
     text, cut = answer["text"], answer.get("finish") == "length"
     spoken = _without_thoughts(text)
     matches = list(re.finditer(pattern, spoken))
-    if matches and not (cut and ("<think>" in spoken or "\n" in spoken[matches[-1].end(1) :].rstrip())):
+    after = spoken[matches[-1].end(1) :] if matches else ""
+    whole = "\n" in after and "\n" not in after.rstrip() and "<think>" not in spoken
+    if matches and (whole or not cut):
         return matches[-1][1] or ""
     if cut:
-        raise Unparsed(f"the answer was cut off before its {what}: raise --max-tokens (max_tokens)", text)
+        raise Unparsed(f"the answer was cut off before its {what} was whole: raise --max-tokens (max_tokens)", text)
     raise Unparsed(f"the answer is empty, and has no {what}" if not text else f"the answer has no {what}", text)
 
 

@@ -23,7 +23,7 @@ from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import BoundBase, WrittenPrompt
 from ascent.tasks.files import read_jsonl, require_columns, split_held_out, steps_and_labels
 from ascent.tasks.passes import Passes
-from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, offline_rollouts, offline_scores, pad_responses
+from ascent.tasks.scoring import offline_rollouts, offline_scores, pad_responses
 from ascent.tasks.small import sort
 
 END_STEP = "end"
@@ -36,17 +36,12 @@ OFFLINE = {
 
 
 class BoundSmallTask(BoundBase):
-    """A small task, with the reward model or the process reward that its reward names.
-
-    With a learned reward, how many positions are right is measured and earns nothing.
-    """
+    """A small task, with the reward models and process rewards that its rewards name, by source."""
 
     def __init__(self, task: Any, rewards: Mapping[str, Any] | None = None):
         self.task, self.rewards = task, rewards or {}
         self.ends = frozenset({task.space.end} - {None})
-        self.own, self.learned = sort.learned_part(task.reward) if self.rewards else ("", None)
-        process = self.learned is not None and self.learned.kind in PROCESS_KINDS
-        self.reward_parts = (self.learned,) if process else ()
+        self.reward_parts = getattr(task, "rewards", ())
         """The parts of the reward that are measured apart, with their weights."""
         for source, model in self.rewards.items():
             theirs, ours = model.config.task.space, task.space
@@ -54,16 +49,9 @@ class BoundSmallTask(BoundBase):
                 raise Refused(f"--reward {source}: it rates other prompts and responses, {theirs} and not {ours}")
 
     def score(self, rollouts: Rollouts) -> Scores:
-        if self.learned is None:
+        if not self.rewards:
             return self.task.score(rollouts)
-        (model,) = self.rewards.values()
-        base = sort.score_sorting(self.own or "positions", rollouts, self.task.space)
-        points = sort.position_points(rollouts.prompt, sort.response_numbers(rollouts, self.task.space))
-        base = replace(base, measures={"positions": points.sum(-1)})
-        if not self.reward_parts:
-            return replace(base, reward=model(rollouts))
-        base = replace(base, reward=base.reward if self.own else torch.zeros_like(base.reward))
-        return add_process_rewards(base, rollouts, [(self.learned, model(rollouts), rollouts.mask)])
+        return sort.score_rewards(self.task.rewards, rollouts, self.task.space, self.rewards)
 
     def words(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in self.record(ids))

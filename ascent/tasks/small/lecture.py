@@ -35,8 +35,8 @@ _COURSE: dict[str, Any] = {
 class Lecture(SortingTask):
     """Sort [1 0 2], [3 2 4] and [1 2 3]: the course's task, small enough to enumerate."""
 
-    reward: str = "inclusion-ordering"
-    """exact | positions | process | inclusion-ordering | python:FILE:NAME"""
+    reward: str | tuple[str, ...] = "inclusion-ordering"
+    """A list of exact, positions, process, inclusion-ordering, python:FILE:NAME; weights as in 0.5*exact."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "course": {**_COURSE, "weights": "token-mean"},
@@ -58,7 +58,7 @@ class Lecture(SortingTask):
 
     @property
     def loophole(self) -> str | None:
-        if self.reward != "inclusion-ordering":
+        if {part.source for part in self.rewards} != {"inclusion-ordering"}:
             return None
         return "the one answer [1 2 3] earns 4, 4 and 5 of 5 on the three prompts, a local optimum"
 

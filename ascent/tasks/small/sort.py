@@ -7,8 +7,8 @@ three prompts: a local optimum.
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, ClassVar
 
@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ascent.core.menu import nearest
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import SmallTask
 from ascent.tasks.files import absolute_path, load_python
-from ascent.tasks.reward_sources import RewardSource, absolute_source, parse_rewards
+from ascent.tasks.reward_sources import LEARNED, RewardSource, absolute_source, parse_rewards
+from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, mix_rewards
 
 REWARDS = {
     "exact": "1 if the response is the sorted prompt, else 0",
@@ -64,35 +64,50 @@ def inclusion_ordering(prompt: Numbers, response: Responses) -> Float[Tensor, "p
     return (included + ordered).float()
 
 
-def check_reward(reward: str) -> str:
-    """The reward's name, a user's own with its whole path; an unknown or broken one is refused early."""
-    if reward.startswith("python:"):
-        if not callable(load_python("--reward", reward)):
-            raise Refused(f"--reward {reward}: a reward is a function f(prompt, response) -> number")
-        return absolute_source(reward)
-    own, entry = learned_part(reward)
-    if entry is not None:
-        entry.verify()
-        weight = "" if entry.weight == 1 else f"{entry.weight!r}*"
-        reward = f"{own}+{weight}{entry.source}" if own else f"{weight}{entry.source}"
-    if (own or entry is None) and own not in REWARDS:
-        raise Refused(
-            f"--reward {reward}: no such reward. There are {', '.join(REWARDS)}, python:FILE:NAME for your own, "
-            "model:RUN for a reward model, and process:RUN for one of steps." + nearest(own, REWARDS)
-        )
-    return reward
+def read_rewards(reward: str | Sequence[str]) -> tuple[str, ...]:
+    """The entries of a reward list, with whole paths; an unknown or broken one is refused early."""
+    entries: list[str] = []
+    for entry in (reward,) if isinstance(reward, str) else reward:
+        joined = re.fullmatch(r"([^+:*]*)\+(.+:.+)", entry)  # positions+0.5*process:RUN, as it was written before
+        entries += [absolute_source(part, REWARDS) for part in (joined.groups() if joined else [entry])]
+    if not entries:
+        raise Refused(f"--reward is empty: name one or more of {', '.join(REWARDS)}, python:FILE:NAME, model:RUN")
+    for part in parse_rewards(entries, REWARDS):
+        if part.kind == "judge":
+            raise Refused(f"--reward {part.source}: a judge reads words, and sorting has none. Set another reward")
+        part.verify()
+    return tuple(entries)
 
 
-def learned_part(reward: str) -> tuple[str, RewardSource | None]:
-    """positions+0.5*process:RUN as its two parts: a reward of sorting, or nothing, and a learned reward, or none."""
-    parts = re.fullmatch(r"(?:([^+:*]*)\+)?([^+:]*process(?:-score)?:.+)|(model:.+)", reward)
-    if parts is None:
-        return reward, None
-    return parts[1] or "", parse_rewards([absolute_source(parts[2] or parts[3])])[0]
+def score_rewards(
+    rewards: Sequence[RewardSource], rollouts: Rollouts, space: Space, learned: Mapping[str, Any]
+) -> Scores:
+    """Σ weight · reward over a list; `learned`: the reward models and process rewards that it names, by source.
+
+    With a learned reward, how many positions are right is measured, whatever it earns.
+    """
+    outcomes, process = [], []
+    for part in rewards:
+        if part.kind in LEARNED and part.source not in learned:
+            why = "a learned reward rates what a run samples; nothing else can ask it here"
+            raise Refused(f"--reward {part.source}: {why}")
+        if part.kind in PROCESS_KINDS:
+            process.append((part, learned[part.source](rollouts), rollouts.mask))
+        elif part.kind in LEARNED:
+            right = score_sorting("exact", rollouts, space)
+            outcomes.append((part, replace(right, reward=learned[part.source](rollouts))))
+        else:
+            outcomes.append((part, score_sorting(part.source, rollouts, space)))
+    nothing = [(RewardSource("", "", weight=0.0), score_sorting("exact", rollouts, space))] if not outcomes else []
+    scores = mix_rewards(outcomes or nothing, rollouts, bool(outcomes) and len(rewards) > 1)
+    if learned:
+        points = position_points(rollouts.prompt, response_numbers(rollouts, space))
+        scores = replace(scores, measures={"positions": points.sum(-1), **scores.measures})
+    return add_process_rewards(scores, rollouts, process)
 
 
 def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
-    """A response is correct if it is the sorted prompt and nothing more."""
+    """One reward, of sorting or your own. A response is correct if it is the sorted prompt and nothing more."""
     response = response_numbers(rollouts, space)
     points = position_points(rollouts.prompt, response)
     right = points.sum(-1)
@@ -102,8 +117,6 @@ def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     if reward.startswith("python:"):
         value, errors = own_reward(load_python("--reward", reward), rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
-    if learned_part(reward)[1] is not None:
-        raise Refused(f"--reward {reward}: a learned reward rates what a run samples; nothing else can ask it here")
     if reward == "process":
         tokens = rollouts.mask.shape[-1]
         value = torch.nn.functional.pad(points, (0, max(0, tokens - points.shape[-1])))[..., :tokens]
@@ -144,10 +157,15 @@ def own_reward(
 class SortingTask(SmallTask):
     """What the sorting tasks share: the rewards above, and how numbers are shown."""
 
-    reward: str
+    reward: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", check_reward(self.reward))
+        entries = read_rewards(self.reward)
+        object.__setattr__(self, "reward", entries[0] if len(entries) == 1 else entries)
+
+    @property
+    def rewards(self) -> tuple[RewardSource, ...]:
+        return parse_rewards((self.reward,) if isinstance(self.reward, str) else self.reward, REWARDS)
 
     @property
     def space(self) -> Space:
@@ -157,10 +175,12 @@ class SortingTask(SmallTask):
     def max_reward(self) -> float | None:
         length = float(self.space.prompt_length)
         most = {"exact": 1.0, "positions": length, "process": length, "inclusion-ordering": 2 * length - 1}
-        return most.get(self.reward)
+        if any(part.source not in most for part in self.rewards):
+            return None
+        return sum(max(part.weight, 0.0) * most[part.source] for part in self.rewards)
 
     def score(self, rollouts: Rollouts) -> Scores:
-        return score_sorting(self.reward, rollouts, self.space)
+        return score_rewards(self.rewards, rollouts, self.space, {})
 
     def text(self, ids: list[int]) -> str:
         return "[" + " ".join("end" if i == self.space.end else str(i) for i in ids) + "]"
@@ -173,8 +193,9 @@ class SortingTask(SmallTask):
 class Sort(SortingTask):
     """Sort `length` numbers out of 0 … numbers−1; one prompt in five is held out."""
 
-    reward: str = "positions"
-    """exact | positions | process | inclusion-ordering | python:FILE:NAME | model:RUN | [positions+0.5*]process:RUN"""
+    reward: str | tuple[str, ...] = "positions"
+    """A list of exact, positions, process, inclusion-ordering, python:FILE:NAME, model:RUN, process:RUN; weights as in
+    0.5*model:RUN."""
     length: int = 5
     """How many numbers a prompt has."""
     numbers: int = 10
@@ -239,9 +260,10 @@ class Sort(SortingTask):
 
     @property
     def loophole(self) -> str | None:
-        if self.end and self.reward in ("positions", "process", "inclusion-ordering"):
+        sources = {part.source for part in self.rewards}
+        if self.end and sources <= {"positions", "process", "inclusion-ordering"}:
             return "the reward does not ask for the end: sorted numbers with more numbers after them earn all of it"
-        if self.reward != "inclusion-ordering" or self.distinct:
+        if sources != {"inclusion-ordering"} or self.distinct:
             return None
         return (
             "the reward asks whether each number appears, not how often, so where a prompt repeats a number a wrong "
