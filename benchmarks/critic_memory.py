@@ -31,7 +31,7 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
-from ascent.engines.language.learning.states import prove
+from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers import THREADS

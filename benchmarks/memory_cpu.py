@@ -31,7 +31,8 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch, Outputs
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.learning.states import prove, spread, targets
+from ascent.engines.language.learning.states import spread, targets
+from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers import THREADS

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ascent.engines.language.learning.states import prove
+from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM
 from benchmarks.common import close, show
 from benchmarks.memory_cpu import ALGORITHM, SIDES, batch_of

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ascent.core.types import Prompts
-from ascent.engines.language.learning.states import prove
+from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import CausalLM
 from benchmarks.common import close, show

@@ -28,7 +28,8 @@ import torch
 from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.states import hidden_states, prove
+from ascent.engines.language.learning.states import hidden_states
+from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import LanguageModel

@@ -50,12 +50,61 @@ class Tokens:
     chat_template = None
 
 
+WINDOW = {"sliding_window": 16}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    "image_size": 28,
+    "patch_size": 14,
+}
+CHUNKED = {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48, "num_hidden_layers": 4}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("Llama", "Qwen2", "Phi3", "Phi", "Olmo", "Olmo2", "Granite", "Cohere", "Gemma")},
+    **{kind: {} for kind in ("GPT2", "Bloom", "Falcon", "GPTNeoX", "StableLm", "Nemotron", "Mpt", "Glm4", "SmolLM3")},
+    **{kind: dict(WINDOW) for kind in ("Mistral", "Mixtral", "Starcoder2", "Olmo3", "Cohere2")},
+    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+    "GPTJ": {"rotary_dim": 8},
+    "GPTNeo": {"attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2, "window_size": 16},
+    "Qwen3": WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    "Gemma2": WINDOW | {"attn_logit_softcapping": 5.0},
+    "Gemma3Text": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Gemma3": {
+        "text_config": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+    },
+    "GptOss": WINDOW | {"num_local_experts": 4},
+    "Llama4Text": CHUNKED,
+    "Qwen3_5": {
+        "text_config": {"num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+    },
+}
+"""The architectures that are tried, by the names of their configs, and what they need beside SHAPE.
+
+Windows and chunks are of 16 tokens. Where there is a `text_config`, the rest is not about text.
+"""
+
+
+def config_of(kind: str, **more: Any) -> Any:
+    """The config of a tiny model; `dropout` is the value of everything in it that is a rate of dropout."""
+    import transformers
+
+    dropout = more.pop("dropout", None)
+    own = ARCHITECTURES.get(kind, {})
+    shape = {name: value for name, value in SHAPE.items() if kind != "Falcon" or name != "head_dim"}
+    text = shape | own.get("text_config", own) | more
+    config = getattr(transformers, f"{kind}Config")(**(own | {"text_config": text} if "text_config" in own else text))
+    for name, value in vars(config.get_text_config()).items():
+        if dropout is not None and "drop" in name and isinstance(value, float | int):
+            setattr(config.get_text_config(), name, dropout)
+    return config
+
+
 def model_of(kind: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float64, **more: Any) -> LanguageModel:
     """A random model of this architecture whose next token is far from uniform."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**SHAPE | more)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **more)).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -133,8 +182,8 @@ def tiny_tokenizer() -> Any:
     return made
 
 
-def write_tiny(folder: Path, seed: int = 0, **more: Any) -> Path:
-    """A random Llama of 30,000 parameters with this tokenizer, as a folder that `--model` takes.
+def write_tiny(folder: Path, seed: int = 0, kind: str = "Llama", **more: Any) -> Path:
+    """A random Llama (or another kind) of 30,000 parameters with this tokenizer, as a folder that `--model` takes.
 
     Its tokens are far from equally likely, and one in about thirty ends the response.
     """
@@ -143,8 +192,8 @@ def write_tiny(folder: Path, seed: int = 0, **more: Any) -> Path:
     tokenizer = tiny_tokenizer()
     ends = tokenizer.eos_token_id
     shape = {"vocab_size": len(tokenizer), "eos_token_id": ends, "pad_token_id": ends, "bos_token_id": None}
-    longest = {"max_position_embeddings": 4096, "num_hidden_layers": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | shape | longest | more)).eval()
+    longest = {"max_position_embeddings": 4096} | ({"num_hidden_layers": 2} if kind == "Llama" else {})
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **shape | longest | more)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

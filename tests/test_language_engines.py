@@ -19,7 +19,8 @@ from ascent.engines.language.attention import ours
 from ascent.engines.language.learning import head
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
-from ascent.engines.language.learning.states import hidden_states, prove
+from ascent.engines.language.learning.states import hidden_states
+from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
 from ascent.policies import LanguageModel
@@ -55,7 +56,7 @@ def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("kind", SHARING)
 def test_an_architecture_shares_its_prompts(kind: str) -> None:
     lm = model_of(kind)
-    assert prove(lm, 100) is None
+    assert prove(lm, 16) is None
     assert lm.shares
 
 
@@ -67,7 +68,7 @@ def test_a_short_window_falls_back_and_says_so() -> None:
 
 
 def test_a_capped_attention_falls_back_and_says_so() -> None:
-    lm = model_of("Gemma2", attn_logit_softcapping=5.0)
+    lm = model_of("Gemma2", dtype=torch.float32)
     assert "cap" in str(prove(lm, 16))
     assert not lm.shares
 
@@ -315,15 +316,12 @@ def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
         (12, True, False),
     ):
         lm.shares = share
-        if checkpointing:
-            lm.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         learner = learner_of(lm, algorithm, budget, checkpointing=checkpointing)
         terms = learner.gradient(credited(batch, algorithm, learner), algorithm.objective)
         now = torch.cat([gradient_of(learner), terms.objective.view(1)])
         whole = now if whole is None else whole
         assert whole.abs().max() > 1e-4
         assert (now - whole).abs().max() < 1e-12 * max(1.0, float(whole.abs().max()))
-        lm.model.gradient_checkpointing_disable()
 
 
 def test_parts_hold_every_response_once_and_keep_to_the_budget() -> None:

@@ -13,7 +13,7 @@ from ascent.cli import main as cli
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts, to_batch
 from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.learning.states import prove
+from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import CausalLM, LanguageModel
 

@@ -77,14 +77,15 @@ class CausalLM:
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Refused(f"--model {self.model} cannot be loaded: {first}") from None
-        model = model.to(device).eval().requires_grad_(not (self.lora or self.last_layers))
+        model = model.to(device).requires_grad_(False)
         if self.last_layers:
             self._free_last(model)
+        elif not self.lora:
+            for part in (backbone_of(model), model.get_output_embeddings()):  # nothing else reads or writes text
+                part.requires_grad_(True)
         finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
         for p in model.parameters():  # parameters only: of the buffers, rotary frequencies stay in float32
             p.data = p.data.to(dtype)
-        if self.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
         return lm
@@ -96,7 +97,7 @@ class CausalLM:
         return getattr(torch, self.dtype)
 
     def _free_last(self, model: PreTrainedModel) -> None:
-        layers, norm = (getattr(model.get_decoder(), name, None) for name in ("layers", "norm"))
+        layers, norm = (getattr(backbone_of(model), name, None) for name in ("layers", "norm"))
         if layers is None or self.last_layers > len(layers):
             there = "no list of layers" if layers is None else f"only {len(layers)}"
             raise Refused(f"--policy.last-layers {self.last_layers}: the model has {there}")
@@ -132,6 +133,13 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def backbone_of(model: Any) -> Any:
+    """The part from ids to last hidden states. What Llama 4 calls its decoder has the head too."""
+    decoder = model.get_decoder()
+    headed = getattr(decoder, "get_output_embeddings", lambda: None)() is not None
+    return decoder.model if headed and hasattr(decoder, "model") else decoder
+
+
 class LanguageModel(nn.Module):
     """A model with its tokenizer, and what the engines need to know about them.
 
@@ -140,7 +148,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, adapted: Any = None):
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = model.eval(), tokenizer  # for good: training mode would turn dropout on
         self._adapted = (adapted,)  # peft's wrapper of the same module, for saving; in a tuple: it is not a submodule
         own, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
         self.ends = frozenset(e for e in [*(ends if isinstance(ends, list) else [ends]), own] if e is not None)
@@ -158,9 +166,14 @@ class LanguageModel(nn.Module):
         return next(self.model.parameters()).device
 
     @property
+    def config(self) -> Any:
+        """The configuration of the part that reads and writes text: of a composite model (Gemma 3), one of several."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
     def backbone(self) -> nn.Module:
         """The transformer without the head: from ids to last hidden states."""
-        return self.model.get_decoder()
+        return backbone_of(self.model)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any, backbone: nn.Module | None = None) -> Tensor:
         """Last hidden states `[row position width]`, with one of the engines' attention layouts."""

@@ -47,13 +47,14 @@ def ours(model: Any, on: bool = True) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    config._attn_implementation = NAME
     try:
         with rotating(model):
             yield
     finally:
-        model.config._attn_implementation = before
+        config._attn_implementation = before
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

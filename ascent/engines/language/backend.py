@@ -26,7 +26,7 @@ from ascent.engines.language.learning.learner import (
     wider,
 )
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
-from ascent.engines.language.learning.states import prove
+from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies.causal_lm import LanguageModel, pick_device
@@ -193,8 +193,7 @@ class LanguageBackend(Backend):
                 if width < room
                 else f"the prompt has {width} tokens, and the model {room} positions: shorten it"
             )
-        prove(policy, width + limit)
-        policy.shares &= config.policy.share_prompts
+        prove(policy, width + limit, config.policy.share_prompts)
         sampler = self.sampler(config, policy, torch.Generator().manual_seed(seed))
         sampler.load({}, version)
         return sampler
@@ -223,9 +222,9 @@ class LanguageBackend(Backend):
 
 def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
-    why = prove(lm, config.task.max_prompt + config.task.max_tokens)
-    lm.shares &= config.policy.share_prompts
-    if why is None or not config.policy.share_prompts:
+    longest, share = config.task.max_prompt + config.task.max_tokens, config.policy.share_prompts
+    why = prove(lm, longest, share, sampled=config.algorithm.loss.trains == "policy" and config.task.data == "samples")
+    if why is None or not share:
         return ()
     return (
         f"prompts are encoded once per response and not once per group: the architecture does not allow it ({why})",
@@ -234,7 +233,7 @@ def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
 
 def _positions(lm: LanguageModel) -> int | None:
     """The most tokens that the model can read, where its config says it."""
-    return getattr(lm.model.config, "max_position_embeddings", None)
+    return getattr(lm.config, "max_position_embeddings", None)
 
 
 # ---- before training ---------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
     """
     lm = learner.lm
-    model: Any = lm.model.config
+    model = lm.config
     every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
     size = every[0].element_size()
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads")

@@ -44,7 +44,7 @@ class Head:
     @classmethod
     def of(cls, model: Any) -> Head:
         """The head of a transformers model, with the scalings that its config names."""
-        module, config = model.get_output_embeddings(), model.config
+        module, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(
             module.weight, getattr(module, "bias", None), scale, getattr(config, "final_logit_softcapping", None)

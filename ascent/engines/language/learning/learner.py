@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
@@ -125,7 +126,8 @@ class LanguageLearner(InProcessLearner):
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
-        without_dropout(lm)
+        if checkpointing and not _layers(lm.backbone):
+            raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
         if lm.device.type == "cuda":
             fuse(lm.model)
 
@@ -179,11 +181,9 @@ class LanguageLearner(InProcessLearner):
     # ---- steps ----------------------------------------------------------------------------------
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        self.lm.model.train(self.checkpointing)
-        with self._attention(), gradients_into(self._trainable, self._working):
-            terms = super().gradient(mini, objective)
-        self.lm.model.eval()
-        return terms
+        again = checkpointed(self.lm.backbone, self.checkpointing)
+        with self._attention(), again, gradients_into(self._trainable, self._working):
+            return super().gradient(mini, objective)
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         stepped = super().step(mini, objective, update)
@@ -218,11 +218,8 @@ class LanguageLearner(InProcessLearner):
         return torch.log_softmax(logits / micro.temperature, -1), micro.counted[micro.mask].unsqueeze(-1)
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        self.critic.backbone.train(self.checkpointing)
-        with self.critic.attention():
-            summed = super().fit(mini, loss)
-        self.critic.backbone.eval()
-        return summed.cpu()
+        with self.critic.attention(), checkpointed(self.critic.backbone, self.checkpointing):
+            return super().fit(mini, loss).cpu()
 
     def _attention(self) -> AbstractContextManager[None]:
         return ours(self.lm.model, self.lm.shares)
@@ -324,13 +321,28 @@ def gradients_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-def without_dropout(lm: LanguageModel) -> None:
-    """Log-probs are the policy's own only without dropout; then training mode is nothing but checkpointing."""
-    for module in lm.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+@contextmanager
+def checkpointed(backbone: nn.Module, on: bool = True) -> Iterator[None]:
+    """Inside, if `on`, a layer keeps nothing but its input, and the backward pass computes the layer again.
+
+    transformers' own switch works in training mode alone, and that mode turns on whatever dropout, layer dropping or
+    router noise an architecture has. Log-probs are the policy's own only without them, so no model ever enters it.
+    """
+    layers = _layers(backbone) if on else []
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _layers(backbone: nn.Module) -> list[Any]:
+    """The layers that transformers lets one compute again."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
@@ -339,7 +351,7 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
     Of width w and inner width i, a layer keeps 11·w + 4·i numbers: the norms' inputs (in float32), queries, keys,
     values, what they mix, and the four tensors of the gated MLP. With checkpointing that of one layer, and w of each.
     """
-    config: Any = lm.model.config
+    config = lm.config
     size, layers, width = lm.model.dtype.itemsize, config.num_hidden_layers, config.hidden_size
     layer = size * (11 * width + 4 * (getattr(config, "intermediate_size", None) or 4 * width))
     return layer + size * width * layers if checkpointing else layer * layers

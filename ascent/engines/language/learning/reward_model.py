@@ -15,6 +15,7 @@ from ascent.core.types import Rollouts
 from ascent.engines.backend import LearnedReward
 from ascent.engines.language.attention import ours, send
 from ascent.engines.language.learning.states import Forward, States, after_actions, last_states, spread
+from ascent.engines.language.proof import prove
 from ascent.policies.causal_lm import LanguageModel
 
 HEAD = "rating"
@@ -69,6 +70,8 @@ class LanguageRewardModel(LearnedReward):
     def __init__(self, lm: LanguageModel, config: Config, batch: int):
         self.model, self.config, self.batch = lm, config, batch
         self.limit: int = config.task.max_tokens
+        self.proven: int = config.task.max_prompt + config.task.max_tokens
+        """The longest text that its forward pass was proven for."""
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "prompt sample #token"]:
@@ -91,6 +94,9 @@ class LanguageRewardModel(LearnedReward):
         """Nobody sampled these responses, so there are no log-probs."""
         prompts = [self.model.encode(chat) for chat in chats]
         longest, width = max(map(len, prompts)), max(map(len, responses))
+        if longest + width > self.proven:  # another task may have longer prompts than its own training
+            self.proven = longest + width
+            prove(self.model, self.proven, self.model.shares, sampled=False)
         mask = torch.arange(width) < torch.tensor([[len(ids)] for ids in responses]).unsqueeze(-1)
         return Rollouts(
             prompt=torch.tensor([ids + [-1] * (longest - len(ids)) for ids in prompts]),

@@ -1,6 +1,6 @@
 """A language model's forward pass over a batch: its hidden states, packed with shared prompts or plain.
 
-`prove` compares both with the model's own forward pass before a model is used.
+`proof.prove` compares both with the model's own forward pass before a model is used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ascent.core.types import Batch, Refused, Rollouts
-from ascent.engines.language.attention import Group, Packed, ours, send
+from ascent.core.types import Batch, Rollouts
+from ascent.engines.language.attention import Group, Packed, send
 from ascent.engines.language.learning.head import Head
 from ascent.policies.causal_lm import LanguageModel
 
@@ -213,69 +213,3 @@ class Forward(nn.Module):
         pairs = zip(self._names, params, strict=True)
         named = {name: value for names, value in pairs for name in names}
         return torch.func.functional_call(self, named, (batch, read), tie_weights=False)
-
-
-# ---- proof: do our forward passes give what the model's own gives? ----------------------------------
-
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens.
-
-There a single token of a real model is easily 0.3 off, whichever way its sums are ordered.
-"""
-
-
-@torch.no_grad()
-def prove(lm: LanguageModel, longest: int = 0) -> str | None:
-    """Compare, on a few random tokens; None where prompts can be shared, else why not (`lm.shares` says the same).
-
-    `longest`: the tokens that a prompt and its response may have together; an attention window has to hold them.
-    A model whose logits are not those of its head on its last hidden states is refused.
-    """
-    batch, dtype, head = _probe(lm), next(lm.model.parameters()).dtype, Head.of(lm.model)
-    tolerance, action = TOLERANCE.get(dtype, 2e-3), targets(batch, lm.device)[:, None]
-    own = torch.log_softmax(_own_logits(lm, batch), -1).gather(-1, action)
-
-    def gap() -> float:
-        apart = (torch.log_softmax(head.logits(hidden_states(lm, batch)), -1).gather(-1, action) - own).abs()
-        return float(apart.mean() if dtype in (torch.bfloat16, torch.float16) else apart.max())
-
-    lm.shares = False
-    plain = gap()
-    if not plain < tolerance:
-        raise Refused(
-            f"{type(lm.model).__name__}: its logits are not its head times its last hidden states (log-probs are "
-            f"{plain:.2g} apart), so Ascent cannot train it"
-        )
-    lm.shares = True
-    window = getattr(lm.model.config, "sliding_window", None) or longest
-    why = f"its attention sees {window} tokens, and there may be {longest}" if window < longest else None
-    try:
-        with ours(lm.model):
-            shared = gap()
-    except Exception as error:  # whatever an architecture of any kind does with a layout that it does not know
-        why = f"{type(error).__name__}: {error}"
-    else:
-        why = why or (None if shared < tolerance else f"log-probs would be {shared:.2g} off")
-    lm.shares = why is None
-    return why
-
-
-def _probe(lm: LanguageModel) -> Rollouts:
-    """Two groups of random tokens, ragged in every way."""
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(lm.vocab, (2, 7), generator=generator)
-    prompt[1, 4:] = -1
-    response = torch.randint(lm.vocab, (2, 3, 5), generator=generator)
-    mask = torch.arange(5) < torch.tensor([[5, 1, 3], [2, 5, 4]]).unsqueeze(-1)
-    return Rollouts(prompt, response, mask, torch.zeros(2, 3, 5), 5, torch.zeros(2, 3, dtype=torch.bool))
-
-
-def _own_logits(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "state vocab"]:
-    """What the model itself says, one unpadded sequence at a time, in float32 or better."""
-    logits = []
-    for row, responses, masks in zip(batch.prompt, batch.response, batch.mask, strict=True):
-        prompt = row[row >= 0]
-        for response, mask in zip(responses, masks, strict=True):
-            ids = torch.cat([prompt, response[mask]]).to(lm.device)
-            logits.append(lm.model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1])
-    return torch.cat(logits).to(torch.promote_types(logits[0].dtype, torch.float32))

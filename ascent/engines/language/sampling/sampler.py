@@ -381,6 +381,6 @@ class PlainDecoder:
                 keep = torch.tensor([i for i, on in enumerate(going) if on], dtype=torch.long, device=device)
                 row, token, mask = [row[i] for i in keep], token[keep], mask[keep]
                 if row:
-                    cache.batch_select_indices(keep)
+                    cache.reorder_cache(keep)  # type: ignore[arg-type]
             tokens = token[:, None]
             mask = torch.cat([mask, mask.new_ones(len(row), 1)], -1)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
+from ascent.policies.causal_lm import backbone_of
 
 SLOT, LENGTH, LAST, SEED, DONE = range(5)
 """The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens."""
@@ -210,7 +211,7 @@ class Llama:
     @classmethod
     def of(cls, model: Any) -> Llama:
         """Describe a transformers model. Raises Unlike; else its matrices have been laid side by side."""
-        backbone, head = model.get_decoder(), Head.of(model)
+        backbone, head = backbone_of(model), Head.of(model)
         if head.scale != 1.0 or head.cap is not None:
             raise Unlike("its logits are scaled or capped")
         try:
