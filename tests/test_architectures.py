@@ -16,8 +16,8 @@ from ascent.core.update import Adam
 from ascent.engines.language.backend import _positions
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, bytes_per_token
 from ascent.engines.language.proof import prove
-from ascent.policies import LanguageModel
-from tests.language import ARCHITECTURES, VOCAB, model_of, rewarded, sampler_of, write_tiny
+from ascent.policies import CausalLM, LanguageModel
+from tests.language import ARCHITECTURES, VOCAB, model_of, rewarded, sampler_of, tiny_tokenizer, write_tiny
 
 
 def batch_of(lengths: tuple[tuple[int, ...], ...] = ((3, 5), (4, 2)), prompt: int = 4) -> Batch:
@@ -143,7 +143,7 @@ def test_a_model_of_several_parts_is_trained(tmp_path: Path) -> None:
 
     folder = write_tiny(tmp_path / "model", kind="Gemma3")
     settings = {"steps": 2, "prompts": 2, "samples": 3, "max_tokens": 8, "eval_prompts": 2, "reward_workers": 1}
-    for number, more in enumerate(({}, {"policy.last_layers": 1, "policy.checkpointing": True})):
+    for number, more in enumerate(({}, {"policy.lora": 2}, {"policy.last_layers": 1, "policy.checkpointing": True})):
         run = ascent.train("countdown", out=tmp_path / str(number), model=str(folder), show=False, **settings, **more)
         assert run.status == "finished"
         assert max(line["sampling/sampling_logp_difference/mean"] for line in run.metrics) < 1e-4
@@ -179,3 +179,56 @@ def test_positions_that_do_not_depend_on_the_length_are_not_refused() -> None:
 def test_a_model_that_looks_ahead_is_refused() -> None:
     with pytest.raises(Refused, match="depends on the tokens behind it"):
         prove(model_of("Bert", dtype=torch.float32, is_decoder=False))
+
+
+# ---- adapters ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "tied", "why"),
+    [
+        ("lm_head", False, "the head for words gets no adapter"),
+        ("q_proj,lm_head", False, "lora-targets lm_head: the head for words gets no adapter"),
+        ("lm_head", True, "the head for words gets no adapter"),
+        ("embed_tokens", True, "here that is the embedding's"),
+        ("q_proj,nonsense", False, "lora-targets nonsense: the model has no part of this name"),
+        ("q_proj,", False, "no part of this name"),
+        ("", False, "no part of this name"),
+        ("self_attn", False, "not supported"),
+    ],
+)
+def test_adapters_on_the_head_or_on_nothing_are_refused(targets: str, tied: bool, why: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, tie_word_embeddings=tied)
+    with pytest.raises(Refused, match=why):
+        CausalLM(str(folder), device="cpu", lora=4, lora_targets=targets).load()
+
+
+@pytest.mark.parametrize(("targets", "count"), [("q_proj, v_proj", 4), ("embed_tokens", 1), ("all-linear", 14)])
+def test_every_adapter_is_trained(targets: str, count: int, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, tie_word_embeddings=False)
+    lm, row = CausalLM(str(folder), device="cpu", lora=4, lora_targets=targets).load(), ALGORITHMS["reinforce"]
+    prove(lm, 12)
+    learner_of(lm).step(batch_of(), row.objective, Adam(lr=1e-2))
+    moved = [name for name, p in lm.trained().items() if "_B" in name and bool((p != 0).any())]
+    assert len(moved) == len(lm.trained()) / 2 == count
+
+
+# ---- prompts without a template ----------------------------------------------------------------------
+
+
+def test_a_prompt_does_not_end_in_the_end_token_that_a_tokenizer_appends() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    lm = model_of()
+    lm.tokenizer = tiny_tokenizer()
+    lm.tokenizer.chat_template = None
+    start, end = lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id
+    lm.ends = frozenset({end})
+    plain = lm.tokenize("2+2=")
+    special = [(lm.tokenizer.bos_token, start), (lm.tokenizer.eos_token, end)]
+    single = f"{lm.tokenizer.bos_token} $A {lm.tokenizer.eos_token}"
+    lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    assert lm.tokenizer("2+2=")["input_ids"] == [start, *plain, end]
+    assert lm.encode([{"role": "user", "content": "2+2="}]) == [start, *plain]
+    written = f"2+2={lm.tokenizer.eos_token}"  # one that the text itself ends in stays
+    assert lm.encode([{"role": "user", "content": written}]) == [start, *plain, end]

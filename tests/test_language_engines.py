@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ascent.engines.language.learning.states import hidden_states
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.policies import LanguageModel
+from ascent.policies import CausalLM, LanguageModel
 from ascent.settings import configure
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
 
@@ -557,9 +558,12 @@ def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: fl
     assert 0.1 * delta < kl <= delta
 
 
-def test_a_trust_region_in_bfloat16_is_refused() -> None:
-    with pytest.raises(Refused, match="float32"):
-        learner_of(model_of(dtype=torch.bfloat16), ALGORITHMS["trpo"])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_trust_region_in_bfloat16_is_refused_with_adapters_too(lora: int, tiny_folder: Path) -> None:
+    """Adapters are in float32, and the model around them is not."""
+    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu", lora=lora).load()
+    with pytest.raises(Refused, match=r"--policy\.dtype float32"):
+        learner_of(lm, ALGORITHMS["trpo"])
 
 
 def test_a_sampler_that_nobody_loads_sees_every_step() -> None:

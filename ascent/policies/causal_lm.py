@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,7 +34,7 @@ class CausalLM:
     lora_alpha: float = 32.0
     """LoRA's scale: the adapters' output is multiplied by alpha/rank."""
     lora_targets: str = "all-linear"
-    """Modules that get adapters: all-linear, or names separated by commas."""
+    """Modules that get adapters: all-linear, or names separated by commas. The head for words gets none."""
     last_layers: int = 0
     """Train only this many last layers and the norm after them; 0: every parameter (or LoRA's)."""
     checkpointing: bool = False
@@ -110,15 +111,34 @@ class CausalLM:
             from peft import LoraConfig, get_peft_model
         except ImportError:
             raise Refused("--policy.lora needs peft: pip install 'ascent-rl[lm]'") from None
-        targets = self.lora_targets if self.lora_targets == "all-linear" else self.lora_targets.split(",")
         alpha: Any = self.lora_alpha
-        config = LoraConfig(r=self.lora, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+        config = LoraConfig(r=self.lora, lora_alpha=alpha, task_type="CAUSAL_LM", **self._targets(model))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
                 return get_peft_model(model, config)
             except ValueError as error:
                 raise Refused(f"--policy.lora-targets {self.lora_targets}: {error}") from None
+
+    def _targets(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Which modules of the backbone get adapters, in peft's words. peft skips a name that it does not find."""
+        names = {module: name for name, module in model.named_modules()}
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        inside = {names[module] for module in backbone_of(model).modules()}
+        targets = [name.strip() for name in self.lora_targets.split(",")]
+        for target in targets if targets != ["all-linear"] else []:
+            places = {name for name in names.values() if f".{name}".endswith(f".{target}")} if target else set()
+            wrong = None if places & inside else "the model has no part of this name that reads text"
+            if names[head] in places or (names[embedding] in places and head.weight is embedding.weight):
+                wrong = "the head for words gets no adapter: log-probs are computed from its matrix, chunk by chunk"
+                wrong += "" if names[head] in places else ", and here that is the embedding's"
+            if wrong is not None:
+                raise Refused(f"--policy.lora-targets {target}: {wrong}. Set all-linear, or other names")
+        outside = [name for module, name in names.items() if isinstance(module, nn.Linear) and name not in inside]
+        return {
+            "target_modules": targets[0] if targets == ["all-linear"] else targets,
+            "exclude_modules": [name for name in outside if name != names[head]] or None,
+        }
 
 
 def pick_device(name: str) -> torch.device:
@@ -181,10 +201,18 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """The ids of a chat in its template, ready for the answer; without a template, of the plain text."""
+        """The ids of a chat in its template, ready for the answer; without a template, of the plain text.
+
+        Some tokenizers put their end token behind a text. A response continues the prompt, so it is taken off again.
+        """
         if self.tokenizer.chat_template is None:
-            return list(self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+            text = "\n\n".join(message["content"] for message in messages)
+            ids = list(self.tokenizer(text)["input_ids"])
+            return ids[: len(ids) - max(0, self._ends_behind(ids) - self._ends_behind(self.tokenize(text)))]
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def _ends_behind(self, ids: list[int]) -> int:
+        return len(list(takewhile(self.ends.__contains__, reversed(ids))))
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, with no special token added."""

@@ -121,8 +121,8 @@ class LanguageLearner(InProcessLearner):
         exact = self._working[0].dtype == torch.float64
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         self.train_critic(critic, critic_update)
-        if update.whole and narrow:
-            raise Refused(
+        if update.whole and any(p.dtype in (torch.bfloat16, torch.float16) for p in lm.model.parameters()):
+            raise Refused(  # adapters are in float32 and do not help: log-probs are those of the whole model
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )

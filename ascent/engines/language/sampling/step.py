@@ -224,6 +224,8 @@ class Llama:
             raise Unlike(f"it has other parts than Llama ({error})") from None
         if kind not in STEADY:
             raise Unlike(f"its rotary positions are {kind}")
+        if type(model.get_input_embeddings()) is not nn.Embedding:
+            raise Unlike(f"its embedding is {type(model.get_input_embeddings()).__name__}, not plain")
         layers = [_layer(layer) for layer in backbone.layers]
         heads = backbone.layers[0].self_attn.k_proj.weight.shape[0] // channel
         if len({p.dtype for p in model.parameters()}) > 1 or len({p.device for p in model.parameters()}) > 1:
