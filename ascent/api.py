@@ -114,7 +114,7 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
             groups, saved = checkpoint.load_checkpoint(chosen)
         first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_cut(sizes)
-        parts = assemble(existing.config, fresh=chosen is None)
+        parts = assemble(existing.config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
         if chosen is not None:
             parts.streams.restore(groups.pop("rng"))
             parts.learner.restore(groups)
@@ -146,6 +146,8 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
                 display.say(note)
+            if config.init is not None:
+                writer.keep_start(Path(config.init))
             evaluate = parts.evaluator(writer.held_out)
             loop(config, parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
         done = len(Run(folder.path).metrics) >= config.steps

@@ -1,5 +1,6 @@
 """What the loop is handed: the task, the sampler and the learner of a config. The backend makes them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,19 @@ class Parts:
             part.close()
 
 
-def assemble(config: Config, fresh: bool = True) -> Parts:
-    """The parts of a config. Not `fresh`: a checkpoint will fill in the parameters."""
+def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> Parts:
+    """The parts of a config.
+
+    `groups`: what a checkpoint will fill in; of --init only the reference is then needed, and only if it is not among
+    them. `kept`: where the run keeps the parameters that it started from.
+    """
     torch.set_num_threads(config.threads or torch.get_num_threads())
     backend, streams = backend_of(config), Streams(config.seed)
     check_rewards(backend, config.task)
     backend.check(config)
-    start = None
-    if config.init is not None and (fresh or backend.reloads_start):
-        source = init_folder(config.init)
+    start, fresh = None, not groups
+    if config.init is not None and (fresh or (config.algorithm.reference.kept and "reference" not in groups)):
+        source = kept or init_folder(config.init, resumed=not fresh)
         start = Start(source, checkpoint.params(source))
     model, notes = backend.model(config, streams, start)
     learner = backend.learner(config, model, streams)
@@ -106,13 +111,18 @@ def steps_of(passes: float, prompts: int, task: Any) -> int:
     return task.passes.steps(passes, prompts)
 
 
-def init_folder(init: str | Path) -> Path:
+def init_folder(init: str | Path, resumed: bool = False) -> Path:
     """The folder with the params.safetensors that --init names: a run's newest checkpoint, or this very folder."""
     folder = Path(init)
     if (folder / "run.json").exists():
         if not Run(folder).checkpoints:
             raise Refused(f"--init {init}: that run has no checkpoint yet")
         folder = Run(folder).checkpoints[-1]
+    if resumed and not (folder / "params.safetensors").exists():
+        raise Refused(
+            f"--init {init} is gone, and its policy is the reference of this run, which an earlier version began: put "
+            "it back there"
+        )
     if not (folder / "params.safetensors").exists():
         raise Refused(f"--init {init}: neither a run nor a folder with params.safetensors")
     return folder.resolve()

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from ascent import api
@@ -90,7 +91,9 @@ def bits(run: Path) -> dict[str, Any]:
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
     last = checkpoint.complete(run / "checkpoints")[-1]
     for path in last.glob("*.safetensors"):
-        found |= {f"{path.stem} {k}": v.numpy().tobytes() for k, v in load_file(path).items()}
+        found |= {
+            f"{path.stem} {k}": v.flatten().view(torch.uint8).numpy().tobytes() for k, v in load_file(path).items()
+        }
     state = json.loads((last / "state.json").read_text())
     found["state"] = (last.name, state["step"], state["state"])
     for where in folder.BY_STEP:

@@ -128,8 +128,6 @@ class Backend(ABC):
     typed one has no answer to score a response by."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions run.json lists, beside those of every run."""
-    reloads_start: ClassVar[bool] = False
-    """Is --init loaded on a resume too, because the reference is in no checkpoint until it has moved?"""
     enumerates: ClassVar[bool] = False
     """Can its policies give the probability of every response, where there are few? Then E[R] is exact."""
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from ascent.core.types import Refused
 from ascent.records.folder import numbered_files
 
 Groups = dict[str, dict[str, Tensor]]
+START = "start"
+"""The folder, among the checkpoints, of the parameters that a run starts from."""
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
@@ -48,6 +51,39 @@ def _drop(path: Path) -> None:
     gone = path.with_name(f".dropping-{path.name}")
     os.replace(path, gone)
     shutil.rmtree(gone)
+
+
+def keep_start(source: Path, folder: Path) -> None:
+    """Keep the parameters that a run starts from as `folder/start`.
+
+    Those of a checkpoint are linked where the disk allows it: its files never change, and nothing is stored twice.
+    """
+    final, aside = folder / START, folder / f".writing-{START}"
+    if final.exists():
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    checkpointed = (source / "manifest.json").exists()
+    for name in ("params.safetensors", "manifest.json")[: 1 + checkpointed]:
+        with suppress(OSError):
+            if checkpointed:
+                os.link(source / name, aside / name)
+        if not (aside / name).exists():
+            shutil.copyfile(source / name, aside / name)
+            flush(aside / name)
+    flush(aside)
+    os.replace(aside, final)
+    flush(folder)
+
+
+def start_of(folder: Path) -> Path | None:
+    """Where a run keeps the parameters that it starts from, if it does."""
+    return folder / START if (folder / START).exists() else None
+
+
+def drop_start(folder: Path) -> None:
+    if (folder / START).exists():
+        _drop(folder / START)
 
 
 def complete(folder: Path) -> list[Path]:

@@ -307,6 +307,19 @@ class Writer:
         best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
         checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep, best)
         self.folder.run["best"] = best
+        if not self._needs_start():
+            checkpoint.drop_start(self.folder.path / "checkpoints")
+
+    def keep_start(self, source: Path) -> None:
+        """Hold what the run starts from, as long as a resume needs it: the source may vanish."""
+        if self._needs_start():
+            checkpoint.keep_start(source, self.folder.path / "checkpoints")
+
+    def _needs_start(self) -> bool:
+        """Before the first checkpoint; afterwards for the reference, if a checkpoint does not hold it."""
+        saved = checkpoint.complete(self.folder.path / "checkpoints")
+        held = all((path / "reference.safetensors").exists() for path in saved)
+        return not saved or (self.config.algorithm.reference.kept and not held)
 
     def dump(self, step: int, batch: Batch) -> str:
         path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"

@@ -52,10 +52,20 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
     config = config_from(settings)
     if not (Path(folder) / "run.json").exists():
         start(config, folder, Display())
-    elif Run(folder).config.to_dict() != config.to_dict():
+    elif not _is_run_of(config, Run(folder).config):
         raise Refused(f"{folder} holds a run of other settings; choose another --out")
     else:
         resume(folder, Display())
+
+
+def _is_run_of(asked: Config, run: Config) -> bool:
+    """Is it the run that was asked for? It has filled in which checkpoint --init was, and the steps of its passes."""
+    init = None if run.init is None or asked.init is None else Path(run.init)
+    if init is not None and Path(asked.init or "").resolve() in (init, *init.parents):
+        asked = replace(asked, init=run.init)
+    if run.data_epochs is not None:
+        asked = replace(asked, steps=run.steps)
+    return run.to_dict() == asked.to_dict()
 
 
 def _slug(name: str) -> str:

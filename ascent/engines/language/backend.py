@@ -47,7 +47,6 @@ class LanguageBackend(Backend):
     task_kind = "text"
     words = True
     packages = ("transformers", "peft")
-    reloads_start = True
 
     def mismatch(self, config: Config) -> str:
         return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"

@@ -1,0 +1,160 @@
+"""A run that starts from another one holds what it needs of it: the source may vanish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ascent
+from ascent.core.types import Refused, Trouble
+from ascent.records import checkpoint
+from ascent.records.display import Display
+from ascent.records.run import Run, Writer
+from ascent.settings import configure
+from ascent.workflows import compare as comparison
+from tests.test_resume import bits, differing
+
+SMALL: dict[str, Any] = {"length": 3, "numbers": 4, "policy.width": 8, "policy.layers": 1, "policy.heads": 2}
+QUICK: dict[str, Any] = {
+    **{"prompts": 2, "eval_every": 50, "eval_prompts": 2, "threads": 1, "checkpoint_every": 1, "keep": 3, "steps": 3},
+    **{"record_rollouts": "none", "keep_best": False, "show": False, "preflight": False},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "no reference": {"algorithm": "reinforce"},
+    "a frozen reference": {"algorithm": "grpo"},
+    "a reference that moves later": {"algorithm": "grpo", "reference": "every", "reference.n": 2},
+    "a reference that moves at once": {"algorithm": "grpo", "reference": "moving-average"},
+    "a critic": {"algorithm": "ppo"},
+    "LoRA": {"algorithm": "grpo", "policy.lora": 2},
+    "the last layer": {"algorithm": "grpo", "policy.last_layers": 1},
+    "bfloat16": {"algorithm": "grpo", "policy.dtype": "bfloat16"},
+    "preference pairs": {"algorithm": "dpo"},
+    "a reward model": {"algorithm": "reward-model"},
+}
+OFFLINE = ("dpo", "reward-model")
+
+
+def stopped(patch: pytest.MonkeyPatch, task: str, out: Path, after: int, **settings: Any) -> None:
+    """A run that stops after this step, with a checkpoint."""
+    with patch.context() as inside:
+        inside.setattr(Writer, "stopping", lambda self: self.last.get("step", -1) >= after)
+        ascent.train(task, out=out, **settings)
+    assert Run(out).status == "interrupted"
+
+
+def world(kind: str, tmp_path: Path, model: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """The tasks of a small or of a language run by their kind of data, and their settings."""
+    if kind == "small":
+        return {"samples": "sort", "pairs": "sort"}, SMALL | QUICK
+    rows = [{"prompt": f"{i} + 1", "answer": str(i), "chosen": str(i), "rejected": "no"} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = {"samples": f"jsonl:{tmp_path / 'rows.jsonl'}", "pairs": f"preferences:{tmp_path / 'rows.jsonl'}"}
+    return tasks, QUICK | {"model": str(model), "max_tokens": 4, "reward_workers": 1}
+
+
+SOME = ("no reference", "a frozen reference", "a reward model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "case"), [*(("small", case) for case in SOME), *(("language", case) for case in CASES)]
+)
+def test_a_run_resumes_when_what_it_started_from_is_gone(
+    kind: str, case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tasks, settings), own = world(kind, tmp_path, tiny_folder), CASES[case]
+    first = {key: value for key, value in own.items() if key.startswith("policy.")}
+    ascent.train(
+        tasks["samples"],
+        out=tmp_path / "source",
+        **settings | first | {"algorithm": "reinforce", "samples": 2, "lr": 0.01},
+    )
+    settings = (
+        settings | own | {"init": str(tmp_path / "source")} | ({} if own["algorithm"] in OFFLINE else {"samples": 2})
+    )
+    task = tasks["pairs" if own["algorithm"] in OFFLINE else "samples"]
+    if task.startswith("preferences") and own["algorithm"] == "reward-model":
+        settings["preset"] = "reward-model"
+    ascent.train(task, out=tmp_path / "whole", **settings)
+    stopped(monkeypatch, task, tmp_path / "again", 0, **settings)
+    kept = checkpoint.start_of(tmp_path / "again/checkpoints")
+    if case in ("no reference", "a critic", "a reward model") or task == "sort" or "at once" in case:
+        assert kept is None, "nothing is kept that no resume needs"
+    else:
+        source = Run(tmp_path / "source").checkpoints[-1] / "params.safetensors"
+        assert kept is not None and (kept / "params.safetensors").samefile(source), "a link: not stored twice"
+    shutil.rmtree(tmp_path / "source")
+    run = ascent.resume(tmp_path / "again", Display())
+    assert run.status == "finished" and not (tmp_path / "source").exists()
+    assert differing(tmp_path / "again", bits(tmp_path / "whole")) == []
+    if own["algorithm"] != "reward-model":
+        assert run.policy is not None
+
+
+@pytest.mark.long
+def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SMALL | QUICK | {"samples": 2}
+    ascent.train("sort", out=tmp_path / "source", **settings)
+    settings |= {"init": str(tmp_path / "source"), "checkpoint_every": 4, "steps": 2}
+    ascent.train("sort", out=tmp_path / "whole", **settings)
+
+    def killed(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "checkpoint", killed)
+        with pytest.raises(Trouble, match="MemoryError"):
+            ascent.train("sort", out=tmp_path / "again", **settings)
+    assert not Run(tmp_path / "again").checkpoints
+    shutil.rmtree(tmp_path / "source")
+    assert ascent.resume(tmp_path / "again", Display()).status == "finished"
+    one, two = (checkpoint.params(Run(tmp_path / name).checkpoint()) for name in ("whole", "again"))
+    assert all(bool((one[name] == two[name]).all()) for name in one)
+    assert checkpoint.start_of(tmp_path / "again/checkpoints") is None
+
+
+@pytest.mark.slow
+def test_a_run_of_before_resumes_where_its_start_is_still_there(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no copy of its own. Without a reference it needs none; with one the start is kept from now on."""
+    settings = QUICK | {"model": str(tiny_folder), "max_tokens": 4, "reward_workers": 1, "samples": 2}
+    ascent.train("countdown", out=tmp_path / "source", **settings)
+    settings["init"] = str(tmp_path / "source")
+    for row in ("reinforce", "grpo", "rloo"):
+        stopped(monkeypatch, "countdown", tmp_path / row, 0, **settings | {"algorithm": row})
+        shutil.rmtree(tmp_path / row / "checkpoints/start", ignore_errors=True)
+    assert ascent.resume(tmp_path / "rloo", Display()).status == "finished"
+    shutil.rmtree(tmp_path / "source")
+    assert ascent.resume(tmp_path / "reinforce", Display()).status == "finished"
+    with pytest.raises(Refused, match="is gone, and its policy is the reference of this run"):
+        ascent.resume(tmp_path / "grpo", Display())
+    assert checkpoint.start_of(tmp_path / "rloo/checkpoints") is not None
+
+
+def test_a_start_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
+    """Someone may write into such a folder; a checkpoint never changes."""
+    (tmp_path / "params.safetensors").write_bytes(b"some")
+    checkpoint.keep_start(tmp_path, tmp_path / "checkpoints")
+    kept = checkpoint.start_of(tmp_path / "checkpoints")
+    assert kept is not None and not (kept / "params.safetensors").samefile(tmp_path / "params.safetensors")
+    assert [path.name for path in kept.iterdir()] == ["params.safetensors"]
+    checkpoint.drop_start(tmp_path / "checkpoints")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_comparison_from_a_run_is_found_again(tmp_path: Path) -> None:
+    settings = SMALL | {key: QUICK[key] for key in ("prompts", "eval_prompts", "threads", "steps")} | {"samples": 2}
+    ascent.train("sort", out=tmp_path / "source", show=False, **settings)
+    config = configure("sort", settings | {"init": str(tmp_path / "source")})
+    for _ in range(2):
+        comparison.run_one(config.to_dict(), str(tmp_path / "one"))
+    with pytest.raises(Refused, match="holds a run of other settings"):
+        comparison.run_one(config.to_dict() | {"init": None}, str(tmp_path / "one"))
