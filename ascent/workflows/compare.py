@@ -59,12 +59,14 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
 
 
 def _is_run_of(asked: Config, run: Config) -> bool:
-    """Is it the run that was asked for? It has filled in which checkpoint --init was, and the steps of its passes."""
+    """Is it the run that was asked for? It has decided what was open: --init's checkpoint, steps, old log-probs."""
     init = None if run.init is None or asked.init is None else Path(run.init)
     if init is not None and Path(asked.init or "").resolve() in (init, *init.parents):
         asked = replace(asked, init=run.init)
     if run.data_epochs is not None:
         asked = replace(asked, steps=run.steps)
+    if asked.old_logp == "auto":
+        asked = replace(asked, old_logp=run.old_logp)
     return run.to_dict() == asked.to_dict()
 
 
