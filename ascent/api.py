@@ -23,7 +23,7 @@ from ascent.records.folder import RunFolder, refuse_taken
 from ascent.records.run import Run, Writer, about, default_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
-from ascent.settings import config_from, configure, refuse_two_lengths
+from ascent.settings import check_length, config_from, configure
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
 """The metrics in run.json's `result`."""
@@ -41,7 +41,7 @@ def train(
 
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
-    refuse_two_lengths(settings)
+    check_length(settings)
     return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
 
 

@@ -170,6 +170,9 @@ class Resolved:
     def config(self) -> Config:
         axes = dict(self.chosen)
         policy = axes.pop("policy")
+        passes = self.plain.get("data_epochs")
+        if passes is not None and not 0 < passes < float("inf"):
+            raise Refused(f"--data-epochs is {passes:g}: set a number of passes above 0")
         needed, samples = self.needs.get("samples"), self.plain.get("samples")
         if needed not in (None, samples):
             raise Refused(
@@ -226,11 +229,11 @@ def row_needs(loss: Any, update: Any) -> dict[str, int]:
     return samples | ({"epochs": 1, "minibatches": 1} if update.whole else {})
 
 
-def refuse_two_lengths(settings: Settings) -> None:
+def check_length(settings: Settings) -> None:
     """Refuse a number of steps and a number of passes in one call."""
     steps, passes = settings.get("steps"), settings.get("data_epochs")
     if steps is not None and passes is not None:
-        raise Refused(f"--steps {steps} and --data-epochs {passes:g} both say how long the run is: give one of them")
+        raise Refused(f"--steps {steps} and --data-epochs {passes} both say how long the run is: give one of them")
 
 
 def canonical(key: str) -> str:

@@ -158,10 +158,12 @@ def test_endless_prompts_have_no_passes(tmp_path: Path) -> None:
 
 
 def test_the_later_of_steps_and_data_epochs_counts(offline: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="--steps 5 and --data-epochs 2 both say how long"):
+    with pytest.raises(Refused, match=r"--steps 5 and --data-epochs 2\.0 both say how long"):
         parse_train(["sort", "--steps", "5", "--data-epochs", "2"], "ascent train")
     with pytest.raises(Refused, match="both say how long"):
         ascent.train("sort", show=False, steps=5, data_epochs=2.0)
+    with pytest.raises(Refused, match="--data-epochs is 'two'"):
+        ascent.train("sort", show=False, data_epochs="two")
     for wrong in ("0", "-1", "inf", "nan"):
         with pytest.raises(Refused, match=r"--data-epochs is .* above 0"):
             parse_train(["sort", "--data-epochs", wrong], "ascent train")

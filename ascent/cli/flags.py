@@ -29,11 +29,11 @@ from ascent.settings import (
     Setting,
     Settings,
     canonical,
+    check_length,
     configure,
     field_docs,
     find_task,
     flatten,
-    refuse_two_lengths,
     refuse_unknown_fields,
     resolve,
     settings_of,
@@ -273,7 +273,7 @@ def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> t
             refuse_unknown_fields(axis, type(resolved.chosen[axis]), [name])
     plain_words(f"{prog} {task}", rest, settings, most=0)
     values = {name: value for name, value in values.items() if not (name in ("lr", "model") and value is None)}
-    refuse_two_lengths(values)
+    check_length(values)
     common = {name: value for name, value in (shared or {}).items() if name not in resolved.needs}
     config = configure(task, *layers, common, names, values)
     backend = backend_of(config)

@@ -73,8 +73,6 @@ class Config:
     def __post_init__(self) -> None:
         check_counts(1, **{name: getattr(self, name) for name in _ONE_OR_MORE})
         check_counts(0, **{name: getattr(self, name) for name in _NOT_NEGATIVE})
-        if self.data_epochs is not None and not 0 < self.data_epochs < float("inf"):
-            raise Refused(f"--data-epochs is {self.data_epochs:g}: set a number of passes above 0")
         if not self.temperature > 0:
             raise Refused(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
         if self.samples < 2 and self.algorithm.advantage.group:

@@ -121,19 +121,17 @@ def collect(
     """Prompts, rollouts and rewards; with dynamic sampling, again in place of groups without signal.
 
     The metrics are over everything that was sampled, before any group is dropped. Prompts and responses of a
-    round after the first come from streams of their own, so that what one step draws again moves no other step
-    and no pass over the rows.
+    round after the first come from streams of their own, so that they move no other step, and no pass over the rows.
     """
     sampled: list[Batch] = []
     kept: list[Batch] = []
     missing, errors = config.prompts, []
     first = prompts = task.step_prompts(step, missing, config.seed, rng)
     for again in range(algorithm.groups.rounds):
-        seed = None
+        seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
         if again:
-            seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
-            prompts, seed = task.draw(missing, Generator().manual_seed(int(seeds[0]))), int(seeds[1])
-        ticket = Ticket(step, prompts, config.samples, seed=seed)
+            prompts = task.draw(missing, Generator().manual_seed(int(seeds[0])))
+        ticket = Ticket(step, prompts, config.samples, seed=int(seeds[1]) if again else None)
         batch, reasons = answered(ticket, task, sampler, clock, "reward_greedy" in algorithm.needs)
         errors += reasons
         sampled.append(batch)
@@ -145,8 +143,7 @@ def collect(
     everything = join(sampled)
     metrics = describe(everything)
     metrics["reward_errors"] = len(errors)
-    if first.epoch is not None:
-        metrics["epoch"] = first.epoch
+    metrics |= {} if first.epoch is None else {"epoch": first.epoch}
     failed = max(len(errors), int((~everything.valid).sum()))
     if failed > config.max_reward_errors * metrics["num_responses"]:
         raise Trouble(

@@ -54,8 +54,7 @@ class Task(Protocol):
         """Prompts to train on."""
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
-        """The prompts of a step. A task with rows goes through them in passes, and leaves the generator alone."""
-        return self.draw(count, generator)
+        """The prompts of a step: those of a pass over the task's rows, or where it has none, what `draw` gives."""
 
     def held_out(self, count: int) -> Prompts:
         """The same prompts every time, which `draw` never gives."""
