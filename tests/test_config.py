@@ -340,7 +340,7 @@ NEVER = {
         "sort",
         "--algorithm grpo --kl.coef 0 --kl.target 0.1",
         {"algorithm": "grpo", "kl.coef": 0.0, "kl.target": 0.1},
-        r"--kl\.coef 0 with --kl\.target 0\.1: .*never leaves 0. Set --kl\.coef above 0",
+        r"--kl\.coef 0 with --kl\.target 0\.1: an adaptive coefficient is multiplied.*Set both above 0",
     ),
     "an adaptive KL in the reward that starts at 0": (
         "sort",

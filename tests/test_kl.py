@@ -220,5 +220,5 @@ def test_refusals(cls: Any) -> None:
         cls(coef=-0.1)
     with pytest.raises(Refused, match=r"--kl\.coef is nan"):
         cls(coef=math.nan)
-    with pytest.raises(Refused, match=r"--kl\.target is 0: .*above 0"):
+    with pytest.raises(Refused, match=r"--kl\.target 0: .*above 0"):
         cls(target=0.0)

@@ -82,10 +82,8 @@ class Config:
                 "running-mean or greedy"
             )
         if self.samples < 2 and isinstance(self.algorithm.groups, WithSignal):
-            raise Refused(
-                "--samples 1 with --groups with-signal: it trains on groups whose rewards differ, and those of a group "
-                "of one never do. Set --samples 2 or more, or --groups all"
-            )
+            why = "it trains on groups whose rewards differ, and those of a group of one never do"
+            raise Refused(f"--samples 1 with --groups with-signal: {why}. Set --samples 2 or more, or --groups all")
         if self.minibatches > self.prompts:
             raise Refused(
                 f"--minibatches {self.minibatches} with --prompts {self.prompts}: mini-batches are cut between "

@@ -66,13 +66,9 @@ class KL:
     def __post_init__(self) -> None:
         if not self.coef >= 0:
             raise Refused(f"--kl.coef is {self.coef:g}: a penalty is 0 or more")
-        if self.target is not None and not self.target > 0:
-            raise Refused(f"--kl.target is {self.target:g}: an adaptive coefficient needs a target KL above 0")
-        if self.target is not None and not self.coef > 0:
-            raise Refused(
-                f"--kl.coef 0 with --kl.target {self.target:g}: an adaptive coefficient is multiplied step by step, so "
-                "it never leaves 0. Set --kl.coef above 0, such as 0.01, or leave --kl.target out"
-            )
+        if self.target is not None and not (self.coef > 0 and self.target > 0):
+            why = "an adaptive coefficient is multiplied, so 0 stays 0. Set both above 0, or leave --kl.target out"
+            raise Refused(f"--kl.coef {self.coef:g} with --kl.target {self.target:g}: {why}")
 
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward minus the penalty, for a penalty that goes into the reward."""
