@@ -240,10 +240,9 @@ def offline(row: str) -> tuple[Any, Batch]:
 def held(row: str) -> tuple[Any, Batch, Algorithm]:
     algorithm = replace(ALGORITHMS["ppo"], critic=SharedCritic()) if row == "shared critic" else ALGORITHMS[row]
     learner, mini = prepared(algorithm) if algorithm.loss.data == "samples" else offline(row)
-    for optimizer in (learner.optimizer, learner.critic_optimizer):
-        for group in optimizer.param_groups if optimizer is not None else ():
-            group["lr"] = 0.0  # so that a fit leaves the critic where it is
-    return learner, mini, algorithm
+    if learner.critic_update is not None:  # at the very beginning of a warm-up a fit leaves the critic where it is
+        learner.critic_update = replace(learner.critic_update, warmup=0.5)
+    return learner, mini.add(progress=0.0), algorithm
 
 
 @pytest.mark.parametrize("by", ["prompts", "samples"])
