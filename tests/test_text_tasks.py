@@ -20,7 +20,7 @@ from ascent.cli.flags import parse_train
 from ascent.core.types import Prompts, Refused, Rollouts, Space, Trouble
 from ascent.settings import configure, field_docs, flatten
 from ascent.tasks import Countdown, Dataset, Gsm8k, Jsonl, ReasoningGym
-from ascent.tasks.text import Graded, Problem, TextTask
+from ascent.tasks.text import Graded, Problem, TextTask, tokenized
 from ascent.tasks.text.answers import (
     check_exact,
     check_math,
@@ -730,6 +730,17 @@ def test_long_prompts_are_left_out_and_counted() -> None:
             none.draw(2, torch.Generator())
         with pytest.raises(Refused, match="Raise --max-prompt"):
             none.held_out(2)
+
+
+def test_what_an_endless_task_leaves_out_is_not_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are too long were all remembered, word for word, to count them."""
+    monkeypatch.setattr(tokenized, "_COUNTED", 8)
+    task = TokenizedTask(Echo(count=None, length=30, max_prompt=2), Bytes())
+    for _ in range(3):
+        with pytest.raises(Refused, match="Raise --max-prompt"):
+            task.draw(2, torch.Generator())
+    assert task.report()[-1].startswith("8 or more prompts drawn so far have more than 2 tokens")
+    assert len(task.too_long) == 8 and all(isinstance(each, int) for each in task.too_long)
 
 
 def test_a_prompt_of_no_tokens_is_not_called_too_long() -> None:

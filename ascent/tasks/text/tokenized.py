@@ -24,6 +24,8 @@ PADDING = -1
 """Fills up short prompts; no token."""
 _REMEMBERED = 100_000
 """Problems that are remembered, so that those of an endless task are not made again to be graded."""
+_COUNTED = 10_000
+"""Prompts that are left out and told apart. An endless task may have any number of them."""
 _ROUNDS = 64
 """Times that `draw` looks for prompts that are short enough before it gives up on an endless task."""
 
@@ -72,9 +74,9 @@ class TokenizedTask(BoundBase):
         """Held-out problems, as many as were asked for so far."""
         self.encoded: dict[int, list[int] | None] = {}
         """Tokens of the rows of a finite task; None: left out."""
-        self.too_long: set[str] = set()
-        self.empty: set[str] = set()
-        """Prompts of which the tokenizer makes no token."""
+        self.too_long: set[int] = set()
+        self.empty: set[int] = set()
+        """Hashes of the prompts that have too many tokens, or none."""
         self.grading: Grading | None = None
 
     @cached_property
@@ -131,7 +133,7 @@ class TokenizedTask(BoundBase):
             self.tests = problems
         rows = [(-1 - i, ids) for i, problem in enumerate(problems) if (ids := self._encode(problem)) is not None]
         if not rows:
-            if not self.too_long & {str(problem.prompt) for problem in problems}:
+            if not any(self.encoder.encode(self.task.messages(problem)) for problem in problems):
                 raise Refused("the tokenizer makes no token of any test prompt: look at the prompts and the tokenizer")
             raise Refused(f"--max-prompt {self.task.max_prompt}: every test prompt is longer. Raise --max-prompt")
         return _prompts(rows)
@@ -148,7 +150,9 @@ class TokenizedTask(BoundBase):
         ids = self.encoder.encode(self.task.messages(problem))
         if 0 < len(ids) <= self.task.max_prompt:
             return ids
-        (self.too_long if ids else self.empty).add(str(problem.prompt))
+        left_out = self.too_long if ids else self.empty
+        if len(left_out) < _COUNTED:
+            left_out.add(hash(str(problem.prompt)))
         return None
 
     def score(self, rollouts: Rollouts) -> Scores:
@@ -244,9 +248,8 @@ class TokenizedTask(BoundBase):
 
     def report(self) -> list[str]:
         left_out = {f"more than {self.task.max_prompt} tokens": self.too_long, "no tokens": self.empty}
-        notes = [
-            f"{len(them)} prompts drawn so far have {what} and are left out" for what, them in left_out.items() if them
-        ]
+        counts = {what: f"{len(them)}{' or more' * (len(them) >= _COUNTED)}" for what, them in left_out.items() if them}
+        notes = [f"{count} prompts drawn so far have {what} and are left out" for what, count in counts.items()]
         return [*self.task.report(), *notes]
 
     def close(self) -> None:
