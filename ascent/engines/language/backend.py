@@ -242,7 +242,9 @@ def arithmetic(config: Config) -> list[str]:
     responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
     micro = f"{config.micro_batch} tokens at once" if config.micro_batch else "everything at once"
     passes = (
-        f"the run    {config.steps} steps = {config.data_epochs:g} passes over the rows" if config.data_epochs else ""
+        f"the run    {config.steps} steps: --data-epochs {config.data_epochs:g}, over the rows"
+        if config.data_epochs
+        else ""
     )
     return [
         f"a step     {config.prompts} prompts per step × {config.samples} samples per prompt = {responses} responses, "
