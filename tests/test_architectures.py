@@ -15,8 +15,10 @@ from ascent.core.types import Batch, Prompts, Refused, Rollouts
 from ascent.core.update import Adam
 from ascent.engines.language.backend import _positions
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, bytes_per_token
+from ascent.engines.language.learning.reward_model import LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
+from ascent.settings import configure
 from tests.language import ARCHITECTURES, VOCAB, model_of, rewarded, sampler_of, tiny_tokenizer, write_tiny
 
 
@@ -123,6 +125,21 @@ def test_the_window_of_a_text_config_and_a_chunk_are_seen(kind: str) -> None:
     lm = model_of(kind, dtype=torch.float32)
     assert prove(lm, 16) is None
     assert "sees 16 tokens, and there may be 17" in str(prove(lm, 17))
+
+
+def test_a_reward_model_rates_texts_longer_than_its_own_training_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained on texts that fit its window, it shares prompts, until a text is longer."""
+    lm = add_head(model_of("Mistral", dtype=torch.float32))
+    torch.nn.init.ones_(lm.model.rating.weight)
+    prove(lm, 12, sampled=False)
+    config = configure("countdown", {"model": "tiny", "max_prompt": 8, "max_tokens": 4})
+    model, prompt = LanguageRewardModel(lm, config, 8), list(range(4, 30))
+    monkeypatch.setattr(lm, "encode", lambda _: prompt)
+    assert lm.shares
+    score = model(model._rollouts([[]], [[5, 6, 7]]))
+    own = lm.backbone(input_ids=torch.tensor([[*prompt, 5, 6, 7]])).last_hidden_state[0, -1].sum().detach()
+    assert abs(float(score) - float(own)) < 1e-3
+    assert not lm.shares
 
 
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}])
