@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from ascent.tasks import Countdown, Jsonl, ReasoningGym
 from ascent.tasks.reward_sources import parse_rewards
 from ascent.tasks.text.grading import Grading, self_test
 from ascent.tasks.text.tokenized import TokenizedTask
-from ascent.tasks.text.workers import Grader, Job, Outcome, Pool
+from ascent.tasks.text.workers import Grader, Job, Limits, Outcome, Pool
 
 REWARDS = """
 import os, subprocess, sys, time
@@ -52,6 +53,32 @@ def f(prompt, response, answer, **columns):
     if response == "child and exit":
         subprocess.Popen(["sleep", "3.25"], close_fds=False)
         os._exit(4)
+    if response.startswith("fork"):
+        os.fork()
+        return float(response.removeprefix("fork"))
+    if response == "speak out of turn":
+        for file in range(3, 64):
+            try:
+                os.write(file, b'{"number": "0", "value": 9.0}\\n')
+            except OSError:
+                pass
+        return 1.0
+    if response == "half an answer":
+        for file in range(3, 64):
+            try:
+                os.write(file, b'{"number": ')
+            except OSError:
+                pass
+        time.sleep(60)
+    if response == "more fields":
+        import ascent.tasks.text.workers as workers
+        say = workers._say
+        workers._say = lambda pipe, answer: say(pipe, {**answer, "surprise": 1})
+        return 1.0
+    if response == "daemons":
+        subprocess.Popen(["sleep", "986.25"], start_new_session=True)
+        subprocess.Popen(["sh", "-c", "setsid sleep 986.25 & setsid sleep 986.25 &"])
+        return 1.0
     if response == "print":
         print("x" * 1_000_000)
         print("y" * 1_000_000, file=sys.stderr)
@@ -77,6 +104,10 @@ def f(prompt, response, answer, **columns):
         "broken words": lambda: (_ for _ in ()).throw(Broken()),
         "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
         "close every file": lambda: os.closerange(3, 4096),
+        "kill its keeper": lambda: os.kill(os.getppid(), 9) or time.sleep(60),
+        "a GiB": lambda: float(len(bytearray(1 << 30)) > 0),
+        "a secret": lambda: float("ASCENT_SECRET" in os.environ),
+        "a path": lambda: float("PATH" in os.environ),
         "bool": lambda: True,
         "reason": lambda: (0.5, "half"),
         "huge reason": lambda: (1, "x" * 50_000_000),
@@ -119,6 +150,10 @@ BAD = {
     "broken words": "Broken, and RuntimeError",
     "interrupt": "KeyboardInterrupt",
     "close every file": "ended its process",
+    "half an answer": "took longer than 1 s",
+    "speak out of turn": "an answer that is not the one to this response",
+    "more fields": r"what is not a reward: \['reason', 'surprise', 'value'\]",
+    "kill its keeper": "ended its process",
 }
 
 GOOD: dict[str, tuple[float, str]] = {
@@ -144,7 +179,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def outcomes(own: Callable[[str], str]) -> dict[str, Outcome]:
     """All of them in one go, good ones before, between and after."""
     asked = [x for bad in BAD for x in (bad, "plain")] + list(GOOD)
-    with closing(Pool([Grader(own("f"))], 2, 1.0)) as pool:
+    with closing(Pool([Grader(own("f"))], 2, Limits(1.0))) as pool:
         found = pool.run([job(response) for response in asked])
     plain = [o for response, o in zip(asked, found, strict=True) if response == "plain"]
     assert all(o == Outcome(1.0) for o in plain), "what failed beside them did them no harm"
@@ -158,8 +193,6 @@ def job(response: str, grader: int = 0, **columns: Any) -> Job:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", BAD)
 def test_a_failed_reward_is_an_error_with_its_reason(kind: str, outcomes: dict[str, Outcome]) -> None:
-    import re
-
     error = outcomes[kind].error
     assert error is not None and re.search(BAD[kind], error), error
 
@@ -193,7 +226,7 @@ def gone(pid: int) -> bool:
 
 
 def test_processes_are_kept_and_end_with_close(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 2, 5.0)
+    pool = Pool([Grader(own("f"))], 2, Limits(5.0))
     assert pool.workers == [], "started on first use"
     pool.run([job("plain")] * 6)
     first = [worker.process.pid for worker in pool.workers]
@@ -207,7 +240,7 @@ def test_processes_are_kept_and_end_with_close(own: Callable[[str], str]) -> Non
 
 
 def test_a_forgotten_pool_leaves_no_process(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 1, 5.0)
+    pool = Pool([Grader(own("f"))], 1, Limits(5.0))
     pool.run([job("plain")])
     pid = pool.workers[0].process.pid
     del pool
@@ -215,7 +248,7 @@ def test_a_forgotten_pool_leaves_no_process(own: Callable[[str], str]) -> None:
 
 
 def test_an_interrupted_call_does_not_answer_the_next_one(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 1, 30.0)
+    pool = Pool([Grader(own("f"))], 1, Limits(30.0))
     pool.run([job("plain")])
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
@@ -229,11 +262,12 @@ def test_workers_die_with_a_parent_that_is_killed(own: Callable[[str], str]) -> 
     """Whatever they are doing: waiting, computing, or holding Python's lock inside C."""
     code = f"""
 import os, signal, threading
-from ascent.tasks.text.workers import Grader, Job, Pool
-pool = Pool([Grader({own("f")!r})], 4, 100.0)
+from ascent.tasks.text.workers import Grader, Job, Limits, Pool
+pool = Pool([Grader({own("f")!r})], 4, Limits(100.0))
 pool.run([Job(0, "p", "plain", None, {{}})] * 4)
 print(*[w.process.pid for w in pool.workers], flush=True)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+pool.run([Job(0, "p", "daemons", None, {{}})])
 pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the lock", "children")])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -244,25 +278,65 @@ pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the l
     while not all(map(gone, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert all(map(gone, pids))
-    assert "sleep 987.25" not in commands()
+    until = time.monotonic() + 5
+    while re.search("sleep 98[67].25", commands()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not re.search("sleep 98[67].25", commands())
+
+
+def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callable[[str], str]) -> None:
+    with closing(Pool([Grader(own("f"))], 2, Limits(5.0))) as pool:
+        for first in (0, 100, 200):
+            wanted = list(range(first, first + 8))
+            outcomes = pool.run([job(f"fork{i}") for i in wanted])
+            assert [outcome.value for outcome in outcomes] == wanted and not any(o.error for o in outcomes)
+
+
+def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], str]) -> None:
+    pool = Pool([Grader(own("f"))], 1, Limits(5.0))
+    assert pool.run([job("daemons")]) == [Outcome(1.0)] and commands().count("sleep 986.25") >= 3
+    pool.close()
+    assert "sleep 986.25" not in commands()
+
+
+def test_a_reward_sees_no_secret_of_the_environment(own: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCENT_SECRET", "key")
+    for env, seen in (((), 0.0), (("ASCENT_SECRET",), 1.0)):
+        with closing(Pool([Grader(own("f"))], 1, Limits(5.0, env=env))) as pool:
+            assert [o.value for o in pool.run([job("a secret"), job("a path")])] == [seen, 1.0]
+
+
+def test_a_reward_that_takes_too_much_memory_fails_alone(own: Callable[[str], str]) -> None:
+    with closing(Pool([Grader(own("f"))], 1, Limits(5.0, memory=0.5))) as pool:
+        outcomes = pool.run([job("a GiB"), job("plain")])
+    assert "MemoryError" in str(outcomes[0].error) and outcomes[1] == Outcome(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [("reward_memory", -1.0, "0 .no limit. or more"), ("reward_env", ("KEY=1",), "without their values")],
+)
+def test_limits_that_cannot_be_are_refused(name: str, value: Any, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        Countdown(**{name: value})
 
 
 def test_processes_that_cannot_start_are_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import nothing_of_this_name\n")
-    with closing(Pool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, 5.0)) as pool:
+    with closing(Pool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, Limits(5.0))) as pool:
         found = pool.run([job("plain")] * 3)
     assert all("no process can compute rewards: ModuleNotFoundError" in str(o.error) for o in found)
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error(own: Callable[[str], str]) -> None:
-    with closing(Pool([Grader(own("f"))], 1, 5.0)) as pool:
+    with closing(Pool([Grader(own("f"))], 1, Limits(5.0))) as pool:
         found = pool.run([job("plain", a=lambda: 1), job("plain")])
     assert "cannot be sent" in str(found[0].error)
     assert found[1] == Outcome(1.0)
 
 
 def test_no_jobs_start_nothing(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 2, 5.0)
+    pool = Pool([Grader(own("f"))], 2, Limits(5.0))
     assert pool.run([]) == []
     assert pool.workers == []
 

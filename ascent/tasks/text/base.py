@@ -92,6 +92,10 @@ class TextTask(BaseTask):
     """Wall-clock limit of one reward. A reward that takes longer is stopped and counts as failed."""
     reward_workers: int = 2
     """Processes that compute rewards."""
+    reward_memory: float = 4.0
+    """GiB of memory that a process which computes rewards may use; 0: no limit."""
+    reward_env: tuple[str, ...] = ()
+    """Names of environment variables that such a process sees beside PATH and the like."""
     reward_batch: int = 16
     """Responses that a reward model rates at once. Memory only."""
     reward_device: str = "auto"
@@ -112,6 +116,11 @@ class TextTask(BaseTask):
                 refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least 1")
         if not self.reward_seconds > 0:
             refuse(f"--reward-seconds is {self.reward_seconds:g}: it has to be above 0")
+        if not self.reward_memory >= 0:
+            refuse(f"--reward-memory is {self.reward_memory:g}: it has to be 0 (no limit) or more")
+        odd = [name for name in self.reward_env if not name.isidentifier()]
+        if odd:
+            refuse(f"--reward-env {odd[0]}: name environment variables, without their values")
         if not 0 <= self.lenient <= 1:
             refuse(f"--lenient is {self.lenient:g}: a right answer in the wrong form earns from 0 to 1")
 

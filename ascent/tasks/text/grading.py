@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from ascent.tasks.reward_sources import OWN
 from ascent.tasks.text.answers import on_one_line
 from ascent.tasks.text.base import Message, Problem, TextTask
-from ascent.tasks.text.workers import Grader, Job, Outcome, Pool
+from ascent.tasks.text.workers import Grader, Job, Limits, Outcome, Pool
 
 ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[Outcome]]
 """A judge or a reward model: one outcome for each response to a problem, in order."""
@@ -35,7 +35,8 @@ class Grading:
         settings = {f.name: getattr(task, f.name) for f in fields(task)}
         functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind == "python")
         self._in_processes = {OWN: Grader(source, settings)} | {name: Grader(name) for name in functions}
-        self.pool = Pool(list(self._in_processes.values()), task.reward_workers, task.reward_seconds)
+        limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
+        self.pool = Pool(list(self._in_processes.values()), task.reward_workers, limits)
         outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
         self._outside = [source for source in outside if not partial or source in self.graders]
 

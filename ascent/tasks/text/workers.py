@@ -1,12 +1,17 @@
 """Rewards in processes that can be ended: whatever one does, the run continues and knows what happened.
 
-A process computes one reward at a time, under a wall-clock limit. One that hangs is killed with all that it
-started and replaced; one that dies is replaced; and each such reward becomes an error with its reason, never a 0.
-Processes are started on first use, kept, and end with `close`, or with this process however it ends. They never import
-torch for their own sake.
+A process computes one reward at a time, under limits of time and memory. One that hangs is killed with all that it
+started and replaced; one that dies is replaced; and each such reward becomes an error with its reason, never a 0. Every
+job has a number that nobody can guess, and a process that answers with another one is ended: no reward ever counts for
+another response.
+
+Each process is two: a keeper, which runs no code but ours, and the grader that it forks. When the grader ends, or this
+process does, the keeper kills everything that the grader has started, sessions of their own included (on Linux;
+elsewhere the process group). Processes are started on first use, kept, and end with `close`, or with this process
+however it ends. Of the environment they see an allow-list, and they never import torch for their own sake.
 """
 
-import fcntl
+import ctypes
 import functools
 import importlib
 import inspect
@@ -14,8 +19,12 @@ import json
 import math
 import os
 import pickle
+import resource
+import secrets
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,7 +34,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +45,12 @@ START = 120.0
 """Seconds that a process may take to start and to import what its rewards need."""
 GLANCE = 0.5
 """Seconds after which to look whether a silent process is still there."""
+ENDING = 5.0
+"""Seconds that a keeper may take to end its grader and what that has started."""
+FRAME = 1 << 20
+"""The most bytes of an answer."""
+PASSED = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+"""The environment variables that a reward sees, beside LC_…, PYTHON… and those that its user names."""
 LARGEST = 3.4028234663852886e38
 """Of a float32: what is larger would be infinite in the batch."""
 REASON = 300
@@ -74,47 +89,84 @@ class Outcome:
     """Of a task's rewards together: the value of each by its name, before its weight."""
 
 
+class Limits(NamedTuple):
+    """What a grading process may use."""
+
+    seconds: float
+    """Wall-clock time of one reward."""
+    memory: float = 0.0
+    """GiB of each process; 0: as much as there is."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that it sees beside the usual ones."""
+
+    def environment(self) -> dict[str, str]:
+        """What it sees of this process's environment: nothing that may be a secret, unless its user named it."""
+        usual = {*PASSED, *self.env}
+        return {k: v for k, v in os.environ.items() if k in usual or k.startswith(("LC_", "PYTHON"))}
+
+
 class Worker:
     """A grading process, seen from outside."""
 
-    def __init__(self, graders: bytes):
-        ours, theirs = Pipe()
+    def __init__(self, graders: bytes, limits: Limits):
+        self.socket, theirs = socket.socketpair()
         read, self.lifeline = os.pipe()
         code = (
-            f"import sys; sys.path[:] = {[os.path.abspath(p) for p in sys.path]!r}; "
-            f"from ascent.tasks.text.workers import serve_jobs; serve_jobs({theirs.fileno()}, {read})"
+            f"import sys; sys.path[:] = {[os.path.abspath(p) for p in sys.path]!r}; from ascent.tasks.text.workers "
+            f"import keep_grader; keep_grader({theirs.fileno()}, {read}, {int(limits.memory * 2**30)})"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=limits.environment(),
             pass_fds=(theirs.fileno(), read),
             start_new_session=True,
         )
         theirs.close()
         os.close(read)
-        self.pipe: Connection = ours
         self.job: int | None = None
+        self.number = ""
         self.deadline = time.monotonic() + START
         self.ready = False
+        self.read = b""
+        """What it has said of an answer that is not complete."""
+        self._send(graders)
+
+    def begin(self, index: int, job: Job, seconds: float) -> None:
+        number = secrets.token_hex(8)
+        frame = pickle.dumps((number, *job))  # before anything is noted: a problem that cannot be sent is an error
+        self.job, self.number, self.deadline = index, number, time.monotonic() + seconds
+        self._send(frame)
+
+    def _send(self, frame: bytes) -> None:
+        """Whoever dies or does not listen is noticed by its silence."""
+        self.socket.settimeout(max(0.1, self.deadline - time.monotonic()))
         with suppress(OSError):
-            self.pipe.send_bytes(graders)
+            self.socket.sendall(struct.pack("!Q", len(frame)) + frame)
 
-    def begin(self, index: int, job: bytes, seconds: float) -> None:
-        self.job, self.deadline = index, time.monotonic() + seconds
-        with suppress(OSError):  # it died while idle: the pipe's end says so
-            self.pipe.send_bytes(job)
-
-    def answer(self) -> dict[str, Any]:
-        """Its reply; or that it died, and how."""
+    def answer(self) -> dict[str, Any] | None:
+        """Its reply, once it is complete; or that it died, and how."""
         try:
-            reply = json.loads(self.pipe.recv_bytes(1 << 20))
-            return reply if isinstance(reply, dict) else {"error": "the grading process sent no answer"}
-        except (EOFError, OSError, ValueError):
+            said = self.socket.recv(FRAME, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            said = b""
+        if not said:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-            return {"error": f"the reward ended its process: {self.ending()}"}
+            return {"error": f"the reward ended its process: {self.ending()}", "ended": True}
+        line, end, self.read = (self.read + said).partition(b"\n")
+        if not end and len(line) <= FRAME:
+            self.read = line
+            return None
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            reply = None
+        return reply if isinstance(reply, dict) else {"number": "none"}
 
     def ending(self) -> str:
         code = self.process.poll()
@@ -126,21 +178,23 @@ class Worker:
             return f"signal {-code}"
 
     def end(self) -> None:
-        """Kill it and whatever it started, and leave no zombie."""
+        """Let its keeper kill it and whatever it started, and leave no zombie."""
+        os.close(self.lifeline)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDING)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        self.pipe.close()
-        os.close(self.lifeline)
+        self.socket.close()
 
 
 class Pool:
-    """Grading processes for these graders. Each call has a limit in seconds."""
+    """Grading processes for these graders."""
 
-    def __init__(self, graders: Sequence[Grader], workers: int, seconds: float):
+    def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
         self.graders = pickle.dumps([tuple(grader) for grader in graders])
-        self.count, self.seconds = workers, seconds
+        self.count, self.limits = workers, limits
         self.workers: list[Worker] = []
         self.lock = threading.Lock()
         self.broken: str | None = None
@@ -150,10 +204,10 @@ class Pool:
         """The outcome of every job, in their order."""
         with self.lock:
             outcomes: list[Outcome | None] = [None] * len(jobs)
-            waiting = list(range(len(jobs)))[::-1]
+            self.waiting, self.again = list(range(len(jobs)))[::-1], set[int]()
             try:
                 while any(outcome is None for outcome in outcomes) and self.broken is None:
-                    self._hand_out(jobs, waiting, outcomes)
+                    self._hand_out(jobs, outcomes)
                     self._collect(outcomes)
             finally:  # interrupted: what is still at work would answer the next call
                 for worker in [w for w in self.workers if w.job is not None]:
@@ -162,14 +216,14 @@ class Pool:
             self.broken = None
             return [lost if outcome is None else outcome for outcome in outcomes]
 
-    def _hand_out(self, jobs: Sequence[Job], waiting: list[int], outcomes: list[Outcome | None]) -> None:
+    def _hand_out(self, jobs: Sequence[Job], outcomes: list[Outcome | None]) -> None:
         while len(self.workers) < min(self.count, len(jobs)):
-            self.workers.append(Worker(self.graders))
+            self.workers.append(Worker(self.graders, self.limits))
         for worker in self.workers:
-            while worker.ready and worker.job is None and waiting:
-                index = waiting.pop()
+            while worker.ready and worker.job is None and self.waiting:
+                index = self.waiting.pop()
                 try:
-                    worker.begin(index, pickle.dumps(tuple(jobs[index])), self.seconds)
+                    worker.begin(index, jobs[index], self.limits.seconds)
                 except Exception as error:
                     outcomes[index] = Outcome(error=f"the problem cannot be sent to a process: {error}")
 
@@ -177,15 +231,18 @@ class Pool:
         """Wait for whoever speaks first, and no longer than anybody's limit."""
         active = [w for w in self.workers if w.job is not None or not w.ready]
         limit = min((w.deadline for w in active), default=0.0) - time.monotonic()
-        spoke = wait([w.pipe for w in active], max(0.0, min(limit, GLANCE)))
+        spoke = wait([w.socket for w in active], max(0.0, min(limit, GLANCE)))
         for worker in active:
-            if worker.pipe in spoke:
-                self._heard(worker, worker.answer(), outcomes)
-            elif worker.process.poll() is not None and not worker.pipe.poll():  # what it left behind holds the pipe
-                self._heard(worker, {"error": f"the reward ended its process: {worker.ending()}"}, outcomes)
-            elif time.monotonic() >= worker.deadline:
-                what = f"took longer than {self.seconds:g} s" if worker.ready else f"did not start within {START:g} s"
-                self._heard(worker, {"error": what, "hangs": True}, outcomes)
+            ended = worker.process.poll() is not None
+            reply = worker.answer() if ended or worker.socket in spoke else None
+            if reply is None and ended:  # what it left behind holds the socket
+                reply = {"error": f"the reward ended its process: {worker.ending()}", "ended": True}
+            if reply is None and time.monotonic() >= worker.deadline:
+                limit = self.limits.seconds
+                what = f"took longer than {limit:g} s" if worker.ready else f"did not start within {START:g} s"
+                reply = {"error": what, "ended": True}
+            if reply is not None:
+                self._heard(worker, reply, outcomes)
 
     def _heard(self, worker: Worker, reply: dict[str, Any], outcomes: list[Outcome | None]) -> None:
         if not worker.ready:
@@ -194,10 +251,20 @@ class Pool:
                 self.broken = reply.get("error", "it sent nothing")
                 self._drop(worker)
             return
-        assert worker.job is not None
-        outcomes[worker.job] = Outcome(**{k: v for k, v in reply.items() if k != "hangs"})
+        index, ended = worker.job, reply.pop("ended", False)
+        assert index is not None
+        if not ended and reply.pop("number", None) != worker.number:
+            # Somebody else spoke: a thread or a child of an earlier reward. This response may do better elsewhere.
+            if index not in self.again:
+                self.again.add(index)
+                self.waiting.append(index)
+            else:
+                outcomes[index] = Outcome(error="its process sent an answer that is not the one to this response")
+            return self._drop(worker)
+        outcome = _outcome(reply)
+        outcomes[index] = outcome or Outcome(error=f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
         worker.job = None
-        if "hangs" in reply or worker.process.poll() is not None:
+        if ended or outcome is None or worker.process.poll() is not None:
             self._drop(worker)
 
     def _drop(self, worker: Worker) -> None:
@@ -206,6 +273,15 @@ class Pool:
 
     def close(self) -> None:
         _end_all(self.workers)
+
+
+def _outcome(reply: Mapping[str, Any]) -> Outcome | None:
+    """A reply as an outcome, if it has the fields of one."""
+    kinds = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str}
+    odd = [name for name, value in reply.items() if type(value) is not kinds.get(name)]
+    if odd or not ("value" in reply or "error" in reply) or not math.isfinite(reply.get("value", 0.0)):
+        return None
+    return Outcome(**reply)
 
 
 def _end_all(workers: list[Worker]) -> None:
@@ -220,40 +296,129 @@ class Wrong(Exception):
     """What was returned is not a reward."""
 
 
-def serve_jobs(jobs: int, lifeline: int) -> None:
-    """The process: `jobs` and `lifeline` are the numbers of its two pipes."""
-    _end_with_parent(lifeline)
-    pipe = Connection(jobs)
+def keep_grader(jobs: int, lifeline: int, memory: int) -> None:
+    """The keeper: it forks the grader, and ends as that does, or with the parent, when nothing of it is left.
+
+    `jobs` and `lifeline` are the numbers of a socket and of a pipe that the parent holds open; `memory` is in bytes.
+    """
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # whatever loses its parent becomes ours
+    keeper, grader = os.getpid(), os.fork()
+    if grader == 0:
+        os.setsid()
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(lifeline)
+        if memory:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        if os.getppid() == keeper:
+            serve_jobs(socket.socket(fileno=jobs))
+        os._exit(0)
+    os.close(jobs)
+    watched, status = [lifeline], None
+    with suppress(AttributeError, OSError):  # where there is none, look often
+        watched.append(os.pidfd_open(grader))
+    while status is None and lifeline not in select.select(watched, [], [], 1.0 if len(watched) == 2 else 0.05)[0]:
+        status = _reaped(grader)
+    _end_children(grader)
+    code = os.waitstatus_to_exitcode(status or 0)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux alone knows these options."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _reaped(grader: int) -> int | None:
+    """Take leave of children that have ended; how the grader did, if it is among them."""
+    status = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            status = ended if pid == grader else status
+    return status
+
+
+def _end_children(grader: int) -> None:
+    """Kill the grader and everything that it has started, also in sessions of their own."""
+    until = time.monotonic() + ENDING / 2
+    while time.monotonic() < until:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(grader, signal.SIGKILL)
+        left = _descendants(os.getpid())
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        _reaped(grader)
+        if not left:
+            return
+        time.sleep(0.005)
+
+
+def _descendants(root: int) -> list[int]:
+    """The processes below this one, as far as /proc tells."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    below = children.get(root, [])
+    for pid in below:  # it grows while it is read
+        below += children.get(pid, [])
+    return below
+
+
+def serve_jobs(pipe: socket.socket) -> None:
+    """The grader: it answers one job after the other, each with the job's own number."""
+    own = os.getpid()
     try:
-        graders = pickle.loads(pipe.recv_bytes())
+        calls = [_load(Grader(*grader)) for grader in pickle.loads(_receive(pipe))]
     except EOFError:
         return
-    try:
-        calls = [_load(Grader(*grader)) for grader in graders]
     except BaseException as error:
-        pipe.send_bytes(json.dumps({"error": _words(error)}).encode())
-        return
-    pipe.send_bytes(b'{"ready": true}')
+        return _say(pipe, {"error": _words(error)})
+    _say(pipe, {"ready": True})
     while True:
         try:
-            sent = pipe.recv_bytes()
+            number, *job = pickle.loads(_receive(pipe))
         except EOFError:
             return
         try:
-            job = Job(*pickle.loads(sent))
-            answer = calls[job.grader](job)
+            answer = calls[job[0]](Job(*job))
         except BaseException as error:  # SystemExit and the rest: a reward has no say over this process
             answer = {"error": _words(error)}
-        pipe.send_bytes(json.dumps(answer).encode())
+        if os.getpid() != own:  # a child that the reward forked, and that came back from it too
+            os._exit(0)
+        _say(pipe, {"number": number, **answer})
 
 
-def _end_with_parent(lifeline: int) -> None:
-    """Let the kernel end this process group with SIGIO, whose default it is, as soon as the parent is gone."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it was gone before
-        os._exit(1)
+def _receive(pipe: socket.socket) -> bytes:
+    """The next frame that the parent sends."""
+
+    def exactly(count: int) -> bytes:
+        parts: list[bytes] = []
+        while count > 0:
+            parts.append(pipe.recv(min(count, FRAME)))
+            count -= len(parts[-1])
+            if not parts[-1]:
+                raise EOFError
+        return b"".join(parts)
+
+    return exactly(struct.unpack("!Q", exactly(8))[0])
+
+
+def _say(pipe: socket.socket, answer: Mapping[str, Any]) -> None:
+    pipe.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _load(grader: Grader) -> Callable[[Job], dict[str, Any]]:
