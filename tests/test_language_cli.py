@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ import pytest
 import torch
 
 import ascent as library
-from ascent.cli.main import main
-from ascent.core.types import Refused
+from ascent.cli.main import guarded, main
+from ascent.core.types import Refused, Trouble
 from ascent.policies import LanguageModel
+from ascent.records.display import Lines, printable
+from ascent.records.responses import write_parquet
 from ascent.records.run import Run
 from ascent.records.statistics import pass_at, powers, prompt_mean, wilson
 from ascent.tasks import Jsonl, ReasoningGym
 from ascent.tasks.text.tokenized import TokenizedTask
 from ascent.workflows.evaluate import Evaluation, majority, results
-from ascent.workflows.policy import escape_controls
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 REWARD = """
@@ -381,7 +383,7 @@ def test_sample_prints_responses_below_their_prompts(run: Run, ascent: Any) -> N
     assert said.out.count("prompt   ") == 2 and said.out.count("response 1: ") == said.out.count("response 2: ") == 2
     rows = library.sample(run.folder, ["Say one.", "Say two."], count=2)
     assert [r["prompt"] for r in rows] == ["Say one."] * 2 + ["Say two."] * 2
-    assert all(escape_controls(r["response"]) in said.out for r in rows)
+    assert all(printable(r["response"]) in said.out for r in rows)
     assert len({tuple(r["ids"]) for r in rows}) == 4, "each prompt and sample has its own"
     assert json.loads(ascent("sample", run.folder, "Say one.", "Say two.", "--count", 2, "--json").out) == rows
     assert library.sample(run.folder, "Say one.", count=2, seed=5) != rows[:2]
@@ -471,7 +473,24 @@ def test_a_small_world_takes_numbers(sorter: Run, ascent: Any) -> None:
 
 
 def test_a_response_cannot_move_the_cursor() -> None:
-    assert escape_controls("a\x1b[2Jb\x07\r\x9bc\n\td é") == "a\\x1b[2Jb\\x07\\r\\x9bc\n\td é"
+    assert printable("a\x1b[2Jb\x07\r\x9bc\n\td é") == "a\\x1b[2Jb\\x07\\r\\x9bc\n\td é"
+    assert printable("a\u202eb\ud800c") == "a\\u202eb\\ud800c"
+
+
+def test_no_terminal_obeys_what_a_run_recorded(run: Run, ascent: Any, tmp_path: Path, capsys: Any) -> None:
+    """In `ascent show`, in the lines of a run, and in an error that quotes a response."""
+    folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
+    rows = [row | {"response_text": "\x1b[2Jwiped", "prompt_text": "\x9b2J"} for row in run.rollouts(0)]
+    write_parquet(folder / "rollouts" / "step_000000.parquet", rows, len(rows))
+    event = {"step": 0, "event": "flag", "name": "odd", "text": "it said \x1b]0;title\x07"}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    for args in (("--step", "0"), ()):
+        said = ascent("show", folder, *args)
+        assert said.status == 0 and "\\x1b" in said.out and not {"\x1b", "\x9b", "\x07"} & set(said.out)
+    Lines().say("the reward failed on \x1b[31m")
+    assert guarded(lambda: (_ for _ in ()).throw(Trouble("the response \x1b[2J"))) == 1
+    said = capsys.readouterr()
+    assert "\x1b" not in said.err and said.err.count("\\x1b") == 2
 
 
 # ---- export -----------------------------------------------------------------------------------------

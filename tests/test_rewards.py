@@ -22,10 +22,11 @@ from test_text_tasks import Bytes, rollouts, sums
 from ascent.core.types import Refused
 from ascent.settings import configure, flatten
 from ascent.tasks import Countdown, Jsonl, ReasoningGym
+from ascent.tasks.grader import Grader, Job
 from ascent.tasks.reward_sources import parse_rewards
 from ascent.tasks.text.grading import Grading, self_test
 from ascent.tasks.text.tokenized import TokenizedTask
-from ascent.tasks.text.workers import Grader, Job, Limits, Outcome, Pool
+from ascent.tasks.workers import Limits, Outcome, Pool
 
 REWARDS = """
 import os, subprocess, sys, time
@@ -71,7 +72,7 @@ def f(prompt, response, answer, **columns):
                 pass
         time.sleep(60)
     if response == "more fields":
-        import ascent.tasks.text.workers as workers
+        import ascent.tasks.grader as workers
         say = workers._say
         workers._say = lambda pipe, answer: say(pipe, {**answer, "surprise": 1})
         return 1.0
@@ -162,7 +163,7 @@ GOOD: dict[str, tuple[float, str]] = {
     "reason": (0.5, "half"),
     "print": (2.0, ""),
     "huge reason": (1.0, "x" * 300),
-    "surrogate": (1.0, "\ud800"),
+    "surrogate": (1.0, "\ufffd"),
     "columns": (5.0, "prompt answer"),
     "torch": (0.0, ""),
 }
@@ -262,7 +263,8 @@ def test_workers_die_with_a_parent_that_is_killed(own: Callable[[str], str]) -> 
     """Whatever they are doing: waiting, computing, or holding Python's lock inside C."""
     code = f"""
 import os, signal, threading
-from ascent.tasks.text.workers import Grader, Job, Limits, Pool
+from ascent.tasks.grader import Grader, Job
+from ascent.tasks.workers import Limits, Pool
 pool = Pool([Grader({own("f")!r})], 4, Limits(100.0))
 pool.run([Job(0, "p", "plain", None, {{}})] * 4)
 print(*[w.process.pid for w in pool.workers], flush=True)
@@ -294,7 +296,11 @@ def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callab
 
 def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], str]) -> None:
     pool = Pool([Grader(own("f"))], 1, Limits(5.0))
-    assert pool.run([job("daemons")]) == [Outcome(1.0)] and commands().count("sleep 986.25") >= 3
+    assert pool.run([job("daemons")]) == [Outcome(1.0)]
+    until = time.monotonic() + 5
+    while commands().count("sleep 986.25") < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert commands().count("sleep 986.25") >= 3
     pool.close()
     assert "sleep 986.25" not in commands()
 

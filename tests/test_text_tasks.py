@@ -798,7 +798,7 @@ def test_an_unknown_prompt_is_no_silent_zero(echo: TokenizedTask) -> None:
 def test_grading_needs_no_torch() -> None:
     """In a fresh process: importing what a grading process imports brings neither torch nor the gym along."""
     heavy = ("torch", "numpy", "datasets", "reasoning_gym", "math_verify")
-    imports = "import sys, ascent.tasks.text.workers, ascent.tasks.text"
+    imports = "import sys, ascent.tasks.workers, ascent.tasks.text"
     code = f"{imports}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

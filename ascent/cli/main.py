@@ -13,6 +13,7 @@ import ascent.cli
 from ascent.cli.flags import Command
 from ascent.core.menu import nearest
 from ascent.core.types import Refused, Trouble
+from ascent.records.display import printable
 
 SECTIONS = ("train", "train on offline data", "make data", "look at a run", "learn")
 
@@ -60,6 +61,11 @@ def _command(name: str) -> type[Command]:
     return commands()[name]
 
 
+def tell(words: str) -> None:
+    """What went wrong, which may quote a response: as text, whatever is in it."""
+    print(printable(words), file=sys.stderr)
+
+
 def guarded(work: Callable[[], int]) -> int:
     """The exit status of a command, however it ends, with the reason in words."""
     try:
@@ -69,16 +75,16 @@ def guarded(work: Callable[[], int]) -> int:
     except SystemExit as ended:  # after help was printed
         return int(ended.code or 0)
     except Refused as error:
-        print(f"ascent: {error}", file=sys.stderr)
+        tell(f"ascent: {error}")
         return 2
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Trouble, OSError) as error:
-        print(f"ascent: stopped: {error}", file=sys.stderr)
+        tell(f"ascent: stopped: {error}")
         return 1
     except KeyboardInterrupt as error:
-        print(f"ascent: interrupted{f': {error}' if str(error) else ''}", file=sys.stderr)
+        tell(f"ascent: interrupted{f': {error}' if str(error) else ''}")
         return 130
 
 

@@ -11,7 +11,7 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of, nearest
 from ascent.core.types import Refused
 from ascent.explain.explain import objective_in_words
-from ascent.records.display import cell_text, table, width, wrapped
+from ascent.records.display import cell_text, printable, table, width, wrapped
 from ascent.records.metrics import short_of
 from ascent.records.run import Run
 from ascent.settings import find_task, settings_of
@@ -43,13 +43,13 @@ class ShowCommand(Command):
         run = Run(self.run)
         if self.step is not None:
             rows = run.rollouts(self.step)
-            print(json.dumps(rows) if self.json else responses(rows))
+            print(json.dumps(rows) if self.json else printable(responses(rows)))
         elif self.json:
             config = json.loads((run.folder / "config.json").read_text())
             about = run.info | {"status": run.status, "folder": str(run.folder)}
             print(json.dumps({"run": about, "config": config, "metrics": run.metrics, "events": run.events}))
         else:
-            print(summary(run))
+            print(printable(summary(run)))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What a person sees in a terminal: how a run goes on, paragraphs and tables."""
 
+import re
 import shutil
 import sys
 import textwrap
@@ -84,7 +85,7 @@ class Board(Display):
         return Group(self.progress, *lines)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self.live.stop()
@@ -117,7 +118,7 @@ class Lines(Display):
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # nobody listens any more: no reason to stop
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def numbers(metrics: Mapping[str, Any], room: int = 200) -> str:
@@ -127,6 +128,12 @@ def numbers(metrics: Mapping[str, Any], room: int = 200) -> str:
     while words and len("  ".join(words)) > room:
         words.pop()
     return "  ".join(words)
+
+
+def printable(words: str) -> str:
+    """Words that a terminal shows and does not obey: controls, marks of direction and broken characters escaped."""
+    odd = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(odd, lambda m: ascii(m[0])[1:-1], words)
 
 
 def for_stream() -> Display:

@@ -1,7 +1,6 @@
 """A policy that is asked or exported and not trained: that of a run's checkpoint, or a bare model; its responses."""
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,6 +18,7 @@ from ascent.engines.backend import SAMPLING_SETTINGS, Backend, BoundTask
 from ascent.engines.backends import backend_of
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
+from ascent.records.display import printable
 from ascent.records.run import Run, check_trains_policy, load_policy, run_label, task_name
 from ascent.rewards.reward_models import bind_task, check_rewards
 from ascent.settings import configure
@@ -242,7 +242,7 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None) -
                 lines += _titled("answer", row["gold"])
         ended = "cut off at the limit" if row["truncated"] else "ended"
         head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
-        lines += ["", f"response {row['sample'] + 1}: {head}", escape_controls(row["response"])]
+        lines += ["", f"response {row['sample'] + 1}: {head}", printable(row["response"])]
         if "valid" in row:
             lines += ["", *_titled("score", _score(row))]
         if piece is not None:
@@ -252,7 +252,7 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None) -
 
 
 def _titled(title: str, words: str) -> list[str]:
-    first, *more = escape_controls(words).split("\n")
+    first, *more = printable(words).split("\n")
     return [f"{title:<8} {first}", *(f"{'':<8} {line}".rstrip() for line in more)]
 
 
@@ -263,11 +263,6 @@ def _score(row: Row) -> str:
     form = "right, but not in the form that was asked for" if row["lenient"] else "wrong"
     form = "" if row["strict"] is None else "right, " if row["strict"] else f"{form}, "
     return f"{form}reward {row['reward']:g}{why}"
-
-
-def escape_controls(words: str) -> str:
-    """Words that cannot move the cursor or ring the bell: control characters as their escapes."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: repr(m[0])[1:-1], words)
 
 
 # ---- as a Hugging Face folder -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ascent.rewards.judge.client import Answer, JudgeClient, JudgeError, Unparsed
 from ascent.rewards.judge.settings import Prompt, read_judge
 from ascent.tasks.text.base import Problem
-from ascent.tasks.text.workers import Outcome
+from ascent.tasks.workers import Outcome
 
 Pair = tuple[Prompt, str, str, str | None]
 """A prompt, two responses to compare, and the right answer if it is known."""

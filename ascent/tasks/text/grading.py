@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 
+from ascent.tasks.grader import Grader, Job
 from ascent.tasks.reward_sources import OWN
 from ascent.tasks.text.answers import on_one_line
 from ascent.tasks.text.base import Message, Problem, TextTask
-from ascent.tasks.text.workers import Grader, Job, Limits, Outcome, Pool
+from ascent.tasks.workers import Limits, Outcome, Pool
 
 ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[Outcome]]
 """A judge or a reward model: one outcome for each response to a problem, in order."""
