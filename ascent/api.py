@@ -104,6 +104,9 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         return existing
     check_sinks(existing.config.track)
     folder = RunFolder.reopen(existing.folder)
+    if folder.run["status"] == "finished" and from_step is None:  # it ended while it was looked at
+        folder.close()
+        return Run(run)
     try:
         checkpoint.clear_unfinished(folder.path / "checkpoints")
         groups: checkpoint.Groups = {}

@@ -19,7 +19,7 @@ import torch
 import ascent as library
 from ascent.cli.main import guarded, main
 from ascent.core.types import Refused, Trouble
-from ascent.policies import LanguageModel
+from ascent.policies import CausalLM, LanguageModel
 from ascent.records.display import Lines, printable
 from ascent.records.responses import write_parquet
 from ascent.records.run import Run
@@ -653,3 +653,17 @@ def test_an_evaluation_reads_well(run: Run) -> None:
     assert head == f"{run.folder}, step 2: jsonl:train, 5 held-out prompts"
     assert columns.split() == ["strict", "lenient", "reward"] and greedy.startswith("greedy")
     assert "mean score" not in found.text(), "one sample is the greedy one"
+
+
+def test_a_model_never_brings_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is asked whether it may."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question that `yes |` could answer"))
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    classes = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}))
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n\n\nclass Evil:\n    pass\n")
+    with pytest.raises(Refused, match="cannot be loaded"):
+        CausalLM(model=str(folder)).load()
+    assert not ran.exists()

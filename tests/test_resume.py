@@ -445,6 +445,22 @@ def test_a_finished_run_is_left_alone(killed: Path, capsys: pytest.CaptureFixtur
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in killed.rglob("*") if p.is_file()} == before
 
 
+def test_a_run_that_ends_while_it_is_reopened_is_left_alone(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = api.resume(Path(shutil.copytree(killed, killed.with_name("ended"))), Display())
+    lock = RunFolder.lock
+
+    def lock_late(folder: RunFolder) -> None:
+        if ended.folder != folder.path:  # until now another process had it, and finished it
+            shutil.rmtree(killed)
+            shutil.copytree(ended.folder, killed)
+        lock(folder)
+
+    monkeypatch.setattr(RunFolder, "lock", lock_late)
+    before = (ended.folder / "run.json").read_text(), (ended.folder / "metrics.jsonl").read_text()
+    assert api.resume(killed, Display()).status == "finished"
+    assert ((killed / "run.json").read_text(), (killed / "metrics.jsonl").read_text()) == before
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
@@ -581,14 +597,18 @@ def test_an_unforeseen_error_is_kept_and_told_in_a_line(
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_nothing(tmp_path: Path, unharmed: Any) -> None:
-    """Files may not grow beyond a few kilobytes, which a write then says as a full disk would."""
+@pytest.mark.parametrize("room", [5000, 10_500])
+def test_a_full_disk_loses_nothing(room: int, tmp_path: Path, unharmed: Any) -> None:
+    """Files may not grow beyond a few kilobytes, which a write then says as a full disk would: of the records, or in
+    the middle of a checkpoint."""
     path = tmp_path / "run"
 
     def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-        with pytest.raises(api.Trouble, match="cannot be written"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        with pytest.raises(api.Trouble, match=r"cannot be written: .*File too large\. Make room"):
             api.start(config_of("running mean"), path, Display())
+        if room > 5000:
+            assert list((path / "checkpoints").glob(".writing-*")), "it ended in the middle of one"
 
     assert in_a_fork(work)
     assert 0 < len(Run(path).metrics) < 11

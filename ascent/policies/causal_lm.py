@@ -71,10 +71,12 @@ class CausalLM:
         transformers.utils.logging.disable_progress_bar()
         device = pick_device(self.device)
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             dtype = self.dtype_on(device)
             stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=stored)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                self.model, dtype=stored, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Refused(f"--model {self.model} cannot be loaded: {first}") from None

@@ -1,8 +1,10 @@
 """Checkpoints: everything that a resume needs, written aside, flushed, renamed, with checksums. No pickles."""
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +33,11 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for group, tensors in groups.items():
-        save_file({k: v.contiguous() for k, v in tensors.items()}, aside / f"{group}.safetensors")
+        try:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, aside / f"{group}.safetensors")
+        except SafetensorError as error:  # it has words of its own for what the disk said
+            code = int((re.search(r"(?:code: |os error )(\d+)", str(error)) or [0, errno.EIO])[1])
+            raise OSError(code, os.strerror(code)) from None
     (aside / "state.json").write_text(json.dumps(state))
     sums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
     (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": sums}))

@@ -153,13 +153,17 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """An existing run's folder, to continue it."""
+        """An existing run's folder, to continue it. It is read once it is locked: until then it may still end."""
         folder = cls(path)
-        folder.run = read_json(path / "run.json")
         try:
             folder.lock()
+            folder.run = read_json(path / "run.json")
             folder.furnish()
+        except Refused:
+            folder.close()
+            raise
         except OSError as error:
+            folder.close()
             raise Refused(f"{path}: cannot write there ({error.strerror})") from None
         return folder
 
