@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ascent.core.update import Update
     from ascent.core.weights import Weights
     from ascent.policies.small import Policy
+    from ascent.records.code import trust
     from ascent.records.run import Run
     from ascent.tasks.base import SmallTask
     from ascent.tasks.text.base import Graded, Problem, TextTask
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load",
     "records.run": "Run",
+    "records.code": "trust",
     "workflows.evaluate": "evaluate",
     "workflows.labels": "make_pairs",
     "workflows.policy": "export sample",

@@ -449,7 +449,7 @@ def test_a_stream_goes_on_from_an_id_and_starts_over_where_a_file_was_cut(
 ) -> None:
     class Known:
         def __init__(self, _: Path):
-            self.config = type("C", (), {"task": type("T", (), {"max_reward": 5.0})})
+            self.max_reward = 5.0
 
     monkeypatch.setattr(routes, "Run", Known)
     text = "".join(json.dumps({"step": i, "reward": 2.0, "entropy": 1.0}) + "\n" for i in range(4))

@@ -20,6 +20,8 @@ from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
 from ascent.engines.backends import backend_of
 from ascent.explain.about import first_line
+from ascent.records.code import check_code
+from ascent.records.folder import read_json
 from ascent.records.run import read_settings
 from ascent.rewards.reward_models import check_rewards
 from ascent.settings import (
@@ -295,7 +297,10 @@ def is_task(name: str) -> bool:
 
 def _read_config(path: Path, task: str | None) -> tuple[str, dict[str, Any]]:
     """The task, and the settings of a config.json; of another task's config, those that are not its own."""
-    layer = flatten(read_settings(path))
+    settings = read_settings(path)
+    if (path.parent / "run.json").exists():  # of a run, which may have come from elsewhere
+        check_code(path.parent, settings, read_json(path.parent / "run.json").get("code", {}))
+    layer = flatten(settings)
     recorded = layer.pop("task")
     task = task or recorded
     if find_task(task)[0] is not find_task(recorded)[0]:

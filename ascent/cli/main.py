@@ -13,6 +13,7 @@ import ascent.cli
 from ascent.cli.flags import Command
 from ascent.core.menu import nearest
 from ascent.core.types import Refused, Trouble
+from ascent.records.code import trust
 from ascent.records.display import printable
 
 SECTIONS = ("train", "train on offline data", "make data", "look at a run", "learn")
@@ -43,12 +44,19 @@ def usage() -> str:
                 lines.append(head)
                 head = ""
             lines += textwrap.wrap(summary, 78, initial_indent=f"{head:<24}", subsequent_indent=" " * 24)
-    return "\n".join([*lines, "", "Run `ascent COMMAND --help` for details. Try `ascent train lecture` first."])
+    trusted = "A command that loads a run takes --trust FILE: use that Python file of the run, though it changed."
+    return "\n".join(
+        [*lines, "", trusted, "Run `ascent COMMAND --help` for details. Try `ascent train lecture` first."]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped by trouble, 2 bad input, 130 interrupted."""
-    args = sys.argv[1:] if argv is None else argv
+    args = list(sys.argv[1:] if argv is None else argv)
+    while "--trust" in args[:-1]:  # of every command that loads a run
+        place = args.index("--trust")
+        trust(args[place + 1])
+        del args[place : place + 2]
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2

@@ -10,8 +10,8 @@ from ascent.cli.flags import Command, is_task, leading, parse_train, plain_words
 from ascent.core.config import Config
 from ascent.core.menu import name_of, nearest
 from ascent.core.types import Refused
-from ascent.explain.explain import objective_in_words
 from ascent.records.display import cell_text, printable, table, width, wrapped
+from ascent.records.folder import read_json
 from ascent.records.metrics import short_of
 from ascent.records.run import Run
 from ascent.settings import find_task, settings_of
@@ -94,7 +94,7 @@ def summary(run: Run) -> str:
     head = [
         f"{run.folder}: {run.status}, {len(metrics)} of {info['steps']} steps",
         f"{info['task']}, {info['label']}, seed {info['seed']}",
-        wrapped(objective_in_words(run.config.algorithm)),
+        wrapped(read_json(run.folder / "config.json").get("objective", "")),
     ]
     if run.status == "failed":
         head.append(wrapped(f"Stopped: {info.get('reason')}"))
@@ -103,7 +103,7 @@ def summary(run: Run) -> str:
     every = max(1, len(metrics) // 10)
     picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
     columns = {short_of(key): key for key in COLUMNS if any(line.get(key) is not None for line in metrics)}
-    if run.config.data != "samples":  # offline data have no rewards of their own
+    if info.get("data", "samples") != "samples":  # offline data have no rewards of their own
         columns = {name: key for name, key in columns.items() if name not in ("reward", "±", "silent")}
     if not any(line.get("reward_errors") for line in metrics):
         columns.pop(short_of("reward_errors"), None)

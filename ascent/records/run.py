@@ -21,6 +21,7 @@ from ascent.core.protocols import Learner, Stepped, Task
 from ascent.core.types import Batch, Metrics, Refused, State, Streams
 from ascent.engines.backends import backend_of
 from ascent.records import checkpoint, responses, watch
+from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display
 from ascent.records.folder import LINES, RunFolder, finite_line, is_locked, read_json, read_lines
 from ascent.records.metrics import ALWAYS_WRITTEN
@@ -69,7 +70,15 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        return config_from(read_settings(self.folder / "config.json"))
+        """Its settings, ready to load or to continue it; the code that they name is run. To look at it, use `info`."""
+        settings = read_settings(self.folder / "config.json")
+        check_code(self.folder, settings, self.info.get("code", {}))
+        return config_from(settings)
+
+    @property
+    def max_reward(self) -> float | None:
+        """The largest reward of its task, as far as its records say."""
+        return self.info.get("max_reward", (self.result or {}).get("max_reward"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -183,6 +192,9 @@ def about(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "step": 0,
         "steps": config.steps,
+        "data": config.data,
+        "max_reward": config.task.max_reward,
+        "code": code_hashes(config.to_dict()),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
         "machine": {
             "system": platform.system(),

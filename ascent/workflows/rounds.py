@@ -28,6 +28,7 @@ from ascent.core.config import Config
 from ascent.core.menu import to_dict
 from ascent.core.types import Refused, Trouble, check_counts
 from ascent.engines.backends import backend_of
+from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, read_json, write_json
 from ascent.records.run import Run, load_policy
@@ -212,19 +213,21 @@ def begin_rounds(
     settings = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}
     rounds = Rounds(folder, config, plan, reward_model, show)
     if (folder / ROUNDS_FILE).exists():
-        if read_json(folder / ROUNDS_FILE) != json.loads(json.dumps(settings)):
+        kept = read_json(folder / ROUNDS_FILE)
+        if {name: kept.get(name) for name in settings} != json.loads(json.dumps(settings)):
             raise Refused(f"--out {folder}: rounds with other settings. Continue those: ascent rounds {folder}")
         return rounds
     if folder.exists() and any(folder.iterdir()):
         raise Refused(f"--out {folder}: already there and not empty. Choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / ROUNDS_FILE, settings)
+    write_json(folder / ROUNDS_FILE, settings | {"code": code_hashes(settings)})
     return rounds
 
 
 def reopen_rounds(folder: Path, show: bool = True) -> Rounds:
     """The rounds of a folder, from any place."""
     kept = read_json(folder / ROUNDS_FILE)
+    check_code(folder, kept, kept.pop("code", {}))
     return Rounds(folder, config_from(kept["config"]), RoundsPlan(**kept["plan"]), kept["reward_model"], show)
 
 

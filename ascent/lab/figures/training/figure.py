@@ -163,7 +163,7 @@ def _last(runs: Path | None, name: str) -> dict[str, str] | None:
         return None
     try:
         run = Run(run_folder(runs, name))
-        return metrics_in_words(run.metrics[-1], run.config.task.max_reward) if run.metrics else {}
+        return metrics_in_words(run.metrics[-1], run.max_reward) if run.metrics else {}
     except Refused:  # a link from another machine: its settings still say everything
         return None
 

@@ -75,7 +75,7 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
             offset = 0
             yield _event("reset", {}, 0)
             continue
-        maximum = await asyncio.to_thread(lambda: Run(folder).config.task.max_reward) if fresh else None
+        maximum = await asyncio.to_thread(lambda: Run(folder).max_reward) if fresh else None
         for offset, line in fresh:
             event = {"point": point_of(line, maximum), "texts": metrics_in_words(line, maximum), "line": line}
             yield _event("metrics", event, offset)
@@ -115,7 +115,7 @@ def response_grid(folder: Path, step: int | None) -> dict[str, Any]:
     if not steps:
         return {"step": None, "prompts": []}
     chosen = steps[-1] if step is None else step
-    maximum, groups = run.config.task.max_reward or 1.0, dict[int, dict[str, Any]]()
+    maximum, groups = run.max_reward or 1.0, dict[int, dict[str, Any]]()
     for row in run.rollouts(chosen):
         group = groups.setdefault(row["group"], {"prompt": row["prompt_text"], "responses": []})
         mark = "right" if row.get("correct") else "rewarded" if row["reward"] >= maximum / 2 else "wrong"

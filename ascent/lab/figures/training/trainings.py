@@ -202,7 +202,7 @@ def train_gated(gate: str, out: str, task: str, settings: str) -> int:
     if run.status != "finished":
         return 130
     title = f"{run.info['task']}, {run.info['label']}, seed {run.info['seed']}"
-    plot_runs([(run.folder.name, run.metrics, run.config.task.max_reward)], run.folder / "plot.png", title)
+    plot_runs([(run.folder.name, run.metrics, run.max_reward)], run.folder / "plot.png", title)
     return 0
 
 

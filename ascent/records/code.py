@@ -1,0 +1,62 @@
+"""The Python files that a run's settings name: whoever loads a run runs them, so they must be those it was made with.
+
+Looking at a run runs nothing. Loading its policy does: a run folder that came from elsewhere could name any file. So
+run.json keeps the hash of each file, and a file that is not the same any more is refused until its user says so.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ascent.core.types import Refused
+
+TRUSTED: set[Path] = set()
+"""Files that the user of this process has named."""
+
+
+def trust(file: str | Path) -> None:
+    """Let runs use the code of this file, whatever they were made with. On the command line: --trust FILE."""
+    TRUSTED.add(Path(file).expanduser().resolve())
+
+
+def code_hashes(settings: Any) -> dict[str, str]:
+    """The SHA-256 of every file that the settings name as python:FILE:NAME."""
+    return {str(path): _hash(path) for path in _files(settings)}
+
+
+def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None:
+    """Refuse settings of a run whose code is not what it was when the run was made."""
+    for path in _files(settings):
+        if path.resolve() in TRUSTED:
+            continue
+        known, why = recorded.get(str(path)), None
+        if not path.is_file():
+            why = "which is not there any more"
+        elif known is None:
+            why = "and there is no record that the run was made with it"
+        elif path.resolve().is_relative_to(folder.resolve()):
+            why = "which came with the folder"
+        elif _hash(path) != known:
+            why = "which has changed since the run was made"
+        if why is not None:
+            raise Refused(
+                f"{folder}: its settings name the Python file {path}, {why}. Nothing of it was run. Look at it; if it "
+                f"is yours and as you want it, add --trust {path}"
+            )
+
+
+def _files(settings: Any) -> Iterator[Path]:
+    """The files of python:FILE:NAME, also with a weight before it, anywhere in the settings."""
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _files(value)
+    elif isinstance(settings, str) and (found := re.fullmatch(r"(?:[^:]*\*)?python:(.+):[^:]+", settings)):
+        yield Path(found[1])
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
