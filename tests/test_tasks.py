@@ -11,8 +11,10 @@ import torch
 from conftest import ENDED, F64, TINY, policy_of, rollouts_of
 from torch import Tensor
 
+import ascent
 from ascent.core.types import Refused, Rollouts, Scores, Space
 from ascent.tasks import TASKS
+from ascent.tasks.small import sort
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from ascent.tasks.small.sort import REWARDS, Sort, inclusion_ordering, position_points, response_numbers
 from ascent.tasks.text import TextTask
@@ -276,16 +278,22 @@ BAD = {
     "crash": ("1 / 0", "ZeroDivisionError: division by zero"),
     "nan": ("float('nan')", "returned nan"),
     "infinite": ("float('-inf')", "returned -inf"),
-    "nothing": ("None", "TypeError"),
-    "a word": ("'good'", "ValueError"),
-    "an empty tuple": ("()", "IndexError"),
+    "nothing": ("None", "returned NoneType: a reward returns one number"),
+    "a word": ("'5'", "returned str: a reward returns one number"),
+    "an empty tuple": ("()", "returned a tuple of 0"),
+    "an end": ("__import__('sys').exit(0)", "SystemExit: 0"),
+    "a hard end": ("__import__('os')._exit(0)", "the reward ended its process: exit status 0"),
+    "a hang": ("__import__('time').sleep(60)", "took longer than 1 s"),
     "too large for a float32": ("1e300", "1e+300"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_failed_reward_is_an_error_and_never_a_silent_zero(kind: str, tmp_path: Path) -> None:
+def test_a_failed_reward_is_an_error_and_never_a_silent_zero(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of four responses, [9 9 9], fails: it is masked, named and counted; the other three are as they were."""
+    monkeypatch.setattr(sort, "OWN_SECONDS", 1.0)
     expression, reason = BAD[kind]
     body = f"def f(prompt, response):\n    return {expression} if response[0] == 9 else 1.5\n"
     scores = score_own(tmp_path, body)
@@ -295,6 +303,30 @@ def test_a_failed_reward_is_an_error_and_never_a_silent_zero(kind: str, tmp_path
     assert reason in scores.errors[0]
     assert bool(scores.reward.isfinite().all())
     assert scores.reward.squeeze(-1)[scores.valid].tolist() == [1.5] * 3
+
+
+@pytest.mark.long
+def test_what_an_own_reward_does_to_its_process_does_not_reach_the_run(tmp_path: Path) -> None:
+    """Another folder, a child that comes back too, and an end in one response in five: the run goes on to its end."""
+    mine = "import os, sys\n\n\ndef f(prompt, response):\n    os.chdir('/')\n    os.fork()\n"
+    mine += "    if response[0] == 4:\n        sys.exit(0)\n    return response[0]\n"
+    settings = {"length": 2, "numbers": 5, "prompts": 4, "samples": 4, "steps": 3, "eval_prompts": 4, "record_every": 1}
+    settings |= {"max_reward_errors": 1.0, "policy.width": 8, "policy.layers": 1, "policy.heads": 2}
+    run = ascent.train("sort", reward=own(tmp_path, mine), out=tmp_path / "run", show=False, **settings)
+    assert run.status == "finished" and [line["step"] for line in run.metrics] == [0, 1, 2]
+    assert sum(line["reward_errors"] for line in run.metrics) > 0
+    for step in range(3):
+        rows = run.rollouts(step)
+        assert len(rows) == 16
+        for row in rows:
+            first = row["response"][0]
+            assert row["valid"] == (first != 4) and (not row["valid"] or row["reward"] == first)
+    assert Path.cwd() != Path("/")
+
+
+def test_an_own_reward_that_ends_where_it_is_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="does not run: SystemExit"):
+        Sort(reward=own(tmp_path, "import sys\nsys.exit(0)\n"))
 
 
 def test_an_own_reward_that_sorts_its_prompt_in_place_hurts_nobody(tmp_path: Path) -> None:

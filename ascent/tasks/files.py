@@ -118,7 +118,7 @@ def load_python(flag: str, name: str) -> Any:
         refuse(f"{flag} {name}: there is no file {path}")
     try:
         module = run_file(path.resolve(), path.stat().st_mtime_ns)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         refuse(f"{flag} {name}: {path} does not run: {type(error).__name__}: {error}")
     value = getattr(module, parts[2], None)
     if value is None:

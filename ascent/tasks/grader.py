@@ -45,6 +45,8 @@ class Grader(NamedTuple):
     source: str
     """python:FILE:NAME, or MODULE:NAME for what can be imported."""
     settings: Mapping[str, Any] | None = None
+    numbers: bool = False
+    """A function of a small task: f(prompt, response) on lists of numbers."""
 
 
 class Job(NamedTuple):
@@ -52,7 +54,8 @@ class Job(NamedTuple):
 
     grader: int
     prompt: Any
-    response: str
+    response: Any
+    """Words, or numbers."""
     answer: str | None
     columns: Mapping[str, Any]
 
@@ -192,7 +195,7 @@ def _load(grader: Grader) -> Callable[[Job], dict[str, Any]]:
     module = run_file(Path(where), 0) if grader.source.startswith("python:") else importlib.import_module(where)
     code: Any = functools.reduce(getattr, name.split("."), module)
     if grader.settings is None:
-        return functools.partial(_own, code, _names(code))
+        return functools.partial(_own, code, frozenset() if grader.numbers else _names(code), grader.numbers)
     task = object.__new__(code)  # its settings were checked by the parent: nothing is read or checked again
     vars(task).update(grader.settings)
     task.prepare()
@@ -210,10 +213,14 @@ def _names(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _own(function: Callable[..., Any], names: frozenset[str] | None, job: Job) -> dict[str, Any]:
-    """A reward function of your own: f(prompt, response, answer, **columns) -> a number, or (number, reason)."""
+def _own(function: Callable[..., Any], names: frozenset[str] | None, numbers: bool, job: Job) -> dict[str, Any]:
+    """A reward function of your own: f(prompt, response, answer, **columns) -> a number, or (number, reason).
+
+    Of `numbers`: f(prompt, response).
+    """
     columns = {k: v for k, v in job.columns.items() if names is None or k in names}
-    returned = function(job.prompt, job.response, job.answer, **columns)
+    asked = (job.prompt, job.response) if numbers else (job.prompt, job.response, job.answer)
+    returned = function(*asked, **columns)
     value, reason = returned, ""
     if isinstance(returned, tuple | list):
         if len(returned) != 2 or isinstance(returned, list):

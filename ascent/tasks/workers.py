@@ -164,13 +164,16 @@ class Pool:
         self.graders = pickle.dumps([tuple(grader) for grader in graders])
         self.count, self.limits = workers, limits
         self.workers: list[Worker] = []
+        self.process = os.getpid()
         self.lock = threading.Lock()
         self.broken: str | None = None
-        weakref.finalize(self, _end_all, self.workers)
+        weakref.finalize(self, _end_all, self.workers, self.process)
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The outcome of every job, in their order."""
         with self.lock:
+            if self.process != os.getpid():  # a fork of ours: the processes are its parent's
+                self.process, self.workers[:] = os.getpid(), []
             outcomes: list[Outcome | None] = [None] * len(jobs)
             self.waiting, self.again = list(range(len(jobs)))[::-1], set[int]()
             try:
@@ -240,7 +243,8 @@ class Pool:
         worker.end()
 
     def close(self) -> None:
-        _end_all(self.workers)
+        with self.lock:
+            _end_all(self.workers, self.process)
 
 
 def _outcome(reply: Mapping[str, Any]) -> Outcome | None:
@@ -252,6 +256,6 @@ def _outcome(reply: Mapping[str, Any]) -> Outcome | None:
     return Outcome(**reply)
 
 
-def _end_all(workers: list[Worker]) -> None:
-    while workers:
+def _end_all(workers: list[Worker], owner: int) -> None:
+    while workers and os.getpid() == owner:  # a fork has no say over them
         workers.pop().end()

@@ -7,8 +7,9 @@ three prompts: a local optimum.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import permutations
 from typing import Any, ClassVar
 
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import SmallTask
-from ascent.tasks.files import absolute_path, load_python
+from ascent.tasks.files import absolute_path, file_stamp
+from ascent.tasks.grader import Grader, Job
 from ascent.tasks.reward_sources import LEARNED, RewardSource, absolute_source, parse_rewards
 from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, mix_rewards
+from ascent.tasks.workers import Limits, Pool
 
 REWARDS = {
     "exact": "1 if the response is the sorted prompt, else 0",
@@ -33,7 +36,8 @@ REWARDS = {
 Numbers = Int[Tensor, "prompt position"]
 Responses = Int[Tensor, "prompt sample position"]
 
-LARGEST = torch.finfo(torch.float32).max
+OWN_WORKERS, OWN_SECONDS, OWN_MEMORY = 2, 10.0, 4.0
+"""Processes for a reward of a user's own, seconds that one response may take, and GiB of each process."""
 NOTHING = -1
 """Stands at a response position that holds no number: after the end, or the end token itself."""
 _HELD_OUT_ONE_IN = 5
@@ -115,7 +119,7 @@ def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     if space.end is not None:
         correct &= (rollouts.mask.sum(-1) == space.prompt_length + 1) & ~rollouts.truncated
     if reward.startswith("python:"):
-        value, errors = own_reward(load_python("--reward", reward), rollouts, space)
+        value, errors = own_reward(reward, rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
     if reward == "process":
         tokens = rollouts.mask.shape[-1]
@@ -129,28 +133,33 @@ def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     return Scores(value, torch.ones_like(correct), correct)
 
 
-def own_reward(
-    function: Callable[..., Any], rollouts: Rollouts, space: Space
-) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
+def own_reward(source: str, rollouts: Rollouts, space: Space) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
     """A user's f(prompt, response) on every response: a number, or (number, reason), of which the number counts.
 
-    A reward that raises or is not finite is NaN here and a reason in the list: never a silent 0. The
+    It runs in a process of its own. A reward that fails is NaN here and a reason in the list: never a silent 0. The
     response is all of its numbers, without the end token.
     """
-    values, errors = [], []
-    for prompt, group, masks in zip(rollouts.prompt.tolist(), rollouts.response, rollouts.mask, strict=True):
-        for tokens, mask in zip(group, masks, strict=True):
-            response = [token for token in tokens[mask].tolist() if token != space.end]
-            try:
-                value = function(list(prompt), list(response))
-                number = float(value[0] if isinstance(value, tuple) else value)
-                why = "" if abs(number) <= LARGEST else f"returned {number}"
-            except Exception as error:
-                number, why = math.nan, f"{type(error).__name__}: {error}"
-            if why:
-                errors.append(f"prompt {prompt}, response {response}: {why}")
-            values.append(number if not why else math.nan)
-    return torch.tensor(values).view(rollouts.mask.shape[:2]), tuple(errors)
+    jobs = [
+        Job(0, prompt, [token for token in tokens[mask].tolist() if token != space.end], None, {})
+        for prompt, group, masks in zip(rollouts.prompt.tolist(), rollouts.response, rollouts.mask, strict=True)
+        for tokens, mask in zip(group, masks, strict=True)
+    ]
+    outcomes = own_pool(source, _stamp(source)).run(jobs)
+    values = [math.nan if outcome.error else outcome.value for outcome in outcomes]
+    failed = [(job, outcome.error) for job, outcome in zip(jobs, outcomes, strict=True) if outcome.error]
+    errors = tuple(f"prompt {job.prompt}, response {job.response}: {why}" for job, why in failed)
+    return torch.tensor(values).view(rollouts.mask.shape[:2]), errors
+
+
+def _stamp(source: str) -> object:
+    """Changes when the file of python:FILE:NAME does."""
+    return file_stamp(source.split(":", 1)[1].rsplit(":", 1)[0])
+
+
+@cache
+def own_pool(source: str, stamp: object) -> Pool:  # noqa: ARG001 (another one as soon as the file has changed)
+    """The processes that compute a reward of a user's own; they start on first use, and again after `close`."""
+    return Pool([Grader(source, numbers=True)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,11 @@ class SortingTask(SmallTask):
 
     def score(self, rollouts: Rollouts) -> Scores:
         return score_rewards(self.rewards, rollouts, self.space, {})
+
+    def close(self) -> None:
+        for part in self.rewards:
+            if part.kind == "python":
+                own_pool(part.source, _stamp(part.source)).close()
 
     def text(self, ids: list[int]) -> str:
         return "[" + " ".join("end" if i == self.space.end else str(i) for i in ids) + "]"
