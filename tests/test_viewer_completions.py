@@ -186,7 +186,7 @@ LOGP = [-1.0, -0.7, -1.3, -1.1]
         ({"name": "clipped", "low": 0.2, "high": 0.4, "dual": None}, [0.5], [None, None, None, None]),
         ({"name": "clipped", "low": 0.2, "high": 0.2, "dual": 1.3}, [-0.5], [None, "dual", "low", None]),
         ({"name": "clipped", "low": 0.2, "high": 0.2, "dual": None}, [0.5, -0.5, -0.5, 0.5], [None, None, "low", None]),
-        ({"name": "cispo", "low": 0.2, "high": 0.3}, [0.5], [None, "high", None, None]),
+        ({"name": "cispo", "low": 0.2, "high": 0.3}, [0.5], [None, "high", "low", None]),
         # the mean log-ratio is −0.025: 0.9753 < 1 − 0.02
         ({"name": "sequence-ratio", "form": "mean", "low": 0.02, "high": 0.02}, [-0.5], ["low"] * 4),
         ({"name": "sequence-ratio", "form": "mean", "low": 0.03, "high": 0.02}, [-0.5], [None] * 4),
