@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ascent.assemble import Parts, assemble, init_folder
+from ascent.assemble import Parts, assemble
 from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.types import Refused, State, Trouble
@@ -20,7 +20,7 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, refuse_taken
-from ascent.records.run import Run, Writer, about, default_folder, read_settings, run_label
+from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
 from ascent.settings import check_length, config_from, configure

@@ -9,14 +9,15 @@ import torch
 
 from ascent.core.config import Config
 from ascent.core.protocols import Learner, Sampler
-from ascent.core.types import Metrics, Refused, Streams
+from ascent.core.types import Streams
 from ascent.engines import old_logp
 from ascent.engines.backend import Backend, BoundTask, Report, Start
 from ascent.engines.backends import backend_of
 from ascent.records import checkpoint
 from ascent.records.evaluation import Evaluate, Keep, offline_evaluator, sample_evaluator
-from ascent.records.run import Run
+from ascent.records.run import init_folder
 from ascent.rewards.reward_models import bind_task, check_rewards
+from ascent.tasks.passes import steps_of
 
 
 @dataclass
@@ -45,11 +46,7 @@ class Parts:
         if self.judged is not None:
             policy = self.policy if self.backend.enumerates else None
             evaluators.append(sample_evaluator(config, *self.judged, policy, keep))
-
-        def evaluate() -> Metrics:
-            return {name: value for each in evaluators for name, value in each().items()}
-
-        return evaluate
+        return lambda: {name: value for each in evaluators for name, value in each().items()}
 
     def preflight(self) -> Report | None:
         """What to know before the run begins; None: there is nothing to look at."""
@@ -99,30 +96,3 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
     if fresh and config.data_epochs is not None:
         config = replace(config, steps=steps_of(config.data_epochs, config.prompts, task))
     return Parts(config, backend, task, model, sampler, learner, streams, notes, judged)
-
-
-def steps_of(passes: float, prompts: int, task: Any) -> int:
-    """Steps that go through the rows of a task this often. Rows that are left out are not counted."""
-    if task.passes is None:
-        raise Refused(
-            f"--data-epochs {passes:g}: the task has no rows to go through; its prompts are made, and there is no end "
-            "of them. Set --steps"
-        )
-    return task.passes.steps(passes, prompts)
-
-
-def init_folder(init: str | Path, resumed: bool = False) -> Path:
-    """The folder with the params.safetensors that --init names: a run's newest checkpoint, or this very folder."""
-    folder = Path(init)
-    if (folder / "run.json").exists():
-        if not Run(folder).checkpoints:
-            raise Refused(f"--init {init}: that run has no checkpoint yet")
-        folder = Run(folder).checkpoints[-1]
-    if resumed and not (folder / "params.safetensors").exists():
-        raise Refused(
-            f"--init {init} is gone, and its policy is the reference of this run, which an earlier version began: put "
-            "it back there"
-        )
-    if not (folder / "params.safetensors").exists():
-        raise Refused(f"--init {init}: neither a run nor a folder with params.safetensors")
-    return folder.resolve()

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16 products of its own
         for shape in shapes:
-            own = GPU_SHAPES.get(shape, ON_CPU) | {"max_position_embeddings": 512}
+            own = GPU_SHAPES.get(shape, ON_CPU) | {"max_position_embeddings": 512, "kind": "Llama"}
             model = options.model or random_model(Path(folder) / shape, own, device)
             for name in ROWS:
                 found[f"{name} {shape}"] = measure(name, model, SIZES[shape], own["vocab_size"], device)

@@ -154,8 +154,8 @@ def test_no_function_is_over_60_lines_and_a_file_over_500_is_worth_a_look() -> N
 
 
 def test_the_package_does_not_grow() -> None:
-    """A ratchet: lower it when lines go. A new feature that needs more says so here."""
-    assert sum(house.lines_by_room().values()) <= 24_400
+    """A ratchet: a new feature that needs more lines says so there."""
+    assert sum(house.lines_by_room().values()) <= house.LINES
 
 
 def test_a_run_is_at_most_45_fields() -> None:

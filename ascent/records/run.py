@@ -144,6 +144,23 @@ def load_policy(config: Config, path: Path) -> Any:
     return backend_of(config).policy(config, checkpoint.params(path))
 
 
+def init_folder(init: str | Path, resumed: bool = False) -> Path:
+    """The folder with the params.safetensors that --init names: a run's newest checkpoint, or this very folder."""
+    folder = Path(init)
+    if (folder / "run.json").exists():
+        if not Run(folder).checkpoints:
+            raise Refused(f"--init {init}: that run has no checkpoint yet")
+        folder = Run(folder).checkpoints[-1]
+    if resumed and not (folder / "params.safetensors").exists():
+        raise Refused(
+            f"--init {init} is gone, and its policy is the reference of this run, which an earlier version began: put "
+            "it back there"
+        )
+    if not (folder / "params.safetensors").exists():
+        raise Refused(f"--init {init}: neither a run nor a folder with params.safetensors")
+    return folder.resolve()
+
+
 def check_trains_policy(config: Config, folder: Path) -> None:
     """Refuse a run that trained a reward model or a process reward."""
     trains = config.algorithm.loss.trains

@@ -2,9 +2,12 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+
+from ascent.core.types import Refused
 
 
 class Passes:
@@ -66,3 +69,13 @@ class Passes:
         others = sorted(filter(self.usable, order), key=lambda row: times[row])
         first = set(others[: self._count - len(taken)])
         return sorted(order, key=lambda row: row not in first)
+
+
+def steps_of(passes: float, prompts: int, task: Any) -> int:
+    """Steps that go through the rows of a task this often. Rows that are left out are not counted."""
+    if task.passes is None:
+        raise Refused(
+            f"--data-epochs {passes:g}: the task has no rows to go through; its prompts are made, and there is no end "
+            "of them. Set --steps"
+        )
+    return task.passes.steps(passes, prompts)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from ascent.api import resume, settled, start
-from ascent.assemble import init_folder
 from ascent.core.config import Config
 from ascent.core.menu import to_dict
 from ascent.core.types import Refused, Trouble, check_counts
@@ -31,7 +30,7 @@ from ascent.engines.backends import backend_of
 from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display, for_stream
 from ascent.records.folder import RunFolder, read_json, write_json
-from ascent.records.run import Run, load_policy
+from ascent.records.run import Run, init_folder, load_policy
 from ascent.rewards.judge.settings import read_judge
 from ascent.settings import config_from, configure, flatten
 from ascent.tasks.files import absolute_path, read_jsonl, write_jsonl
