@@ -28,6 +28,8 @@ class Reply:
     trickle: float = 0.0
     """Seconds between single bytes."""
     finish: str = "stop"
+    endless: bool = False
+    """Send the body again and again, until nobody reads it."""
 
 
 class FakeJudge:
@@ -37,7 +39,7 @@ class FakeJudge:
         self.behave = behave
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.busy = self.peak = 0
+        self.busy = self.peak = self.sent = 0
         self.lock = threading.Lock()
         self.url = ""
 
@@ -67,6 +69,11 @@ class FakeJudge:
         chat = {"choices": [choice], "usage": {"total_tokens": 11}}
         sent = reply.raw if reply.raw is not None else json.dumps(chat).encode()
         handler.send_response(reply.status)
+        if reply.endless:
+            handler.send_header("Connection", "close")
+            handler.end_headers()
+            while True:
+                self.sent += handler.wfile.write(sent)
         for name, value in {"Content-Length": str(len(sent)), **reply.headers}.items():
             handler.send_header(name, value)
         handler.end_headers()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import os
 import re
 import socket
 import threading
@@ -18,7 +20,8 @@ import pytest
 from fake_judge import FakeJudge, Reply, serving
 
 from ascent.core.types import Refused, Trouble
-from ascent.rewards.judge.client import Answers, JudgeClient, Unanswered, Unparsed, request_key
+from ascent.rewards.judge.client import Answers, JudgeClient, Unanswered, Unparsed, largest_reply, request_key
+from ascent.rewards.judge.patterns import Searches
 from ascent.rewards.judge.settings import PAIR_LINE, SCORE_LINE, Judge, read_judge
 from ascent.rewards.judge.verdicts import Preference, Scored, compare_responses, score_responses
 
@@ -253,6 +256,116 @@ def test_no_answer_of_a_judge_takes_long_to_read(pattern: str, part: str) -> Non
     assert time.perf_counter() - started < 1
 
 
+# ---- answers that attack ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [SCORE_LINE, PAIR_LINE], ids=["score", "pair"])
+def test_the_longest_answer_is_read_at_once(pattern: str) -> None:
+    """Digits, signs and spaces after forty colons: each was tried again for every colon."""
+    n = largest_reply({"max_tokens": 1024})
+    started = time.perf_counter()
+    for tail in ("1" * n, "1 " + " " * n, "1/" + " " * n, "1/" + "1" * n, "1." + "1" * n, "a" + "-" * n):
+        assert not list(re.finditer(pattern, f"score:{':-' * 20}{tail}x\nverdict:{':-' * 20}{tail}x"))
+    assert time.perf_counter() - started < 0.5
+
+
+def test_forty_thousand_newlines_stay_inside_the_deadline(cache: Path) -> None:
+    with serving(lambda *_: Reply("\n" * 40_000)) as server:
+        started = time.monotonic()
+        found = scores(server, cache, ["r"], again=0)[0]
+    assert isinstance(found, Unparsed) and time.monotonic() - started < 2
+
+
+@pytest.mark.long
+def test_a_pattern_of_your_own_ends_in_time(cache: Path) -> None:
+    """It would take longer than the universe has existed. Its answer has no verdict; the others have theirs."""
+    slow = {"score_pattern": r"^((?:\d+)+)$", "again": 0, "timeout": 5.0, "deadline": 0.4, "concurrency": 2}
+    with serving(lambda prompt, _: Reply("1" * 60 + "x" if "BAD" in prompt else "7")) as server:
+        for _ in range(2):  # from the judge, then from the cache
+            started = time.monotonic()
+            bad, good = scores(server, cache, ["BAD", "good"], **slow)
+            assert time.monotonic() - started < 1.5
+            assert isinstance(bad, Unparsed) and "more than 0." in str(bad) and "pattern" not in bad.raw
+            assert isinstance(good, Scored)
+    assert server.count == 2
+
+
+def test_a_search_that_was_ended_leaves_no_process_behind(cache: Path) -> None:
+    searches = Searches()
+    assert searches.last_match(r"(\d)", "é😀 1 2", time.monotonic() + 1) == ("2", 6)
+    with pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
+        searches.last_match(r"^(\d+)+$", "1" * 60 + "x", time.monotonic() - 1)
+    assert searches.last_match(r"(\d)?$", "x", time.monotonic() + 1) == ("", -1)
+    processes = list(searches._idle)
+    searches.close()
+    assert [process.returncode for process in processes] == [-9]
+
+
+@pytest.mark.parametrize("deep", ["[", '{"a":', '{"choices":[', '{"error":{"message":'])
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_deep_json_is_an_error_of_its_question_alone(deep: str, status: int, cache: Path) -> None:
+    bad = Reply(status=status, raw=(deep * 5_000).encode())
+    with serving(lambda prompt, _: bad if "BAD" in prompt else Reply()) as server:
+        error, score = scores(server, cache, ["BAD", "good"], retries=0)
+    assert isinstance(error, Unanswered) and isinstance(score, Scored)
+
+
+def test_deep_json_in_the_usage_or_the_cache_does_no_harm(cache: Path) -> None:
+    inner = "[" * 900 + "]" * 900
+    choice = f'{{"message": {{"content": "Score: 5"}}, "finish_reason": {inner}}}'
+    chat = f'{{"choices": [{choice}], "usage": {{"a": {inner}}}}}'
+    cache.write_text("[" * 50_000 + '\n{"key": "k", "text": 5}\n[]\n')
+    with serving(lambda *_: Reply(raw=chat.encode())) as server:
+        assert isinstance(scores(server, cache, ["r"])[0], Scored)
+    assert Answers(cache).get("k") is None and json.loads(cache.read_text().splitlines()[-1])["usage"] == {}
+
+
+def test_a_reply_has_a_limit_that_holds_while_it_is_read(cache: Path) -> None:
+    with serving(lambda *_: Reply(raw=b" " * 50_000, endless=True)) as server:
+        found = scores(server, cache, ["r"], retries=0, max_tokens=10, timeout=5.0)[0]
+    assert isinstance(found, Unanswered) and "a reply of more than 65,856 bytes" in str(found)
+    assert server.sent < 20_000_000, "what is in the buffers of two sockets"
+
+
+def test_the_limit_of_a_reply_follows_the_tokens_that_were_allowed(cache: Path) -> None:
+    """Thoughts count, wherever they are: in the text or beside it."""
+    assert largest_reply({"max_tokens": 1024}) == 65_536 + 32 * 1024
+    assert largest_reply({"max_tokens": 5, "max_completion_tokens": 4096}) == 65_536 + 32 * 4096
+    assert largest_reply({}) == largest_reply({"max_tokens": 10**9}) == 65_536 + (1 << 22)
+    message = {"content": "Score: 5", "reasoning_content": "x" * 70_000}
+    chat = json.dumps({"choices": [{"message": message}]}).encode()
+    with serving(lambda *_: Reply(raw=chat)) as server:
+        few, many = (scores(server, cache, ["r"], retries=0, max_tokens=n)[0] for n in (100, 1000))
+    assert isinstance(few, Unanswered) and isinstance(many, Scored)
+
+
+def test_a_compressed_reply_is_not_unpacked(cache: Path) -> None:
+    """Sixty kilobytes of it would become as many megabytes at once."""
+    bomb = gzip.compress(b" " * (1 << 22))
+    with serving(lambda *_: Reply(raw=bomb, headers={"Content-Encoding": "gzip"})) as server:
+        found = scores(server, cache, ["r"], retries=0)[0]
+    assert isinstance(found, Unanswered) and "compressed" in str(found)
+    assert server.headers[0]["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize(
+    "usage", [{"total_tokens": 10**4000}, {"total_tokens": True}, {"total_tokens": -5}, [], "many"]
+)
+def test_an_odd_usage_counts_nothing(usage: Any, cache: Path) -> None:
+    chat = json.dumps({"choices": [{"message": {"content": "Score: 5"}}], "usage": usage}).encode()
+    with serving(lambda *_: Reply(raw=chat)) as server:
+        client = client_of(server, cache)
+        assert isinstance(score_responses(client, [("p", "r", None)])[0], Scored)
+    assert client.counts.tokens == 0 and client.counts.words()
+
+
+@pytest.mark.parametrize("when", ["nan", "-inf", f"Mon, 01 Jan {10**20} 00:00:00 -0000"])
+def test_an_odd_retry_after_is_none(when: str, cache: Path) -> None:
+    busy = Reply(status=429, headers={"Retry-After": when})
+    with serving(lambda _, number: busy if number == 0 else Reply()) as server:
+        assert isinstance(scores(server, cache, ["r"], deadline=1e9)[0], Scored)
+
+
 @pytest.mark.parametrize("words", ["Verdict: A\n", "<think>B?</think>Hm.\n**Verdict:** A.\n \n"])
 def test_a_verdict_at_the_end_of_an_answer_that_was_cut_off_counts(words: str, cache: Path) -> None:
     with serving(lambda *_: Reply(words, finish="length")) as server:
@@ -305,6 +418,14 @@ def test_the_cache_outlives_a_crash_in_the_middle_of_a_line(cache: Path) -> None
     last = Answers(cache)
     assert [last.get(key) is not None for key in ("one", "two", "three")] == [True, False, True]
     assert last.get("three") == {"text": "Score: 3 \ud800"}
+
+
+def test_a_cache_that_is_no_regular_file_is_refused(cache: Path) -> None:
+    """Opening a pipe would wait for whoever writes into it."""
+    os.mkfifo(cache)
+    for path in (cache, cache.parent):
+        with pytest.raises(Refused, match="not a regular file"):
+            Answers(path)
 
 
 def test_two_processes_share_a_cache(cache: Path) -> None:
@@ -366,6 +487,72 @@ def test_no_key_in_what_is_parsed_nor_half_of_one_in_errors(cache: Path, monkeyp
         words = "x" * (room - 5) + SECRET  # it would be cut in the middle of the key
         with serving(lambda *_, s=status, w=words: Reply(status=s, raw=w.encode())) as server:  # type: ignore[misc]
             assert SECRET[:5] not in str(scores(server, cache, [f"{status}"], retries=0)[0])
+
+
+def test_no_key_in_the_names_of_a_usage_nor_half_of_one_anywhere(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    half, escaped = SECRET[:12], "".join(f"\\u{ord(letter):04x}" for letter in SECRET)
+    choice = {"message": {"content": f"{SECRET[4:]} {SECRET}.\nScore: 5\n{half}"}, "finish_reason": SECRET}
+    chat = {"choices": [choice], "usage": {SECRET: 3, "total_tokens": 3, half: {half: 1}}}
+    with serving(lambda *_: Reply(raw=json.dumps(chat).encode())) as server:
+        reason = scores(server, cache, ["r"], score_pattern=r"Score: (\d)")[0].reason
+    assert reason == "*** ***. Score: 5 ***"
+    assert json.loads(cache.read_text())["usage"] == {"total_tokens": 3}
+    assert not any(SECRET[i : i + 8] in cache.read_text() for i in range(len(SECRET) - 7))
+    for status in (200, 400):
+        for raw in (
+            f'{{"error": "{half}',
+            f'{{"x": "{escaped}"}}',
+            f'{{"error": {{"message": {{"{SECRET}": "{escaped}"}}}}}}',
+        ):
+            with serving(lambda *_, s=status, r=raw: Reply(status=s, raw=r.encode())) as server:  # type: ignore[misc]
+                error = str(scores(server, cache, [f"{status} {raw}"], retries=0)[0])
+            assert "***" in error and half not in error and "\\u0073" not in error
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "judge.local", "localhost.example.org", "[fe80::1]", "0.0.0.0", "127.1"])
+def test_a_key_does_not_go_to_another_machine_over_plain_http(
+    host: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    judge = Judge(url=f"http://{host}:8000/v1", model="m", cache=str(cache))
+    with pytest.raises(Refused, match="plain http") as raised:
+        JudgeClient(judge)
+    assert SECRET not in str(raised.value) and "insecure = true" in str(raised.value)
+    for allowed in ({"insecure": True}, {"key_env": "NO_SUCH_KEY"}, {"url": f"https://{host}:8000/v1"}):
+        replace(judge, **allowed).insist()  # type: ignore[arg-type]
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    judge.insist()
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.9.9.9", "[::1]"])
+def test_a_key_goes_to_this_machine(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    assert not Judge(url=f"http://{host}:8000/v1", model="m").insist().exposed
+
+
+def test_answers_to_an_exposed_key_say_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    monkeypatch.setattr(Judge, "local", False)
+    with serving(lambda *_: Reply()) as server:
+        assert isinstance(scores(server, cache, ["r"], insecure=True)[0], Scored)
+    assert json.loads(cache.read_text())["insecure"] is True
+
+
+def test_a_proxy_is_not_sent_the_key_of_a_local_judge(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with serving(lambda *_: Reply("Score: 1")) as proxy, serving(lambda *_: Reply("Score: 10")) as server:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert scores(server, cache, ["r"])[0].value == 1.0
+    assert proxy.count == 0
+
+
+def test_a_key_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-€uro-secret")
+    with pytest.raises(Refused, match="characters that cannot be part of a key"):
+        Judge(url="http://localhost:1/v1", model="m").insist()
 
 
 def test_the_key_of_an_answer_is_that_of_its_whole_request() -> None:
@@ -472,6 +659,8 @@ def test_addresses(given: str, made: str) -> None:
         ({"pair_prompt": "{first}"}, "{second}"),
         ({"score_pattern": "("}, "not a regular expression"),
         ({"pair_pattern": "(a)(b)"}, "2 groups"),
+        ({"pair_pattern": "(" * 3000 + ")" * 3000}, "not a regular expression"),
+        ({"options": "[" * 5000}, "not valid JSON"),
     ],
 )
 def test_what_cannot_be_a_judge_is_refused(change: dict[str, Any], words: str) -> None:
@@ -488,6 +677,7 @@ def test_what_cannot_be_a_judge_is_refused(change: dict[str, Any], words: str) -
         ("modell = 'x'", "Did you mean model?"),
         ("api_key = 'x'", "does not belong in a file"),
         ("url = ", "cannot be read as TOML"),
+        ("url = " + "[" * 5000, "cannot be read as TOML"),
     ],
 )
 def test_a_judges_file_is_checked(text: str, words: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +22,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from ascent.core.types import Refused, Trouble
-from ascent.rewards.judge.settings import Judge
+from ascent.rewards.judge.patterns import Searches
+from ascent.rewards.judge.settings import SHORTEST_SECRET, Judge
 from ascent.tasks.text.base import Message
 
 Messages = list[Message]
 Answer = dict[str, Any]
 """text, finish (why it ended), usage, model."""
-Parse = Callable[[Answer], Any]
-"""Reads the verdict of an answer, or raises Unparsed."""
+Parse = Callable[[Answer, float], Any]
+"""Reads the verdict of an answer until a moment of `time.monotonic`, or raises Unparsed."""
 Done = Callable[[int], None]
 LONGEST_WAIT = 30.0
 """Maximum seconds between two tries, unless a Retry-After header asks for more."""
@@ -37,10 +39,11 @@ PASSING = (408, 409, 425, 429)
 """Statuses that are retried, in addition to every 5xx."""
 GIVE_UP = 8
 """After this many questions in a row without any answer, the remaining ones are not asked."""
-LARGEST = 1 << 22
-"""Maximum bytes of a reply."""
-SHORTEST_SECRET = 8
-"""Shorter keys are dummies (0, EMPTY) and are not masked in texts."""
+ENVELOPE, TOKEN = 1 << 16, 32
+"""Maximum bytes of a reply: without its tokens, and per token that it may have."""
+MOST_TOKENS = 1 << 17
+"""Tokens that a reply may have if the request names no limit, or a larger one."""
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 EXCERPT = 160
 """Characters of an answer in an error."""
 
@@ -109,25 +112,32 @@ class JudgeClient:
         except ImportError:
             raise Refused("a judge needs httpx: pip install 'ascent-rl[judge]'") from None
         self._httpx = httpx
-        self._key = os.environ.get(self.judge.key_env, "").strip()
+        key, n = self.judge.key, SHORTEST_SECRET
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        self._key_parts = {key[i : i + n] for i in range(len(key) - n + 1)}
+        self.searches = Searches()
         self.answers = Answers(self.judge.cache)
 
     def ask(self, questions: Sequence[Messages], parse: Parse, done: Done = lambda _: None) -> list[Any]:
         """The verdict or the JudgeError of each question, in order; `done` is called with the index of each."""
-        verdicts = _run(self._ask_all(questions, parse, done))
+        try:
+            verdicts = _run(self._ask_all(questions, parse, done))
+        finally:
+            self.searches.close()
         if any(isinstance(verdict, Stopped) for verdict in verdicts):
             raise KeyboardInterrupt
         return verdicts
 
     async def _ask_all(self, questions: Sequence[Messages], parse: Parse, done: Done) -> list[Any]:
         self._slots = asyncio.Semaphore(self.judge.concurrency)
-        self._pending: dict[str, asyncio.Task[Answer]] = {}
+        self._pending: dict[str, asyncio.Task[Any]] = {}
         self._silent = 0
 
         async def verdict(i: int) -> Any:
             for again in range(self.judge.again + 1):
                 try:
-                    result = parse(await self._answer(questions[i], again))
+                    result = await self._verdict(questions[i], again, parse)
                 except JudgeError as error:
                     result = error
                 if not isinstance(result, Unparsed):
@@ -137,27 +147,29 @@ class JudgeClient:
             return result
 
         limits = self._httpx.Limits(max_connections=self.judge.concurrency)
+        proxies = self.judge.url.startswith("https:") or not self.judge.local  # one would carry the key elsewhere
+        http = self._httpx.AsyncClient(timeout=None, limits=limits, trust_env=proxies)
         try:
-            async with self._httpx.AsyncClient(timeout=None, limits=limits) as self._http, asyncio.TaskGroup() as group:
+            async with http as self._http, asyncio.TaskGroup() as group:
                 tasks = [group.create_task(verdict(i)) for i in range(len(questions))]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _answer(self, question: Messages, again: int) -> Answer:
-        """The answer from the cache, from an equal question under way, or over the network."""
+    async def _verdict(self, question: Messages, again: int, parse: Parse) -> Any:
+        """The verdict of an answer from the cache, from an equal question under way, or over the network."""
         body = self.judge.body(question)
         key = request_key(body, again)
         if (kept := self.answers.get(key)) is not None:
             self.counts.kept += 1
-            return kept
+            return await asyncio.to_thread(parse, kept, time.monotonic() + self.judge.deadline)
         if key not in self._pending:
-            self._pending[key] = asyncio.create_task(self._fetch(key, body))
+            self._pending[key] = asyncio.create_task(self._fetch(key, body, parse))
             self._pending[key].add_done_callback(lambda task: task.cancelled() or task.exception())
         return await self._pending[key]
 
-    async def _fetch(self, key: str, body: dict[str, Any]) -> Answer:
-        """Request an answer, with retries until the deadline, and save it."""
+    async def _fetch(self, key: str, body: dict[str, Any], parse: Parse) -> Any:
+        """Request an answer, with retries until the deadline, save it, and read its verdict."""
         judge = self.judge
         async with self._slots:
             if self._silent >= GIVE_UP:
@@ -174,7 +186,7 @@ class JudgeClient:
                     self._silent = 0
                     self.answers.put(key, answer)
                     self.counts.asked += 1
-                    return answer
+                    return await asyncio.to_thread(parse, answer, end)
                 # exponential, and shortened at random so that not all requests come back at once
                 own = min(LONGEST_WAIT, judge.backoff * 2**attempt) * random.uniform(0.5, 1.0)
                 resume = time.monotonic() + max(own, wait)
@@ -190,25 +202,26 @@ class JudgeClient:
 
     async def _request(self, body: dict[str, Any], seconds: float) -> Answer:
         """One request: its answer, or an error that says whether to retry."""
-        url, received = self.judge.url, bytearray()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = self._http.stream("POST", url, content=json.dumps(body).encode(), headers=headers)
+        url, received, largest = self.judge.url, bytearray(), largest_reply(body)
+        request = self._http.stream("POST", url, content=json.dumps(body).encode(), headers=self._headers)
         try:
             async with asyncio.timeout(seconds), request as reply:
-                async for part in reply.aiter_bytes():
+                if reply.headers.get("content-encoding", "identity") != "identity":  # it could unpack to any size
+                    raise _Retry("a compressed reply, although none was asked for")
+                async for part in reply.aiter_raw():
                     received += part
-                    if len(received) > LARGEST:
-                        raise _Retry(f"a reply of more than {LARGEST >> 20} MiB")
+                    if len(received) > largest:
+                        raise _Retry(f"a reply of more than {largest:,} bytes: that is too long for max_tokens")
         except TimeoutError:
             raise _Retry(f"no answer within {max(seconds, 0):.3g} s") from None
         except self._httpx.HTTPError as error:
-            raise _Retry(f"{type(error).__name__}: {self._masked(str(error)) or 'the connection broke'}") from None
+            raise _Retry(f"{type(error).__name__}: {self._excerpt(str(error)) or 'the connection broke'}") from None
         except (self._httpx.InvalidURL, UnicodeError) as error:
             raise Refused(f"--url {url}: {error}") from None
         text, status = received.decode("utf-8", "replace"), reply.status_code
         if status == 200:
             return self._content(text)
-        why = f"{status}: {self._masked(_error_message(text))[:300]}"  # masked first: half a key would not be seen
+        why = f"{status}: {self._excerpt(_error_message(text)) or 'no text'}"
         if status in FATAL:
             advice = f"set the key in ${self.judge.key_env}" if status != 404 else "check --url and --model"
             raise Trouble(f"the judge at {url} refuses with {why}. No retry helps: {advice}")
@@ -224,20 +237,33 @@ class JudgeClient:
             content = choice["message"]["content"]
             if not isinstance(content, str | None):
                 raise TypeError
-        except (ValueError, LookupError, TypeError):
-            raise _Retry(f"the reply is not a chat completion: {self._masked(text)[:120]!r}") from None
-        usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
-        tokens = usage.get("total_tokens")
-        self.counts.tokens += tokens if isinstance(tokens, int) else 0
-        answer = {"text": content or "", "finish": choice.get("finish_reason"), "usage": usage}
-        return {"model": self.judge.model, **json.loads(self._masked(json.dumps(answer)))}
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise _Retry(f"the reply is not a chat completion: {self._excerpt(text)[:120]!r}") from None
+        counts, finish = reply.get("usage"), choice.get("finish_reason")
+        counts = counts if isinstance(counts, dict) else {}
+        usage = {name: counts[name] for name in USAGE if type(counts.get(name)) is int and 0 <= counts[name] < 1 << 40}
+        self.counts.tokens += usage.get("total_tokens", 0)
+        answer = {
+            "text": self._masked(content or ""),
+            "finish": self._masked(finish)[:40] if isinstance(finish, str) else None,
+        }
+        return {"model": self.judge.model, **answer, "usage": usage} | (
+            {"insecure": True} if self.judge.exposed else {}
+        )
 
     def _masked(self, text: str) -> str:
-        """The text without the key, as it is and as it is escaped in Python and in JSON."""
-        if len(self._key) >= SHORTEST_SECRET:
-            for spelled in (self._key, repr(self._key)[1:-1], json.dumps(self._key)[1:-1]):
-                text = text.replace(spelled, "***")
-        return text
+        """The text without the key and without any part of it that is long enough to be a secret."""
+        n, pieces, end = SHORTEST_SECRET, [], 0
+        for i in (i for i in range(len(text) - n + 1) if text[i : i + n] in self._key_parts):
+            if i >= end:
+                pieces += [text[end:i], "***"]
+            end = i + n
+        return "".join(pieces) + text[end:]
+
+    def _excerpt(self, text: str) -> str:
+        """The beginning of a text for an error. Escapes are resolved and the key is masked before it is cut."""
+        plain = re.sub(r"\\(?:u([0-9a-fA-F]{4})|(.))", lambda m: chr(int(m[1], 16)) if m[1] else m[2], text)
+        return " ".join(self._masked(plain).split())[:300]
 
 
 def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
@@ -254,7 +280,7 @@ def _retry_after(header: str) -> float:
     """The seconds that a Retry-After header asks for, as a number or a date; 0 if it is neither."""
     with suppress(ValueError):
         return float(header)
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         return parsedate_to_datetime(header).timestamp() - time.time()
     return 0.0
 
@@ -263,8 +289,15 @@ def _error_message(text: str) -> str:
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return " ".join(text.split()) or "no text"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return text
+
+
+def largest_reply(body: dict[str, Any]) -> int:
+    """Maximum bytes of a reply to a request. Thoughts count as tokens, wherever the reply has them."""
+    limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+    tokens = max((limit for limit in limits if type(limit) is int), default=MOST_TOKENS)
+    return ENVELOPE + TOKEN * max(0, min(tokens, MOST_TOKENS))
 
 
 # ---- the answers so far, on disk -----------------------------------------------------------------------
@@ -291,6 +324,8 @@ class Answers:
             self.path.touch()
         except OSError as error:
             raise Refused(f"--cache {self.path}: cannot write there ({error.strerror})") from None
+        if not self.path.is_file():
+            raise Refused(f"--cache {self.path}: it is not a regular file")
 
     def get(self, key: str) -> Answer | None:
         if key not in self._known:
@@ -322,7 +357,8 @@ class Answers:
         end = data.rfind(b"\n") + 1
         self._offset += end
         for line in data[:end].splitlines():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):  # incomplete: it will be asked again
+            with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it is asked again
                 entry = json.loads(line)
-                self._known[entry.pop("key")] = entry
+                if isinstance(entry["text"], str):
+                    self._known[entry.pop("key")] = entry
         return end < len(data)

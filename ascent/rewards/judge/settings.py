@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
@@ -16,6 +18,8 @@ from ascent.settings import settings_of
 from ascent.tasks.text.base import Message
 
 Prompt = str | list[Message]
+SHORTEST_SECRET = 8
+"""Shorter keys are dummies (0, EMPTY), and are no secret."""
 
 SCORE = """\
 You grade a response to a prompt. What counts: {criteria}.
@@ -46,8 +50,8 @@ You compare two responses to one prompt. What counts: {criteria}.
 Say in a sentence or two how they differ. Their order means nothing, and neither does their length. Then close with \
 one line, "Verdict: A", "Verdict: B", or "Verdict: tie" if neither is better."""
 
-SCORE_LINE = r"(?im)^[^\w\n]*score\W{0,40}?[:=]\W{0,40}?([-−]?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
-PAIR_LINE = r"(?im)^[^\w\n]*verdict\W{0,40}?[:=]\W{0,40}?(a|b|tie)\b\W*$"
+SCORE_LINE = r"(?im)^[^\w\n]*+score[^\w:=]{0,40}+[:=]\W{0,40}?([-−]?\d++(?:\.\d++)?+)(?:\s*+/\s*+\d++)?+\W*$"
+PAIR_LINE = r"(?im)^[^\w\n]*+verdict[^\w:=]{0,40}+[:=]\W{0,40}?(a|b|tie)\b\W*$"
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Judge:
     """The model's name there."""
     key_env: str = "OPENAI_API_KEY"
     """Environment variable with the API key. If it is not set, no key is sent. The key itself is never written."""
+    insecure: bool = False
+    """Send the key over plain http to another machine, where everyone on the way can read it. The cache notes it."""
     criteria: str = "whether it is correct, helpful and to the point"
     """What makes a response good; fills {criteria} in both prompts."""
     score_prompt: str = SCORE
@@ -85,7 +91,7 @@ class Judge:
     timeout: float = 60.0
     """Seconds per request."""
     deadline: float = 300.0
-    """Seconds per question, with all its retries and the pauses between them."""
+    """Seconds per question, with all its retries, the pauses between them, and the search for its verdict."""
     retries: int = 6
     """Retries after a 429, a 5xx, a malformed reply or a failed connection."""
     backoff: float = 0.5
@@ -115,7 +121,7 @@ class Judge:
                     raise Refused(f"--{kind}-prompt does not contain {{{place}}}, so the judge would not see it")
             try:
                 groups = re.compile(pattern).groups
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise Refused(f"--{kind}-pattern {pattern}: not a regular expression: {error}") from None
             if groups != 1:
                 raise Refused(
@@ -127,7 +133,7 @@ class Judge:
         """The request: everything that decides the answer."""
         try:
             options = json.loads(self.options or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refused(f"--options {self.options}: not valid JSON: {error}") from None
         if not isinstance(options, dict) or {"messages", "model", "stream", "n"} & options.keys():
             raise Refused(f"--options {self.options}: a JSON object of fields, without messages, model, stream and n")
@@ -146,11 +152,38 @@ class Judge:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": text}]
 
+    @property
+    def key(self) -> str:
+        """The API key; empty if there is none."""
+        return os.environ.get(self.key_env, "").strip()
+
+    @property
+    def local(self) -> bool:
+        """Whether its address is on this machine."""
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+    @property
+    def exposed(self) -> bool:
+        """Whether others can read the key on its way."""
+        return len(self.key) >= SHORTEST_SECRET and not self.local and self.url.startswith("http:")
+
     def insist(self) -> Judge:
-        """This judge; refused if it lacks an address or a model."""
+        """This judge; refused if it lacks an address or a model, or if its key cannot be sent or would be exposed."""
         for name, example in (("url", "http://localhost:8000/v1"), ("model", "NAME")):
             if not getattr(self, name):
                 raise Refused(f"the judge has no {name}: set --{name} {example}, or `{name}` in its file")
+        if not (self.key.isascii() and self.key.isprintable()):
+            raise Refused(f"${self.key_env} has characters that cannot be part of a key: look at its value")
+        if self.exposed and not self.insecure:
+            raise Refused(
+                f"--url {self.url}: the key in ${self.key_env} would go to another machine over plain http, where "
+                "everyone on the way can read it. Use https, or a tunnel to localhost. If that judge needs no key, let "
+                "--key-env name a variable that is not set. To send it all the same, set --insecure (insecure = true)"
+            )
         return self
 
 
@@ -163,7 +196,7 @@ def read_judge(file: str | Path) -> Judge:
         raise Refused(
             f"judge {file}: there is no such file. It has to be a TOML file with at least url and model"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"judge {file}: it cannot be read as TOML: {error}") from None
     settings = settings_of(Judge)
     for name in values:

@@ -1,11 +1,11 @@
 """What a judge is asked, and how its answers are read: the score of one response, or a preference between two."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ascent.rewards.judge.client import Answer, JudgeClient, JudgeError, Unparsed
-from ascent.rewards.judge.settings import Prompt, read_judge
+from ascent.rewards.judge.client import EXCERPT, Answer, JudgeClient, JudgeError, Unparsed
+from ascent.rewards.judge.patterns import last_match
+from ascent.rewards.judge.settings import PAIR_LINE, SCORE_LINE, Prompt, read_judge
 from ascent.tasks.text.base import Problem
 from ascent.tasks.workers import Outcome
 
@@ -36,8 +36,12 @@ def score_responses(
     """A score, or the reason why there is none, for each (prompt, response, right answer if known)."""
     judge = client.judge
 
-    def parse(answer: Answer) -> Scored:
-        value = float(_verdict(answer, judge.score_pattern, "score").replace("−", "-"))
+    def parse(answer: Answer, end: float) -> Scored:
+        score = _verdict(client, answer, judge.score_pattern, "score", end)
+        try:
+            value = float(score.replace("−", "-"))
+        except ValueError:
+            raise Unparsed(f"its score is {score[:EXCERPT]!r}, which is not a number", answer["text"]) from None
         if not judge.low <= value <= judge.high:
             why = f"its score is {value:g}, and scores go from {judge.low:g} to {judge.high:g}"
             raise Unparsed(why, answer["text"])
@@ -59,10 +63,10 @@ def compare_responses(
     """
     judge = client.judge
 
-    def parse(answer: Answer) -> str:
-        verdict = _verdict(answer, judge.pair_pattern, "verdict").strip().lower()
+    def parse(answer: Answer, end: float) -> str:
+        verdict = _verdict(client, answer, judge.pair_pattern, "verdict", end).strip().lower()
         if verdict not in ("a", "b", "tie"):
-            raise Unparsed(f"its verdict is {verdict!r}, and it has to be A, B or tie", answer["text"])
+            raise Unparsed(f"its verdict is {verdict[:EXCERPT]!r}, and it has to be A, B or tie", answer["text"])
         return verdict.upper() if verdict != "tie" else verdict
 
     answered = [0] * len(pairs)
@@ -90,18 +94,22 @@ def _without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
-def _verdict(answer: Answer, pattern: str, what: str) -> str:
-    """The last match of the pattern in an answer.
+def _verdict(client: JudgeClient, answer: Answer, pattern: str, what: str, end: float) -> str:
+    """The last match of the pattern in an answer. The patterns of Ascent take linear time; others end in time.
 
     One that was cut off has to end with it, outside of thoughts, its line closed: "Score: 1" may be half of 10.
     """
     text, cut = answer["text"], answer.get("finish") == "length"
     spoken = _without_thoughts(text)
-    matches = list(re.finditer(pattern, spoken))
-    after = spoken[matches[-1].end(1) :] if matches else ""
+    try:
+        own = pattern in (SCORE_LINE, PAIR_LINE)
+        match = last_match(pattern, spoken) if own else client.searches.last_match(pattern, spoken, end)
+    except TimeoutError as error:
+        raise Unparsed(f"it could not be searched for {pattern}: {error}", text) from None
+    after = spoken[match[1] :] if match else ""
     whole = "\n" in after and "\n" not in after.rstrip() and "<think>" not in spoken
-    if matches and (whole or not cut):
-        return matches[-1][1] or ""
+    if match and (whole or not cut):
+        return match[0]
     if cut:
         raise Unparsed(f"the answer was cut off before its {what} was whole: raise --max-tokens (max_tokens)", text)
     raise Unparsed(f"the answer is empty, and has no {what}" if not text else f"the answer has no {what}", text)
