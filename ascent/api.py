@@ -19,7 +19,7 @@ from ascent.core.types import Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.records.folder import RunFolder, refuse_taken
+from ascent.records.folder import RunFolder, memory_ran_out, refuse_taken
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
@@ -30,6 +30,10 @@ RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", 
 DREW_ANEW = (
     "an earlier version began this run, which drew any rows in each step; from here on the run goes through them in "
     "passes, every row once before any comes again"
+)
+OUT_OF_MEMORY = (
+    "since this run was last seen alive, the system has killed a process for want of memory, maybe this one. "
+    "To need less: a lower --micro-batch, fewer --policy.rows, --policy.checkpointing, or --policy.lora in a new run"
 )
 STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
@@ -103,6 +107,7 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
     if existing.status == "finished" and from_step is None:
         return existing
     check_sinks(existing.config.track)
+    killed = memory_ran_out(existing.folder)
     folder = RunFolder.reopen(existing.folder)
     if folder.run["status"] == "finished" and from_step is None:  # it ended while it was looked at
         folder.close()
@@ -123,6 +128,7 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
             parts.learner.restore(groups)
             if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
                 parts.notes += (DREW_ANEW,)
+        parts.notes += (OUT_OF_MEMORY,) if killed else ()
         folder.run |= {"status": "running", "result": None}
         folder.run.pop("reason", None)
         folder.note("resumed", step=first)

@@ -21,6 +21,7 @@ from ascent.core.types import Refused
 from ascent.records import folder as run_folder
 from ascent.records.folder import RunFolder, refuse_taken
 from ascent.records.places import read_sign
+from ascent.tasks.small.lecture import Lecture
 
 
 @pytest.fixture(autouse=True)
@@ -85,19 +86,19 @@ def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """kill -9 in its third step: the sign stays, growing old, and `ascent resume` takes the folder over."""
-    run, mark = tmp_path / "run", tmp_path / "killed"
-    (tmp_path / "own.py").write_text(
-        "import os, signal\nfrom pathlib import Path\n"
-        f"run, mark = Path({str(run)!r}), Path({str(mark)!r})\n"
-        "def own(prompt, response):\n"
-        "    if (run / 'checkpoints' / 'step_000002').exists() and not mark.exists():\n"
-        "        mark.touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n    return 1\n"
-    )
-    given = {"reward": f"python:{tmp_path / 'own.py'}:own", "eval_every": 9, "checkpoint_every": 2, "threads": 1}
+    run = tmp_path / "run"
     child = os.fork()
     if child == 0:
+        score = Lecture.score
+
+        def deadly(task: Lecture, rollouts: Any) -> Any:
+            if (run / "checkpoints" / "step_000002").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return score(task, rollouts)
+
         try:
-            ascent.train("lecture", out=run, show=False, steps=4, **given)
+            Lecture.score = deadly  # type: ignore[method-assign]
+            ascent.train("lecture", out=run, show=False, steps=4, eval_every=9, checkpoint_every=2, threads=1)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

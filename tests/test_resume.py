@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -434,6 +435,20 @@ def test_a_running_run_is_refused(killed: Path, capsys: pytest.CaptureFixture[st
     assert status == 2 and f"pid {os.getpid()}" in text
     holder.close()
     assert Run(killed).status == "died"
+
+
+def test_a_run_that_ran_out_of_memory_is_told_so(
+    killed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A system that kills for want of memory says nothing to anybody, but it counts."""
+    sign = json.loads((killed / ".alive").read_text())
+    assert sign["killed"] is None or re.fullmatch(r"\S+ \d+", sign["killed"])
+    for before, now, told in (("boot 3", "boot 4", True), ("boot 3", "boot 3", False), ("other 3", "boot 4", False)):
+        copy = Path(shutil.copytree(killed, killed.with_name(f"{before} {now}")))
+        (copy / ".alive").write_text(json.dumps(sign | {"killed": before}))
+        monkeypatch.setattr(folder, "out_of_memory", lambda now=now: now)
+        assert ("killed a process for want of memory" in said(capsys, "show", copy)[1]) is told
+        assert ("killed a process for want of memory" in said(capsys, "resume", copy)[1]) is told
 
 
 def test_a_finished_run_is_left_alone(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of, nearest
 from ascent.core.types import Refused
 from ascent.records.display import cell_text, printable, table, width, wrapped
-from ascent.records.folder import read_json
+from ascent.records.folder import memory_ran_out, read_json
 from ascent.records.metrics import short_of
 from ascent.records.run import Run
 from ascent.settings import find_task, settings_of
@@ -98,6 +98,8 @@ def summary(run: Run) -> str:
     ]
     if run.status == "failed":
         head.append(wrapped(f"Stopped: {info.get('reason')}"))
+    if run.status == "died" and memory_ran_out(run.folder):
+        head.append("Since it was last seen alive, the system has killed a process for want of memory.")
     if run.status in ("died", "interrupted", "failed"):
         head.append(f"Resume it: ascent resume {run.folder}")
     every = max(1, len(metrics) // 10)

@@ -76,6 +76,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def out_of_memory() -> str | None:
+    """How often this system has killed a process for want of memory since it started; None: it does not say."""
+    with suppress(OSError, StopIteration):
+        count = next(line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill "))
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {count.split()[1]}"
+    return None
+
+
+def memory_ran_out(folder: Path) -> bool:
+    """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
+    try:
+        sign = json.loads((folder / SIGN).read_text())
+        before, now = sign["killed"], out_of_memory()
+        same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return same and before != now
+
+
 class SignOfLife:
     """The file .alive, for readers on machines that cannot see who holds the lock: host, process, time.
 
@@ -112,7 +131,7 @@ class SignOfLife:
             return
         with suppress(OSError):
             with open(self.folder / SIGN_ASIDE, "w") as file:
-                json.dump({"host": self.host, "pid": self.pid, "time": time.time()}, file)
+                json.dump({"host": self.host, "pid": self.pid, "time": time.time(), "killed": out_of_memory()}, file)
             os.rename(self.folder / SIGN_ASIDE, self.folder / SIGN)
 
     def _ours(self) -> bool:
