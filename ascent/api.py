@@ -19,7 +19,7 @@ from ascent.core.types import Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.records.folder import RunFolder, memory_ran_out, refuse_taken
+from ascent.records.folder import RunFolder, memory_ran_out, naming, refuse_taken
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
@@ -124,8 +124,9 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         folder.check_cut(sizes)
         parts = assemble(existing.config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
         if chosen is not None:
-            parts.streams.restore(groups.pop("rng"))
-            parts.learner.restore(groups)
+            with naming(chosen):
+                parts.streams.restore(groups.pop("rng"))
+                parts.learner.restore(groups)
             if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
                 parts.notes += (DREW_ANEW,)
         parts.notes += (OUT_OF_MEMORY,) if killed else ()

@@ -178,6 +178,33 @@ def test_broken_parquet_is_one_line(tmp_path: Path) -> None:
     assert foreign.foreign_kind(tmp_path) == "trl" and len(foreign.foreign_lines(tmp_path)[1]) == 2
 
 
+def test_trl_without_a_reward_column_and_with_odd_ones(tmp_path: Path) -> None:
+    write_trl(tmp_path, 1, {"prompt": ["a", "a"], "completion": ["b", "c"]})
+    write_trl(
+        tmp_path, 2, {"prompt": [1, None], "completion": [b"\xff", b"x"], "f": ["x", "y"], "advantage": ["u", "v"]}
+    )
+    write_trl(tmp_path, 3, {"prompt": [], "completion": []})
+    lines, problems = foreign.foreign_lines(tmp_path)
+    assert problems == [] and [line["reward_errors"] for line in lines] == [0, 0, 0] and "reward" not in lines[0]
+    for step in (1, 2, 3):
+        page = completions_page(tmp_path, "trl", step)
+        assert page["problems"] == [] and all(r["reward"] is None for g in page["groups"] for r in g["responses"])
+    foreign.foreign_events(tmp_path)
+
+
+def test_no_completions_are_read_through_a_link(tmp_path: Path) -> None:
+    path = write_trl(tmp_path / "other", 1, {"prompt": ["a"], "completion": ["SECRET"], "f": [1.0], "advantage": [0.0]})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "completions").symlink_to(path.parent)
+    assert foreign.foreign_kind(tmp_path / "folder") is None
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / path.name).symlink_to(path)
+    assert foreign.foreign_lines(tmp_path / "file") == (
+        [],
+        ["completions_00001.parquet cannot be read: completions_00001.parquet is a link, and links are not followed"],
+    )
+
+
 # ---- verl -----------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,11 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
@@ -25,6 +28,7 @@ from ascent.records.folder import RunFolder, is_locked
 from ascent.records.places import status_of
 from ascent.web.guard import Guard, host_names
 
+NEWEST = "rollouts/step_000001.parquet"
 DEEP = "[" * 30_000 + "]" * 30_000
 BIG = "9" * 400
 
@@ -52,9 +56,59 @@ def edited(**changes: object) -> Callable[[Path], None]:
     return damage
 
 
-def pipe(run: Path) -> None:
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
+def pipes(*names: str) -> Callable[[Path], None]:
+    """Pipes that nobody writes: whoever opens one waits forever."""
+
+    def damage(run: Path) -> None:
+        for name in names:
+            (run / name).unlink(missing_ok=True)
+            os.mkfifo(run / name)
+
+    return damage
+
+
+def written(name: str, data: bytes) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        (run / name).write_bytes(data)
+
+    return damage
+
+
+def columns(name: str, **changes: list[Any] | None) -> Callable[[Path], None]:
+    """A file of responses with other columns; None: without this one."""
+
+    def damage(run: Path) -> None:
+        table = pq.read_table(run / name)
+        held = {column: table[column] for column in table.column_names} | {
+            column: pa.array((values * table.num_rows)[: table.num_rows])
+            for column, values in changes.items()
+            if values
+        }
+        pq.write_table(pa.table({column: held[column] for column in held if changes.get(column, True)}), run / name)
+
+    return damage
+
+
+def bomb(run: Path) -> None:
+    """A few kilobytes that would be a gigabyte of text."""
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(500_000, np.int32)), ["x" * 2_000])
+    count = pa.array(np.zeros(500_000, np.int64))
+    table = pa.table({"group": count, "sample": count, "reward": count, "prompt_text": text, "response_text": text})
+    pq.write_table(table, run / NEWEST, store_schema=False)
+    assert (run / NEWEST).stat().st_size < 300_000
+
+
+def linked_files(run: Path) -> None:
+    """Files and a folder of responses that lie outside."""
+    outside = run.parent.parent / "outside"
+    shutil.copytree(run, outside)
+    (outside / "metrics.jsonl").write_text('{"step": 7, "SECRET": 1}\n')
+    (outside / "events.jsonl").write_text('{"step": 1, "event": "flag", "name": "SECRET", "text": "SECRET"}\n')
+    columns(NEWEST, response_text=["SECRET"])(outside)
+    shutil.rmtree(run / "rollouts")
+    for name in ("rollouts", "metrics.jsonl", "events.jsonl"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(outside / name)
 
 
 def folder_for_metrics(run: Path) -> None:
@@ -83,7 +137,24 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "overflow": metrics("\n".join('{"step": %d, "reward": 1.5e308}' % step for step in range(2, 3000))),
     "deep": metrics('{"step": 2, "a": %s}' % DEEP),
     "bytes": metrics("\udcff\udcfe".encode("utf-8", "surrogateescape").decode("latin-1")),
-    "pipe": pipe,
+    "deep-among-many": metrics('{"step": 2}\n' * 20_000 + '{"step": 3, "a": %s}' % DEEP),
+    "deep-400": replaced("config.json", '{"task": "lecture", "loss": %s}' % ("[" * 400 + "]" * 400)),
+    "byte-in-name": lambda run: written("metrics.jsonl", b'{"step": 0, "reward": 1, "\xff": 1}\n')(run),
+    "byte-in-run": written("run.json", b'{"status": "finished", "result": null, "history": [], "task": "\xff"}'),
+    "pipe": pipes("metrics.jsonl"),
+    "pipes": pipes("config.json", "events.jsonl", "notes.json", ".alive", ".lock", "rollouts/step_000001.parquet"),
+    "pipe-run": pipes("run.json", "rollouts/step_000000.parquet"),
+    "links": linked_files,
+    "bomb": bomb,
+    "parquet-empty": written(NEWEST, b""),
+    "parquet-torn": lambda run: written(NEWEST, (run / NEWEST).read_bytes()[:-30])(run),
+    "parquet-bytes": columns(NEWEST, response_text=[b"\xff"], reason=[b"\xff"]),
+    "parquet-none": columns(NEWEST, group=[0, None], sample=[None, 1]),
+    "parquet-odd": columns(
+        NEWEST, valid=["x"], correct=["y", None], status=[3], advantage=[["z"]], logp=["q"], parts=[5]
+    ),
+    "parquet-lists": columns(NEWEST, response=[[None], []], pieces=[[1]], logp_old=[[[1.0]]], mask=[[3]], value=["v"]),
+    "parquet-without": columns(NEWEST, logp=None, logp_old=None, advantage=None, valid=None),
     "folder": folder_for_metrics,
     "run-list": replaced("run.json", "[]"),
     "run-deep": replaced("run.json", DEEP),
@@ -170,6 +241,47 @@ def test_a_damaged_run_has_a_report_or_a_reason(root: Path, name: str, tmp_path:
     assert code in (0, 2) and (code == 2) != (tmp_path / "r.html").exists()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*DAMAGES, "verl-odd"])
+@pytest.mark.parametrize("path", ["runs/{}/responses", "runs/{}/responses?step=1", "runs/{}/events", "figure/{}"])
+def test_every_figure_that_reads_a_damaged_run_answers(client: TestClient, name: str, path: str) -> None:
+    path = path.format(f"training?a.run={name}" if path.startswith("figure") else name)
+    answer = client.get(f"/api/{path}")
+    assert answer.status_code in (200, 400), answer.text[:300]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--step", "1"]])
+def test_a_damaged_run_is_shown_or_refused(root: Path, name: str, flags: list[str]) -> None:
+    from ascent.cli import main as cli
+
+    assert cli.main(["show", str(root / name), *flags]) in (0, 2)
+
+
+def test_the_clip_is_drawn_from_a_batch_that_can_be_read(client: TestClient, root: Path) -> None:
+    for name in ("bomb", "pipes", "parquet-odd"):
+        os.utime(root / name / NEWEST, (2e9, 2e9))
+    answer = client.get("/api/figure/clip")
+    assert answer.status_code == 200 and "SECRET" not in answer.text
+
+
+@pytest.mark.parametrize("name", ["bomb", "parquet-empty", "parquet-torn", "parquet-none", "parquet-bytes"])
+def test_a_file_that_cannot_be_read_is_named_and_the_page_stands(client: TestClient, name: str) -> None:
+    page = client.get("/api/view/completions", params={"id": name, "step": 1}).json()
+    assert page["recorded"] == [0, 1] and page["groups"] == [] and "step_000001.parquet" in page["problems"][0]
+    assert client.get("/api/view/completions", params={"id": name, "step": 0}).json()["groups"]
+
+
+def test_no_page_reads_through_a_link(client: TestClient) -> None:
+    for path in ("run", "curves", "spark", "completions", "prompts", "tokens?step=1&group=0", "compare"):
+        assert "SECRET" not in client.get(f"/api/view/{path}{'&' if '?' in path else '?'}id=links").text
+    for path in ("responses", "events"):
+        assert "SECRET" not in client.get(f"/api/runs/links/{path}").text
+    page = client.get("/api/view/completions", params={"id": "links"}).json()
+    assert page["problems"] == ["step_000001.parquet cannot be read: rollouts is a link, and links are not followed"]
+
+
 def test_nothing_is_read_through_a_link(client: TestClient) -> None:
     assert "SECRET" not in client.get("/api/view/run", params={"id": "link"}).text
 
@@ -181,6 +293,63 @@ def test_nothing_is_written_through_a_link(root: Path, tmp_path: Path) -> None:
     (run / ".notes.json.new").symlink_to(victim)
     write_note(run, "mine", [], "")
     assert victim.read_text() == "precious" and not (run / "notes.json").is_symlink()
+
+
+WAYS_OUT = ("metrics.jsonl", ".lock", ".alive.new", "rollouts", "checkpoints", "rollouts/.step_000003.parquet")
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_a_resume_writes_nothing_through_a_link(root: Path, tmp_path: Path, name: str) -> None:
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    outside = tmp_path / "outside"
+    if (run / name).is_dir():
+        (run / name).rename(outside)
+    else:
+        outside.write_text("precious\n" * 1000)
+        (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside)
+    before = {path: path.read_bytes() for path in (outside, *outside.glob("**/*")) if path.is_file()}
+    with pytest.raises(Refused, match=r"is a link"):
+        ascent.resume(run, from_step=2)
+    assert {path: path.read_bytes() for path in (outside, *outside.glob("**/*")) if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoints/step_000002/params.safetensors"])
+def test_a_resume_does_not_wait_for_a_pipe(root: Path, tmp_path: Path, name: str) -> None:
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    pipes(name)(run)
+    with pytest.raises(Refused, match="neither a file nor a folder"):
+        ascent.resume(run, from_step=2)
+
+
+def test_a_run_folder_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:
+    from ascent.cli import main as cli
+
+    shutil.copytree(root / "good", tmp_path / "disk")
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    assert cli.main(["show", str(tmp_path / "run"), "--step", "1"]) == 0
+    assert cli.main(["report", str(tmp_path / "run")]) == 0 and (tmp_path / "disk" / "report.html").exists()
+    assert ascent.resume(tmp_path / "run", from_step=2).status == "finished"
+
+
+@pytest.mark.parametrize("text", ['{"sha256": {"/dev/zero": ""}}', '{"sha256": 5}', '{"sha256": {"../x": ""}}', DEEP])
+def test_an_odd_manifest_is_a_corrupt_checkpoint(root: Path, tmp_path: Path, text: str) -> None:
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    (run / "checkpoints" / "step_000002" / "manifest.json").write_text(text)
+    with pytest.raises(Refused, match="step_000002 is corrupt"):
+        ascent.resume(run, from_step=2)
+
+
+def test_a_report_is_written_through_no_link_and_waits_for_no_pipe(root: Path, tmp_path: Path) -> None:
+    from ascent.cli import main as cli
+
+    run, victim = shutil.copytree(root / "good", tmp_path / "run"), tmp_path / "victim"
+    victim.write_text("precious")
+    (run / ".report.html.new").symlink_to(victim)
+    assert cli.main(["report", str(run)]) == 0
+    assert victim.read_text() == "precious" and not (run / "report.html").is_symlink()
+    pipes("report.html")(run)
+    assert cli.main(["report", str(run)]) == 2
 
 
 def test_a_note_that_cannot_be_read_is_not_written_over(root: Path, tmp_path: Path) -> None:
@@ -219,6 +388,11 @@ def test_lines_that_nest_deeply_are_bad_lines_and_no_crash() -> None:
     assert found.steps.tolist()[-1] == 1 and found.columns["reward"].tolist()[-1] == 2
 
 
+def test_one_deep_line_among_many_is_a_bad_line_and_no_crash() -> None:
+    found = parse(b'{"step": 0}\n' * 100_000 + b'{"step": 1, "x": ' + b"[" * 190_000 + b"]" * 190_000 + b"}\n")
+    assert len(found.steps) == 100_000 and len(found.bad) == 1 and "line 100001" in found.bad[0]
+
+
 def test_buckets_of_two_runs_hold_the_same_steps_though_one_lacks_a_line(tmp_path: Path) -> None:
     for name, missing in (("a", None), ("b", 5)):
         with open(tmp_path / name, "w") as file:
@@ -238,6 +412,17 @@ def test_many_metrics_take_no_more_memory_than_some(tmp_path: Path) -> None:
     found = Columns(path)
     found.update()
     assert len(found.names) <= 400 and "left out" in found.problem and found.lines == 3_000
+
+
+def test_a_metric_of_its_own_in_every_line_makes_no_column_of_all_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("ascent.records.columns._columns", lambda data, lines: made.append(lines * data.count(b'":')))
+    (tmp_path / "m").write_text("".join('{"step": %d, "m%d": 1}\n' % (s, s) for s in range(3_000)))
+    found = Columns(tmp_path / "m")
+    found.update()
+    assert found.lines == 3_000 and max(made) <= 1_000_000, "numbers that one call may have to hold"
 
 
 def test_a_line_without_end_is_no_reason_to_read_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

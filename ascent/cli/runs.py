@@ -11,9 +11,10 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of, nearest
 from ascent.core.types import Refused
 from ascent.records.display import cell_text, printable, table, width, wrapped
-from ascent.records.folder import memory_ran_out, read_json
+from ascent.records.folder import memory_ran_out, naming, read_json
 from ascent.records.metrics import short_of
-from ascent.records.run import Run
+from ascent.records.responses import path_of
+from ascent.records.run import Run, read_settings
 from ascent.settings import find_task, settings_of
 from ascent.workflows.evaluate import evaluate_policy
 from ascent.workflows.policy import (
@@ -43,9 +44,11 @@ class ShowCommand(Command):
         run = Run(self.run)
         if self.step is not None:
             rows = run.rollouts(self.step)
-            print(json.dumps(rows) if self.json else printable(responses(rows)))
+            with naming(path_of(run.folder, self.step)):
+                words = json.dumps(rows) if self.json else printable(responses(rows))
+            print(words)
         elif self.json:
-            config = json.loads((run.folder / "config.json").read_text())
+            config = read_json(run.folder / "config.json")
             about = run.info | {"status": run.status, "folder": str(run.folder)}
             print(json.dumps({"run": about, "config": config, "metrics": run.metrics, "events": run.events}))
         else:
@@ -92,9 +95,9 @@ def summary(run: Run) -> str:
     """A run at a glance: what it is, how it went, what it means."""
     info, metrics = run.info, run.metrics
     head = [
-        f"{run.folder}: {run.status}, {len(metrics)} of {info['steps']} steps",
-        f"{info['task']}, {info['label']}, seed {info['seed']}",
-        wrapped(read_json(run.folder / "config.json").get("objective", "")),
+        f"{run.folder}: {run.status}, {len(metrics)} of {info.get('steps', '?')} steps",
+        "{}, {}, seed {}".format(*(info.get(name, "?") for name in ("task", "label", "seed"))),
+        wrapped(str(read_settings(run.folder / "config.json", people=True).get("objective", ""))),
     ]
     if run.status == "failed":
         head.append(wrapped(f"Stopped: {info.get('reason')}"))
@@ -110,8 +113,8 @@ def summary(run: Run) -> str:
     if not any(line.get("reward_errors") for line in metrics):
         columns.pop(short_of("reward_errors"), None)
     shown = _fitting({name: [cell_text(line.get(key)) for line in picked] for name, key in columns.items()})
-    words = [wrapped(word) for word in (run.result or {}).get("words", [])]
-    flags = [wrapped(f"Flag at step {e['step']}: {e['text']}") for e in run.events if e.get("event") == "flag"]
+    words = [wrapped(str(word)) for word in (run.result or {}).get("words") or []]
+    flags = [wrapped(f"Flag at step {e.get('step')}: {e.get('text')}") for e in run.events if e.get("event") == "flag"]
     return "\n".join([*head, "", *shown, "", *words, *flags]).rstrip()
 
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ascent.core.types import Refused
-from ascent.records.folder import numbered_files
+from ascent.records.folder import UNREADABLE as ODD
+from ascent.records.folder import numbered_files, open_regular, parse_json, read_regular
 
 Groups = dict[str, dict[str, Tensor]]
 START = "start"
 """The folder, among the checkpoints, of the parameters that a run starts from."""
-UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
+UNREADABLE = (*ODD, SafetensorError)
 
 
 def step_of(path: Path) -> int:
@@ -108,7 +109,10 @@ def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
     try:
         _verify(path)
         groups = {p.stem: load_file(p) for p in path.glob("*.safetensors")}
-        return groups, json.loads((path / "state.json").read_text())
+        saved = parse_json(read_regular(path / "state.json"))
+        if not all(type(number) is int and number >= 0 for number in (saved["step"], *saved["records"].values())):
+            raise ValueError("state.json does not say where the records ended")
+        return groups, saved | {"state": saved["state"]}
     except UNREADABLE as error:
         older = [step_of(p) for p in complete(path.parent) if step_of(p) < step_of(path)]
         run = path.parent.parent
@@ -129,14 +133,16 @@ def params(path: Path) -> dict[str, Tensor]:
 
 def _verify(path: Path, *files: str) -> None:
     """Compare files of a checkpoint, by default all, with its manifest."""
-    checksums = json.loads((path / "manifest.json").read_text())["sha256"]
+    checksums = parse_json(read_regular(path / "manifest.json"))["sha256"]
     for file in files or checksums:
+        if Path(file).name != file:
+            raise ValueError(f"the manifest names {file}, which is not a file of the checkpoint")
         if _checksum(path / file) != checksums[file]:
             raise ValueError(f"{file} does not match its checksum")
 
 
 def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -5,7 +5,6 @@ of their width, so that those of two runs hold the same steps, even where one ru
 """
 
 import io
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ascent.records.folder import open_regular
+from ascent.records.folder import open_regular, parse_json
 
 CHUNK = 1 << 24
 """Bytes that are parsed at a time."""
+TOGETHER = 500
+"""Lines that are parsed at a time: each could name metrics of its own, and every column is as long as all lines."""
 TAIL = 64
 """Bytes before the end of what was read. By them a file that was cut back and continued is recognized."""
 MOST_METRICS = 400
@@ -25,8 +26,8 @@ MOST_NUMBERS = 1 << 24
 """Numbers that are kept of one file, 128 MiB. Of a longer one every second line is kept, then every fourth."""
 MOST_ODD = 50
 """Values that were not finite, and bad lines, that are kept for each file."""
-NESTED = 3
-"""Objects and lists in a line, on average; Ascent's own lines have at most two."""
+NESTED = 64
+"""Objects and lists in a line that pyarrow's reader is given; Ascent's own lines have at most two."""
 LAST_STEP = 1e15
 Odd = tuple[str, float, str]
 """A metric, a step, and what the value was: nan, inf, -inf."""
@@ -103,7 +104,10 @@ class Columns:
                         break  # torn, and still being written
                     if not end:
                         raise OSError(f"a line of more than {CHUNK >> 20} MiB")
-                    self.add(parse(data[:end], self.lines + self.bad_count))
+                    lines = data[:end].split(b"\n")[:-1]
+                    for at in range(0, len(lines), TOGETHER):
+                        some = b"\n".join([*lines[at : at + TOGETHER], b""])
+                        self.add(parse(some, self.lines + self.bad_count))
                     self.offset += end
                     self.tail = data[:end][-TAIL:]
         except FileNotFoundError:
@@ -245,11 +249,13 @@ def numbers_or_none(values: np.ndarray, digits: int | None = None) -> list[float
 def parse(data: bytes, number: int = 0) -> Parsed:
     """Whole lines that follow upon `number` others in their file."""
     lines = data.count(b"\n")
-    nested = data.count(b"[") + data.count(b"{") > NESTED * lines  # pyarrow's reader has no bound, and would crash
-    columns = None if nested else _columns(data, lines)
+    split = data.split(b"\n")[:lines]
+    nested = any(line.count(b"[") + line.count(b"{") > NESTED for line in split)  # without a bound, its reader crashes
+    wide = lines * data.count(b'":') > MOST_NUMBERS
+    columns = None if nested or wide else _columns(data, lines)
     if columns is None:
-        return _line_by_line(data.split(b"\n")[:lines], number)
-    marked = [line for line in data.split(b"\n") if b'"nonfinite"' in line] if b'"nonfinite"' in data else []
+        return _line_by_line(split, number)
+    marked = [line for line in split if b'"nonfinite"' in line] if b'"nonfinite"' in data else []
     nonfinite = [odd for line in marked for odd in nonfinite_of(_json(line))]
     steps = columns.pop("step")
     for name, values in columns.items():
@@ -266,12 +272,13 @@ def _columns(data: bytes, lines: int) -> dict[str, np.ndarray] | None:
 
     try:
         table = pyarrow.json.read_json(pa.BufferReader(data))
-    except pa.ArrowInvalid:
+        names = table.column_names
+    except (pa.ArrowException, ValueError):  # also of a name that is not text
         return None
-    if table.num_rows != lines or "step" not in table.column_names or table["step"].null_count:
+    if table.num_rows != lines or "step" not in names or table["step"].null_count:
         return None
     found = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
+    for name, column in zip(names, table.columns, strict=True):
         if pa.types.is_integer(column.type):
             found[name] = column.cast(pa.float64(), safe=False).to_numpy()
         elif pa.types.is_floating(column.type):
@@ -286,11 +293,9 @@ def _columns(data: bytes, lines: int) -> dict[str, np.ndarray] | None:
 
 def _json(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError as error:
         return error
-    except RecursionError:
-        return ValueError("it is nested too deeply")
 
 
 def nonfinite_of(line: Any) -> list[Odd]:
@@ -325,6 +330,7 @@ def _line_by_line(lines: list[bytes], number: int) -> Parsed:
 def parse_objects(lines: list[dict[str, Any]]) -> Parsed:
     """Lines that are dictionaries already."""
     names = {name: None for line in lines for name, value in line.items() if is_number(value) or value is None}
+    names = dict.fromkeys(["step", *names][: MOST_METRICS + 2])
     rows = [{k: float(v) for k, v in line.items() if is_number(v) and is_finite(v)} for line in lines]
     columns = {name: np.array([row.get(name, math.nan) for row in rows]) for name in names}
     steps = columns.pop("step", np.empty(0))

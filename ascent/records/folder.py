@@ -7,10 +7,14 @@ events.jsonl   flags and trouble      rollouts/      sampled responses, one Parq
 held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
 .alive         which process writes here, and when it last did
+
+A folder may have come from anywhere, so only regular files inside it are opened, and no link in it is followed. The
+folder itself may be a link: whoever names runs/x and has linked it to another disk means what lies there.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -25,6 +29,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,7 +59,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return parse_json(read_regular(path))
     except FileNotFoundError:
         raise Refused(f"{path.parent}: there is no {path.name} here, so this is not a run folder") from None
     except (OSError, ValueError) as error:
@@ -63,12 +68,18 @@ def read_json(path: Path) -> Any:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file, up to its last newline: an incomplete last line is still being written."""
-    if not path.exists():
+    try:
+        data = read_regular(path, MOST_LINES)
+    except FileNotFoundError:
         return []
-    data, lines = path.read_bytes(), []
+    except OSError as error:
+        raise Refused(f"{path} cannot be read: {error}") from None
+    lines = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            lines.append(json.loads(line))
+            lines.append(parse_json(line))
+            if not isinstance(lines[-1], dict):
+                raise ValueError("it is not an object")
         except ValueError as error:
             raise Refused(
                 f"{path}, line {number}, is not valid JSON: {error}. Something other than Ascent has written there"
@@ -87,12 +98,31 @@ def out_of_memory() -> str | None:
 def memory_ran_out(folder: Path) -> bool:
     """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
     try:
-        sign = json.loads((folder / SIGN).read_text())
+        sign, _ = read_object(folder / SIGN)
         before, now = sign["killed"], out_of_memory()
         same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except UNREADABLE:
         return False
     return same and before != now
+
+
+def is_metrics(line: Any) -> bool:
+    """Is this a step and its numbers?"""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    values = [value for name, value in line.items() if name != "nonfinite" and value is not None]
+    return all(isinstance(value, int | float) and abs(value) < 1.7e308 for value in values)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl or updates.jsonl: each has a step, and its values are numbers."""
+    lines = read_lines(path)
+    for number, line in enumerate(lines, 1):
+        if not is_metrics(line):
+            raise Refused(
+                f"{path}, line {number}, is not a step and its numbers. Something other than Ascent has written there"
+            )
+    return lines
 
 
 class SignOfLife:
@@ -193,6 +223,7 @@ class RunFolder:
             (self.path / name).touch()
 
     def lock(self) -> None:
+        refuse_ways_out(self.path)
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
         for _ in range(20):  # whoever checks whether it is locked holds it for a moment
             with suppress(BlockingIOError):
@@ -285,48 +316,105 @@ def _unwritable(path: Path, error: OSError) -> Refused:
 def is_locked(path: Path) -> bool:
     """Is a process writing this run?"""
     try:
-        with open(path / ".lock") as file:
+        with open_regular(path / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
 
 
+def refuse_ways_out(folder: Path) -> None:
+    """Refuse to write into a folder with a link that leads out of it, a pipe or a device: bytes would go there."""
+    home = folder.resolve()
+    for at, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if Path(at) != folder or name not in OTHERS]
+        for path in (Path(at, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(home):
+                raise Refused(f"{path} is a link that leads out of the folder, where nothing is written: {INSTEAD}")
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+                raise Refused(f"{path} is neither a file nor a folder: remove it")
+
+
 # ---- reading what anyone may have written: links are never followed ----------------------------------------
 
+OTHERS = frozenset({"tensorboard", "wandb", "mlflow"})
+"""What other programs write into a run's folder."""
+INSTEAD = "move what it leads to here, or link the whole run folder instead"
+MOST_JSON, MOST_LINES = 1 << 26, 1 << 30
+"""Bytes of a file of JSON, and of one with a line per step, that are read."""
+DEEPEST = 64
+"""Lists and objects within one another; Ascent's own files have at most ten."""
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What reading a file may raise that holds anything; pyarrow's and torch's errors are among them."""
 
-def open_regular(path: Path) -> IO[bytes]:
-    """A regular file, to be read; OSError for a link, a folder or a pipe, which could lead or hang anywhere."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
+    """A regular file, to be read; OSError for a link, a folder or a pipe, which could lead or hang anywhere.
+
+    No folder between the file and `within` (by default its own folder) may be a link either.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    within = path.parent if within is None else within
+    handle, parts = os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path.relative_to(within).parts
+    for part in parts:
+        above = handle
+        try:
+            handle = os.open(part, flags, dir_fd=above)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            what = "a link, and links are not followed" if error.errno == errno.ELOOP else "not a regular file"
+            raise OSError(f"{part} is {what}") from None
+        finally:
+            os.close(above)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(f"{path.name} is not a regular file")
     return os.fdopen(handle, "rb")
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
+    """All of a regular file of bounded size."""
     with open_regular(path) as file:
-        return file.read()
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"{path.name} has more than {most >> 20} MiB")
+    return data
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[Any]:
-    """A Parquet file, to be read; refused if it is gone or torn."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def naming(path: Path) -> Iterator[None]:
+    """Whatever is wrong with what a file holds becomes a refusal that names the file."""
     try:
-        with pq.ParquetFile(path) as file:
-            yield file
+        yield
+    except Refused:
+        raise
     except FileNotFoundError:
         raise Refused(f"{path.name} is gone: it was removed, or the run was set back") from None
-    except (OSError, pa.ArrowException) as error:
-        words = error_line(error)[:160]
-        raise Refused(f"{path.name} is not a whole Parquet file, torn or still being copied: {words}") from None
+    except UNREADABLE as error:
+        raise Refused(f"{path.name} cannot be read: {error_line(error)[:160]}") from None
+
+
+def parse_json(data: bytes, **hooks: Any) -> Any:
+    """JSON; ValueError if it is none, or nested so deeply that whoever walks through it would fail."""
+    try:
+        value = json.loads(data, **hooks)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if data.count(b"[") + data.count(b"{") <= DEEPEST:
+        return value
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return value
 
 
 def finite_json(data: bytes) -> Any:
-    """JSON in which every number is finite; others become None. ValueError if it is not JSON, or nested too deeply."""
+    """JSON in which every number is finite; others become None. ValueError as `parse_json`."""
 
     def finite(text: str) -> float | None:
         value = float(text)
@@ -335,10 +423,7 @@ def finite_json(data: bytes) -> Any:
     def whole(text: str) -> int | float | None:
         return int(text) if len(text) <= 15 else finite(text)
 
-    try:
-        return json.loads(data, parse_float=finite, parse_int=whole, parse_constant=lambda _: None)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return parse_json(data, parse_float=finite, parse_int=whole, parse_constant=lambda _: None)
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
@@ -397,7 +482,7 @@ class FileCache:
     def __call__(
         self, path: Path, make: Callable[[], Any], *which: Hashable, weight: Callable[[Any], int] = lambda _: 1
     ) -> Any:
-        about = path.stat()
+        about = path.lstat()
         key = (str(path), about.st_size, about.st_mtime_ns, *which)
         with self.lock:
             if key in self.entries:

@@ -13,11 +13,25 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ascent.core.types import Refused
-from ascent.records.folder import FileCache, finite_json, finite_line, numbered_files, open_parquet, open_regular
+from ascent.records.folder import (
+    UNREADABLE,
+    FileCache,
+    finite_json,
+    finite_line,
+    finite_number,
+    naming,
+    numbered_files,
+    open_regular,
+    parse_json,
+    read_regular,
+)
+from ascent.records.parquet import open_parquet
 from ascent.records.watch import flag_events
 from ascent.tasks.base import error_line
 
 Row = dict[str, Any]
+MOST_ROLLOUTS = 1 << 28
+"""Bytes of one step of verl's rollouts that are read."""
 APART = 1e-3
 """If a logged reward is further than this from the sum of its parts, the parts were weighted."""
 _rows = FileCache(200_000)
@@ -43,29 +57,23 @@ class Trl:
     def files(self, folder: Path) -> dict[int, Path]:
         """The files of completions by step: in the folder of a run, or in its folder `completions`."""
         name = r"completions_(\d{1,12})\.parquet"
-        return numbered_files(folder / "completions", name) or numbered_files(folder, name)
+        inner = folder / "completions"
+        return ({} if inner.is_symlink() else numbered_files(inner, name)) or numbered_files(folder, name)
 
     def is_run(self, folder: Path) -> bool:
         """Is this folder a run of this library? File names are checked first, then one file."""
         paths = list(self.files(folder).values())
-        if not paths:
-            return False
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        for path in (paths[-1], paths[0]):
-            try:
-                return set(pq.read_schema(path).names) >= self.columns - {"advantage"}
-            except (OSError, pa.ArrowException):
-                continue
-        return True  # by its name; what is wrong with its files is reported when they are opened
+        for path in paths[-1:] + paths[:1]:
+            with suppress(Refused), open_parquet(path) as file:
+                return set(file.schema.names) >= self.columns - {"advantage"}
+        return bool(paths)  # by its name; what is wrong with its files is reported when they are opened
 
     def rows(self, path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
         """The rows of a file. A completion's reward is the plain sum of its reward functions."""
         import pyarrow as pa
 
         with open_parquet(path) as file:
-            table = file.read()
+            table = file.read(file.schema.names)
         missing = {"prompt", "completion"} - set(table.column_names)
         if missing:
             raise Refused(f"{path.name} has no column {' and '.join(sorted(missing))}: these are not TRL's completions")
@@ -86,7 +94,7 @@ class Trl:
                 "valid": bool(known) or not parts,
                 "parts": parts,
             }
-            if line.get("advantage") is not None:
+            if isinstance(line.get("advantage"), int | float):
                 row["advantage"] = [line["advantage"]]
             if parts and not known:
                 row["reason"] = "no reward function gave a number"
@@ -98,7 +106,8 @@ class Trl:
     def logs(self, folder: Path) -> list[Path]:
         """Every trainer_state.json: that of the whole run, then those of its checkpoints from the newest."""
         checkpoints = reversed(numbered_files(folder, r"checkpoint-(\d+)").values())
-        return [path for place in (folder, *checkpoints) if (path := place / "trainer_state.json").exists()]
+        own = [path for path in checkpoints if not path.is_symlink()]
+        return [path for place in (folder, *own) if (path := place / "trainer_state.json").exists()]
 
 
 def _places(prompts: list[Any]) -> list[tuple[int, int]]:
@@ -160,8 +169,7 @@ class Verl:
         groups: dict[str, int] = {}
         sizes: Counter[int] = Counter()
         rows = []
-        with open_regular(path) as file:
-            data = file.read()
+        data = read_regular(path, MOST_ROLLOUTS)
         whole = data[: data.rfind(b"\n") + 1].split(b"\n")
         for number, text in enumerate((line for line in whole if line.strip()), 1):
             try:
@@ -185,7 +193,7 @@ class Verl:
                 "valid": right,
             }
             sizes[group] += 1
-            if line.get("acc") in (0, 1):  # also true and false
+            if isinstance(line.get("acc"), int | float) and line["acc"] in (0, 1):  # also true and false
                 row["correct"] = bool(line["acc"])
             if line.get("gts") is not None:
                 row["answer"] = _text(line["gts"])
@@ -231,7 +239,7 @@ def _logged(reader: Reader, folder: Path) -> tuple[dict[int, dict[str, Any]], li
     for path in reader.logs(folder):
         try:
             return _logs(path, partial(_history, path)), problems
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except UNREADABLE as error:
             problems.append(f"{path.relative_to(folder)} cannot be read: {error_line(error)[:160]}")
     return {}, problems
 
@@ -240,10 +248,8 @@ def _history(path: Path) -> dict[int, dict[str, Any]]:
     """The log by step. TRL counts tokens from the start; our num_tokens counts those of a step."""
     ours = {"step_time": "time/step", "num_tokens": "num_tokens/seen"}
     history: dict[int, dict[str, Any]] = {}
-    with open_regular(path) as file:
-        log = json.load(file)["log_history"]
-    for entry in log:
-        values = {ours.get(k, k): v for k, v in entry.items() if isinstance(v, int | float)}
+    for entry in parse_json(read_regular(path))["log_history"]:
+        values = {ours.get(k, k): v for k, v in entry.items() if finite_number(v) is not None or v != v}
         history.setdefault(int(entry["step"]), {}).update(values)
     return history
 
@@ -255,14 +261,8 @@ def _reward_names(reader: Reader, folder: Path) -> tuple[str, ...] | None:
 
 
 def _read(reader: Reader, path: Path, names: tuple[str, ...] | None) -> list[Row]:
-    try:
+    with naming(path):
         return _rows(path, lambda: reader.rows(path, names), names, weight=len)
-    except FileNotFoundError:
-        raise Refused(f"{path.name} is gone") from None
-    except Refused:
-        raise
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
-        raise Refused(f"{path.name} cannot be read: {error}") from None
 
 
 def foreign_lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -273,8 +273,9 @@ def foreign_lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     problems: list[str] = []
     for step, path in files.items():
         try:
-            summed[step] = dict(_lines(path, partial(_summary, reader, path, step, names), names))
-        except (OSError, ValueError, OverflowError) as error:
+            with naming(path):
+                summed[step] = dict(_lines(path, partial(_summary, reader, path, step, names), names))
+        except Refused as error:
             problems.append(str(error))
     logged, unread = _logged(reader, folder)
     problems += unread
@@ -296,7 +297,7 @@ def fingerprint(folder: Path) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for path in foreign_files(folder):
         try:
-            about = path.stat()
+            about = path.lstat()
         except OSError:
             continue
         digest.update(f"{path.name}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
@@ -323,12 +324,15 @@ def _raised_flags(folder: Path) -> list[dict[str, Any]]:
 def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | None) -> dict[str, Any]:
     """The metrics of a batch that follow from its completions alone."""
     rows = _read(reader, path, names)
-    scored = [row for row in rows if row["valid"] and math.isfinite(row["reward"])]
+    failed = [row for row in rows if not row["valid"] or not math.isfinite(row["reward"] or 0.0)]
+    scored = [
+        row for row in rows if row["valid"] and math.isfinite(math.nan if row["reward"] is None else row["reward"])
+    ]
     rewards = [float(row["reward"]) for row in scored]
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in scored:
         groups[row["group"]].append(row)
-    line: dict[str, Any] = {"step": step, "num_responses": len(rows), "reward_errors": len(rows) - len(scored)}
+    line: dict[str, Any] = {"step": step, "num_responses": len(rows), "reward_errors": len(failed)}
     if rewards:
         line["reward"] = statistics.fmean(rewards)
         line["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0

@@ -10,8 +10,9 @@ from typing import Any
 
 from ascent.core.protocols import Stepped
 from ascent.core.types import Batch, Refused
-from ascent.records.folder import BY_STEP, FileCache, numbered_files, open_parquet
+from ascent.records.folder import BY_STEP, FileCache, naming, numbered_files
 from ascent.records.foreign import foreign_rows, reader_of
+from ascent.records.parquet import Parquet, is_plain, open_parquet
 
 SAMPLED, HELD_OUT = SETS = ("sampled", "held-out")
 FOLDERS = dict(zip(SETS, BY_STEP, strict=True))
@@ -184,8 +185,6 @@ def _with_spaces(pieces: list[str], whole: str) -> list[str] | None:
 
 def read_rollouts(folder: Path, step: int, which: str = SAMPLED) -> list[Row]:
     """The recorded rows of a step; refused, with a list of the recorded steps, if there are none."""
-    import pyarrow.parquet as pq
-
     path = path_of(folder, step, which)
     if not path.exists():
         steps = recorded_steps(folder, which=which)
@@ -196,7 +195,9 @@ def read_rollouts(folder: Path, step: int, which: str = SAMPLED) -> list[Row]:
             more = "They are recorded at every evaluation (--eval-every), except with --record-rollouts none"
         listed = f"Recorded are {there}." if steps else "None were recorded."
         raise Refused(f"--step {step}: {folder} has no {what} of that step. {listed} {more}")
-    return pq.read_table(path).to_pylist()
+    with open_parquet(path, folder) as file:
+        _refuse_columns(path, file.schema)
+        return file.read(file.schema.names).to_pylist()
 
 
 def recorded_files(folder: Path, kind: str, which: str = SAMPLED) -> dict[int, Path]:
@@ -219,31 +220,34 @@ def light_rows(
         rows = foreign_rows(folder, step)
         return [row | {"length": None, "advantage": (row.get("advantage") or [None])[0]} for row in rows]
     path = path_of(folder, step, which)
-    try:
-        table = _tables(path, lambda: _light_table(path, columns), columns, weight=lambda t: t.nbytes)
-    except FileNotFoundError:
-        raise _unrecorded(step) from None
-    return table.to_pylist()
+    if not path.exists():
+        raise _unrecorded(step)
+    with naming(path):
+        table = _tables(path, lambda: _light_table(folder, path, columns), columns, weight=lambda t: t.nbytes)
+        return table.to_pylist()
 
 
 def _unrecorded(step: int) -> Refused:
     return Refused(f"step {step}: nothing was recorded for it")
 
 
-def _light_table(path: Path, columns: tuple[str, ...] | None) -> Any:
+def _light_table(folder: Path, path: Path, columns: tuple[str, ...] | None) -> Any:
     """The columns with one value per row, and two that are computed from lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    with open_parquet(path) as file:
-        schema = file.schema_arrow
-        _refuse_columns(path, schema)
+    with open_parquet(path, folder) as file:
+        _refuse_columns(path, file.schema)
+        fields = [f for f in file.schema if is_plain(f.type) and f.name not in ("parts", "said")]
         table = file.read(
-            [f.name for f in schema if not pa.types.is_nested(f.type) and (columns is None or f.name in columns)]
+            [f.name for f in fields if not pa.types.is_nested(f.type) and (columns is None or f.name in columns)]
         )
         for name, source, one in (("length", "response", pc.list_value_length), ("advantage", "advantage", _means)):
-            if columns is None and source in schema.names:
+            if columns is None and source in file.schema.names:
                 table = table.append_column(name, one(file.read([source]).column(source)))
+        for name in ("group", "sample"):
+            if name in table.column_names and table.column(name).null_count:
+                raise Refused(f"{path.name} has rows without a {name}: it is not one of ours")
     return table
 
 
@@ -251,9 +255,9 @@ def _refuse_columns(path: Path, schema: Any) -> None:
     """Refuse a file without the columns of ours, or with others under their names."""
     from pyarrow import types
 
-    missing = [name for name in NEEDED if name not in schema.names]
+    missing = [name for name in NEEDED if schema.names.count(name) != 1]
     if missing:
-        raise Refused(f"{path.name} has no column {', '.join(missing)}: it is not one of ours")
+        raise Refused(f"{path.name} has no column {', '.join(missing)}, or several: it is not one of ours")
     for name in NEEDED:
         kind = schema.field(name).type
         if name.endswith("_text"):
@@ -291,10 +295,10 @@ def whole_rows(
     path, rows = path_of(folder, step, which), list[Row]()
     if not path.exists():
         raise _unrecorded(step)
-    with open_parquet(path) as file:
-        if not {"group", "sample"} <= set(file.schema_arrow.names):
-            raise Refused(f"{path.name} has no columns group and sample: it is not one of ours")
-        for batch in file.iter_batches(AT_ONCE, row_groups=_with(file, wanted)):
+    with open_parquet(path, folder) as file:
+        _refuse_columns(path, file.schema)
+        names = [field.name for field in file.schema if is_plain(field.type)]
+        for batch in file.batches(names, _with(file, wanted), AT_ONCE):
             keep = pc.is_in(batch.column("group"), pa.array(sorted(wanted), pa.int64()))
             if sample is not None:
                 keep = pc.and_(keep, pc.equal(batch.column("sample"), sample))
@@ -303,11 +307,11 @@ def whole_rows(
     return rows
 
 
-def _with(file: Any, wanted: set[int]) -> list[int]:
+def _with(file: Parquet, wanted: set[int]) -> list[int]:
     """The row groups that may contain one of these groups, according to the file's statistics."""
     leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
     at, parts = leaves.index("group"), []
-    for i in range(file.num_row_groups):
+    for i in range(file.metadata.num_row_groups):
         about = file.metadata.row_group(i).column(at).statistics
         if about is None or not about.has_min_max or any(about.min <= group <= about.max for group in wanted):
             parts.append(i)

@@ -23,7 +23,17 @@ from ascent.engines.backends import backend_of
 from ascent.records import checkpoint, responses, watch
 from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display
-from ascent.records.folder import LINES, RunFolder, finite_line, is_locked, read_json, read_lines
+from ascent.records.folder import (
+    LINES,
+    RunFolder,
+    finite_line,
+    finite_number,
+    is_locked,
+    naming,
+    read_json,
+    read_lines,
+    read_metrics,
+)
 from ascent.records.metrics import ALWAYS_WRITTEN
 from ascent.records.responses import Pieces
 from ascent.records.trackers import Sinks
@@ -48,7 +58,8 @@ class Run:
                 f"{self.folder / 'config.json'} --out {self.folder}"
             )
         info = self.info
-        if not isinstance(info, dict) or not {"status", "result", "history"} <= info.keys():
+        kinds = {"status": str, "result": dict | None, "history": list}
+        if not isinstance(info, dict) or not all(isinstance(info.get(k, 0), kind) for k, kind in kinds.items()):
             raise Refused(f"{self.folder / 'run.json'} is not a run's: it has no status, result and history")
 
     def __repr__(self) -> str:
@@ -72,18 +83,19 @@ class Run:
     def config(self) -> Config:
         """Its settings, ready to load or to continue it; the code that they name is run. To look at it, use `info`."""
         settings = read_settings(self.folder / "config.json")
-        check_code(self.folder, settings, self.info.get("code", {}))
-        return config_from(settings)
+        with naming(self.folder / "config.json"):
+            check_code(self.folder, settings, self.info.get("code", {}))
+            return config_from(settings)
 
     @property
     def max_reward(self) -> float | None:
         """The largest reward of its task, as far as its records say."""
-        return self.info.get("max_reward", (self.result or {}).get("max_reward"))
+        return finite_number(self.info.get("max_reward", (self.result or {}).get("max_reward")))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary per step."""
-        return read_lines(self.folder / "metrics.jsonl")
+        return read_metrics(self.folder / "metrics.jsonl")
 
     @property
     def last(self) -> dict[str, Any]:
@@ -93,7 +105,7 @@ class Run:
     @property
     def updates(self) -> list[dict[str, Any]]:
         """One dictionary per optimizer update."""
-        return read_lines(self.folder / "updates.jsonl")
+        return read_metrics(self.folder / "updates.jsonl")
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -173,12 +185,12 @@ def check_trains_policy(config: Config, folder: Path) -> None:
         )
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """A config.json as it stands, without what is there only for people."""
+def read_settings(path: Path, people: bool = False) -> dict[str, Any]:
+    """A config.json as it stands, without what is there only for people, unless told."""
     settings = read_json(path)
     if not isinstance(settings, dict) or "task" not in settings:
         raise Refused(f"{path} is not a config: it has to be an object with a `task`, as a run's config.json is")
-    return {key: value for key, value in settings.items() if key not in ("objective", "formula", "label")}
+    return {key: value for key, value in settings.items() if people or key not in ("objective", "formula", "label")}
 
 
 def task_name(config: Config) -> str:
@@ -239,8 +251,8 @@ class Writer:
         self.sinks: Sinks | None = None
         self.pieces = Pieces(task)
         self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
-        self.flagged = {event["name"] for event in read_lines(folder.path / "events.jsonl") if "name" in event}
-        lines = read_lines(folder.path / "metrics.jsonl")
+        self.flagged = {str(event["name"]) for event in read_lines(folder.path / "events.jsonl") if "name" in event}
+        lines = read_metrics(folder.path / "metrics.jsonl")
         self.watch = watch.Watch(task.max_reward, watch.reward_weights(task)) if config.data == "samples" else None
         if self.watch is not None:
             for line in lines:

@@ -22,8 +22,10 @@ from ascent.lab.pages.runs.page import part_of
 from ascent.lab.report.chart import Series, chart, number, plural, real, shown
 from ascent.records import responses as recorded
 from ascent.records.columns import Columns
+from ascent.records.folder import UNREADABLE, naming, open_regular
 from ascent.records.metrics import HEADLINES, SHARES, greedy_of, title_of
 from ascent.records.places import Place, run_kind
+from ascent.tasks.base import error_line
 
 POINTS = 300
 """Points of a curve in a report."""
@@ -65,7 +67,7 @@ def write_report(run: Path, out: Path | None, force: bool) -> tuple[Path, int]:
 
 def _is_ours(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return f'name="generator" content="{GENERATOR}"'.encode() in file.read(HEAD)
     except OSError:
         return False
@@ -75,7 +77,9 @@ def write_aside(out: Path, data: bytes) -> None:
     """Aside, then renamed: whoever opens it sees the old report or the new one."""
     aside = out.with_name(f".{out.name}.new")
     try:
-        aside.write_bytes(data)
+        aside.unlink(missing_ok=True)  # what a kill left, or a link that would lead elsewhere
+        with open(aside, "xb") as file:
+            file.write(data)
         os.replace(aside, out)
     except OSError as error:
         aside.unlink(missing_ok=True)
@@ -269,8 +273,8 @@ def gather_completions(
     for one, flags in [*list(pointed.items())[:SEEN], *((Seen(step), list[str]()) for step in some)]:
         try:
             part = _read_part(folder, kind, one, flags, columns)
-        except (Refused, OSError, ValueError) as error:
-            problems.append(f"step {one.step}: {error}")
+        except UNREADABLE as error:
+            problems.append(f"step {one.step}: {error_line(error)}")
             continue
         parts.append(part)
         problems += part["problems"]
@@ -393,8 +397,9 @@ def gather_answers(folder: Path, kind: str, greedy: str) -> dict[str, Any] | Non
         """The first of these steps whose file can be read, with its answers by prompt: each is a group of one."""
         for step in steps:
             try:
-                groups = groups_of(recorded.light_rows(folder, kind, step, COLUMNS, recorded.HELD_OUT))
-                return step, {(group["group"], group["prompt"]): group for group in groups}
+                with naming(recorded.path_of(folder, step, recorded.HELD_OUT)):
+                    groups = groups_of(recorded.light_rows(folder, kind, step, COLUMNS, recorded.HELD_OUT))
+                    return step, {(group["group"], group["prompt"]): group for group in groups}
             except (Refused, OSError) as error:
                 problems.append(str(error))
         return None

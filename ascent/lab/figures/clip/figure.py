@@ -1,5 +1,6 @@
 """Figure 4: the clipped surrogate, its gradient by autograd, and where it is silent."""
 
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ascent.core.losses import Clipped, Ratio
+from ascent.core.types import Refused
 from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
-from ascent.records.responses import read_rollouts
+from ascent.records.folder import modified_at, naming
+from ascent.records.responses import path_of, read_rollouts, recorded_files
 
+_MOST_TRIED = 20
+"""Recorded batches that are opened until one can be read."""
 _WIDEST = 2.0
 """The largest ratio on the axis."""
 
@@ -107,15 +112,7 @@ def _table(loss: Clipped, A: float, ratio: float) -> DataTable:
 
 def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
     """ρ of every recorded token at the last update of the newest recorded batch, and which are clipped now."""
-    files = [] if runs is None else runs.glob("*/rollouts/step_*.parquet")
-    newest = max(files, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
-    if newest is None:
-        logs, credit = _sampled_now()
-        where = "a batch of the lecture, trained on just now"
-    else:
-        run, step = newest.parent.parent, int(newest.stem.split("_")[1])
-        logs, credit = _recorded(run, step)
-        where = f"step {step} of {run.name}"
+    logs, credit, where = _newest(runs) or (*_sampled_now(), "a batch of the lecture, trained on just now")
     ρ, δ = torch.tensor(logs).exp().view(1, 1, -1), torch.tensor(credit).view(1, 1, -1)
     clips = loss.clipped(ρ.log(), torch.zeros_like(ρ), δ, torch.ones_like(ρ, dtype=torch.bool))
     assert clips is not None
@@ -127,14 +124,25 @@ def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
     }
 
 
+def _newest(runs: Path | None) -> tuple[list[float], list[float], str] | None:
+    """Of the newest recorded batch that can be read."""
+    folders = [] if runs is None else [path.parent for path in runs.glob("*/rollouts") if not path.parent.is_symlink()]
+    files = [(modified_at(p) or 0.0, run, step) for run in folders for step, p in recorded_files(run, "ascent").items()]
+    for _, run, step in sorted(files, reverse=True)[:_MOST_TRIED]:
+        with suppress(Refused):
+            return *_recorded(run, step), f"step {step} of {run.name}"
+    return None
+
+
 @lru_cache(maxsize=8)
 def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
     logs, credit = list[float](), list[float]()
-    for row in read_rollouts(run, step):
-        if row["logp"] and row["valid"]:
-            logs += [now - old for now, old in zip(row["logp"][-1], row["logp_old"], strict=True)]
-            given = row["advantage"]
-            credit += given if len(given) == len(row["logp_old"]) else given[:1] * len(row["logp_old"])
+    with naming(path_of(run, step)):
+        for row in read_rollouts(run, step):
+            if row["logp"] and row["valid"]:
+                logs += [float(now - old) for now, old in zip(row["logp"][-1], row["logp_old"], strict=True)]
+                given = row["advantage"]
+                credit += map(float, given if len(given) == len(row["logp_old"]) else given[:1] * len(row["logp_old"]))
     return logs[:300], credit[:300]
 
 

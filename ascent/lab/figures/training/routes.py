@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from ascent.core.types import Refused
 from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics_in_words, point_of, run_folder
 from ascent.lab.figures.training.trainings import ENDED, Trainings
 from ascent.lab.page import Lab, body, json_route, read_whole, whole_value
-from ascent.records.responses import recorded_steps
+from ascent.records.folder import is_metrics, naming, open_regular, parse_json
+from ascent.records.responses import path_of, recorded_steps
 from ascent.records.run import Run
 
+MOST_READ = 1 << 24
+"""Bytes that are read of it at a time."""
 PAUSE = 0.1
 """Seconds between two looks at a file that is being written."""
 
@@ -75,8 +79,10 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
             offset = 0
             yield _event("reset", {}, 0)
             continue
-        maximum = await asyncio.to_thread(lambda: Run(folder).max_reward) if fresh else None
+        maximum = await asyncio.to_thread(_maximum, folder) if fresh else None
         for offset, line in fresh:
+            if line is None:
+                continue
             event = {"point": point_of(line, maximum), "texts": metrics_in_words(line, maximum), "line": line}
             yield _event("metrics", event, offset)
         if now != last:
@@ -88,24 +94,37 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
         await asyncio.sleep(PAUSE)
 
 
+def _maximum(folder: Path) -> float | None:
+    with suppress(Refused):
+        return Run(folder).max_reward
+    return None
+
+
 def _event(kind: str, data: Any, id: int | None = None) -> str:
     head = "" if id is None else f"id: {id}\n"
     return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
-def read_from(path: Path, offset: int) -> list[tuple[int, dict[str, Any]]] | None:
-    """The whole lines behind a byte offset, each with its end; None if no line ends there: the file was cut back."""
-    if not path.exists():
+def read_from(path: Path, offset: int) -> list[tuple[int, dict[str, Any] | None]] | None:
+    """The whole lines behind a byte offset, each with its end; None if no line ends there: the file was cut back.
+
+    What is not a line of metrics is None; what is not a file has no lines.
+    """
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, offset - 1))
+            if offset and file.read(1) != b"\n":
+                return None
+            data = file.read(MOST_READ)
+    except OSError:
         return None if offset else []
-    with open(path, "rb") as file:
-        file.seek(max(0, offset - 1))
-        if offset and file.read(1) != b"\n":
-            return None
-        data = file.read()
-    lines = []
-    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-        offset += len(line)
-        lines.append((offset, json.loads(line)))
+    lines: list[tuple[int, dict[str, Any] | None]] = []
+    for text in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        offset += len(text)
+        line = None
+        with suppress(ValueError):
+            line = parse_json(text)
+        lines.append((offset, line if is_metrics(line) else None))
     return lines
 
 
@@ -116,11 +135,12 @@ def response_grid(folder: Path, step: int | None) -> dict[str, Any]:
         return {"step": None, "prompts": []}
     chosen = steps[-1] if step is None else step
     maximum, groups = run.max_reward or 1.0, dict[int, dict[str, Any]]()
-    for row in run.rollouts(chosen):
-        group = groups.setdefault(row["group"], {"prompt": row["prompt_text"], "responses": []})
-        mark = "right" if row.get("correct") else "rewarded" if row["reward"] >= maximum / 2 else "wrong"
-        group["responses"].append({"text": row["response_text"], "reward": f"{row['reward']:g}", "mark": mark})
-    for group in groups.values():
-        (text, reward), count = Counter((r["text"], r["reward"]) for r in group["responses"]).most_common(1)[0]
-        group["common"] = f"{text} × {count}, reward {reward} of {maximum:g}"
+    with naming(path_of(folder, chosen)):
+        for row in run.rollouts(chosen):
+            group = groups.setdefault(row["group"], {"prompt": row["prompt_text"], "responses": []})
+            mark = "right" if row.get("correct") else "rewarded" if row["reward"] >= maximum / 2 else "wrong"
+            group["responses"].append({"text": row["response_text"], "reward": f"{row['reward']:g}", "mark": mark})
+        for group in groups.values():
+            (text, reward), count = Counter((r["text"], r["reward"]) for r in group["responses"]).most_common(1)[0]
+            group["common"] = f"{text} × {count}, reward {reward} of {maximum:g}"
     return {"step": chosen + 1, "prompts": list(groups.values()), "maximum": f"{maximum:g}"}

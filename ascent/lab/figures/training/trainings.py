@@ -27,7 +27,7 @@ from ascent.api import start
 from ascent.core.types import Refused, Trouble
 from ascent.lab.figures.training.figure import config_of, run_folder, side_settings
 from ascent.records.display import Lines
-from ascent.records.folder import write_json
+from ascent.records.folder import MOST_JSON, MOST_LINES, read_regular, write_json
 from ascent.records.plot import plot_runs
 from ascent.records.run import Run, run_label
 from ascent.settings import configure
@@ -99,20 +99,28 @@ class Trainings:
         steps = 0
         try:
             begun = Run(folder)
-            status, steps = begun.status, begun.info["steps"]
+            status, steps = begun.status, begun.info.get("steps", 0)
         except Refused:  # not begun, or refused before it began
             status = "failed" if code is not None or not kept.exists() else "starting" if alive else "died"
         if status == "died" and alive and code is None:
             status = "running"  # for the moment until its shell has written down how it ended
         metrics, log = folder / "metrics.jsonl", kept / "log"
-        step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        step = _read(metrics, MOST_LINES).count(b"\n")
         about: dict[str, Any] = {"run": run, "status": status, "exit": code, "step": step, "steps": steps}
         about["paused"] = status == "running" and (kept / "waiting").exists()
         about["pausing"] = status == "running" and step >= read_gate(kept / "gate") and not about["paused"]
         about["words"] = _words(about)
         if status in ("failed", "died"):
-            about["last_lines"] = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
+            about["last_lines"] = _read(log).decode(errors="replace").splitlines()[-LAST_LINES:]
         return about
+
+
+def _read(path: Path, most: int = MOST_JSON) -> bytes:
+    """What a file holds; nothing if there is none, or it is no file."""
+    try:
+        return read_regular(path, most)
+    except OSError:
+        return b""
 
 
 def _words(about: dict[str, Any]) -> str:
@@ -134,9 +142,9 @@ def _words(about: dict[str, Any]) -> str:
 def _alive(path: Path) -> bool:
     """Is the process that was noted down still there, and not another one with its pid?"""
     try:
-        pid, _, began = path.read_text().partition(" ")
+        pid, _, began = _read(path).decode().partition(" ")
         return _began(int(pid)) == began
-    except (FileNotFoundError, ValueError):
+    except (OverflowError, ValueError):
         return False
 
 
@@ -181,8 +189,8 @@ class Gated(Lines):
 def read_number(path: Path) -> int | None:
     """The number in a file that another process writes; None as long as there is none."""
     try:
-        return int(path.read_text())
-    except (FileNotFoundError, ValueError):
+        return int(_read(path))
+    except ValueError:
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ascent.core.types import Refused
 from ascent.records import responses as recorded
 from ascent.records.columns import evenly
-from ascent.records.folder import FileCache, read_object
+from ascent.records.folder import FileCache, naming, read_object
 
 Row = dict[str, Any]
 IS: dict[str, Callable[[Row], bool]] = {
@@ -48,8 +48,8 @@ def key_of(prompt: str) -> str:
 
 def json_number(value: Any) -> float | int | str | None:
     """A number as JSON can hold it: six digits; one that is not finite as a word; None: not known."""
-    if value is None or isinstance(value, bool | int):
-        return value
+    if not isinstance(value, float):
+        return value if isinstance(value, bool | int) else None
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
 
 
@@ -76,18 +76,18 @@ def completions_page(
     if len(q) > LONGEST:
         raise Refused(f"q: at most {LONGEST} characters are searched for, here are {len(q)}")
     sets = {name: recorded.recorded_steps(folder, kind, name) for name in recorded.SETS}
-    steps, chosen, rows, problems = sets[which], None, list[Row](), list[str]()
+    steps, chosen, groups, problems = sets[which], None, list[Row](), list[str]()
     if steps:
         chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
         try:
-            rows = recorded.light_rows(folder, kind, chosen, which=which)
+            with naming(recorded.recorded_files(folder, kind, which)[chosen]):
+                groups = groups_of(recorded.light_rows(folder, kind, chosen, which=which))
         except Refused as error:
             problems.append(str(error))
     else:
         problems.append(NONE[which])
     around = [None, *steps, None]
     at = around.index(chosen)
-    groups = groups_of(rows)
     matching = [group for group in (_kept(group, show, q.casefold()) for group in groups) if group["responses"]]
     count = max(1, min(count, MOST_GROUPS))
     offset = max(0, min(offset, (len(matching) - 1) // count * count))
@@ -205,8 +205,9 @@ def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], lis
     indexes, problems = {}, []
     for step, path in recorded.recorded_files(folder, kind, which).items():
         try:
-            indexes[step] = _indexes(path, partial(read, step), weight=lambda index: 100 + len(str(index)))
-        except (Refused, OSError) as error:
+            with naming(path):
+                indexes[step] = _indexes(path, partial(read, step), weight=lambda index: 100 + len(str(index)))
+        except Refused as error:
             problems.append(str(error))
     return indexes, problems
 
@@ -222,8 +223,9 @@ def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMP
     for step in evenly(steps, MOST):
         group, _ = indexed[step][key]
         try:
-            made = _summaries(paths[step], partial(_summary, folder, kind, step, group, which), group)
-        except (Refused, OSError, KeyError) as error:
+            with naming(paths[step]):
+                made = _summaries(paths[step], partial(_summary, folder, kind, step, group, which), group)
+        except Refused as error:
             problems.append(str(error))
             continue
         prompt = made["prompt"]
@@ -298,6 +300,11 @@ def tokens(
     rows = recorded.whole_rows(folder, kind, step, groups, sample, which)
     if kind != "ascent":
         return {"step": step, "missing": {"tokens": FOREIGN}, "clip": {"words": FOREIGN}, "rows": []}
+    with naming(recorded.path_of(folder, step, which)):
+        return _tokens(folder, step, rows, which)
+
+
+def _tokens(folder: Path, step: int, rows: list[Row], which: str) -> dict[str, Any]:
     absent = ABSENT
     if which == recorded.HELD_OUT:
         clip, absent = {"words": "No update saw these answers"}, {"pieces": ABSENT["pieces"]}
@@ -328,7 +335,8 @@ def of_row(row: Row, loss: Any) -> Row:
     lists["value"] = per_token(row["value"][: len(ids)]) if row.get("value") and ids else None
     pieces, last = row.get("pieces"), per_token(updates[-1]) if updates else None
     made: Row = {"group": row["group"], "sample": row["sample"], "ids": ids}
-    made["pieces"] = pieces if pieces is not None and len(pieces) == len(ids) else None
+    whole = isinstance(pieces, list) and len(pieces) == len(ids) and all(isinstance(piece, str) for piece in pieces)
+    made["pieces"] = pieces if whole else None
     made |= {name: None if values is None else [json_number(v) for v in values] for name, values in lists.items()}
     made |= {"ratio": None, "clipped": None, "sequence_ratio": None, "updates": len(updates)}
     mask = row.get("mask")
