@@ -295,7 +295,15 @@ def test_nothing_is_written_through_a_link(root: Path, tmp_path: Path) -> None:
     assert victim.read_text() == "precious" and not (run / "notes.json").is_symlink()
 
 
-WAYS_OUT = ("metrics.jsonl", ".lock", ".alive.new", "rollouts", "checkpoints", "rollouts/.step_000003.parquet")
+WAYS_OUT = (
+    "metrics.jsonl",
+    ".lock",
+    ".alive.new",
+    "rollouts",
+    "checkpoints",
+    "tensorboard",
+    "rollouts/.step_000003.parquet",
+)
 
 
 @pytest.mark.parametrize("name", WAYS_OUT)
@@ -320,6 +328,14 @@ def test_a_resume_does_not_wait_for_a_pipe(root: Path, tmp_path: Path, name: str
     pipes(name)(run)
     with pytest.raises(Refused, match="neither a file nor a folder"):
         ascent.resume(run, from_step=2)
+
+
+def test_what_a_tracker_links_is_its_own_affair(root: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    (run / "wandb").mkdir()
+    (run / "wandb" / "debug.log").symlink_to(tmp_path / "cache")
+    (run / "best").symlink_to("checkpoints")
+    assert ascent.resume(run, from_step=2).status == "finished"
 
 
 def test_a_run_folder_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:

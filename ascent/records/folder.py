@@ -327,8 +327,9 @@ def refuse_ways_out(folder: Path) -> None:
     """Refuse to write into a folder with a link that leads out of it, a pipe or a device: bytes would go there."""
     home = folder.resolve()
     for at, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if Path(at) != folder or name not in OTHERS]
-        for path in (Path(at, name) for name in (*folders, *files)):
+        paths = [Path(at, name) for name in (*folders, *files)]
+        folders[:] = [name for name in folders if name not in OTHERS]
+        for path in paths:
             mode = path.lstat().st_mode
             if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(home):
                 raise Refused(f"{path} is a link that leads out of the folder, where nothing is written: {INSTEAD}")

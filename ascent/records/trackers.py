@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from ascent.core.menu import nearest
 from ascent.core.types import Refused
+from ascent.records.folder import read_regular
 from ascent.records.metrics import CHARTS
 
 WAITING = 4096
@@ -66,8 +67,9 @@ class Sink:
         """The tracker's name for this run, kept in the run's folder so that a resume goes on with the same one."""
         path = self.folder / type(self).__name__.lower() / "id"
         if self.resume_step and path.exists():
-            return path.read_text().strip()
+            return read_regular(path).decode().strip()
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link would lead elsewhere
         path.write_text(found := new())
         return found
 
