@@ -19,7 +19,8 @@ from ascent.core.types import Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.records.folder import RunFolder, memory_ran_out, naming, refuse_taken
+from ascent.records.folder import RunFolder, naming, refuse_taken
+from ascent.records.places import memory_ran_out
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings

@@ -33,7 +33,7 @@ from ascent.cli.main import main
 from ascent.core.config import Config
 from ascent.core.types import Refused, Streams
 from ascent.engines.small import SmallLearner
-from ascent.records import checkpoint, folder, responses
+from ascent.records import checkpoint, folder, places, responses
 from ascent.records import run as run_records
 from ascent.records.display import Display
 from ascent.records.folder import RunFolder
@@ -446,7 +446,7 @@ def test_a_run_that_ran_out_of_memory_is_told_so(
     for before, now, told in (("boot 3", "boot 4", True), ("boot 3", "boot 3", False), ("other 3", "boot 4", False)):
         copy = Path(shutil.copytree(killed, killed.with_name(f"{before} {now}")))
         (copy / ".alive").write_text(json.dumps(sign | {"killed": before}))
-        monkeypatch.setattr(folder, "out_of_memory", lambda now=now: now)
+        monkeypatch.setattr(places, "out_of_memory", lambda now=now: now)
         assert ("killed a process for want of memory" in said(capsys, "show", copy)[1]) is told
         assert ("killed a process for want of memory" in said(capsys, "resume", copy)[1]) is told
 

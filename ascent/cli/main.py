@@ -44,7 +44,7 @@ def usage() -> str:
                 lines.append(head)
                 head = ""
             lines += textwrap.wrap(summary, 78, initial_indent=f"{head:<24}", subsequent_indent=" " * 24)
-    trusted = "A command that loads a run takes --trust FILE: use that Python file of the run, though it changed."
+    trusted = "Commands that load a run take --trust FILE, to use code that has changed."
     return "\n".join(
         [*lines, "", trusted, "Run `ascent COMMAND --help` for details. Try `ascent train lecture` first."]
     )

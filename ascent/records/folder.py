@@ -95,17 +95,6 @@ def out_of_memory() -> str | None:
     return None
 
 
-def memory_ran_out(folder: Path) -> bool:
-    """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
-    try:
-        sign, _ = read_object(folder / SIGN)
-        before, now = sign["killed"], out_of_memory()
-        same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
-    except UNREADABLE:
-        return False
-    return same and before != now
-
-
 def is_metrics(line: Any) -> bool:
     """Is this a step and its numbers?"""
     if not isinstance(line, dict) or type(line.get("step")) is not int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused
-from ascent.records.folder import SIGN, finite_number, is_locked, modified_at, read_object
+from ascent.records.folder import SIGN, UNREADABLE, finite_number, is_locked, modified_at, out_of_memory, read_object
 from ascent.records.foreign import foreign_kind
 
 DEEP = 4
@@ -170,3 +170,14 @@ def started_at(run: dict[str, Any]) -> float | None:
     with suppress(LookupError, TypeError, ValueError):
         return datetime.strptime(run["history"][0]["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
     return None
+
+
+def memory_ran_out(folder: Path) -> bool:
+    """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
+    try:
+        sign, _ = read_object(folder / SIGN)
+        before, now = sign["killed"], out_of_memory()
+        same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
+    except UNREADABLE:
+        return False
+    return same and before != now
