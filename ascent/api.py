@@ -19,7 +19,7 @@ from ascent.core.types import Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.records.folder import RunFolder, naming, refuse_taken
+from ascent.records.folder import RunFolder, naming, refuse_taken, vacated
 from ascent.records.places import memory_ran_out
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
@@ -195,7 +195,7 @@ def _trouble(error: Exception, folder: Path) -> Exception:
         return error
     if isinstance(error, OSError):
         return Trouble(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
-    (folder / "error.txt").write_text("".join(traceback.format_exception(error)))
+    vacated(folder / "error.txt").write_text("".join(traceback.format_exception(error)))
     return Trouble(
         f"an error that Ascent did not expect: {type(error).__name__}: {error}. "
         f"The details are in {folder / 'error.txt'}"

@@ -98,6 +98,39 @@ def bomb(run: Path) -> None:
     assert (run / NEWEST).stat().st_size < 300_000
 
 
+def with_a_lie(path: Path, truth: int, lie: int) -> None:
+    """Let the footer of a Parquet file say another number, in as many bytes."""
+    data, wanted = path.read_bytes(), _varint(2 * truth)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    told = _varint(2 * lie)
+    told = bytes(byte | 128 for byte in told) + b"\x80" * (len(wanted) - len(told) - 1) + b"\0"
+    assert data.count(wanted, footer) and len(told) == len(wanted)
+    path.write_bytes(data[:footer] + data[footer:].replace(wanted, told))
+
+
+def _varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _varint(value >> 7)
+
+
+def lying_page(run: Path) -> None:
+    """A page that becomes 40 MiB of text in a file of a few kilobytes, whose footer speaks of a hundred bytes."""
+    table = pa.table(
+        {"group": [0], "sample": [0], "reward": [1.0], "prompt_text": ["p"], "response_text": ["x" * (5 << 23)]}
+    )
+    pq.write_table(table, run / NEWEST, compression="zstd", use_dictionary=False, write_statistics=False)
+    size = pq.ParquetFile(run / NEWEST).metadata.row_group(0).column(4).total_uncompressed_size
+    with_a_lie(run / NEWEST, size, 100)
+
+
+def lying_count(run: Path) -> None:
+    """One response with a million tokens, of which the footer knows five."""
+    table = pa.table({"group": [0], "sample": [0], "reward": [1.0], "prompt_text": ["p"], "response_text": ["r"]})
+    tokens = pa.ListArray.from_arrays([0, 1_000_000], pa.array(np.zeros(1_000_000, np.int32)))
+    pq.write_table(table.append_column("response", tokens), run / NEWEST, write_statistics=False)
+    assert (run / NEWEST).stat().st_size < 100_000
+    with_a_lie(run / NEWEST, 1_000_000, 5)
+
+
 def linked_files(run: Path) -> None:
     """Files and a folder of responses that lie outside."""
     outside = run.parent.parent / "outside"
@@ -146,6 +179,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "pipe-run": pipes("run.json", "rollouts/step_000000.parquet"),
     "links": linked_files,
     "bomb": bomb,
+    "lying-page": lying_page,
+    "lying-count": lying_count,
     "parquet-empty": written(NEWEST, b""),
     "parquet-torn": lambda run: written(NEWEST, (run / NEWEST).read_bytes()[:-30])(run),
     "parquet-bytes": columns(NEWEST, response_text=[b"\xff"], reason=[b"\xff"]),
@@ -266,7 +301,9 @@ def test_the_clip_is_drawn_from_a_batch_that_can_be_read(client: TestClient, roo
     assert answer.status_code == 200 and "SECRET" not in answer.text
 
 
-@pytest.mark.parametrize("name", ["bomb", "parquet-empty", "parquet-torn", "parquet-none", "parquet-bytes"])
+@pytest.mark.parametrize(
+    "name", ["bomb", "lying-page", "lying-count", "parquet-empty", "parquet-torn", "parquet-none", "parquet-bytes"]
+)
 def test_a_file_that_cannot_be_read_is_named_and_the_page_stands(client: TestClient, name: str) -> None:
     page = client.get("/api/view/completions", params={"id": name, "step": 1}).json()
     assert page["recorded"] == [0, 1] and page["groups"] == [] and "step_000001.parquet" in page["problems"][0]
@@ -320,6 +357,45 @@ def test_a_resume_writes_nothing_through_a_link(root: Path, tmp_path: Path, name
     with pytest.raises(Refused, match=r"is a link"):
         ascent.resume(run, from_step=2)
     assert {path: path.read_bytes() for path in (outside, *outside.glob("**/*")) if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", ".alive.new", "error.txt", ".plot.png", "run.json"])
+def test_a_resume_writes_over_no_file_that_has_a_second_name(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup of hard links, or a trap: the other name keeps its bytes, and the run goes on all the same."""
+    from ascent.cli import main as cli
+
+    run, other = shutil.copytree(root / "good", tmp_path / "run"), tmp_path / "other"
+    (run / name).touch()
+    if name not in ("metrics.jsonl", "run.json"):
+        (run / name).write_text("precious\n" * 100)
+    os.link(run / name, other)
+    before = other.read_bytes()
+    if name == "error.txt":
+        monkeypatch.setattr("ascent.api.loop", lambda *_: 1 / 0)
+    if name != ".plot.png":
+        monkeypatch.setattr("ascent.cli.train.plot", lambda _: None)
+    assert cli.main(["resume", str(run), "--from", "2"]) == (name == "error.txt")
+    assert other.read_bytes() == before
+    assert name == ".lock" or not (run / name).exists() or (run / name).stat().st_nlink == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "checkpoints/step_000002", "checkpoints/step_000002/params.safetensors"]
+)
+@pytest.mark.parametrize("how", ["sample", "eval", "--init"])
+def test_no_policy_is_loaded_through_a_link(
+    root: Path, tmp_path: Path, name: str, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ascent.cli import main as cli
+
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    (run / name).rename(tmp_path / "outside")
+    (run / name).symlink_to(tmp_path / "outside")
+    init = ["train", "lecture", "--steps", "1", "--init", str(run), "--out", str(tmp_path / "new")]
+    assert cli.main({"sample": ["sample", str(run), "1 0 2"], "eval": ["eval", str(run)], "--init": init}[how]) == 2
+    assert f"{run / name} is a link that leads out of the run's folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoints/step_000002/params.safetensors"])

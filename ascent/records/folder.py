@@ -9,7 +9,8 @@ checkpoints/   step_000100/…          .lock          held while a process writ
 .alive         which process writes here, and when it last did
 
 A folder may have come from anywhere, so only regular files inside it are opened, and no link in it is followed. The
-folder itself may be a link: whoever names runs/x and has linked it to another disk means what lies there.
+folder itself may be a link: whoever names runs/x and has linked it to another disk means what lies there. A file may
+have a second name elsewhere (a hard link, as in backups), so none is written over: it is copied or removed first.
 """
 
 from __future__ import annotations
@@ -48,13 +49,18 @@ UNBEGUN = {".lock", SIGN, SIGN_ASIDE, "config.json", ".config.json.new", ".run.j
 
 def write_json(path: Path, value: Any) -> None:
     """Write aside, flush, rename: a reader sees the old file or the new one, never half of it."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)  # what a kill left, or a link that would lead elsewhere
+    aside = vacated(path.with_name(f".{path.name}.new"))
     with open(aside, "x") as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def vacated(path: Path) -> Path:
+    """This path, free for a new file: what a kill left is removed, or a link that would lead elsewhere."""
+    path.unlink(missing_ok=True)
+    return path
 
 
 def read_json(path: Path) -> Any:
@@ -149,7 +155,7 @@ class SignOfLife:
         if not self._ours():
             return
         with suppress(OSError):
-            with open(self.folder / SIGN_ASIDE, "w") as file:
+            with open(vacated(self.folder / SIGN_ASIDE), "x") as file:
                 json.dump({"host": self.host, "pid": self.pid, "time": time.time(), "killed": out_of_memory()}, file)
             os.rename(self.folder / SIGN_ASIDE, self.folder / SIGN)
 
@@ -208,8 +214,10 @@ class RunFolder:
     def furnish(self) -> None:
         for name in ("checkpoints", *BY_STEP):
             (self.path / name).mkdir(exist_ok=True)
-        for name in LINES:
-            (self.path / name).touch()
+        for path in (self.path / name for name in LINES):
+            path.touch()
+            if path.is_file() and path.stat().st_nlink > 1:
+                os.replace(shutil.copy2(path, vacated(path.with_name(f".{path.name}.new"))), path)
 
     def lock(self) -> None:
         refuse_ways_out(self.path)
@@ -221,14 +229,15 @@ class RunFolder:
             time.sleep(0.01)
         else:
             self._lock.seek(0)
-            pid = self._lock.read().strip() or "unknown"
+            pid = next(iter(re.findall(r"^\d{1,10}$", self._lock.read(12))), "unknown")
             self.close()
             raise Refused(
                 f"{self.path}: this run is being written by another process (pid {pid}). Wait for it, or stop it first"
             )
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        if os.fstat(self._lock.fileno()).st_nlink == 1:
+            self._lock.truncate(0)
+            self._lock.write(str(os.getpid()))
+            self._lock.flush()
         self._alive = SignOfLife(self.path, self._lock)
 
     def note(self, event: str, **more: Any) -> None:
@@ -312,18 +321,18 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def refuse_ways_out(folder: Path) -> None:
-    """Refuse to write into a folder with a link that leads out of it, a pipe or a device: bytes would go there."""
-    home = folder.resolve()
-    for at, folders, files in os.walk(folder):
-        paths = [Path(at, name) for name in (*folders, *files)]
+def refuse_ways_out(folder: Path, part: str = ".") -> None:
+    """Refuse a folder, or a part of it, with a link that leads out of it, a pipe or a device: bytes would go there."""
+    for at, folders, files in os.walk(folder / part):
+        paths = [Path(at), *(Path(at, name) for name in (*folders, *files))]
         folders[:] = [name for name in folders if name not in OTHERS]
         for path in paths:
-            mode = path.lstat().st_mode
-            if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(home):
-                raise Refused(f"{path} is a link that leads out of the folder, where nothing is written: {INSTEAD}")
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
-                raise Refused(f"{path} is neither a file nor a folder: remove it")
+            with suppress(FileNotFoundError):  # a checkpoint that its run has dropped by now
+                mode = path.lstat().st_mode
+                if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
+                    raise Refused(f"{path} is a link that leads out of the run's folder, and not followed: {INSTEAD}")
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+                    raise Refused(f"{path} is neither a file nor a folder: remove it")
 
 
 # ---- reading what anyone may have written: links are never followed ----------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ascent.core.metric_names import MISMATCH
+from ascent.records.folder import vacated
 from ascent.records.metrics import SHARES, chart_of, label_of, title_of
 from ascent.records.statistics import interval
 
@@ -175,7 +176,7 @@ def save_figure(fig: Any, path: Path) -> Path:
     """Write a figure as a PNG file, whole or not at all."""
     from matplotlib import pyplot
 
-    aside = path.with_name(f".{path.name}")
+    aside = vacated(path.with_name(f".{path.name}"))
     fig.savefig(aside, dpi=130, format="png")
     os.replace(aside, path)
     pyplot.close(fig)

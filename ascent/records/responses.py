@@ -10,7 +10,7 @@ from typing import Any
 
 from ascent.core.protocols import Stepped
 from ascent.core.types import Batch, Refused
-from ascent.records.folder import BY_STEP, FileCache, naming, numbered_files
+from ascent.records.folder import BY_STEP, FileCache, naming, numbered_files, vacated
 from ascent.records.foreign import foreign_rows, reader_of
 from ascent.records.parquet import Parquet, is_plain, open_parquet
 
@@ -102,7 +102,7 @@ def write_parquet(final: Path, rows: list[Row], samples: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    aside = final.with_name(f".{final.name}")
+    aside = vacated(final.with_name(f".{final.name}"))
     pq.write_table(pa.Table.from_pylist(rows), aside, row_group_size=samples * max(1, AT_ONCE // samples))
     os.replace(aside, final)
 

@@ -33,6 +33,8 @@ from ascent.records.folder import (
     read_json,
     read_lines,
     read_metrics,
+    refuse_ways_out,
+    vacated,
 )
 from ascent.records.metrics import ALWAYS_WRITTEN
 from ascent.records.responses import Pieces
@@ -121,6 +123,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
+        refuse_ways_out(self.folder, "checkpoints")
         return checkpoint.complete(self.folder / "checkpoints")
 
     def checkpoint(self, step: int | None = None, best: bool = False, flag: str = "--step") -> Path:
@@ -365,7 +368,7 @@ class Writer:
     def dump(self, step: int, batch: Batch) -> str:
         path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
         own = {k: v.clone(memory_format=contiguous_format) for k, v in vars(batch).items() if isinstance(v, Tensor)}
-        save_file(own, path)
+        save_file(own, vacated(path))
         return str(path)
 
     def trouble(self, text: str) -> None:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from ascent.core.menu import nearest
 from ascent.core.types import Refused
-from ascent.records.folder import read_regular
+from ascent.records.folder import read_regular, vacated
 from ascent.records.metrics import CHARTS
 
 WAITING = 4096
@@ -69,8 +69,7 @@ class Sink:
         if self.resume_step and path.exists():
             return read_regular(path).decode().strip()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # a link would lead elsewhere
-        path.write_text(found := new())
+        vacated(path).write_text(found := new())
         return found
 
 
