@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import textwrap
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -128,13 +129,18 @@ def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
     return settings
 
 
+PARSING = threading.Lock()
+"""Python 3.11 fails with a SystemError where two threads parse at once."""
+
+
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string under each field of a dataclass or of its bases: what it means, in its author's words."""
     docs: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         try:
-            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            with PARSING:
+                tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError):  # a class made in a notebook has no source
             continue
         for pair in itertools.pairwise(tree.body[0].body):

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def opening(running: Lab, shown: Any, steps: int) -> tuple[float, float]:
     begin = time.perf_counter()
-    shown.goto(f"http://127.0.0.1:{running.port}/run?id=long")
+    shown.goto(f"{shown.url}run?id=long")
     shown.wait_for_selector("body[data-ready]")
     painted(shown)
     opened = time.perf_counter() - begin

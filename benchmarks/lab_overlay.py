@@ -51,8 +51,9 @@ def measure(root: Path, names: list[str], repeats: int) -> list[dict[str, float]
     found = []
     with lab(root) as running, page(running) as shown:
         query = urlencode([*(("id", name) for name in names), ("seeds", "lines")])
+        base = shown.url
         for _ in range(repeats + 1):
-            shown.goto(f"http://127.0.0.1:{running.port}/compare?{query}")
+            shown.goto(f"{base}compare?{query}")
             shown.wait_for_selector("body[data-ready]")
             times = shown.evaluate("({took: lab.took, drawn: lab.drawn})")
             drawn = shown.evaluate("document.querySelectorAll('canvas').length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -25,11 +26,12 @@ EVERY = 50
 
 
 class Lab:
-    """`ascent lab` on a free port."""
+    """`ascent lab` on a free port. Its address opens one browser, or gives one cookie."""
 
     def __init__(self, runs: Path):
         call = [sys.executable, "-m", "ascent", "lab", "--no-open", "--port", "0", "--runs", str(runs)]
-        self.process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        env = os.environ | {"XDG_STATE_HOME": str(runs / ".lab" / "state")}
+        self.process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout is not None
         found = re.search(r"http://\S+?:(\d+)/\?token=(\S+)", self.process.stdout.readline())
         assert found is not None
@@ -55,7 +57,7 @@ def lab(runs: Path) -> Iterator[Lab]:
 
 @contextmanager
 def page(found: Lab) -> Iterator[Any]:
-    """A page of Chromium that has the lab's cookie."""
+    """A page of Chromium that has the lab's cookie, at the lab's first page."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -65,6 +67,7 @@ def page(found: Lab) -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         shown = browser.new_page(viewport={"width": 1280, "height": 900})
         shown.goto(found.address)
+        shown.wait_for_url(re.compile(r"/[0-9a-f]{32}/$"))
         yield shown
         browser.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,11 @@ from typing import Any
 import pytest
 
 from ascent.lab.server import lab_server
+from ascent.web.guard import prefix_of
+from ascent.web.secret import kept_secret
 from benchmarks.labs import BROWSERS
 
+ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+/\?token=\S+)\n")
 MISSING = "no Chromium is installed: `make browser` installs it, or says how"
 
 
@@ -75,29 +79,37 @@ def until(what: Callable[[], Any], seconds: float = 60) -> None:
 class Lab:
     """`ascent lab` as a process, which can be killed and started again on the same port."""
 
-    def __init__(self, runs: Path):
-        self.runs, self.port = runs, 0
+    def __init__(self, runs: Path, opening: str = "--no-open"):
+        self.runs, self.port, self.opening = runs, 0, opening
         self.start()
 
     def start(self) -> None:
-        call = [sys.executable, "-m", "ascent", "lab", "--no-open", "--port", str(self.port)]
+        call = [sys.executable, "-m", "ascent", "lab", self.opening, "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*call, "--runs", str(self.runs)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             cwd=Path(__file__).parents[1],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S+", said)
-        assert found is not None, said + self.process.stdout.read()
-        self.address, self.port = found[0], int(found[1])
+        self.said = ""
+        self.port = int(self.address.split(":")[2].partition("/")[0])
+
+    @property
+    def address(self) -> str:
+        """The newest address: each opens one browser, and the lab prints another one before it answers."""
+        assert self.process.stdout is not None
+        pipe = self.process.stdout.fileno()
+        while not (printed := ADDRESS.findall(self.said)) or select.select([pipe], [], [], 0)[0]:
+            more = os.read(pipe, 4096).decode()
+            assert more, self.said
+            self.said += more
+        return printed[-1]
 
     @property
     def base(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}{prefix_of(kept_secret(self.runs)[0], self.port)}"
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -118,10 +130,15 @@ class ThreadLab(Lab):
     """The server of `ascent lab` in a thread of this process."""
 
     def start(self) -> None:
-        self.server, listening, self.address = lab_server(self.runs, "127.0.0.1", self.port)
+        secret, _ = kept_secret(self.runs)
+        self.server, listening, self.guard = lab_server(self.runs, "127.0.0.1", self.port, secret)
         self.port = listening.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
         self.thread.start()
+
+    @property
+    def address(self) -> str:
+        return self.guard.address
 
     def kill(self) -> None:
         self.server.should_exit = True
@@ -138,6 +155,12 @@ class Screen:
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+
+    def enter(self) -> Screen:
+        """Exchange the token for the cookie, as a user does by the printed address."""
+        self.page.goto(self.lab.address)
+        self.page.wait_for_url(f"{self.lab.base}/")
+        return self
 
     def open(self, path: str) -> Screen:
         self.page.goto(self.lab.base + path)

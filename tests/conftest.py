@@ -58,6 +58,14 @@ settings.register_profile("ascent", max_examples=60, deadline=None, suppress_hea
 settings.load_profile("ascent")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What outlives a program is kept elsewhere than that of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shapes are checked, but not where the same is computed again and again.

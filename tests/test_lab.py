@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ from ascent.lab.figures.training import routes, trainings
 from ascent.lab.figures.training.trainings import MOST, Gated, Trainings, read_gate
 from ascent.lab.pages.lesson import page as lessons
 from ascent.records.folder import RunFolder, write_json
-from ascent.web.guard import Guard, host_name, host_names, kept_secret
+from ascent.web.guard import Guard, host_name, host_names
 
-PORT, TOKEN = 8321, "the-token"
+PORT = 8321
 BASE = f"http://127.0.0.1:{PORT}"
 ROOT = Path(__file__).parents[1]
 LAB = ROOT / "ascent" / "lab"
@@ -53,20 +53,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guard(folder: Path) -> Guard:
-    return Guard(server.application(folder), host_names("127.0.0.1", PORT), TOKEN, kept_secret(folder / ".lab"))
+    return Guard(server.application(folder), host_names("127.0.0.1", PORT), b"s" * 32, BASE)
 
 
 @pytest.fixture
 def stranger(guard: Guard) -> TestClient:
-    """Knows where the server is, and nothing else."""
-    return TestClient(guard, base_url=BASE, follow_redirects=False)
+    """Knows where the server is, even its prefix, and nothing else."""
+    return TestClient(guard, base_url=BASE + guard.root, follow_redirects=False)
 
 
 @pytest.fixture
 def client(guard: Guard) -> TestClient:
     """Has been let in."""
-    found = TestClient(guard, base_url=BASE, follow_redirects=False, headers={"origin": BASE})
-    assert found.get(f"/?token={TOKEN}").status_code == 303
+    found = TestClient(guard, base_url=BASE + guard.root, follow_redirects=False, headers={"origin": BASE})
+    assert found.get(guard.address).status_code == 200
     return found
 
 
@@ -108,25 +108,90 @@ def test_no_route_answers_to_another_name_or_another_site(client: TestClient, me
 
 
 def test_a_command_needs_an_origin(guard: Guard, client: TestClient) -> None:
-    bare = TestClient(guard, base_url=BASE, cookies=dict(client.cookies))
+    bare = TestClient(guard, base_url=BASE + guard.root, cookies=dict(client.cookies))
     assert bare.get("/").status_code == 200
     assert bare.post("/api/trainings", json={}).status_code == 403
     assert client.post("/api/trainings", json={}).status_code == 400
 
 
-def test_the_token_is_exchanged_for_a_cookie_that_scripts_cannot_read(stranger: TestClient) -> None:
-    answer = stranger.get(f"/?token={TOKEN}&b=1")
-    assert (answer.status_code, answer.headers["location"]) == (303, "/?b=1")
+def test_nothing_is_said_outside_of_the_prefix(guard: Guard, client: TestClient) -> None:
+    """Neither that there is a lab, nor which of its checks failed; though the cookie is right."""
+    cookie = {"cookie": f"{guard.cookie_name}={guard.cookie}"}
+    paths = ["", "/", "/figure/clip", "/api/figure/clip", "/static/app.js", guard.root[:-1], f"{guard.root}x/", "/%2e"]
+    for path in [*paths, f"/x{guard.root}/", f"/{guard.root}/", guard.root.upper() + "/", "/?Token=1", "/favicon.ico"]:
+        for method in ("GET", "HEAD", "POST", "DELETE"):
+            answer = client.request(method, BASE + path, headers=cookie)
+            assert (answer.status_code, answer.text) == (404, "" if method == "HEAD" else "There is nothing here.\n")
+            assert "ascent" not in str(answer.headers).lower() and "location" not in answer.headers
+    assert client.get(BASE + guard.root, follow_redirects=True).status_code == 200
+
+
+def test_two_labs_share_neither_prefix_nor_cookie(guard: Guard, tmp_path: Path) -> None:
+    app = server.application(tmp_path)
+    others = [Guard(app, host_names("127.0.0.1", PORT), b"t" * 32, BASE)]
+    others += [Guard(app, host_names("127.0.0.1", PORT + 1), b"s" * 32, BASE)]  # the same folder, on another port
+    for name in ("root", "cookie", "cookie_name", "token"):
+        assert len({getattr(one, name) for one in (guard, *others)}) == 3
+    again = Guard(app, host_names("127.0.0.1", PORT), b"s" * 32, BASE)  # started again: an open page goes on
+    assert (again.root, again.cookie, again.cookie_name) == (guard.root, guard.cookie, guard.cookie_name)
+    assert again.token != guard.token
+
+
+def test_the_token_is_exchanged_for_a_cookie_that_scripts_cannot_read(guard: Guard, stranger: TestClient) -> None:
+    token = guard.token
+    answer = stranger.get(f"{guard.address}&b=1&c=%22%3E")
+    assert answer.status_code == 200 and f'content="0; url={guard.root}/?b=1&amp;c=%22%3E"' in answer.text
     cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie and f"ascent-lab-{PORT}=" in cookie
-    assert TOKEN not in cookie
+    assert "httponly" in cookie and "samesite=strict" in cookie and f"path={guard.root};" in cookie
+    assert token.lower() not in cookie and token not in answer.text
     assert stranger.get("/").status_code == 200
 
 
-@pytest.mark.parametrize("token", ["", "wrong", "the-toke", "the-token2", "é"])
-def test_another_token_is_refused(stranger: TestClient, token: str) -> None:
-    assert stranger.get("/", params={"token": token}).status_code == 403
-    assert stranger.get("/").status_code == 403
+def test_a_token_is_good_for_one_exchange(guard: Guard, stranger: TestClient) -> None:
+    used, heard = guard.address, []
+    guard.opened = lambda: heard.append(guard.address)
+    try:
+        assert stranger.get(used).status_code == 200
+        for _ in range(2):
+            again = TestClient(guard, base_url=BASE).get(used)
+            assert again.status_code == 403 and "set-cookie" not in again.headers
+            assert "opens the lab once" in again.text and "prints another one" in again.text
+        assert heard == [guard.address] and guard.address != used
+        assert TestClient(guard, base_url=BASE).get(heard[0]).status_code == 200
+    finally:
+        guard.opened = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("dest", "site", "method", "status"),
+    [
+        ("document", "cross-site", "GET", 200),  # from the file that opens the browser
+        ("document", "none", "GET", 200),
+        (None, None, "GET", 200),
+        ("empty", "cross-site", "GET", 403),
+        ("iframe", "cross-site", "GET", 403),
+        ("image", "same-site", "GET", 403),
+        ("document", "cross-site", "HEAD", 404),
+        ("document", "cross-site", "POST", 404),
+    ],
+)
+def test_an_exchange_may_come_from_a_file_and_nothing_else_may(
+    guard: Guard, client: TestClient, dest: str | None, site: str | None, method: str, status: int
+) -> None:
+    given = {"sec-fetch-dest": dest, "sec-fetch-site": site}
+    headers = {name: value for name, value in given.items() if value is not None}
+    assert TestClient(guard, base_url=BASE).request(method, guard.address, headers=headers).status_code == status
+    assert client.get("/", headers=headers).status_code == (200 if site in (None, "none") else 403)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda _: "", lambda _: "wrong", lambda t: t[:-1], lambda t: t + "2", lambda _: "é"]
+)
+def test_another_token_is_refused(guard: Guard, stranger: TestClient, change: Callable[[str], str]) -> None:
+    token = guard.token
+    answer = stranger.get(BASE, params={"token": change(token)})
+    assert answer.status_code == (403 if change(token) else 404) and "set-cookie" not in answer.headers
+    assert stranger.get("/").status_code == 403 and guard.token == token
 
 
 def test_a_cookie_is_found_among_those_of_other_servers(guard: Guard, stranger: TestClient) -> None:
@@ -144,28 +209,27 @@ def test_another_cookie_is_refused(guard: Guard, stranger: TestClient, value: st
 @pytest.mark.parametrize(
     ("host", "port", "said", "status"),
     [
-        ("MyBox", 8321, "mybox:8321", 303),
-        ("MyBox", 8321, "MyBox:8321", 303),
+        ("MyBox", 8321, "mybox:8321", 200),
+        ("MyBox", 8321, "MyBox:8321", 200),
         ("MyBox", 8321, "mybox", 403),
-        ("MyBox", 80, "mybox", 303),
-        ("127.0.0.1", 80, "127.0.0.1", 303),
-        ("127.0.0.1", 80, "127.0.0.1:80", 303),
+        ("MyBox", 80, "mybox", 200),
+        ("127.0.0.1", 80, "127.0.0.1", 200),
+        ("127.0.0.1", 80, "127.0.0.1:80", 200),
         ("127.0.0.1", 80, "127.0.0.1:8080", 403),
         ("127.0.0.1", 8080, "127.0.0.1", 403),
-        ("::1", 80, "[::1]", 303),
+        ("::1", 80, "[::1]", 200),
     ],
 )
 def test_a_host_is_called_as_browsers_call_it(tmp_path: Path, host: str, port: int, said: str, status: int) -> None:
-    guard = Guard(server.application(tmp_path), host_names(host, port), TOKEN, b"secret")
-    assert guard.cookie_name == f"ascent-lab-{port}"
+    guard = Guard(server.application(tmp_path), host_names(host, port), b"secret", BASE)
     found = TestClient(guard, base_url=BASE, follow_redirects=False)
     headers = {"host": said, "origin": f"http://{said}"}
-    assert found.get(f"/?token={TOKEN}", headers=headers).status_code == status
+    assert found.get(guard.address, headers=headers).status_code == status
 
 
-def test_a_token_opens_nothing_but_the_first_page(stranger: TestClient) -> None:
-    assert stranger.get(f"/api/figure/clip?token={TOKEN}").status_code == 403
-    assert stranger.post(f"/?token={TOKEN}", headers={"origin": BASE}).status_code == 403
+def test_a_token_opens_nothing_but_the_first_page(guard: Guard, stranger: TestClient) -> None:
+    assert stranger.get(f"/api/figure/clip?token={guard.token}").status_code == 403
+    assert stranger.post(f"/?token={guard.token}", headers={"origin": BASE}).status_code == 403
 
 
 def test_only_self_is_added_to_a_policy_of_nothing(client: TestClient) -> None:
@@ -180,14 +244,6 @@ def test_a_web_socket_is_closed(client: TestClient) -> None:
     with pytest.raises(WebSocketDisconnect) as closed, client.websocket_connect("/"):
         pass
     assert closed.value.code == 1008
-
-
-def test_the_secret_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
-    first = kept_secret(tmp_path)
-    assert kept_secret(tmp_path) == first and len(first) == 32
-    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "secret").chmod(0o644)  # others may have read it
-    assert kept_secret(tmp_path) != first
 
 
 # ---- what may be asked ----------------------------------------------------------------------------------
@@ -597,7 +653,7 @@ def test_numbers_are_bound_and_links_set_the_figure() -> None:
     assert '<output class="bound" data-bind="objective">&lt;0.6&gt;</output>' in made
     assert 'data-set="A=-0.5&amp;ratio=0.65" data-fresh="false"' in made
     assert 'data-set="A=1" data-fresh="true"' in made
-    assert 'href="/lesson/two"' in made
+    assert 'href="../lesson/two"' in made
     assert 'rel="noreferrer noopener"' in made
 
 

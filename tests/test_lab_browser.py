@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -48,9 +51,7 @@ def opened(browser: Any, lab: Lab, **options: Any) -> Screen:
     size = {"width": 1280, "height": 900}
     context = browser.new_context(**{"viewport": size, "permissions": ["clipboard-read", "clipboard-write"]} | options)
     context.set_default_timeout(20_000)
-    page = context.new_page()
-    page.goto(lab.address)
-    return Screen(page, lab)
+    return Screen(context.new_page(), lab).enter()
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_trajectory(screen: Screen) -> None:
 # ---- figure 5 -------------------------------------------------------------------------------------------
 
 RUNS = """async (side) => {
-  const r = (await import('/static/figures/training/figure.js')).runs[side];
+  const r = (await import('../static/figures/training/figure.js')).runs[side];
   return r && {%s};
 }"""
 
@@ -480,7 +481,74 @@ def test_another_site_in_the_same_browser_gets_nothing(browser: Any, lab: Lab) -
     assert page.evaluate(TRIED, lab.base) == ["refused"] * 3
     rebound = page.goto(lab.address.replace("127.0.0.1", "rebound.test"))
     assert rebound.status == 403 and "does not answer to that name" in page.inner_text("body")
-    assert page.goto(lab.base).status == 200  # the same browser, by the right name
+    assert page.goto(f"{lab.base}/").status == 200  # the same browser, by the right name
     fresh = browser.new_context().new_page()
-    assert fresh.goto(lab.base).status == 403 and "with its token" in fresh.inner_text("body")
+    assert fresh.goto(f"{lab.base}/").status == 403 and "with its token" in fresh.inner_text("body")
     screen.page.context.close()
+
+
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """Another server on this machine. It notes what browsers send, and lets them try the lab from its page."""
+
+    def do_GET(self) -> None:
+        self.server.heard.append((self.path, self.headers.get("cookie", "")))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.send_header("set-cookie", "mine=1; Path=/")
+        self.end_headers()
+        self.wfile.write(b"<p>hello")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_another_server_on_this_machine_is_not_sent_the_cookie(browser: Any, lab: Lab) -> None:
+    """Cookies ignore ports, so only their path keeps them apart: what is opened on the other port is without it."""
+    screen = opened(browser, lab)
+    page = screen.page
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+        other.heard = heard = list[tuple[str, str]]()  # type: ignore[attr-defined]
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{other.server_port}"
+        for path in ("/", "/runs", "/api/view/runs", "/static/app.js", "/?token=1"):
+            page.goto(base + path)
+        fetching = "(lab) => fetch(lab + '/api/view/runs', {credentials: 'include', mode: 'no-cors'}).catch(() => 0)"
+        page.evaluate(fetching, f"http://127.0.0.1:{lab.port}")
+        page.evaluate("() => fetch('/again', {credentials: 'include'}).then((answer) => answer.text())")
+        other.shutdown()
+    assert len(heard) >= 6 and "mine=1" in heard[-1][1], "its own cookie came back"
+    kept = {one["name"]: one["value"] for one in page.context.cookies(f"{lab.base}/")}
+    (name,) = set(kept) - {"mine"}
+    assert not [path for path, cookies in heard if name in cookies or kept[name] in cookies]
+    stolen = {"cookie": "; ".join(cookies for _, cookies in heard)}
+    assert page.request.get(f"{lab.base}/api/view/runs", headers=stolen).status == 403
+    assert screen.open("/figure/clip").state("A") == 0.5, "the lab works beside it"
+    page.context.close()
+
+
+def test_the_token_is_on_no_command_line_and_its_file_leads_in(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everyone on a machine sees the arguments of its processes: those of the browser have no token."""
+    told = tmp_path / "told"
+    (tmp_path / "browser").write_text(f'#!/bin/sh\necho "$*" > {told}.new; mv {told}.new {told}; sleep 5\n')
+    (tmp_path / "browser").chmod(0o700)
+    monkeypatch.setenv("BROWSER", f"{tmp_path / 'browser'} %s &")
+    lab = Lab(tmp_path / "runs", "--open")
+    until(told.exists, 30)
+    url, (token,) = told.read_text().strip(), re.findall(r"token=(\S+)", lab.address)
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert any(url.encode() in line for line in running) and not any(token.encode() in line for line in running)
+    page, file = browser.new_context().new_page(), Path(url.removeprefix("file://"))
+    assert file.stat().st_mode & 0o777 == 0o600 and token in file.read_text()
+    page.goto(url)
+    page.wait_for_url(f"{lab.base}/")
+    assert "See policy gradients work" in page.inner_text("h1") and token not in page.url
+    assert not file.exists() and token not in lab.address
+    page.context.close()
+    again = browser.new_context().new_page()
+    assert again.goto(f"http://127.0.0.1:{lab.port}/?token={token}").status == 403
+    assert "prints another one" in again.inner_text("body")
+    Screen(again, lab).enter()
+    again.context.close()
+    lab.kill()

@@ -407,9 +407,9 @@ def test_notes_are_kept_beside_the_run_and_never_written_over_unseen(root: Path)
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    guard = Guard(application(root), host_names("127.0.0.1", 8321), "token", b"s" * 32)
-    client = TestClient(guard, base_url="http://127.0.0.1:8321", headers={"origin": "http://127.0.0.1:8321"})
-    client.get("/?token=token")
+    guard = Guard(application(root), host_names("127.0.0.1", 8321), b"s" * 32, base := "http://127.0.0.1:8321")
+    client = TestClient(guard, base_url=base + guard.root, headers={"origin": base})
+    client.get(guard.address)
     return client
 
 

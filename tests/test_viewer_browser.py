@@ -78,7 +78,7 @@ def shared(browser: Any, lab: Lab) -> Iterator[Screen]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(20_000)
     screen = Screen(context.new_page(), lab)
-    screen.page.goto(lab.address)
+    screen.enter()
     yield screen
     context.close()
 
@@ -372,7 +372,7 @@ def test_back_undoes_a_zoom_and_comes_back_to_where_one_was(screen: Screen) -> N
     until(lambda: screen.page.evaluate("scrollY") > 500)
     screen.page.wait_for_timeout(400)
     before = screen.page.evaluate("scrollY")
-    screen.page.evaluate("location.assign('/completions?id=long&step=4')")
+    screen.page.evaluate("location.assign('completions?id=long&step=4')")
     screen.page.wait_for_selector(".c-group")
     screen.page.go_back()
     screen.page.wait_for_selector("body[data-ready] [data-chart]")
@@ -406,7 +406,7 @@ def test_a_log_scale_for_what_is_not_below_zero(screen: Screen) -> None:
     screen.page.locator("[data-chart=reward] .plot").press("l")
     until(lambda: "log" not in query(screen) and canvas.evaluate(picture) == before)
     powers = """async () => {
-      const { powersOf, powerTicks } = await import("/static/curves.js");
+      const { powersOf, powerTicks } = await import("./static/curves.js");
       const line = (y) => [{ x: [0, 1, 2], y: Float64Array.from(y) }];
       const of = (y) => powersOf(line(y), [0, 2]);
       return [of([1, 0, 100]), of([1, -1, 2]), of([0, 0, 0]),
@@ -418,7 +418,7 @@ def test_a_log_scale_for_what_is_not_below_zero(screen: Screen) -> None:
 
 
 SMOOTHED = """async () => {
-  const { lineOf, smoothed } = await import("/static/curves.js");
+  const { lineOf, smoothed } = await import("./static/curves.js");
   const run = { bucket: 1, x: [0, 1, 2, 3], metrics: { m: { mean: [0, 1, null, 1] } } };
   return [...smoothed(lineOf(run, "m", "", 0), 1)].map((v) => (Number.isNaN(v) ? null : v));
 }"""
@@ -526,4 +526,4 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen, 
     screen.page.set_viewport_size({"width": 1280, "height": 900})
     for path in ("/", "/figure/clip"):
         screen.open(path)
-        assert screen.page.locator("a.to-runs").get_attribute("href") == "/runs"
+        assert screen.page.locator("a.to-runs").get_attribute("href") == urlsplit(screen.lab.base).path + "/runs"

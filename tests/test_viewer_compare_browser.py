@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import pytest
 
@@ -69,9 +69,7 @@ def long_line(step: int, seed: int) -> dict[str, Any]:
 def shared(browser: Any, lab: Lab) -> Iterator[Screen]:
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     context.set_default_timeout(20_000)
-    page = context.new_page()
-    page.goto(lab.address)
-    yield Screen(page, lab)
+    yield Screen(context.new_page(), lab).enter()
     context.close()
 
 
@@ -154,7 +152,7 @@ def test_a_zoom_shows_single_steps_and_files_hold_what_is_seen(screen: Screen) -
     begin, end = (int(screen.query().split(f"{name}=")[1].split("&")[0]) for name in ("from", "to"))
     assert 1150 < begin < 1250 < end < 1400
     href = screen.page.get_by_role("link", name="curves as CSV").get_attribute("href")
-    saved = list(csv.DictReader(io.StringIO(screen.page.request.get(screen.lab.base + href).text())))
+    saved = list(csv.DictReader(io.StringIO(screen.page.request.get(urljoin(screen.lab.base, href)).text())))
     assert [float(row["step"]) for row in saved] == list(range(begin, end + 1))
     assert [float(row["mean"]) for row in saved] == pytest.approx([(t % 7 + 0.5) / 10 for t in range(begin, end + 1)])
     screen.page.reload()

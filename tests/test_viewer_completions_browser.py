@@ -104,7 +104,7 @@ def view(browser: Any, lab: Lab) -> Iterator[View]:
     context = browser.new_context(viewport=size, permissions=["clipboard-read", "clipboard-write"])
     context.set_default_timeout(20_000)
     screen = View(context.new_page(), lab)
-    screen.page.goto(lab.address)
+    screen.enter()
     yield screen
     assert {urlsplit(url).netloc for url in screen.requests} == {f"127.0.0.1:{lab.port}"}
     assert not [error for error in screen.errors if "400" not in error], screen.errors
@@ -414,7 +414,7 @@ def test_files_of_verl(view: View) -> None:
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, lab: Lab, theme: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=theme, reduced_motion="reduce")
     view = View(context.new_page(), lab)
-    view.page.goto(lab.address)
+    view.enter()
     only: dict[str, Any] = {"runOnly": ["color-contrast"]}
     whole = None if theme == "light" else only  # only colours change
     other = "ratio" if theme == "light" else "entropy"

@@ -230,14 +230,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    guard = Guard(application(root), host_names("127.0.0.1", 8321), "token", b"s" * 32)
-    client = TestClient(
-        guard,
-        base_url="http://127.0.0.1:8321",
-        headers={"origin": "http://127.0.0.1:8321"},
-        raise_server_exceptions=False,
-    )
-    client.get("/?token=token")
+    guard = Guard(application(root), host_names("127.0.0.1", 8321), b"s" * 32, base := "http://127.0.0.1:8321")
+    client = TestClient(guard, base_url=base + guard.root, headers={"origin": base}, raise_server_exceptions=False)
+    client.get(guard.address)
     return client
 
 

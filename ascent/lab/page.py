@@ -67,10 +67,10 @@ TEMPLATES = Environment(loader=_FILES, autoescape=True, finalize=visible, trim_b
 
 
 def page_of(
-    name: str, title: str, template: str = "document.html", styles: Iterable[str] = (), **values: Any
+    request: Request, name: str, title: str, template: str = "document.html", styles: Iterable[str] = (), **values: Any
 ) -> HTMLResponse:
     """The page of a folder in `pages/`. Without a template its script fills it. `current` is the figure it shows."""
-    values |= {"page": name, "title": title, "figures": all_figures()}
+    values |= {"page": name, "title": title, "figures": all_figures(), "root": request.scope["root_path"]}
     assets = [*EVERYWHERE, *styles, *assets_of("pages", name)]
     return HTMLResponse(TEMPLATES.get_template(template).render(assets=assets, **values))
 
@@ -79,7 +79,7 @@ def viewer_page(lab: Lab, name: str, title: str) -> Callable:
     """A page about runs. Those that its address names are read while the browser loads the page's scripts."""
 
     def answer(request: Request) -> Response:
-        page = page_of(name, title, styles=["/static/viewer.css"], current="runs")
+        page = page_of(request, name, title, styles=["/static/viewer.css"], current="runs")
         page.background = BackgroundTask(lab.read_ahead, request.query_params.getlist("id"))
         return page
 

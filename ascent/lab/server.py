@@ -2,10 +2,14 @@
 
 import ipaddress
 import os
-import secrets
+import signal
 import socket
+import sys
+import tempfile
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,38 +24,92 @@ from ascent.core.types import Refused
 from ascent.lab import modules_in, places_of
 from ascent.lab.figures import all_figures
 from ascent.lab.page import Lab
-from ascent.web.guard import Guard, host_name, host_names, kept_secret
+from ascent.web.connections import Connection
+from ascent.web.guard import ONWARD, Guard, host_name, host_names
+from ascent.web.secret import kept_secret
 
 STATIC = Path(__file__).parent / "static"
 SERVED = {".js", ".mjs", ".css", ".svg", ".woff2"}
 """Endings of the files that a browser may fetch: not Python, nor data."""
+MOMENT = 0.5
+"""Seconds after which a browser is opened."""
 
 
 def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
     """Listen until Ctrl-C."""
     torch.set_num_threads(1)  # figures are small, and trainings want the other cores
     try:
-        server, listening, address = lab_server(runs.resolve(), host, port)
+        runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
-    print(f"The lab is at {address}\nCtrl-C closes it. Trainings continue.", flush=True)
+    secret, unkept = kept_secret(runs)
+    server, listening, guard = lab_server(runs.resolve(), host, port, secret)
+    print(f"The lab is at {guard.address}\nCtrl-C closes it. Trainings continue.", flush=True)
     if not _is_local(host):
         print(f"It listens on {host}, to other machines too, without encryption: they need the token.", flush=True)
+    if unkept:
+        print(f"An open page will not survive a restart, for its secret cannot be kept: {unkept}", flush=True)
     threading.Thread(target=_warm, daemon=True).start()
-    if open_browser:
-        threading.Timer(0.5, webbrowser.open, [address]).start()
-    server.run(sockets=[listening])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # uvicorn hands it on when it has ended
+    with browser_opened(guard, runs.resolve() if open_browser else None):
+        server.run(sockets=[listening])
     return 0
 
 
-def lab_server(runs: Path, host: str, port: int) -> tuple[uvicorn.Server, socket.socket, str]:
-    """The guarded lab over a folder of runs: its server, the socket that it listens on, its address with the token."""
-    secret = kept_secret(runs / ".lab")
+def lab_server(runs: Path, host: str, port: int, secret: bytes) -> tuple[uvicorn.Server, socket.socket, Guard]:
+    """The guarded lab over a folder of runs: its server, the socket that it listens on, the guard with its address."""
     listening = _bind(host, port)
-    port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
-    app = Guard(application(runs), host_names(host, port), token, secret)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
-    return uvicorn.Server(config), listening, f"http://{host_name(host)}:{port}/?token={token}"
+    port = listening.getsockname()[1]
+    guard = Guard(application(runs), host_names(host, port), secret, f"http://{host_name(host)}:{port}")
+    config = uvicorn.Config(
+        guard,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,  # a peer does not say who it is
+        server_header=False,
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config), listening, guard
+
+
+@contextmanager
+def browser_opened(guard: Guard, folder: Path | None) -> Iterator[None]:
+    """Open a browser, if there is a folder for the page that leads it; print another address after each exchange.
+
+    Every user of the machine sees the arguments of a process. So the browser is given a file with the address, for
+    its owner alone, which is gone after the exchange. A browser in a box of its own (snap) may read it in the
+    folder of runs, though not among the temporary files.
+    """
+    page = None if folder is None else private_page(guard.address, folder)
+
+    def exchanged() -> None:
+        if page is not None:
+            page.unlink(missing_ok=True)
+        with suppress(OSError):  # nobody reads it
+            print(f"A browser has opened the lab. For another one: {guard.address}", flush=True)
+
+    guard.opened = exchanged
+    if page is not None:
+        threading.Timer(MOMENT, webbrowser.open, [page.as_uri()]).start()
+    try:
+        yield
+    finally:
+        if page is not None:
+            page.unlink(missing_ok=True)
+
+
+def private_page(address: str, folder: Path) -> Path | None:
+    """A file that leads a browser to an address, readable by its owner alone; None where nothing can be written."""
+    for place in (folder, None):  # None: the system's own for temporary files
+        with suppress(OSError):
+            handle, name = tempfile.mkstemp(suffix=".html", prefix=".open-", dir=place)
+            with open(handle, "w") as file:
+                file.write(ONWARD.format(to=address))
+            return Path(name)
+    return None
 
 
 def _is_local(host: str) -> bool:
@@ -108,7 +166,7 @@ def application(runs: Path) -> Starlette:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    wants_page = not request.url.path.startswith("/api/")
+    wants_page = not request.url.path.removeprefix(request.scope["root_path"]).startswith("/api/")
     return PlainTextResponse(f"{error}\n", 404) if wants_page else JSONResponse({"error": str(error)}, 400)
 
 

@@ -2,21 +2,26 @@
 
 A page of another site can send requests to a server on this machine, and by rebinding its name to
 127.0.0.1 even read the answers. So every request has to name this server in `Host`, must not come
-from another site (`Origin`, `Sec-Fetch-Site`), and must carry a cookie that only the address printed
-in the terminal gives: `?token=…`, once, exchanged for a cookie that scripts cannot read.
+from another site (`Origin`, `Sec-Fetch-Site`), and must carry a cookie that scripts cannot read. A
+browser gets it for the token in the printed address, which is good for one exchange.
+
+Cookies ignore ports: a browser sends one to every server on 127.0.0.1 whose path it covers. So the
+whole lab, and its cookie, lie below a prefix that nobody can guess. Prefix and cookie come from the
+lab's secret, which outlives a restart (`ascent.web.secret`): an open page goes on where it was. Elsewhere
+there is nothing, and nothing is said about the lab.
 """
 
 import hashlib
 import hmac
-import os
 import secrets
 import socket
-from pathlib import Path
+from collections.abc import Callable
+from html import escape
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 POLICY = (
@@ -36,14 +41,27 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Guard:
-    """Wraps the whole application. `hosts` are the names, with port, by which it may be called."""
+    """Wraps the whole application. `hosts` are the names, with port, by which it may be called.
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str, secret: bytes):
-        self.app, self.token = app, token
+    `origin` is where it is: http://NAME:PORT. `opened` is called after each exchange: the address has a new token.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: frozenset[str], secret: bytes, origin: str, opened: Callable[[], None] = lambda: None
+    ):
+        self.app, self.origin, self.opened = app, origin, opened
         self.hosts = hosts | {host.removesuffix(":80") for host in hosts}  # a browser leaves that port out
         port = min(hosts).rpartition(":")[2]
-        self.cookie_name = f"ascent-lab-{port}"  # cookies know no port: two labs would share one
-        self.cookie = hmac.new(secret, b"ascent lab cookie", hashlib.sha256).hexdigest()
+        self.root = prefix_of(secret, port)
+        # A name that nobody can guess either: another server on this machine could set a cookie of a known name.
+        self.cookie_name = f"ascent-lab-{_derived(secret, 'cookie name', port)[:16]}"
+        self.cookie = _derived(secret, "cookie", port)
+        self.token = new_token()
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser, once."""
+        return f"{self.origin}/?token={self.token}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -57,30 +75,41 @@ class Guard:
             await send(message)
 
         answer = self.check(scope)
-        await (self.app if answer is None else answer)(scope, receive, guarded)
+        await (self.app if answer is None else answer)({**scope, "root_path": self.root}, receive, guarded)
 
     def check(self, scope: Scope) -> Response | None:
         """None for a request that may go on; else what it is told instead."""
-        headers = Headers(scope=scope)
+        headers, method = Headers(scope=scope), scope["method"]
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        exchange = method == "GET" and scope["path"] == "/" and "token" in query
+        if not exchange and not self._is_below_prefix(scope["path"]):
+            return _refused(404, "There is nothing here.")
         if headers.get("host", "").lower() not in self.hosts or len(headers.getlist("host")) != 1:
             return _refused(403, "This server does not answer to that name. Use the address that `ascent lab` printed.")
-        if scope["method"] not in METHODS:
-            return _refused(405, f"{scope['method']}: the lab knows {', '.join(METHODS)}.")
-        why = self._foreign(headers, scope["method"])
+        if method not in METHODS:
+            return _refused(405, f"{method}: the lab knows {', '.join(METHODS)}.")
+        why = self._foreign(headers, method, exchange)
         if why:
             return _refused(403, why)
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        if scope["method"] == "GET" and scope["path"] == "/" and "token" in query:
+        if exchange:
             return self._exchange(query)
         cookie = cookie_parser(headers.get("cookie", "")).get(self.cookie_name, "")  # among those of other servers
         if not hmac.compare_digest(cookie.encode(), self.cookie.encode()):
-            return _refused(403, "This page needs the whole address that `ascent lab` printed, with its token.")
+            return _refused(403, "This page needs the whole address that `ascent lab` printed last, with its token.")
         return None
 
-    def _foreign(self, headers: Headers, method: str) -> str | None:
-        """Why a request comes from elsewhere. A browser that says nothing of it is held to cookie and token alone."""
+    def _is_below_prefix(self, path: str) -> bool:
+        first = "/" + path.removeprefix("/").partition("/")[0]
+        return hmac.compare_digest(first.encode(), self.root.encode())
+
+    def _foreign(self, headers: Headers, method: str, exchange: bool) -> str | None:
+        """Why a request comes from elsewhere. A browser that says nothing of it is held to cookie and token alone.
+
+        An exchange may come from another place, as from the file that opens the browser: who has the token may enter.
+        """
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if site not in (None, "same-origin", "none"):
+        entering = exchange and headers.get("sec-fetch-dest") in (None, "document")
+        if site not in (None, "same-origin", "none") and not entering:
             return f"Sec-Fetch-Site is {site}: only the lab's own pages, and an address typed by hand, get through."
         if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
             return "The request comes from a page of another site."
@@ -89,11 +118,49 @@ class Guard:
         return None
 
     def _exchange(self, query: dict[str, str]) -> Response:
-        if not hmac.compare_digest(query.pop("token").encode(), self.token.encode()):
-            return _refused(403, "That token is not the one of this lab. Use the address that `ascent lab` printed.")
-        answer = RedirectResponse("/" + (f"?{urlencode(query)}" if query else ""), status_code=303)
-        answer.set_cookie(self.cookie_name, self.cookie, httponly=True, samesite="strict", path="/")
+        """The cookie for the token, and a page that goes on by itself.
+
+        It is not a redirect: along one that another site began, a browser does not send a strict cookie.
+        """
+        if not self._spend(query.pop("token")):
+            return _refused(
+                403,
+                "That token is not valid, or no longer: it opens the lab once. Use the newest address in the terminal "
+                "of `ascent lab`, which prints another one after each use.",
+            )
+        to = escape(f"{self.root}/" + (f"?{urlencode(query)}" if query else ""))
+        answer = HTMLResponse(ONWARD.format(to=to))
+        answer.set_cookie(self.cookie_name, self.cookie, httponly=True, samesite="strict", path=self.root)
+        self.opened()
         return answer
+
+    def _spend(self, token: str) -> bool:
+        """Is that the token? Then it was: the next exchange needs another one."""
+        right = hmac.compare_digest(token.encode(), self.token.encode())
+        if right:
+            self.token = new_token()
+        return right
+
+
+ONWARD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Ascent lab</title>
+<meta http-equiv="refresh" content="0; url={to}"></head>
+<body><p><a href="{to}">Ascent lab</a></p></body></html>
+"""
+"""A page that goes on to another address at once, without a script."""
+
+
+def prefix_of(secret: bytes, port: int | str) -> str:
+    """The path below which a lab lies. It has 128 bits."""
+    return f"/{_derived(secret, 'prefix', port)[:32]}"
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(24)
+
+
+def _derived(secret: bytes, purpose: str, port: int | str) -> str:
+    return hmac.new(secret, f"ascent lab {purpose} {port}".encode(), hashlib.sha256).hexdigest()
 
 
 def _refused(status: int, text: str) -> Response:
@@ -109,20 +176,3 @@ def host_name(host: str) -> str:
     """The name under which browsers reach an address, in lower case; this machine's own where it listens on all."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return name.lower()
-
-
-def kept_secret(folder: Path) -> bytes:
-    """The secret behind the cookie, readable by its owner alone: a page that is open survives a restart."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "secret"
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        kept = path.read_bytes()
-        if len(kept) >= 32 and not path.stat().st_mode & 0o077:
-            return kept
-        path.unlink()
-        return kept_secret(folder)
-    with os.fdopen(handle, "wb") as file:
-        file.write(secrets.token_bytes(32))
-    return path.read_bytes()

@@ -9,6 +9,10 @@ export const html = htm.bind(h);
 export const GONE = "The lab does not answer. Is `ascent lab` still running?";
 
 // ---- asking ----
+// Everything of the lab lies below a prefix that nobody can guess. This script lies there too, and so knows it.
+const ROOT = new URL("..", import.meta.url).pathname.slice(0, -1);
+export const inLab = (path) => ROOT + path;
+
 // A query with some names changed: a list gives its name several times; null, undefined and "" leave it out.
 function changed(query, given) {
   for (const [name, value] of Object.entries(given)) {
@@ -24,7 +28,7 @@ export const queryOf = (given) => changed(new URLSearchParams(), given).toString
 async function ask(path, options) {
   let answer;
   try {
-    answer = await fetch(path, options);
+    answer = await fetch(inLab(path), options);
   } catch (error) {
     throw error.name === "AbortError" ? error : new Error(GONE);
   }
@@ -133,9 +137,9 @@ export function date(then) {
 
 // ---- links ----
 export const shortOf = (id) => id.split("/").pop();
-export const runLink = (id, more = {}) => `/run?${queryOf({ id, ...more })}`;
-export const completionsLink = (id, step, more = {}) => `/completions?${queryOf({ id, step, ...more })}`;
-export const compareLink = (ids, more = {}) => `/compare?${queryOf({ id: ids, ...more })}`;
+export const runLink = (id, more = {}) => inLab(`/run?${queryOf({ id, ...more })}`);
+export const completionsLink = (id, step, more = {}) => inLab(`/completions?${queryOf({ id, step, ...more })}`);
+export const compareLink = (ids, more = {}) => inLab(`/compare?${queryOf({ id: ids, ...more })}`);
 
 // The two sets of recorded responses; what was sampled needs no word in an address.
 export const HELD = "held-out";

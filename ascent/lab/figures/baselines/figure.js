@@ -1,6 +1,6 @@
 // Figure 3: two states, a baseline to drag in each, the push of every action and the mean that stays.
-import { html } from "/static/shared.js";
-import { Arrow, Axes, drag, frame, nudge, Number, Shell, snap } from "/static/figures.js";
+import { html } from "../../shared.js";
+import { Arrow, Axes, drag, frame, nudge, Number, Shell, snap } from "../../figures.js";
 
 export const arrow = (store, dx, dy) => nudge(store, dx ? "b1" : "b2", dx || dy);
 

@@ -1,6 +1,6 @@
 // Figure 4: the clipped surrogate over the ratio, its gradient below, and the dead zone.
-import { html } from "/static/shared.js";
-import { Axes, drag, frame, nudge, Number, path, Shell, snap } from "/static/figures.js";
+import { html } from "../../shared.js";
+import { Axes, drag, frame, nudge, Number, path, Shell, snap } from "../../figures.js";
 
 export const arrow = (store, dx, dy) => nudge(store, dx ? "ratio" : "A", dx || dy);
 

@@ -1,9 +1,9 @@
 // Figure 5: two trainings side by side, started, paused and stepped from here, followed as they are written.
-import { html, post } from "/static/shared.js";
-import { Chart, Cursor, DASHES } from "/static/chart.js";
-import { lineOf } from "/static/curves.js";
+import { html, post } from "../../shared.js";
+import { Chart, Cursor, DASHES } from "../../chart.js";
+import { lineOf } from "../../curves.js";
 import { Follower } from "./follower.js";
-import { Control, controlOf, Number, Shell } from "/static/figures.js";
+import { Control, controlOf, Number, Shell } from "../../figures.js";
 
 const SIDES = ["a", "b"];
 const cursor = new Cursor();

@@ -1,5 +1,5 @@
 // A run as the page follows it: its points by server-sent events, its state, its responses.
-import { get } from "/static/shared.js";
+import { get, inLab } from "../../shared.js";
 
 const PAUSE = 400; // ms between two looks at its responses
 const TRIES = 60;
@@ -23,7 +23,7 @@ export class Follower {
   }
 
   connect() {
-    this.source = new EventSource(`/api/runs/${this.name}/events?after=${this.offset}`);
+    this.source = new EventSource(inLab(`/api/runs/${this.name}/events?after=${this.offset}`));
     this.source.addEventListener("metrics", (event) => this.metrics(event));
     this.source.addEventListener("reset", () => Object.assign(this, { offset: 0, points: [], texts: [] }));
     this.source.addEventListener("status", (event) => {

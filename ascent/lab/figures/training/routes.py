@@ -23,8 +23,8 @@ from ascent.records.run import Run
 
 MOST_READ = 1 << 24
 """Bytes that are read of it at a time."""
-PAUSE = 0.1
-"""Seconds between two looks at a file that is being written."""
+PAUSE, IDLE = 0.1, 1.0
+"""Seconds between two looks at a file that is being written, and at most at one to which nothing comes."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -71,6 +71,7 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
     """
     path, offset = folder / "metrics.jsonl", after
     last: dict[str, Any] | None = None
+    pause = PAUSE
     yield "retry: 500\n\n"
     while True:
         now = await asyncio.to_thread(status)  # before the file: a last line cannot slip in between
@@ -85,13 +86,14 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
                 continue
             event = {"point": point_of(line, maximum), "texts": metrics_in_words(line, maximum), "line": line}
             yield _event("metrics", event, offset)
+        pause = PAUSE if fresh or now != last else min(IDLE, 1.5 * pause)
         if now != last:
             last = now
             yield _event("status", now)
         if now["status"] in ENDED and not fresh:
             yield _event("end", now)
             return
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(pause)
 
 
 def _maximum(folder: Path) -> float | None:

@@ -9,8 +9,10 @@ runs/.lab/<run>/waiting  is there while it stands before the gate
 runs/.lab/<run>/log      what it prints
 runs/.lab/<run>/process  the shell that waits for it: its pid and, where /proc tells, when that began
 runs/.lab/<run>/exit     its exit code, written by the shell that waits for it, whoever killed it
+runs/.lab/lock           is held while one is started
 """
 
+import fcntl
 import itertools
 import json
 import os
@@ -19,15 +21,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ascent.api import start
+from ascent.core.config import Config
 from ascent.core.types import Refused, Trouble
 from ascent.lab.figures.training.figure import config_of, run_folder, side_settings
 from ascent.records.display import Lines
-from ascent.records.folder import MOST_JSON, MOST_LINES, read_regular, write_json
+from ascent.records.folder import is_metrics, open_regular, parse_json, read_regular, write_json
 from ascent.records.plot import plot_runs
 from ascent.records.run import Run, run_label
 from ascent.settings import configure
@@ -35,6 +39,8 @@ from ascent.settings import configure
 MOST = 4
 """Trainings at a time: more would only slow one another down."""
 LAST_LINES = 6
+TAIL = 1 << 14
+"""Bytes at the end of metrics.jsonl that hold its last line."""
 WAIT = '"$@" >"$ASCENT_LAB_KEPT/log" 2>&1 </dev/null; echo $? >"$ASCENT_LAB_KEPT/exit"'
 ENDED = ("finished", "interrupted", "failed", "died")
 POLL = 0.02
@@ -56,11 +62,29 @@ class Trainings:
     def start(self, state: dict[str, Any], side: str, steps: int) -> str:
         """A new run with the settings of a side, which may do `steps` steps for now. Returns its name."""
         config = config_of(state, side)  # refused here, before a process is started
+        try:
+            with self._one_at_a_time():
+                return self._start(config, *side_settings(state, side), side, steps)
+        except OSError as error:
+            raise Refused(f"{self.runs}: no training can be kept there ({error.strerror or error})") from None
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Whoever starts a training, here or in another lab over this folder, has counted those that are running."""
+        folder = self.runs / ".lab"
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_symlink():
+            raise Refused(f"{folder} is a link: it would lead out of the folder of runs. Remove it")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(folder / "lock", flags, 0o600)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            yield
+
+    def _start(self, config: Config, task: str, settings: dict[str, Any], side: str, steps: int) -> str:
         known = [gate.parent.name for gate in (self.runs / ".lab").glob("*/gate")]
         alive = [run for run in known if self.status(run)["status"] not in ENDED]
         if len(alive) >= MOST:
             raise Refused(f"{len(alive)} trainings are running, and {MOST} is the most: wait, or reset one of them")
-        task, settings = side_settings(state, side)
         label = re.sub(r"[^A-Za-z0-9._+-]+", "-", run_label(config))[:40]
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{label}-s{config.seed}-{side}"
         names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
@@ -104,23 +128,33 @@ class Trainings:
             status = "failed" if code is not None or not kept.exists() else "starting" if alive else "died"
         if status == "died" and alive and code is None:
             status = "running"  # for the moment until its shell has written down how it ended
-        metrics, log = folder / "metrics.jsonl", kept / "log"
-        step = _read(metrics, MOST_LINES).count(b"\n")
+        step = steps_done(folder / "metrics.jsonl")
         about: dict[str, Any] = {"run": run, "status": status, "exit": code, "step": step, "steps": steps}
         about["paused"] = status == "running" and (kept / "waiting").exists()
         about["pausing"] = status == "running" and step >= read_gate(kept / "gate") and not about["paused"]
         about["words"] = _words(about)
         if status in ("failed", "died"):
-            about["last_lines"] = _read(log).decode(errors="replace").splitlines()[-LAST_LINES:]
+            about["last_lines"] = _read(kept / "log").decode(errors="replace").splitlines()[-LAST_LINES:]
         return about
 
 
-def _read(path: Path, most: int = MOST_JSON) -> bytes:
+def _read(path: Path) -> bytes:
     """What a file holds; nothing if there is none, or it is no file."""
     try:
-        return read_regular(path, most)
+        return read_regular(path)
     except OSError:
         return b""
+
+
+def steps_done(path: Path) -> int:
+    """The steps in metrics.jsonl by its last whole line, whatever its length: it is looked at again and again."""
+    with suppress(OSError), open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        for text in reversed(file.read(TAIL).split(b"\n")[:-1]):
+            with suppress(ValueError):
+                if is_metrics(line := parse_json(text)):
+                    return line["step"] + 1
+    return 0
 
 
 def _words(about: dict[str, Any]) -> str:

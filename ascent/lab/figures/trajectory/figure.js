@@ -1,6 +1,6 @@
 // Figure 1: a response grows token by token; the reward comes at the end, and credit is spread backwards.
-import { html } from "/static/shared.js";
-import { Number, Shell } from "/static/figures.js";
+import { html } from "../../shared.js";
+import { Number, Shell } from "../../figures.js";
 
 const PACE = 900;
 let playing = null;

@@ -1,6 +1,6 @@
 // Figure 2: two hundred estimates of one gradient, with the exact one, bias and variance.
-import { html } from "/static/shared.js";
-import { Axes, frame, nudge, Number, Shell } from "/static/figures.js";
+import { html } from "../../shared.js";
+import { Axes, frame, nudge, Number, Shell } from "../../figures.js";
 
 export const arrow = (store, dx) => (dx ? nudge(store, "samples", dx) : false);
 export const space = (store) => store.set({ seed: (store.state.seed + 1) % 100 });

@@ -1,6 +1,6 @@
 // What a comparison is made of: the groups with their runs, and the charts that are shown.
-import { Swatch } from "/static/chart.js";
-import { attempt, Badge, Component, count, Failure, get, html, runLink, shortOf } from "/static/shared.js";
+import { Swatch } from "../../chart.js";
+import { attempt, Badge, Component, count, Failure, get, html, runLink, shortOf } from "../../shared.js";
 
 const MOST = 50;
 

@@ -1,8 +1,8 @@
 // The page /compare?id=A&id=B…: curves of several runs one upon another, seeds of a setting as a band, what differs in their
 // settings, how they ended, and one prompt side by side. All of its state is in the address.
-import { Chart, Cursor, MANY } from "/static/chart.js";
-import { filled } from "/static/curves.js";
-import { asked, askedAll, attempt, Component, count, Failure, get, html, mount, num, poll, queryOf, ready, shortOf, Smoothing, tell } from "/static/shared.js";
+import { Chart, Cursor, MANY } from "../../chart.js";
+import { filled } from "../../curves.js";
+import { asked, askedAll, attempt, Component, count, Failure, get, html, inLab, mount, num, poll, queryOf, ready, shortOf, Smoothing, tell } from "../../shared.js";
 import { Chips, Chosen } from "./chosen.js";
 import { SideBySide } from "./prompt.js";
 import { Differences, Ends } from "./tables.js";
@@ -194,7 +194,7 @@ class Compare extends Component {
   // What a file is asked for: the runs and what is seen of them.
   file(kind, more = {}) {
     const { ids, x, seeds, base, from, to } = this.state;
-    return `/api/view/compare.${kind}?${queryOf({ id: ids, metric: this.metrics(), x, seeds, base, from, to, ...more })}`;
+    return inLab(`/api/view/compare.${kind}?${queryOf({ id: ids, metric: this.metrics(), x, seeds, base, from, to, ...more })}`);
   }
 
   charts() {
@@ -217,11 +217,11 @@ class Compare extends Component {
 
   render(_, { ids, found, ends, error, x, seeds, adding, key, set, at, smooth, of }) {
     return html`<div>
-      <p class="where"><a href=${`/runs?${queryOf({ pick: ids })}`}>All runs</a></p>
+      <p class="where"><a href=${inLab(`/runs?${queryOf({ pick: ids })}`)}>All runs</a></p>
       <h1>Compare runs</h1>
       <${Failure} text=${error} />
       <${Chosen} ids=${ids} found=${found} marked=${this.marked} adding=${adding} onAdd=${() => this.setState({ adding: !adding })} onIds=${(next) => this.setIds(next)} />
-      ${!ids.length && html`<p class="note">No run is chosen: add some, or mark them in the <a href="/runs">list of runs</a>.</p>`}
+      ${!ids.length && html`<p class="note">No run is chosen: add some, or mark them in the <a href=${inLab("/runs")}>list of runs</a>.</p>`}
       ${found && ids.length > 0 && html`
         <div class="tool-row" role="toolbar" aria-label="Charts">
           <span class="choice" role="group" aria-label="Seeds">Seeds

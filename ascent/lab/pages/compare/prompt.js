@@ -1,6 +1,6 @@
 // One prompt side by side: what the runs said to it at about the same step.
-import { Swatch } from "/static/chart.js";
-import { attempt, completionsLink, Component, count, Failure, get, HELD, html, nearest, num, runLink, setOf, shortOf } from "/static/shared.js";
+import { Swatch } from "../../chart.js";
+import { attempt, completionsLink, Component, count, Failure, get, HELD, html, nearest, num, runLink, setOf, shortOf } from "../../shared.js";
 
 const nameOf = ({ set, key }) => `${set} ${key}`;
 const placeOf = (name) => ({ set: setOf(name.split(" ")[0]), key: name.split(" ")[1] });

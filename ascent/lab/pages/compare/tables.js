@@ -1,6 +1,6 @@
 // The tables of a comparison: how the runs ended, and which of their settings differ.
-import { Swatch } from "/static/chart.js";
-import { html, num, percent, runLink } from "/static/shared.js";
+import { Swatch } from "../../chart.js";
+import { html, num, percent, runLink } from "../../shared.js";
 
 const TITLES = {
   "eval/accuracy": "exactly right, greedy", accuracy: "exactly right, sampled", "eval/pairs/accuracy": "held-out pairs right", "eval/logp": "held-out log-prob",

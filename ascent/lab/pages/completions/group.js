@@ -1,5 +1,5 @@
 // A group: its prompt, and its responses. Tokens are asked for and made when a response comes near the screen.
-import { Component, completionsLink, copy, count, HELD, html, num, setOf, signed } from "/static/shared.js";
+import { Component, completionsLink, copy, count, HELD, html, num, setOf, signed } from "../../shared.js";
 import { FEW, placesOf, Tokens } from "./tokens.js";
 
 const AT_ONCE = 20000; // tokens of one group that are asked for together

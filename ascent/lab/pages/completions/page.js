@@ -1,5 +1,5 @@
 // The recorded responses of a step, token by token; or (with a key in the address) one prompt over the steps.
-import { asked, Component, count, Failure, get, grouped, HELD, html, mount, nearest, poll, ready, runLink, setOf, Sets, tell } from "/static/shared.js";
+import { asked, Component, count, Failure, get, grouped, HELD, html, mount, nearest, poll, ready, runLink, setOf, Sets, tell } from "../../shared.js";
 import { Group } from "./group.js";
 import { Prompt } from "./prompt.js";
 import { COLOURS, Legend, Readout, scaleOf } from "./tokens.js";

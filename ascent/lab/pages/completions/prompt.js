@@ -1,6 +1,6 @@
 // One prompt over the steps: its mean reward, and what was answered best and most often; of a held-out one, each answer.
-import { attempt, Component, completionsLink, count, Failure, get, grouped, HELD, html, nearest, num, ready, runLink, setOf, Sets } from "/static/shared.js";
-import { Chart, Cursor } from "/static/chart.js";
+import { attempt, Component, completionsLink, count, Failure, get, grouped, HELD, html, nearest, num, ready, runLink, setOf, Sets } from "../../shared.js";
+import { Chart, Cursor } from "../../chart.js";
 import { Long } from "./group.js";
 
 const line = (found) => ({

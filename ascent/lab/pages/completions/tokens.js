@@ -1,5 +1,5 @@
 // A response as tokens. The elements are made by hand and not by Preact, for there may be thousands; text goes in as text.
-import { Component, html, num, percent, signed } from "/static/shared.js";
+import { Component, html, num, percent, signed } from "../../shared.js";
 
 // ---- numbers as colours: into which of a few classes a number falls, and what the classes mean ----
 // A class is never colour alone: the line below a token is thicker the further out it is, and dashed on the side below

@@ -9,10 +9,10 @@ from ascent.lab.pages.lesson.page import Lesson, read_lessons
 
 
 def routes(_: Lab) -> list[BaseRoute]:
-    def contents(_: Request) -> Response:
+    def contents(request: Request) -> Response:
         lessons: dict[str | None, list[Lesson]] = {}
         for lesson in read_lessons():
             lessons.setdefault(lesson.figure, []).append(lesson)
-        return page_of("home", "Contents", "pages/home/page.html", lessons=lessons)
+        return page_of(request, "home", "Contents", "pages/home/page.html", lessons=lessons)
 
     return [Route("/", contents)]

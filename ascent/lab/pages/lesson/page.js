@@ -1,6 +1,6 @@
 // A lesson: the figure beside it, the numbers in the text that follow the figure, and the keys and links that set it.
-import { forPage } from "/static/app.js";
-import { get, html, ready, render } from "/static/shared.js";
+import { forPage } from "../../app.js";
+import { get, html, inLab, ready, render } from "../../shared.js";
 
 // The state of a figure: kept in the address, sent to the library, and what the library says of it.
 class Store {
@@ -102,7 +102,7 @@ function onLink(event, store, place) {
 async function show(place) {
   const store = new Store(JSON.parse(place.dataset.given));
   window.lab = store;
-  const figure = await import(store.about.script);
+  const figure = await import(inLab(store.about.script));
   place.replaceChildren();
   place.tabIndex = -1;
   let waiting = false;

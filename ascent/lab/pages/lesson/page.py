@@ -56,14 +56,14 @@ def routes(lab: Lab) -> list[BaseRoute]:
         lesson = next((lesson for lesson in lessons if lesson.slug == slug), None)
         if lesson is None:
             raise Refused(f"there is no lesson {slug[:80]}")
-        return _lesson_with_figure(lesson, lessons, request.url.query, lab)
+        return _lesson_with_figure(request, lesson, lessons, lab)
 
     def figure_page(request: Request) -> Response:
         """The first lesson that names the figure, or else the figure alone."""
         figure, lessons = figure_of(request), read_lessons()
         alone = Lesson(figure.name, figure.title, figure.name, "", figure.about + "\n")
         first = next((lesson for lesson in lessons if lesson.figure == figure.name), alone)
-        return _lesson_with_figure(first, lessons, request.url.query, lab)
+        return _lesson_with_figure(request, first, lessons, lab)
 
     return [
         Route("/lesson/{slug}", lesson_page),
@@ -79,7 +79,7 @@ def figure_of(request: Request) -> Figure:
     return all_figures()[name]
 
 
-def _lesson_with_figure(lesson: Lesson, lessons: list[Lesson], query: str, lab: Lab) -> Response:
+def _lesson_with_figure(request: Request, lesson: Lesson, lessons: list[Lesson], lab: Lab) -> Response:
     """A lesson with its figure; a state that cannot be is left out, and the page says why."""
     look, slugs, values, styles = {}, [other.slug for other in lessons], dict[str, Any](), []
     if lesson.slug in slugs:
@@ -89,7 +89,7 @@ def _lesson_with_figure(lesson: Lesson, lessons: list[Lesson], query: str, lab: 
     if lesson.figure is not None:
         figure, error = all_figures()[lesson.figure], ""
         try:
-            look = figure.look(query or lesson.state, lab.runs)
+            look = figure.look(request.url.query or lesson.state, lab.runs)
         except Refused as refused:
             look, error = figure.look(lesson.state, lab.runs), str(refused)
         start = {"about": figure.about_itself(), "look": look, "start": figure.read(lesson.state), "error": error}
@@ -97,7 +97,7 @@ def _lesson_with_figure(lesson: Lesson, lessons: list[Lesson], query: str, lab: 
         own = [asset for asset in assets_of("figures", figure.name) if asset.endswith(".css")]
         styles = ["/static/figures.css", *own]
     text = Markup(render(lesson, look.get("texts", {}), slugs))
-    return page_of("lesson", lesson.title, "pages/lesson/page.html", styles, text=text, **values)
+    return page_of(request, "lesson", lesson.title, "pages/lesson/page.html", styles, text=text, **values)
 
 
 def read_lessons(folder: Path = FOLDER) -> list[Lesson]:
@@ -176,6 +176,6 @@ def _link(lesson: Lesson, token: Token, slugs: list[str]) -> None:
     elif kind == "lesson":
         if rest not in slugs:
             raise Refused(f"lesson {lesson.slug}: no lesson {rest}.{nearest(rest, slugs)}")
-        token.attrs = {"href": f"/lesson/{rest}"}
+        token.attrs = {"href": f"../lesson/{rest}"}  # from /lesson/… and /figure/… alike
     elif kind in ("http", "https"):
         token.attrs = {"href": href, "rel": "noreferrer noopener", "target": "_blank"}

@@ -1,8 +1,8 @@
 // The page /run?id=…: what became of a run, its flags, its curves with one cursor, and all that is known of it. Live while it runs.
-import { Chart, Cursor } from "/static/chart.js";
-import { lineOf } from "/static/curves.js";
-import { Noting } from "/static/noting.js";
-import { asked, attempt, Badge, completionsLink, Component, count, date, Failure, get, HELD, html, keepScroll, mount, nearest, num, poll, ready, Smoothing, Tags, tell, words } from "/static/shared.js";
+import { Chart, Cursor } from "../../chart.js";
+import { lineOf } from "../../curves.js";
+import { Noting } from "../../noting.js";
+import { asked, attempt, Badge, completionsLink, Component, count, date, Failure, get, HELD, html, inLab, keepScroll, mount, nearest, num, poll, ready, Smoothing, Tags, tell, words } from "../../shared.js";
 
 const PAUSE = 2000; // ms between two looks at a run that runs
 const KEYS = [["← →", "in a chart: move the cursor by a point (with Shift by ten)"], ["+ −", "zoom in and out around the cursor"], ["0", "zoom out wholly"], ["l", "log scale on and off"], ["Enter", "open the completions of the step"], ["Esc", "take the cursor away"]];
@@ -137,7 +137,7 @@ class Run extends Component {
   }
 
   render(_, { about, curves, lines, marks, error, from, smooth, log }) {
-    if (!about) return html`<div><p><a href="/runs">All runs</a></p><h1>${this.id || "Which run?"}</h1><${Failure} text=${this.id ? error : "The address names no run: it needs id=…"} /></div>`;
+    if (!about) return html`<div><p><a href=${inLab("/runs")}>All runs</a></p><h1>${this.id || "Which run?"}</h1><${Failure} text=${this.id ? error : "The address names no run: it needs id=…"} /></div>`;
     const range = this.range();
     return html`<div>
       <${Failure} text=${error} />
@@ -227,7 +227,7 @@ const Top = ({ about, onSee, onNoted }) => {
   const facts = [words(about.task), words(about.label), about.seed == null ? "" : `seed ${words(about.seed)}`, about.started ? `started ${date(about.started)}` : ""];
   const item = (flag, i) => html`<${Flag} key=${i} flag=${flag} id=${about.id} onSee=${onSee} />`;
   return html`<header class="run-top">
-    <p class="where"><a href="/runs">All runs</a></p>
+    <p class="where"><a href=${inLab("/runs")}>All runs</a></p>
     <div class="title-row"><h1>${about.id}</h1><${Badge} status=${about.status} /><span class="said" role="status">${about.said}</span></div>
     <p class="facts">${facts.filter(Boolean).join(" · ")}</p>
     ${about.going_on && html`<p class="going-on">${about.going_on.words}${about.going_on.command && html` <code>${about.going_on.command}</code>`}</p>`}

@@ -1,6 +1,6 @@
 // The page /runs: every run below the folder, sorted, filtered, marked and compared; it refreshes itself.
 import { COLUMNS, Row, Sparks } from "./row.js";
-import { asked, askedAll, attempt, compareLink, Component, count, Failure, get, html, mount, poll, ready, STATUSES, tell, words } from "/static/shared.js";
+import { asked, askedAll, attempt, compareLink, Component, count, Failure, get, html, mount, poll, ready, STATUSES, tell, words } from "../../shared.js";
 
 const PAUSE = 3000; // ms between two looks
 const MORE = 100; // rows that are drawn at once, and that come when the end is scrolled to

@@ -1,6 +1,6 @@
 // One run in the list, with its small curve.
-import { Noting } from "/static/noting.js";
-import { ago, Badge, Component, date, get, html, num, percent, runLink, Tags, words } from "/static/shared.js";
+import { Noting } from "../../noting.js";
+import { ago, Badge, Component, date, get, html, num, percent, runLink, Tags, words } from "../../shared.js";
 
 // ---- small curves: asked for when their row is seen, many at once, and again when the run has grown ----
 const MOST = 40; // in one request
