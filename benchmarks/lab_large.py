@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)  # as a trainer holds it: the run is running
             with lab(folder.parent) as running, page(running) as shown:
                 time.sleep(3)  # the lab has loaded its libraries by the time a person has seen the list
-                opened, zoomed = opening(running, shown, options.steps)
+                opened, zoomed = opening(shown, options.steps)
                 sizes = growing(running, shown, folder, options.steps, options.grow)
     grown = {name: sizes[-1][name] / sizes[1][name] for name in ("lab", "page")}
     show(
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     return close("lab_large", opened, None, SECONDS, ok, zoom=zoomed, **grown)[1]
 
 
-def opening(running: Lab, shown: Any, steps: int) -> tuple[float, float]:
+def opening(shown: Any, steps: int) -> tuple[float, float]:
     begin = time.perf_counter()
     shown.goto(f"{shown.url}run?id=long")
     shown.wait_for_selector("body[data-ready]")
