@@ -104,6 +104,41 @@ def test_code_without_a_record_or_from_the_folder_itself_is_refused(run: Run, re
         _ = Run(run.folder).config
 
 
+@pytest.mark.parametrize("form", ["{}", " {}", "0.5*{}", "0.5 * {}", "positions+{}", "positions+0.5* {}"])
+def test_code_is_found_in_every_form_that_a_reward_may_have(form: str, run: Run, reward: Path, tmp_path: Path) -> None:
+    """In each of them another file would have been run: the record was made for none of them."""
+    other = Path(shutil.copy(reward, tmp_path / "other.py"))
+    config = json.loads((run.folder / "config.json").read_text())
+    config["task"]["reward"] = form.format(f"python:{other}:own")
+    (run.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Refused, match="no record that the run was made with it"):
+        _ = Run(run.folder).config
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_folder_is_not_taken_for_that_of_the_run(
+    run: Run, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An archive may bring a folder, a file beside it, and a record of that file's hash."""
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((run.folder / "config.json").read_text())
+    config["task"]["reward"] = f"python:{reward.name}:own"
+    (run.folder / "config.json").write_text(json.dumps(config))
+    info = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps(info | {"code": code.code_hashes(config)}))
+    with pytest.raises(Refused, match="which is not a whole path"):
+        _ = Run(run.folder).config
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("form", ["judge:{}", " 0.5 * judge:{} "])
+def test_a_judge_that_came_with_the_folder_is_not_sent_a_key(form: str, run: Run, tmp_path: Path) -> None:
+    for file, why in ((run.folder / "evil.toml", "came with the folder"), (Path("evil.toml"), "not a whole path")):
+        with pytest.raises(Refused, match=f"judge file .*{why}"):
+            code.check_code(run.folder, {"task": {"reward": [form.format(file)]}}, {})
+    code.check_code(run.folder, {"task": {"reward": [form.format(tmp_path / "mine.toml")]}}, {})
+
+
 def test_every_file_that_settings_name_is_found(tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "c: d.py"):
         (tmp_path / name).write_text(name)

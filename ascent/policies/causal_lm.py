@@ -7,16 +7,21 @@ import os
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from pickle import PickleError
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ascent.core.types import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, PickleError, SafetensorError)
+"""What transformers may raise for the folder of a model that holds anything."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,9 @@ class CausalLM:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.model, dtype=stored, trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise Refused(f"--model {self.model} cannot be loaded: {first}") from None
+        except UNREADABLE as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
+            raise Refused(f"--model {self.model} cannot be loaded: {type(error).__name__}: {first}") from None
         model = model.to(device).requires_grad_(False)
         if self.last_layers:
             self._free_last(model)

@@ -23,16 +23,20 @@ def trust(file: str | Path) -> None:
 
 def code_hashes(settings: Any) -> dict[str, str]:
     """The SHA-256 of every file that the settings name as python:FILE:NAME."""
-    return {str(path): _hash(path) for path in _files(settings)}
+    return {str(path): _hash(path) for kind, path in _files(settings) if kind == "python"}
 
 
 def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None:
     """Refuse settings of a run whose code is not what it was when the run was made."""
-    for path in _files(settings):
+    for kind, path in _files(settings):
         if path.resolve() in TRUSTED:
             continue
         known, why = recorded.get(str(path)), None
-        if not path.is_file():
+        if not path.is_absolute():  # Ascent writes whole paths; this one could lie wherever a command is run
+            why = "which is not a whole path"
+        elif kind == "judge":  # it says who is sent the key; its settings may change
+            why = "which came with the folder" if path.resolve().is_relative_to(folder.resolve()) else None
+        elif not path.is_file():
             why = "which is not there any more"
         elif known is None:
             why = "and there is no record that the run was made with it"
@@ -42,20 +46,22 @@ def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None
             why = "which has changed since the run was made"
         if why is not None:
             raise Refused(
-                f"{folder}: its settings name the Python file {path}, {why}. Nothing of it was run. Look at it; if it "
+                f"{folder}: its settings name the {kind} file {path}, {why}. Nothing of it was used. Look at it; if it "
                 f"is yours and as you want it, add --trust {path}"
             )
 
 
-def _files(settings: Any) -> Iterator[Path]:
-    """The files of python:FILE:NAME, also with a weight before it, anywhere in the settings."""
+def _files(settings: Any) -> Iterator[tuple[str, Path]]:
+    """The files of python:FILE:NAME and judge:FILE, also with a weight or another reward before it, anywhere."""
     if isinstance(settings, Mapping):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
         for value in settings:
             yield from _files(value)
-    elif isinstance(settings, str) and (found := re.fullmatch(r"(?:[^:]*\*)?python:(.+):[^:]+", settings)):
-        yield Path(found[1])
+    elif isinstance(settings, str):
+        found = re.fullmatch(r"(?s)\s*(?:[^:]*[*+]\s*)?(?:(python):(.+):[^:]+|(judge):(.+?)\s*)", settings)
+        if found:
+            yield found[1] or found[3], Path(found[2] or found[4])
 
 
 def _hash(path: Path) -> str:
