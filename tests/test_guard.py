@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from starlette.testclient import TestClient
 
+from ascent import settings
 from ascent.core.types import Refused
 from ascent.lab import server
 from ascent.lab.figures.training import figure as training
@@ -267,13 +269,13 @@ def test_no_more_trainings_are_started_at_once_than_there_may_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainings, "WAIT", "sleep 60")
-    labs, settings = [Trainings(tmp_path), Trainings(tmp_path)], training.FIGURE.read("")
+    labs, state = [Trainings(tmp_path), Trainings(tmp_path)], training.FIGURE.read("")
     barrier = threading.Barrier(12)
 
     def start(i: int) -> str:
         barrier.wait(20)
         try:
-            return labs[i % 2].start(settings, "a", 1)
+            return labs[i % 2].start(state, "a", 1)
         except Refused as refused:
             return str(refused)
 
@@ -286,6 +288,26 @@ def test_no_more_trainings_are_started_at_once_than_there_may_be(
             child.wait()
     refused = [text for text in told if "is the most" in text]
     assert len(told) - len(refused) == MOST and len(set(told) - set(refused)) == MOST
+
+
+def test_requests_at_once_do_not_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 some of them failed with a SystemError, when a lab was new."""
+    inside, most, real = 0, 0, settings.ast.parse
+
+    def parse(source: str) -> Any:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+        return real(source)
+
+    monkeypatch.setattr(settings, "ast", SimpleNamespace(parse=parse, AnnAssign=settings.ast.AnnAssign))
+    read = settings.field_docs.__wrapped__
+    monkeypatch.setattr(settings.inspect, "getsource", lambda _: "class A:\n    x: int\n")
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, [training.Look] * 8)) == [{}] * 8
+    assert most == 1
 
 
 def test_a_training_is_not_kept_where_a_link_leads_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
