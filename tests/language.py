@@ -123,8 +123,9 @@ def prompts_of(lengths: tuple[int, ...] = (5, 2, 7), seed: int = 0) -> torch.Ten
 
 
 def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, **more: Any) -> LanguageSampler:
-    temperature, support = more.pop("temperature", 1.0), Support(**more)
-    return LanguageSampler(lm, limit, temperature, torch.Generator().manual_seed(seed), support, rows)
+    temperature, stops = more.pop("temperature", 1.0), more.pop("stops", None)
+    generator, support = torch.Generator().manual_seed(seed), Support(**more)
+    return LanguageSampler(lm, limit, temperature, generator, support, rows, stops)
 
 
 def batch_of(lm: LanguageModel, samples: int = 4, **more: Any) -> Batch:

@@ -29,6 +29,9 @@ from ascent.workflows.policy import (
     untrained_policy,
 )
 
+LENGTHS = ("max_tokens", "min_tokens", "stop")
+"""Flags that decide where a response ends."""
+
 
 @dataclass
 class ShowCommand(Command):
@@ -169,6 +172,10 @@ class PolicyCommand(CheckpointCommand):
     """Sampling temperature. Default: the run's; 1 for a model."""
     max_tokens: Annotated[int | None, "N"] = None
     """Maximum number of tokens in a response. Default: the task's."""
+    min_tokens: Annotated[int | None, "N"] = None
+    """Minimum number of tokens in a response. Default: the task's."""
+    stop: Annotated[tuple[str, ...] | None, "TEXT …"] = None
+    """Strings that end a response, as the words that follow. Default: the task's."""
     device: Annotated[str | None, "NAME"] = None
     """cpu, cuda, …. Default: the run's; auto for a model."""
     seed: int = 0
@@ -254,7 +261,7 @@ class EvalCommand(PolicyCommand):
         if self.model is not None and self.task is not None:
             raise Refused(f"--task {self.task} with --model: the task comes first, ascent eval TASK --model FOLDER")
         run, task = (self.source, self.task) if self.model is None else (None, self.source)
-        loaded = self.load(run, task, self.rest, ("temperature", "max_tokens", "device", "rows"))
+        loaded = self.load(run, task, self.rest, ("temperature", *LENGTHS, "device", "rows"))
         evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
         if self.out is not None:
             evaluation.write(self.out)
@@ -306,7 +313,7 @@ class SampleCommand(PolicyCommand):
             raise Refused('RUN is missing: ascent sample RUN "…", or without a run, ascent sample --model FOLDER "…"')
         run = words.pop(0) if self.model is None else None
         prompts = words if self.task or words else _from_stdin()
-        changes = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "system", "device")
+        changes = ("temperature", "top_p", "top_k", "min_p", *LENGTHS, "system", "device")
         loaded = self.load(run, self.task, flags, changes)
         if self.task:
             rows = problems(loaded, self.count or 4, self.greedy, self.seed)

@@ -83,7 +83,8 @@ class Overlong(Shaping):
         if not batch.ends:
             return None
         length = batch.present.sum(-1).to(batch.reward.dtype)  # observations take room too
-        over = (batch.limit - self.margin - length) / self.margin
+        limit = batch.limit if batch.limits is None else batch.limits.unsqueeze(-1)
+        over = (limit - self.margin - length) / self.margin
         return torch.where(batch.truncated, -1.0, over.clamp(-1.0, 0.0)).unsqueeze(-1)
 
 

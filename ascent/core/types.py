@@ -108,6 +108,8 @@ class Prompts:
     """The identity by which the task finds the problem again: it never looks one up by its tokens."""
     epoch: float | None = None
     """Passes over the task's rows once these are drawn; None: it has no rows, or they were drawn anew."""
+    limits: Int[Tensor, "prompt"] | None = None
+    """The most tokens of a response to each of them, where the task has limits of several sizes."""
 
     @classmethod
     def of(cls, prompt: Int[Tensor, "prompt position"]) -> Prompts:
@@ -118,7 +120,8 @@ class Prompts:
         return len(self.prompt)
 
     def __getitem__(self, which: slice | Tensor) -> Prompts:
-        return Prompts(self.prompt[which], self.problem[which])
+        limits = None if self.limits is None else self.limits[which]
+        return Prompts(self.prompt[which], self.problem[which], limits=limits)
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,11 @@ class Rollouts:
     mask: Bool[Tensor, "prompt sample token"]
     logp_sampler: PerToken
     limit: int
-    """The generation limit: the most tokens that a response may have, observations counted."""
+    """The generation limit: the most tokens that any response may have, observations counted."""
     truncated: Bool[Tensor, "prompt sample"]
-    """True where the limit cut a response off before its end token."""
+    """True where its limit cut a response off before it ended, by an end token or a stop string."""
+    limits: Int[Tensor, "prompt"] | None = None
+    """Each prompt's own limit, where they differ."""
     ends: bool = True
     """Can a response end by itself? If not, all have exactly `limit` tokens, and none is too long."""
     temperature: float = 1.0

@@ -334,7 +334,8 @@ ABOUTS: dict[type, About] = {
         response_formula="L_i/(N·L_max)",
         words="mean over responses of the token sum over the length limit of",
         response_words="mean over responses of the length over its limit times",
-        denominator=f"N responses times L_max, the generation limit (never the padded width); N is {COUNTED}.",
+        denominator="N responses times L_max, the generation limit (never the padded width, and one for all rows, even "
+        f"where --limit-column gives them limits of their own); N is {COUNTED}.",
         gradient="scaled",
         trl='loss_type="dr_grpo", over max_completion_length.',
         verl="seq-mean-token-sum-norm, over loss_scale_factor; that is unset by default, and then the padded width.",
@@ -405,8 +406,8 @@ ABOUTS: dict[type, About] = {
     groups.NoShaping: OFF,
     groups.Overlong: About(
         formula="overlong(L_i)",
-        statistics="overlong: with limit L and c = {margin}: 0 up to L − c tokens, then (L − c − length)/c, −1 if "
-        "truncated",
+        statistics="overlong: with the response's limit L and c = {margin}: 0 up to L − c tokens, then "
+        "(L − c − length)/c, −1 if truncated",
         words="falls by up to 1 over the last {margin} tokens before the length limit",
         trl="a reward function, get_soft_overlong_punishment.",
         verl="the DAPO reward manager's overlong_buffer, times a penalty_factor.",

@@ -91,6 +91,8 @@ def evaluate(
     show: bool = True,
     temperature: float | None = None,
     max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    stop: Sequence[str] | None = None,
     device: str | None = None,
     rows: int | None = None,
     **settings: Any,
@@ -102,7 +104,8 @@ def evaluate(
 
     `task` (with its settings) evaluates a run on another task than its own.
     """
-    changes = {"temperature": temperature, "max_tokens": max_tokens, "device": device, "rows": rows}
+    changes: dict[str, Any] = {"temperature": temperature, "device": device, "rows": rows}
+    changes |= {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop": stop}
     run, task = (source, task) if model is None else (None, source)
     return evaluate_policy(find_policy(run, model, task, settings, step, best, **changes), prompts, samples, seed, show)
 

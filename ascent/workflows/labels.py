@@ -313,7 +313,8 @@ class Labeller:
             steps, ends = self.task.cut_steps(ids, self.separator)
             if steps and "" not in steps:
                 row = {"prompt": self.task.question(drawn, i).prompt, "steps": steps}
-                row |= {"cut": bool(drawn.truncated[i, s]), "labels": [float(batch.reward[i, s].sum())]}
+                cut = bool(self.task.ends) and ids[-1] not in self.task.ends  # a stop string leaves no end token either
+                row |= {"cut": cut, "labels": [float(batch.reward[i, s].sum())]}
                 rows.append(row | {"rollouts": self.count})
                 prefixes += [ids[: end + 1] for end in ends[:-1]]
                 places += [i] * (len(ends) - 1)

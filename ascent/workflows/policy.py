@@ -189,6 +189,8 @@ def sample(
     top_k: int | None = None,
     min_p: float | None = None,
     max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    stop: Sequence[str] | None = None,
     system: str | None = None,
     device: str | None = None,
     **settings: Any,
@@ -202,7 +204,7 @@ def sample(
     A run is asked as in training, with its system message and instruction, unless `plain`.
     """
     changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    changes |= {"max_tokens": max_tokens, "system": system, "device": device}
+    changes |= {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop": stop, "system": system, "device": device}
     loaded = find_policy(run, model, task, settings, step, best, **changes)
     if task is not None:
         return problems(loaded, count or 4, greedy, seed)

@@ -29,6 +29,7 @@ from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessR
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.engines.language.sampling.stops import Stops
 from ascent.policies.causal_lm import LanguageModel, pick_device
 from ascent.tasks.text.grading import rate_responses, self_test
 from ascent.tasks.text.tokenized import OfflineTextTask, TokenizedTask
@@ -98,10 +99,10 @@ class LanguageBackend(Backend):
         return learner
 
     def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
-        support = Support(config.top_k, config.top_p, config.min_p)
-        return LanguageSampler(
-            model, config.task.max_tokens, config.temperature, generator, support, config.policy.rows
-        )
+        task, support = config.task, Support(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
+        stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        how = (config.temperature, generator, support, config.policy.rows, stops)
+        return LanguageSampler(model, task.max_tokens, *how)
 
     def dtype(self, model: LanguageModel) -> torch.dtype:
         return model.model.dtype
@@ -176,7 +177,7 @@ class LanguageBackend(Backend):
         def among(names: tuple[str, ...]) -> dict[str, Any]:
             return {name: value for name, value in changes.items() if name in names}
 
-        task = replace(config.task, **among(("max_tokens", "system", "instruction")))
+        task = replace(config.task, **among(("max_tokens", "min_tokens", "stop", "system", "instruction")))
         policy = replace(config.policy, **among(("device", "rows")))
         return replace(config, task=task, policy=policy, **among(SAMPLING_SETTINGS))
 
@@ -198,18 +199,24 @@ class LanguageBackend(Backend):
         return sampler
 
     def continue_responses(
-        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Sampler
+        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Any
     ) -> list[list[list[int]]]:
-        limit = config.task.max_tokens
+        if config.task.min_tokens:
+            raise Refused("--min-tokens: a response that is continued from its middle counts its tokens anew")
         begun = [row[row >= 0].tolist() + tokens for row, tokens in zip(prompts.prompt, prefixes, strict=True)]
         width = max(map(len, begun))
         prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in begun])
-        left = limit - min(map(len, prefixes))
-        drawn = sampler.generate(replace(prompts, prompt=prompt), count, limit=left)
-        return [
-            [(tokens + ids[mask].tolist())[:limit] for ids, mask in zip(group, masks, strict=True)]
+        lengths = torch.tensor([len(tokens) for tokens in prefixes])
+        limits = (config.task.max_tokens if prompts.limits is None else prompts.limits) - lengths
+        drawn = sampler.generate(replace(prompts, prompt=prompt, limits=limits), count, limit=int(limits.max()))
+        groups = [
+            [tokens + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
             for tokens, group, masks in zip(prefixes, drawn.response, drawn.mask, strict=True)
         ]
+        stops = sampler.stops  # one may begin in a prefix
+        for tokens, group in zip(prefixes, groups, strict=True) if stops else ():
+            group[:] = [ids[: stops.end(ids, len(tokens)) or len(ids)] for ids in group]
+        return groups
 
     def reward_setting(self, reward: Sequence[str]) -> tuple[str, ...]:
         return tuple(reward)
@@ -338,10 +345,12 @@ def _sample(config: Config, task: Any, probe: Sampler, report: Report) -> None:
     groups, responses = len(prompts), batch.truncated.numel()
     silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
     right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else None
+    short = batch.limits is not None and bool((batch.limits < batch.limit).any())
+    limit = "their limits" if short else f"{batch.limit} tokens"
     known = "" if right is None else f"{right} of {responses} right, "
     report.lines.append(
         f"sample     {groups} groups of {config.samples}: {known}{silent} of {groups} groups "
-        f"without signal, {cut} of {responses} responses cut off at {config.task.max_tokens} tokens, mean reward "
+        f"without signal, {cut} of {responses} responses cut off at {limit}, mean reward "
         f"{float(batch.reward.sum(-1).mean()):.3g}"
     )
     if errors:

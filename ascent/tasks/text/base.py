@@ -59,6 +59,8 @@ class Problem:
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     """Passed to a reward function of your own by name."""
+    max_tokens: int | None = None
+    """The most tokens of a response to it, where that is less than the task's --max-tokens."""
 
 
 class Graded(NamedTuple):
@@ -86,6 +88,10 @@ class TextTask(BaseTask):
     """Text below every prompt that says how to give the answer."""
     max_tokens: int = 256
     """The most tokens that a response may have."""
+    min_tokens: int = 0
+    """The fewest tokens of a response: before them no end token is drawn, and no stop string ends it."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, each as a word of its own: at the token that completes one."""
     max_prompt: int = 1024
     """Prompts with more tokens are left out, and counted."""
     reward_seconds: float = 10.0
@@ -114,6 +120,12 @@ class TextTask(BaseTask):
         for name in ("max_tokens", "max_prompt", "reward_workers", "reward_batch"):
             if getattr(self, name) < 1:
                 refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            refuse(f"--min-tokens {self.min_tokens} with --max-tokens {self.max_tokens}: it has to be from 0 to that")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for string in self.stop:
+            if not isinstance(string, str) or not string or "\N{REPLACEMENT CHARACTER}" in string:
+                refuse(f"--stop {string!r}: a stop string is text of one character or more, without U+FFFD")
         if not self.reward_seconds > 0:
             refuse(f"--reward-seconds is {self.reward_seconds:g}: it has to be above 0")
         if not self.reward_memory >= 0:
@@ -184,6 +196,13 @@ class TextTask(BaseTask):
         if self.instruction:
             chat[-1]["content"] = f"{chat[-1]['content']}\n{self.instruction}"
         return [{"role": "system", "content": self.system}, *chat] if self.system is not None else chat
+
+    def limit(self, problem: Problem) -> int:
+        """The most tokens of a response to this problem."""
+        own = self.max_tokens if problem.max_tokens is None else min(problem.max_tokens, self.max_tokens)
+        if own < max(self.min_tokens, 1):
+            refuse(f"a problem has max_tokens {own}: it has to be at least {max(self.min_tokens, 1)} (--min-tokens)")
+        return own
 
     def graded(self, strict: bool, lenient: bool, reason: str = "") -> Graded:
         """The grade of a response that is right or not, in the right form or not."""

@@ -114,6 +114,8 @@ class ColumnsTask(TableTask):
     """Column with the right answer. It may be missing if --reward leaves out the task's own check."""
     check: Literal["exact", "number", "math", "choice"] = "exact"
     """How an answer is compared: exact (text) | number | math (math-verify) | choice (the letter of an option)."""
+    limit_column: str = ""
+    """Column with a row's own limit on tokens, for a table that mixes several tasks. Empty: --max-tokens for all."""
 
     def grade(self, problem: Problem, response: str) -> Graded:
         if problem.answer is None:
@@ -164,7 +166,24 @@ class ColumnsTask(TableTask):
                 f"{where}, column {self.answer_column}: --check choice compares the letters of options, such as B, and "
                 f"this is {answer!r:.60}"
             )
-        return Problem(read_prompt(row[self.prompt_column], f"{where}, column {self.prompt_column}"), answer, columns)
+        prompt = read_prompt(row[self.prompt_column], f"{where}, column {self.prompt_column}")
+        return Problem(prompt, answer, columns, self._own_limit(row, where))
+
+    def _own_limit(self, row: Mapping[str, Any], where: str) -> int | None:
+        """The row's own limit; None: it has none."""
+        if self.limit_column:
+            files.require_columns(row, [self.limit_column], where, ". Set --limit-column")
+        own, least = row[self.limit_column] if self.limit_column else None, max(self.min_tokens, 1)
+        if own is not None and (type(own) is not int or own < least):
+            refuse(f"{where}, column {self.limit_column}: a limit is null or a number from {least} on, not {own!r:.60}")
+        return own
+
+    def report(self) -> list[str]:
+        """What was left out, and how many limits of rows are above the limit of all."""
+        table = self.table
+        above = sum((problem.max_tokens or 0) > self.max_tokens for problem in (*table.train, *table.test))
+        note = f"{above} rows have a limit above --max-tokens {self.max_tokens}, which holds for them too"
+        return [*super().report(), *([note] if above else [])]
 
 
 @dataclass(frozen=True)

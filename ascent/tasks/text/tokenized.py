@@ -90,7 +90,7 @@ class TokenizedTask(BoundBase):
         rows, epoch = self.passes.rows(step, count, seed)
         if not rows:
             raise self._too_few(0, count)
-        return replace(_prompts([(row, self.encoded[row] or []) for row in rows]), epoch=epoch)
+        return replace(self._prompts([(row, self.encoded[row] or []) for row in rows]), epoch=epoch)
 
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
         """Any prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
@@ -107,7 +107,7 @@ class TokenizedTask(BoundBase):
                 if ids is not None:
                     rows.append((index, ids))
                 if len(rows) == count:
-                    return _prompts(rows)
+                    return self._prompts(rows)
             if len(rows) == before and size is not None:
                 break
         raise self._too_few(len(rows), count)
@@ -136,7 +136,12 @@ class TokenizedTask(BoundBase):
             if not any(self.encoder.encode(self.task.messages(problem)) for problem in problems):
                 raise Refused("the tokenizer makes no token of any test prompt: look at the prompts and the tokenizer")
             raise Refused(f"--max-prompt {self.task.max_prompt}: every test prompt is longer. Raise --max-prompt")
-        return _prompts(rows)
+        return self._prompts(rows)
+
+    def _prompts(self, rows: list[tuple[int, list[int]]]) -> Prompts:
+        identities = [identity for identity, _ in rows]
+        limits = torch.tensor([self.task.limit(self.problem(identity)) for identity in identities])
+        return Prompts(pad_prompts([ids for _, ids in rows]), torch.tensor(identities), limits=limits)
 
     def problem(self, identity: int) -> Problem:
         """The problem of a training prompt, by its index, or of the held-out prompt i, by −1 − i."""
@@ -302,10 +307,6 @@ class OfflineTextTask(TokenizedTask):
             labels = torch.tensor([label for step, label in steps for _ in step])
             reward[row, 0, tokens] = labels[: int(tokens.sum())]
         return replace(scores, reward=reward)
-
-
-def _prompts(rows: list[tuple[int, list[int]]]) -> Prompts:
-    return Prompts(pad_prompts([ids for _, ids in rows]), torch.tensor([identity for identity, _ in rows]))
 
 
 def pad_prompts(rows: list[list[int]]) -> Int[Tensor, "prompt position"]:

@@ -161,7 +161,7 @@ def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, NORMED: tl.cons
 
 
 def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
-    if not (support.whole or greedy):
+    if support.min_tokens or not (support.whole or greedy):
         formulas.draw(logits, board, support, greedy)
         return
     rows, vocab = logits.shape

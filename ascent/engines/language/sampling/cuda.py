@@ -125,7 +125,7 @@ class GraphDecoder:
         run = partial(self.step, rows, support, greedy)
         if not self.on_card:
             return run
-        key = (rows, None if greedy else support)
+        key = (rows, support.min_tokens if greedy else support)
         if key not in self.graphs:
             self.board.lanes.fill_(self.board.rows)
             self.lanes_now = []
@@ -208,6 +208,7 @@ class Run:
         self, decoder: GraphDecoder, prompts: list[list[int]], samples: int, rows: int, slots: int, drawn: Drawn
     ):
         self.decoder, self.board, self.limit = decoder, decoder.board, drawn.limit
+        self.limits: list[int] = drawn.limits.tolist()
         self.prompts, self.samples, self.drawn = prompts, samples, drawn
         self.seeds = [0] * (len(prompts) * samples) if drawn.seeds is None else drawn.seeds.tolist()
         self.waiting = deque(range(len(prompts) * samples))
@@ -264,32 +265,42 @@ class Run:
 
     def _launch(self) -> Callable[[], None] | None:
         """Enqueue the next steps; returned is what to do when they are over. None: there is nothing to run."""
-        live = sorted(lane for lane in self.at if self.age[lane] < self.limit)
+        live = sorted(lane for lane, response in self.at.items() if self.age[lane] < self.limits[response])
         if not live:
             return None
-        steps = min(ROUND, max(self.limit - self.age[lane] for lane in live))
+        steps = min(ROUND, max(self.limits[self.at[lane]] - self.age[lane] for lane in live))
         rows = self.decoder.choose(live)
         graph = self.decoder.graph(rows, self.drawn.support, self.drawn.seeds is None)
         self.decoder.choose(live)
         for _ in range(steps):
             graph()
+        ran = {lane: (self.age[lane], self.age[lane] + steps) for lane in live}
         for lane in live:
             self.age[lane] += steps
         self.launches += 1
+        read = [self.board.state[DONE]]
+        if self.drawn.stops is not None:  # the tokens of these steps
+            places = [[min(t, self.limit - 1) for t in range(*ran[lane])] for lane in live]
+            read.append(self.board.token[self.decoder.sent(live)[:, None], self.decoder.sent(places)])
         if not self.decoder.on_card:
-            return partial(self._settle, self.launches, self.board.state[DONE].clone(), None)
-        done = torch.empty(self.board.rows + 1, dtype=torch.long, pin_memory=True)
-        done.copy_(self.board.state[DONE], non_blocking=True)
+            return partial(self._settle, self.launches, ran, [tensor.clone() for tensor in read], None)
+        copies = [torch.empty(tensor.shape, dtype=torch.long, pin_memory=True) for tensor in read]
+        for copy, tensor in zip(copies, read, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return partial(self._settle, self.launches, done, event)
+        return partial(self._settle, self.launches, ran, copies, event)
 
-    def _settle(self, launch: int, done: Tensor, event: Any) -> None:
+    def _settle(self, launch: int, ran: dict[int, tuple[int, int]], read: list[Tensor], event: Any) -> None:
         """Responses that had finished when these steps were over leave their lanes, but for those that are extended."""
         if event is not None:
             event.synchronize()
-        length = done.tolist()
-        over = [lane for lane in self.at if length[lane] and self.begun[lane] < launch]
+        done, length = read[0].tolist(), {}
+        for i, (lane, steps) in enumerate(ran.items()):
+            if lane in self.at and self.begun[lane] < launch:
+                fresh = read[1][i] if len(read) > 1 else None
+                length[lane] = self.drawn.over(self.at[lane], *steps, done[lane], fresh)
+        over = [lane for lane, tokens in length.items() if tokens]
         if self.drawn.observe is not None:
             over = [lane for lane in over if not self._extend(lane, length[lane])]
         if not over:
@@ -312,11 +323,12 @@ class Run:
         response, drawn, board = self.at[lane], self.drawn, self.board
         row = board.token[lane, :length].cpu()
         drawn.token[response, :length], drawn.length[response] = row, length
-        drawn.ended[response] = bool(torch.isin(row[-1], drawn.ends))
+        drawn.ended[response] = response in drawn.stopped or bool(torch.isin(row[-1], drawn.ends))
         tokens = drawn.extend(response)
         if not tokens:
             self.ended[response] = bool(drawn.ended[response])
             return False
+        drawn.stopped.discard(response)
         end = length + len(tokens)
         board.token[lane, length:end] = self.decoder.sent(tokens)
         board.logp[lane, length:end], board.mass[lane, length:end] = 0.0, 1.0
@@ -344,4 +356,5 @@ class Run:
         drawn.length[responses] = length
         last = drawn.token[responses, length - 1]
         drawn.ended[responses] = torch.isin(last, drawn.ends)
+        drawn.ended[list(drawn.stopped)] = True
         drawn.ended[list(self.ended)] = torch.tensor(list(self.ended.values()), dtype=torch.bool)

@@ -14,15 +14,20 @@ from torch import Tensor
 
 from ascent.core.types import Refused
 from ascent.engines.language.learning.head import Head
+from ascent.engines.language.sampling.stops import Stops
 
 
 @dataclass(frozen=True)
 class Support:
-    """Which tokens may be drawn: the likeliest k, those that make up a mass p, those near the likeliest."""
+    """Which tokens may be drawn: the likeliest k, those that make up a mass p, those near the likeliest.
+
+    No end token is drawn among the first `min_tokens`; the others are then measured by what is left.
+    """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
@@ -33,10 +38,12 @@ class Support:
 
     @property
     def whole(self) -> bool:
-        return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
+        return self == Support()
 
     def allowed(self, p: Tensor) -> Tensor:
         """Which tokens of each row `[row vocab]` may be drawn; the likeliest always may."""
+        if self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0:
+            return p > 0
         ordered, index = p.sort(-1, descending=True)
         keep = torch.ones_like(ordered, dtype=torch.bool)
         if self.top_k:
@@ -63,13 +70,15 @@ def _shift(x: Tensor, by: int) -> Tensor:  # unsigned, to the right
 
 
 def draw_tokens(
-    logits: Tensor, temperature: float, support: Support, u: Tensor | None
+    logits: Tensor, temperature: float, support: Support, u: Tensor | None, barred: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One token per row, its log-prob over the full vocabulary, and the mass of what could be drawn (None: all).
 
-    Without `u` the likeliest token is taken.
+    Without `u` the likeliest token is taken. `barred`: rows, as `[row]` of booleans, and tokens that they cannot draw.
     """
     z = logits if temperature == 1.0 else logits / temperature
+    if barred is not None:
+        return _draw_unbarred(z, support, u, *barred)
     p, mass = torch.softmax(z, -1), None
     if u is None:
         token = z.argmax(-1, keepdim=True)
@@ -79,6 +88,24 @@ def draw_tokens(
         allowed = torch.where(support.allowed(p), p, 0.0)
         token, mass = _invert(allowed, u), allowed.sum(-1)
     return token.squeeze(-1), torch.log(p.gather(-1, token)).squeeze(-1), mass
+
+
+def _draw_unbarred(
+    z: Tensor, support: Support, u: Tensor | None, rows: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """With q = p without the barred tokens, renormalized: drawn from q's support, with log p and the mass under p."""
+    left = z.clone()
+    left[:, tokens] = torch.where(rows[:, None], float("-inf"), z[:, tokens])
+    whole = torch.logsumexp(z, -1, keepdim=True)
+    if u is None:
+        token, mass = left.argmax(-1, keepdim=True), None
+    else:
+        q = torch.softmax(left, -1)
+        allowed = torch.where(support.allowed(q), q, 0.0)
+        share = torch.exp(torch.logsumexp(left, -1) - whole.squeeze(-1))
+        token = _invert(allowed, u)
+        mass = (allowed.sum(-1) * share).clamp(torch.finfo(z.dtype).tiny, 1.0)
+    return token.squeeze(-1), (z.gather(-1, token) - whole).squeeze(-1), mass
 
 
 def _invert(p: Tensor, u: Tensor) -> Tensor:
@@ -118,8 +145,12 @@ class Drawn:
         temperature: float,
         support: Support,
         observe: Observe | None = None,
+        stops: Stops | None = None,
+        limits: Tensor | None = None,
     ):
-        self.limit, self.ends, self.observe = limit, torch.tensor(sorted(ends)), observe
+        self.limit, self.ends, self.observe, self.stops = limit, torch.tensor(sorted(ends)), observe, stops
+        self.limits = torch.full((count,), limit) if limits is None else limits
+        """The most tokens of each response, none above `limit`."""
         self.head, self.temperature, self.support = head, temperature, support
         self.seeds = seeds
         """One per response; None: the likeliest token is taken."""
@@ -130,6 +161,10 @@ class Drawn:
         self.ended = torch.zeros(count, dtype=torch.bool)
         self.cut = torch.zeros(count, dtype=torch.bool)
         """Responses whose next observation did not fit."""
+        self.stopped: set[int] = set()
+        """Responses whose last token completed a stop string, where the decoder looked only later."""
+        self.turn: dict[int, int] = {}
+        """By response, where its latest turn begins, if that is not its first."""
         self.observed = torch.zeros(count, limit, dtype=torch.bool)
         """Tokens that nobody drew."""
         self.queue: dict[int, list[int]] = {}
@@ -153,13 +188,43 @@ class Drawn:
     def _draw(self, hidden: Tensor, row: list[int]) -> Tensor:
         t = self.length[row]
         u = None if self.seeds is None else uniform(self.seeds[row], t).to(hidden.device)
-        token, logp, mass = draw_tokens(self.head.logits(hidden), self.temperature, self.support, u)
+        early = t < self.support.min_tokens
+        barred = (early.to(hidden.device), self.ends.to(hidden.device)) if bool(early.any()) else None
+        token, logp, mass = draw_tokens(self.head.logits(hidden), self.temperature, self.support, u, barred)
         self.token[row, t], self.logp[row, t] = token.cpu(), logp.float().cpu()
         if self.mass is not None and mass is not None:
             self.mass[row, t] = mass.float().cpu()
         self.length[row] += 1
         self.ended[row] = torch.isin(self.token[row, t], self.ends)
+        if self.stops is not None:
+            stopped = [bool(self._stop(r, last, last + 1)) for r, last in zip(row, t.tolist(), strict=True)]
+            self.ended[row] |= torch.tensor(stopped)
         return token
+
+    def _stop(self, response: int, start: int, end: int) -> int:
+        """How many tokens there are up to the one from `start` to `end` that completes a stop string; 0: none does."""
+        start, turn = max(start, self.support.min_tokens - 1), self.turn.get(response, 0)
+        fresh = self.token[response, start:end].tolist()
+        if self.stops is None or not any(self.stops.may_complete[token] for token in fresh):
+            return 0
+        length = self.stops.end(self.token[response, turn:end].tolist(), start - turn)
+        return length and turn + length
+
+    def over(self, response: int, before: int, after: int, done: int, fresh: Tensor | None) -> int:
+        """How many tokens a response has if it is over, else 0: for a decoder that looks only every few steps.
+
+        It had `before` tokens, and has drawn up to `after` since; `done`: its tokens, if an end token or the common
+        limit has ended it. A stop string among the `fresh` ones, or its own limit, may have ended it sooner: then what
+        was drawn behind does not exist.
+        """
+        limit = int(self.limits[response])
+        end = min(done or after, limit)
+        if fresh is not None and end > before:
+            self.token[response, before:end] = fresh[: end - before]
+            if length := self._stop(response, before, end):
+                self.stopped.add(response)
+                return length
+        return end if done or end == limit else 0
 
     def extend(self, row: int) -> list[int]:
         """The observation behind a turn that has ended, now part of its response; none: the response is over.
@@ -169,16 +234,17 @@ class Drawn:
         if self.observe is None or not self.ended[row]:
             return []
         start = int(self.length[row])
-        tokens = self.observe(row, self.token[row, :start].tolist())
+        tokens = list(self.observe(row, self.token[row, :start].tolist()))
         self.ended[row] = not tokens
-        if not tokens or start + len(tokens) >= self.limit:
+        if not tokens or start + len(tokens) >= self.limits[row]:
             self.cut[row] = bool(tokens)
             return []
         self.token[row, start : start + len(tokens)] = torch.tensor(tokens)
         self.observed[row, start : start + len(tokens)] = True
         self.length[row] += len(tokens)
+        self.turn[row] = start + len(tokens)
         return tokens
 
     def running(self, row: list[int]) -> list[bool]:
         """Which of these responses continue."""
-        return (~self.ended[row] & ~self.cut[row] & (self.length[row] < self.limit)).tolist()
+        return (~self.ended[row] & ~self.cut[row] & (self.length[row] < self.limits[row])).tolist()

@@ -15,6 +15,7 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import Group, Packed, ours
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.draw import Drawn, Observe, Support
+from ascent.engines.language.sampling.stops import Stops
 from ascent.policies.causal_lm import LanguageModel
 
 ROWS = {"cpu": 64, "cuda": 1024}
@@ -36,9 +37,10 @@ class LanguageSampler(Sampler):
         generator: torch.Generator,
         support: Support | None = None,
         rows: int = 0,
+        stops: Stops | None = None,
     ):
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
-        self.support = support or Support()
+        self.support, self.stops = support or Support(), stops
         self.rows = rows or ROWS.get(lm.device.type, 64)
         self.version = -1
         self.decoder: Callable[..., Any] = GroupDecoder if lm.shares else PlainDecoder
@@ -70,8 +72,10 @@ class LanguageSampler(Sampler):
             stream = self.generator if seed is None else torch.Generator().manual_seed(seed)
             seeds = torch.randint(2**62, (len(prompts), samples), generator=stream).flatten()
         ids = [row[row >= 0].tolist() for row in prompts.prompt]
+        own = None if prompts.limits is None else prompts.limits.clamp(max=limit).repeat_interleave(samples)
         with self._prepared() as head:
-            drawn = Drawn(count, limit, self.lm.ends, head, seeds, self.temperature, self.support, self.observe)
+            how = (self.temperature, self.support, self.observe, self.stops, own)
+            drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
             self.decoder(self.lm, ids, samples, self.rows, drawn)()
         return self._rollouts(prompts, samples, drawn)
 
@@ -115,6 +119,7 @@ class LanguageSampler(Sampler):
             present=mask if self.observe is None else present,
             logp_sampler=drawn.logp[:, :width].reshape(*shape, width),
             limit=drawn.limit,
+            limits=prompts.limits,
             truncated=~drawn.ended.view(shape),
             temperature=self.temperature,
             version=torch.full((*shape, 1), self.version),

@@ -166,7 +166,10 @@ def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
     t, before, done = board.state[LENGTH, lanes], board.state[LAST, lanes], board.state[DONE, lanes]
     z = (logits if logits.dtype == torch.float64 else logits.float()) / board.temperature
     u = None if greedy else uniform(board.state[SEED, lanes], t)
-    token, logp, mass = draw_tokens(z, 1.0, Support() if greedy else support, u)
+    barred = None
+    if support.min_tokens:
+        barred = (t < support.min_tokens, torch.where(board.ends < 0, board.ends[0], board.ends))
+    token, logp, mass = draw_tokens(z, 1.0, Support() if greedy else support, u, barred)
     on = done == 0
     for into, new in ((board.token, token), (board.logp, logp.float()), (board.mass, mass)):
         if new is not None:

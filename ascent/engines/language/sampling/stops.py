@@ -1,0 +1,66 @@
+"""Stop strings: a response ends at the token that completes one. That token is its last action.
+
+What counts is the text of the response that rewards read: the tokenizer's own, special tokens left out, without the
+prompt. A string may begin and end inside tokens, and a character may be spread over several of them. A special token
+counts where a string is its name.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+TORN = "\N{REPLACEMENT CHARACTER}"
+"""Stands for bytes that are no whole character yet."""
+SLACK = 4
+"""Characters at the start of a cut-out text that may differ from the whole: a space, or part of a character."""
+
+
+class Stops:
+    """Knows which tokens can complete one of the strings, and looks at the text behind those alone."""
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Any, vocab: int):
+        self.strings, self.tokenizer = strings, tokenizer
+        self.longest = max(map(len, strings))
+        self.may_complete = _may_complete(strings, tokenizer, vocab)
+        """By token, 1 where its text can hold the last character of a string."""
+        names = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        self.named = frozenset(token for name, token in names if name in strings)
+        """Special tokens that are stop strings themselves."""
+
+    def end(self, tokens: list[int], start: int = 0) -> int:
+        """How many tokens there are up to the first from `start` on that completes a string; 0: none does."""
+        some = (k for k in range(start, len(tokens)) if self.may_complete[tokens[k]])
+        return next((k + 1 for k in some if tokens[k] in self.named or self._completed(tokens[: k + 1])), 0)
+
+    def _completed(self, tokens: list[int]) -> bool:
+        """Does the last of these tokens complete a string? Only as much text is read as it takes to say no.
+
+        A cut-out text may begin with a torn character, and some tokenizers then tear all bytes that follow it.
+        """
+        width = self.longest + 2 * SLACK
+        while True:
+            part = tokens[-width:]
+            before, text = self._text(part[:-1]), self._text(part)
+            known = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+            found = any(text.find(s, max(0, known - len(s) + 1)) >= 0 for s in self.strings)
+            read = min(len(before.lstrip(TORN)), len(text.lstrip(TORN)))
+            if len(part) == len(tokens) or (read >= self.longest + SLACK and not found):
+                return found
+            width = len(tokens) if found else 2 * width
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@lru_cache(maxsize=4)
+def _may_complete(strings: tuple[str, ...], tokenizer: Any, vocab: int) -> bytes:
+    """Each token is read twice in a row, for some write a space between tokens and not before the first."""
+    if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # a token may change the text before it
+        return b"\1" * vocab
+    last = {s[-1] for s in strings}
+    last |= {TORN} if not all(map(str.isascii, last)) else set()
+    known = min(vocab, len(tokenizer))
+    pieces = tokenizer.batch_decode([[i, i] for i in range(known)], skip_special_tokens=True)
+    for name, token in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
+        if token < known:
+            pieces[token] = name if name in strings else ""
+    return bytes(not last.isdisjoint(piece) for piece in pieces) + b"\0" * (vocab - known)
