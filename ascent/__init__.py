@@ -12,25 +12,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ascent.api import load, resume, train
-    from ascent.core.advantages import Advantage
+    from ascent.core.advantages import (
+        Advantage,
+        BatchNormalized,
+        BestOnly,
+        Centered,
+        Greedy,
+        LeaveOneOut,
+        Normalized,
+        OptimalBaseline,
+        Raw,
+        RunningMean,
+    )
     from ascent.core.algorithms import ALGORITHMS, Algorithm
     from ascent.core.config import Config
-    from ascent.core.correction import Correction
-    from ascent.core.critics import Critic
-    from ascent.core.exploration import Exploration
-    from ascent.core.groups import Groups, Shaping
-    from ascent.core.kl import KL
-    from ascent.core.losses import Loss
+    from ascent.core.correction import Correction, Masked, NoCorrection, Truncated
+    from ascent.core.critics import Critic, NoCritic, OwnCritic, SharedCritic
+    from ascent.core.exploration import Annealed, Constant, Exploration, NoBonus
+    from ascent.core.groups import All, Groups, NoShaping, Overlong, Shaping, WithSignal
+    from ascent.core.kl import KL, InLoss, InReward, NoKL
+    from ascent.core.losses import Cispo, Clipped, LogProb, Loss, Ratio, SequenceRatio
+    from ascent.core.preferences import BradleyTerry, Dpo, Likelihood, StepValue
     from ascent.core.protocols import Task
-    from ascent.core.reference import Reference
+    from ascent.core.reference import Every, Frozen, MovingAverage, NoReference, Reference
     from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Space, Trouble
-    from ascent.core.update import Update
-    from ascent.core.weights import Weights
-    from ascent.policies.small import Policy
+    from ascent.core.update import Adam, TrustRegion, Update
+    from ascent.core.values import GAE, TD, KStep, MonteCarlo
+    from ascent.core.weights import FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
+    from ascent.policies.causal_lm import CausalLM
+    from ascent.policies.small import PerPosition, Policy, Transformer
     from ascent.records.code import trust
     from ascent.records.run import Run
     from ascent.tasks.base import SmallTask
+    from ascent.tasks.calls import Reward, batch
+    from ascent.tasks.small.lecture import Lecture
+    from ascent.tasks.small.sort import Sort
     from ascent.tasks.text.base import Graded, Problem, TextTask
+    from ascent.tasks.text.countdown import Countdown
+    from ascent.tasks.text.gsm8k import Gsm8k
+    from ascent.tasks.text.reasoning_gym import ReasoningGym
+    from ascent.tasks.text.rows import Jsonl
     from ascent.workflows.evaluate import evaluate
     from ascent.workflows.labels import make_pairs
     from ascent.workflows.policy import export, sample
@@ -45,21 +66,32 @@ _MODULES = {
     "workflows.policy": "export sample",
     "tasks.base": "SmallTask",
     "tasks.text.base": "TextTask Problem Graded",
-    "policies.small": "Policy",
+    "tasks.calls": "Reward batch",
+    "policies.small": "Policy PerPosition Transformer",
     "core.types": "Refused Trouble Batch Prompts Rollouts Scores Space",
     "core.protocols": "Task",
     "core.config": "Config",
     "core.algorithms": "Algorithm ALGORITHMS",
-    "core.advantages": "Advantage",
-    "core.losses": "Loss",
-    "core.weights": "Weights",
-    "core.kl": "KL",
-    "core.reference": "Reference",
-    "core.exploration": "Exploration",
-    "core.correction": "Correction",
-    "core.groups": "Groups Shaping",
-    "core.critics": "Critic",
-    "core.update": "Update",
+    "core.advantages": "Advantage Raw Centered LeaveOneOut Normalized BestOnly RunningMean Greedy OptimalBaseline "
+    "BatchNormalized",
+    "core.losses": "Loss LogProb Ratio Clipped SequenceRatio Cispo",
+    "core.weights": "Weights TokenMean SequenceMean SequenceSum FixedLength",
+    "core.kl": "KL NoKL InLoss InReward",
+    "core.reference": "Reference NoReference Frozen Every MovingAverage",
+    "core.exploration": "Exploration NoBonus Constant Annealed",
+    "core.correction": "Correction NoCorrection Truncated Masked",
+    "core.groups": "Groups Shaping All WithSignal NoShaping Overlong",
+    "core.critics": "Critic NoCritic OwnCritic SharedCritic",
+    "core.update": "Update Adam TrustRegion",
+    "core.values": "TD KStep GAE MonteCarlo",
+    "core.preferences": "Likelihood Dpo BradleyTerry StepValue",
+    "policies.causal_lm": "CausalLM",
+    "tasks.small.lecture": "Lecture",
+    "tasks.small.sort": "Sort",
+    "tasks.text.countdown": "Countdown",
+    "tasks.text.gsm8k": "Gsm8k",
+    "tasks.text.reasoning_gym": "ReasoningGym",
+    "tasks.text.rows": "Jsonl",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted(_HOME)

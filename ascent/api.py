@@ -1,5 +1,6 @@
 """Ascent in Python: `run = ascent.train("sort", algorithm="grpo", seed=0)`."""
 
+import shutil
 import signal
 import threading
 import time
@@ -17,14 +18,16 @@ from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.types import Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
+from ascent.policies.causal_lm import GIVEN, KEPT_MODEL
 from ascent.records import checkpoint
 from ascent.records.display import Display, for_stream
-from ascent.records.folder import RunFolder, naming, refuse_taken, vacated
+from ascent.records.folder import RunFolder, naming, refuse_taken, vacated, write_json
 from ascent.records.places import memory_ran_out
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
 from ascent.settings import check_length, config_from, configure
+from ascent.tasks.objects import about_objects, compare_objects, label_of, renamed
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
 """The metrics in run.json's `result`."""
@@ -50,9 +53,12 @@ def train(
     return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
 
 
-def load(folder: str | Path) -> Run:
-    """A run from its folder."""
-    return Run(folder)
+def load(folder: str | Path, **objects: Any) -> Run:
+    """A run from its folder. `objects`: those of Python that it was made with, to use them: loss=MyLoss, rows=rows."""
+    run = Run(folder)
+    if objects:
+        run.take_objects(objects)
+    return run
 
 
 def start(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Run:
@@ -62,13 +68,20 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
     check_sinks(config.track)
     path = Path(out) if out is not None else default_folder(config)
     refuse_taken(path)
-    parts = assemble(config)
+    given = keep_given(config, path)
+    try:
+        parts = assemble(config)
+    except BaseException:
+        shutil.rmtree(given or "", ignore_errors=True)
+        raise
     try:
         report = parts.preflight() if preflight else None
         if report is not None:
             display.say(report.text())
             report.insist()
         parts.resolve_old_logp()
+        if given is not None:
+            parts.config = replace(parts.config, policy=as_given(config.policy))
         config = parts.config
         words = {
             "label": run_label(config),
@@ -76,10 +89,32 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
             "formula": formula(config.algorithm),
         }
         folder = RunFolder.create(path, config.to_dict() | words, about(config))
+        if given is not None:
+            given.rename(path / "model")
     except BaseException:
         parts.close()
+        shutil.rmtree(given or "", ignore_errors=True)
         raise
     return carry_out(parts, folder, display, first=0, state=None)
+
+
+def keep_given(config: Config, path: Path) -> Path | None:
+    """A model that was given in Python, saved beside the run's folder before training moves it; None: it has a name."""
+    model, tokenizer = GIVEN.get(getattr(config.policy, "model", ""), (None, None))
+    if model is None:
+        return None
+    aside = path.with_name(f".{path.name}-model")
+    for part in (model, tokenizer):
+        part.save_pretrained(aside)
+    return aside
+
+
+def as_given(policy: Any) -> Any:
+    """The policy as config.json has it: its model lies in the run's folder, to be loaded as it was given."""
+    model = GIVEN[policy.model][0]
+    dtype = str(model.dtype).removeprefix("torch.") if policy.dtype == "auto" else policy.dtype
+    device = model.device.type if policy.device == "auto" else policy.device
+    return replace(policy, model=KEPT_MODEL, dtype=dtype, device=device)
 
 
 def settled(config: Config) -> Config:
@@ -94,19 +129,31 @@ def _refuse_unreadable(config: Config) -> None:
         if config_from(config.to_dict()) == config:
             return
     raise Refused(
-        "a choice or task of your own was given as an object, which config.json cannot hold. Put it into a file and "
-        "give it as python:FILE:NAME"
+        "a choice or task of your own was given as an object whose fields config.json cannot hold: they have to be "
+        "numbers, words, or lists of them"
     )
 
 
-def resume(run: str | Path, display: Display | None = None, from_step: int | None = None) -> Run:
+def resume(
+    run: str | Path,
+    display: Display | None = None,
+    from_step: int | None = None,
+    *,
+    anyway: bool = False,
+    **objects: Any,
+) -> Run:
     """Resume a run from its newest checkpoint (or that of `from_step`), to the same numbers.
 
-    A finished run is left as it is. The records are not touched before the checkpoint is known to be whole.
+    ascent.resume(folder, rows=rows, reward=[f, g])
+
+    A finished run is left as it is. The records are not touched before the checkpoint is known to be whole. `objects`:
+    those of Python that the run was made with. One that differs is refused with the difference, or taken `anyway`: the
+    run says so, and its numbers are others from there on.
     """
     existing = Run(run)
     if existing.status == "finished" and from_step is None:
         return existing
+    existing.take_objects(objects, anyway)
     check_sinks(existing.config.track)
     killed = memory_ran_out(existing.folder)
     folder = RunFolder.reopen(existing.folder)
@@ -134,6 +181,8 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         folder.run |= {"status": "running", "result": None}
         folder.run.pop("reason", None)
         folder.note("resumed", step=first)
+        if existing.changed:
+            parts.notes += tuple(_record_changed(existing, folder, first))
         if from_step is not None:
             folder.set_aside(first)
         for later in existing.checkpoints:
@@ -144,6 +193,22 @@ def resume(run: str | Path, display: Display | None = None, from_step: int | Non
         folder.close()
         raise
     return carry_out(parts, folder, display or for_stream(), first, state)
+
+
+def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
+    """Write down the objects that were given in the place of others: in config.json, in run.json, and in words."""
+    settings = renamed(read_settings(folder.path / "config.json", people=True), run.changed)
+    was = dict(folder.run["objects"])
+    notes = [
+        f"{label_of(old)}: another one from here on\n{compare_objects(old, new, was[old])}"
+        for old, new in run.changed.items()
+    ]
+    folder.run["objects"] = {run.changed.get(name, name): about for name, about in was.items()} | about_objects(
+        settings
+    )
+    folder.note("objects changed", step=step, objects=run.changed)
+    write_json(folder.path / "config.json", settings)
+    return notes
 
 
 def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, state: State | None) -> Run:

@@ -28,9 +28,13 @@ from ascent.core.preferences import SHOWN
 from ascent.core.types import Refused
 from ascent.core.update import Adam
 from ascent.policies import POLICIES
+from ascent.policies.causal_lm import lora_settings, name_model
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
 from ascent.tasks.files import load_python
+from ascent.tasks.objects import find_object, name_class, names_in
+from ascent.tasks.reward_sources import name_rewards
+from ascent.tasks.text.given import given_task, name_rows
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model"}
@@ -197,7 +201,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
     """`recorded`: a run wrote down all its settings. One that it does not name is newer, and no preset sets it."""
     task, source = find_task(task)
     cls: Any = task if isinstance(task, type) else type(task)
-    layers = tuple({canonical(k): v for k, v in layer.items()} for layer in (source, *layers))
+    layers = tuple(in_words({canonical(k): v for k, v in layer.items()}) for layer in (source, *layers))
     name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
     preset = {} if recorded else find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}")
     preset = {canonical(k): v for k, v in preset.items()}
@@ -227,6 +231,43 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
     given = {key for layer in layers for key in layer}  # what a preset sets, a row may replace
     resolved.plain |= {name: value for name, value in resolved.needs.items() if name not in given}
     return resolved
+
+
+def in_words(layer: Settings) -> dict[str, Any]:
+    """A layer whose objects have names: reward functions, rows, a model. `peft_config` becomes fields of the policy."""
+    words = dict(layer)
+    if "reward" in words:
+        words["reward"] = name_rewards(words["reward"])
+    if words.get("eval") is not None and not isinstance(words["eval"], str):
+        words["eval"] = name_rows("eval", words["eval"])
+    if (config := words.pop("peft_config", None)) is not None:
+        words |= lora_settings(config)
+    tokenizer, model = words.pop("tokenizer", None), words.get("policy.model")
+    if isinstance(model, Path):
+        words["policy.model"] = str(model)
+    elif model is not None and not isinstance(model, str):
+        words["policy.model"] = name_model(model, tokenizer)
+    elif tokenizer is not None:
+        raise Refused("tokenizer goes with a model that is given as an object; a name or a folder brings its own")
+    return words
+
+
+def name_given(objects: Settings) -> list[str]:
+    """The names of objects that a run is resumed or loaded with: rows, eval, reward, a task, a choice."""
+    names: list[str] = []
+    for setting, value in objects.items():
+        if setting == "reward":
+            names += names_in(name_rewards(value))
+        elif setting in ("rows", "eval"):
+            names.append(name_rows(setting, value))
+        elif setting == "task" or setting in CHOICES:
+            cls = value if isinstance(value, type) else type(value)
+            name_class(setting, cls)
+            names.append(name_of(cls))
+        else:
+            known = ["rows", "eval", "reward", "task", *CHOICES]
+            raise Refused(f"{setting}: no such object of a run. There are {', '.join(known)}.{nearest(setting, known)}")
+    return names
 
 
 def row_needs(loss: Any, update: Any) -> dict[str, int]:
@@ -276,7 +317,10 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
         if cls is not type(now):
             now = build(axis, cls, _starts(cls, preset))
     elif named is not None:
-        _refuse_stranger(axis, named, named if isinstance(named, type) else type(named))
+        cls = named if isinstance(named, type) else type(named)
+        _refuse_stranger(axis, named, cls)
+        if cls not in CHOICES[axis]:
+            name_class(axis, cls)
         now = build(axis, named, _starts(named, preset)) if isinstance(named, type) else named
     values = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
     if not values:
@@ -310,9 +354,11 @@ def find_task(task: Any) -> tuple[Any, Settings]:
     In config.json the two stand apart, as the task's name and its field `source`.
     """
     if not isinstance(task, str):
-        return task, {}
+        return given_task(task)
     if task.startswith("python:"):
         return _own_task(task), {}
+    if task.startswith("object:"):
+        return find_object(task, "task"), {}
     name, colon, source = task.partition(":")
     cls = find_named("TASK", name, {name_of(cls): cls for cls in TASKS}, "task")
     if colon and "source" not in hyperparameters(cls):
@@ -339,6 +385,8 @@ def find_choice(axis: str, menu: tuple[type, ...], name: str) -> Any:
     """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
     if name.startswith("python:"):
         return load_python(f"--{axis}", name)
+    if name.startswith("object:"):
+        return find_object(name, axis)
     return find_named(f"--{axis}", name, {name_of(cls): cls for cls in menu}, "choice")
 
 

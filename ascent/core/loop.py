@@ -254,7 +254,8 @@ def describe(batch: Batch) -> Metrics:
     unknown += ["accuracy", "frac_all_right", "frac_all_wrong"] if batch.correct is None else []
     metrics = {name: value for name, value in metrics.items() if name not in unknown}
     if batch.measures is not None and len(scored):
-        metrics |= dict(zip(batch.measured, batch.measures[batch.valid].mean(0).tolist(), strict=True))
+        means = zip(batch.measured, batch.measures[batch.valid].nanmean(0).tolist(), strict=True)
+        metrics |= {name: mean for name, mean in means if mean == mean}  # NaN: for no response of the step
     return {**metrics, "num_responses": batch.valid.numel()}
 
 

@@ -24,6 +24,52 @@ UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Runti
 """What transformers may raise for the folder of a model that holds anything."""
 
 
+GIVEN: dict[str, tuple[Any, Any]] = {}
+"""Models that were given in Python, each with its tokenizer, by the names that stand for them in this process."""
+KEPT_MODEL = "run:model"
+"""In a run's config.json: the model lies in the run's own folder, as it was before the first step."""
+
+
+def name_model(model: Any, tokenizer: Any) -> str:
+    """The name of a model that was given in Python."""
+    if getattr(model, "get_output_embeddings", lambda: None)() is None or not hasattr(model, "save_pretrained"):
+        raise Refused(
+            f"model is {type(model).__name__}: give a name on the hub, a folder, or a causal language model of "
+            "transformers, with tokenizer="
+        )
+    if hasattr(model, "peft_config") or hasattr(model, "hf_quantizer"):
+        raise Refused(
+            f"model is {type(model).__name__} with adapters or quantized weights: give the plain model, and "
+            "peft_config=LoraConfig(…) for new adapters (merge_and_unload merges those that it has)"
+        )
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise Refused(f"model is in {model.dtype}: convert it first, model.to(torch.float32) or torch.bfloat16")
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise Refused("a model that is given as an object needs its tokenizer: tokenizer=tokenizer")
+    name = f"object:{type(model).__name__}@{id(model):x}"
+    GIVEN[name] = model, tokenizer
+    return name
+
+
+def lora_settings(config: Any) -> dict[str, Any]:
+    """A LoraConfig of peft as settings of a policy; refused with the field that has no counterpart here."""
+    values = config.to_dict()
+    if str(values.get("peft_type")).rpartition(".")[2] != "LORA":
+        raise Refused(f"peft_config is {type(config).__name__}: only LoraConfig is supported")
+    targets = values["target_modules"]
+    plain = type(config)(r=values["r"], lora_alpha=values["lora_alpha"], target_modules=targets).to_dict()
+    free = ("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
+    odd = [name for name, value in values.items() if name not in free and value != plain.get(name)]
+    if odd:
+        raise Refused(
+            f"peft_config.{odd[0]} is {values[odd[0]]!r}: it has no counterpart here. Leave it at its default"
+        )
+    if targets is None:
+        raise Refused('peft_config.target_modules is None: set "all-linear", or a list of names such as ["q_proj"]')
+    listed = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    return {"policy.lora": values["r"], "policy.lora_alpha": float(values["lora_alpha"]), "policy.lora_targets": listed}
+
+
 @dataclass(frozen=True)
 class CausalLM:
     """A causal language model of transformers: a folder, or a name on the hub."""
@@ -33,7 +79,7 @@ class CausalLM:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the parameters; auto: bfloat16 on a GPU, float32 on a CPU. Optimizer state is always float32."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto: a GPU if there is one."""
+    """cpu, cuda, cuda:1, …, mps; auto: a GPU of NVIDIA's or AMD's if there is one."""
     lora: int = 0
     """Rank of LoRA adapters (peft); then only these are trained. 0: no adapters, every parameter is trained."""
     lora_alpha: float = 32.0
@@ -74,17 +120,7 @@ class CausalLM:
             raise Refused("language models need transformers: pip install 'ascent-rl[lm]'") from None
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        device = pick_device(self.device)
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
-            dtype = self.dtype_on(device)
-            stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self.model, dtype=stored, trust_remote_code=False
-            )
-        except UNREADABLE as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
-            raise Refused(f"--model {self.model} cannot be loaded: {type(error).__name__}: {first}") from None
+        model, tokenizer, device, dtype = self._given() if self.model in GIVEN else self._read(exact)
         model = model.to(device).requires_grad_(False)
         if self.last_layers:
             self._free_last(model)
@@ -97,6 +133,34 @@ class CausalLM:
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
         return lm
+
+    def _given(self) -> tuple[Any, Any, torch.device, torch.dtype]:
+        """The model that was given in Python, to be trained in place, on its own device and in its own precision."""
+        model, tokenizer = GIVEN[self.model]
+        device = model.device if self.device == "auto" else pick_device(self.device)
+        return model, tokenizer, device, model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+
+    def _read(self, exact: bool) -> tuple[Any, Any, torch.device, torch.dtype]:
+        """The model from its folder or from the hub."""
+        import transformers
+
+        if self.model == KEPT_MODEL:
+            raise Refused(
+                f"--model {KEPT_MODEL}: this run was made with a model that was given in Python, and keeps it in its "
+                "own folder. Set --model RUN/model"
+            )
+        device = pick_device(self.device)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
+            dtype = self.dtype_on(device)
+            stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                self.model, dtype=stored, trust_remote_code=False
+            )
+        except UNREADABLE as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
+            raise Refused(f"--model {self.model} cannot be loaded: {type(error).__name__}: {first}") from None
+        return model, tokenizer, device, dtype
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The precision of the parameters on a device."""
@@ -154,8 +218,9 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Refused(f"--policy.device {name}: there is no such device; set cpu, cuda, cuda:1, … or auto") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refused(f"--policy.device {name}: there is no such device; set cpu, cuda, cuda:1, mps or auto") from None
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device.type, True):
         raise Refused(f"--policy.device {name}: torch sees no GPU here; set cpu or auto")
     return device
 

@@ -42,8 +42,9 @@ def sample_evaluator(
                 metrics["eval/accuracy"] = answers.correct[answers.valid].double().mean().item()
             metrics["eval/reward"] = answers.reward.sum(-1)[answers.valid].double().mean().item()
             if answers.measures is not None:
-                means = answers.measures[answers.valid].double().mean(0).tolist()
-                metrics |= {f"eval/{name}": mean for name, mean in zip(answers.measured, means, strict=True)}
+                means = answers.measures[answers.valid].double().nanmean(0).tolist()
+                measured = zip(answers.measured, means, strict=True)
+                metrics |= {f"eval/{name}": mean for name, mean in measured if mean == mean}
         if table is not None:
             metrics["exact/reward"] = expected_reward(policy, prompts.prompt, table, config.temperature)
         return metrics

@@ -85,7 +85,9 @@ def _rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[Row]:
             row["status"] = "failed" if failed else "ok"
             row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated") if name in lists}
             row["reward"] = sum(rewards[p][s])
-            row |= {name: measures[p][s][i] for i, name in enumerate(batch.measured)}
+            row |= {
+                name: value if (value := measures[p][s][i]) == value else None for i, name in enumerate(batch.measured)
+            }
             row |= {} if batch.notes is None else {"reason": note}
             row |= {name: _at(present, lists[name][p][s]) for name in (*PER_TOKEN, "mask") if name in lists}
             rows.append(row)

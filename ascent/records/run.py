@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Stepped, Task
 from ascent.core.types import Batch, Metrics, Refused, State, Streams
 from ascent.engines.backends import backend_of
+from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
 from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display
@@ -39,7 +41,8 @@ from ascent.records.folder import (
 from ascent.records.metrics import ALWAYS_WRITTEN
 from ascent.records.responses import Pieces
 from ascent.records.trackers import Sinks
-from ascent.settings import config_from, row_label
+from ascent.settings import config_from, name_given, row_label
+from ascent.tasks.objects import about_objects, label_of, match_objects, renamed
 
 CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
 """On every line of updates.jsonl where the loss clips."""
@@ -52,6 +55,8 @@ class Run:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        self.changed: dict[str, str] = {}
+        """Objects of Python that it was made with, and those that were given in their place, by their names."""
         if not self.folder.is_dir():
             raise Refused(f"{self.folder}: there is no such folder")
         if (self.folder / "config.json").exists() and not (self.folder / "run.json").exists():
@@ -87,7 +92,13 @@ class Run:
         settings = read_settings(self.folder / "config.json")
         with naming(self.folder / "config.json"):
             check_code(self.folder, settings, self.info.get("code", {}))
-            return config_from(settings)
+            here = {KEPT_MODEL: str(self.folder.resolve() / "model")}
+            return config_from(renamed(settings, self.changed | here))
+
+    def take_objects(self, objects: Mapping[str, Any], anyway: bool = False) -> None:
+        """Find the objects of Python that it was made with among those given, or those of this process; or refuse."""
+        recorded = self.info.get("objects")
+        self.changed = match_objects(recorded if isinstance(recorded, dict) else {}, name_given(objects), anyway)
 
     @property
     def max_reward(self) -> float | None:
@@ -201,6 +212,9 @@ def task_name(config: Config) -> str:
     source = getattr(config.task, "source", "")
     name = name_of(config.task)
     name = Path(name.split(":")[1]).stem if name.startswith("python:") else name
+    name = label_of(name) if name.startswith("object:") else name
+    if source.startswith("object:"):
+        return name
     return f"{name}:{Path(source).stem if '/' in source else source}" if source else name
 
 
@@ -227,6 +241,7 @@ def about(config: Config) -> dict[str, Any]:
         "data": config.data,
         "max_reward": config.task.max_reward,
         "code": code_hashes(config.to_dict()),
+        "objects": about_objects(config.to_dict()),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
         "machine": {
             "system": platform.system(),

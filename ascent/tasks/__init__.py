@@ -10,6 +10,7 @@ _MODULES = {
     "text.gsm8k": "Gsm8k",
     "text.countdown": "Countdown",
     "text.rows": "Jsonl Dataset Demonstrations Preferences Steps",
+    "text.given": "Rows RowStream",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

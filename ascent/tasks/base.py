@@ -14,6 +14,8 @@ class BaseTask:
     """Named settings of a whole run; `default` is what `ascent train TASK` uses."""
     passes: ClassVar[Any] = None
     """Passes over the rows to train on (`passes.Passes`); None: each step draws anew."""
+    in_order: ClassVar[bool] = False
+    """Its problems come in one order, from a stream: each step takes the next ones."""
 
     def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Any:
         """The prompts of a step; without rows they are drawn."""

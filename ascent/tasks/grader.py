@@ -4,12 +4,11 @@ The keeper runs no code but ours. When the grader ends, or the process that star
 the grader has started, sessions of their own included (on Linux; elsewhere the process group).
 """
 
+import asyncio
 import ctypes
 import functools
 import importlib
-import inspect
 import json
-import math
 import os
 import pickle
 import resource
@@ -19,12 +18,12 @@ import socket
 import struct
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ascent.tasks.calls import REASON, Job, Wrong, compute, error_words, read_call, read_number, read_reward
 from ascent.tasks.files import run_file
 from ascent.tasks.text.base import Problem
 
@@ -32,11 +31,8 @@ ENDING = 5.0
 """Seconds that a keeper may take to end its grader and what that has started."""
 FRAME = 1 << 20
 """The most bytes of an answer."""
-LARGEST = 3.4028234663852886e38
-"""Of a float32: what is larger would be infinite in the batch."""
-REASON = 300
-"""Characters of a reason that are kept."""
-FORM = "a reward returns one number, or (number, reason)"
+Answer = Callable[[Sequence[Job], float], list[dict[str, Any]]]
+"""From jobs of one call, and the seconds that it may take, to an answer for each."""
 
 
 class Grader(NamedTuple):
@@ -47,21 +43,9 @@ class Grader(NamedTuple):
     settings: Mapping[str, Any] | None = None
     numbers: bool = False
     """A function of a small task: f(prompt, response) on lists of numbers."""
-
-
-class Job(NamedTuple):
-    """One reward to compute."""
-
-    grader: int
-    prompt: Any
-    response: Any
-    """Words, or numbers."""
-    answer: str | None
-    columns: Mapping[str, Any]
-
-
-class Wrong(Exception):
-    """What was returned is not a reward."""
+    sent: bytes | None = None
+    """The code itself, where it is an object of the parent's and lies in no file: pickled there, for this process
+    alone. It never comes from a run folder."""
 
 
 def keep_grader(jobs: int, lifeline: int, memory: int) -> None:
@@ -154,17 +138,17 @@ def serve_jobs(pipe: socket.socket) -> None:
     except EOFError:
         return
     except BaseException as error:
-        return _say(pipe, {"error": _words(error)})
+        return _say(pipe, {"error": error_words(error)})
     _say(pipe, {"ready": True})
     while True:
         try:
-            number, *job = pickle.loads(_receive(pipe))
+            number, seconds, jobs = pickle.loads(_receive(pipe))
         except EOFError:
             return
         try:
-            answer = calls[job[0]](Job(*job))
+            answer: dict[str, Any] = {"answers": calls[jobs[0][0]]([Job(*job) for job in jobs], seconds)}
         except BaseException as error:  # SystemExit and the rest: a reward has no say over this process
-            answer = {"error": _words(error)}
+            answer = {"error": error_words(error)}
         if os.getpid() != own:  # a child that the reward forked, and that came back from it too
             os._exit(0)
         _say(pipe, {"number": number, **answer})
@@ -189,71 +173,38 @@ def _say(pipe: socket.socket, answer: Mapping[str, Any]) -> None:
     pipe.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _load(grader: Grader) -> Callable[[Job], dict[str, Any]]:
-    """The reward of python:FILE:NAME or MODULE:NAME: a function, or a task with these settings."""
-    where, name = grader.source.removeprefix("python:").rsplit(":", 1)
-    module = run_file(Path(where), 0) if grader.source.startswith("python:") else importlib.import_module(where)
-    code: Any = functools.reduce(getattr, name.split("."), module)
-    if grader.settings is None:
-        return functools.partial(_own, code, frozenset() if grader.numbers else _names(code), grader.numbers)
-    task = object.__new__(code)  # its settings were checked by the parent: nothing is read or checked again
-    vars(task).update(grader.settings)
-    task.prepare()
-    return functools.partial(_grade, task)
+def _load(grader: Grader) -> Answer:
+    """The reward of python:FILE:NAME or MODULE:NAME, or what was sent: a function, or a task with these settings."""
+    if grader.sent is not None:
+        code: Any = pickle.loads(grader.sent)
+    else:
+        where, name = grader.source.removeprefix("python:").rsplit(":", 1)
+        module = run_file(Path(where), 0) if grader.source.startswith("python:") else importlib.import_module(where)
+        code = functools.reduce(getattr, name.split("."), module)
+    if grader.settings is not None:
+        task = object.__new__(code)  # its settings were checked by the parent: nothing is read or checked again
+        vars(task).update(grader.settings)
+        task.prepare()
+        return functools.partial(_grade, task)
+    if grader.numbers:
+        return functools.partial(_numbers, code)
+    call = read_call(code)
+    loop = asyncio.new_event_loop() if call.awaited else None
+    return lambda jobs, seconds: compute(call, jobs, loop, seconds)
 
 
-def _names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The columns that a function asks for by name; None: all of them, it takes **columns."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return frozenset()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+def _numbers(function: Callable[..., Any], jobs: Sequence[Job], _: float) -> list[dict[str, Any]]:
+    """A reward function of a small task: f(prompt, response) on lists of numbers."""
+    answers = [read_reward(function(job.prompt, job.response)) for job in jobs]
+    if any("skipped" in answer for answer in answers):
+        raise Wrong("returned NoneType: a reward returns one number, or (number, reason)")
+    return answers
 
 
-def _own(function: Callable[..., Any], names: frozenset[str] | None, numbers: bool, job: Job) -> dict[str, Any]:
-    """A reward function of your own: f(prompt, response, answer, **columns) -> a number, or (number, reason).
-
-    Of `numbers`: f(prompt, response).
-    """
-    columns = {k: v for k, v in job.columns.items() if names is None or k in names}
-    asked = (job.prompt, job.response) if numbers else (job.prompt, job.response, job.answer)
-    returned = function(*asked, **columns)
-    value, reason = returned, ""
-    if isinstance(returned, tuple | list):
-        if len(returned) != 2 or isinstance(returned, list):
-            raise Wrong(f"returned a {type(returned).__name__} of {len(returned)}: {FORM}")
-        value, reason = returned
-    return {"value": _number(value), "reason": str(reason)[:REASON]}
-
-
-def _grade(task: Any, job: Job) -> dict[str, Any]:
+def _grade(task: Any, jobs: Sequence[Job], _: float) -> list[dict[str, Any]]:
     """The task's own check."""
+    (job,) = jobs
     problem = Problem(job.prompt, job.answer, dict(job.columns))
     value, strict, lenient, reason = task.grade(problem, job.response)
-    return {"value": _number(value), "strict": bool(strict), "lenient": bool(lenient), "reason": str(reason)[:REASON]}
-
-
-def _number(value: Any) -> float:
-    """A finite number, or an error that says what it was instead."""
-    if not hasattr(type(value), "__float__"):
-        raise Wrong(f"returned {type(value).__name__}: {FORM}")
-    number = float(value)
-    if not math.isfinite(number) or abs(number) > LARGEST:
-        raise Wrong(f"returned {number}: a reward is a finite number")
-    return number
-
-
-def _words(error: BaseException) -> str:
-    """What went wrong and, for an error in somebody's own code, in which line."""
-    try:
-        if isinstance(error, Wrong):
-            return str(error)[:REASON]
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        files = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-        own = [(file.name, line) for file, line in files if file != Path(__file__) and file.is_file()]
-        return message[:REASON] + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
-    except BaseException as worse:  # an error whose own words are broken
-        return f"{type(error).__name__}, and {type(worse).__name__} when asked for its words"
+    number = read_number(value)
+    return [{"value": number, "strict": bool(strict), "lenient": bool(lenient), "reason": str(reason)[:REASON]}]

@@ -9,6 +9,9 @@ import torch
 
 from ascent.core.types import Refused
 
+BARREN = 10_000
+"""Rows of a stream in a row that may be unusable before a step goes without."""
+
 
 class Passes:
     """Which rows each step takes, and how many passes there have been by then: the metric `epoch`.
@@ -69,6 +72,37 @@ class Passes:
         others = sorted(filter(self.usable, order), key=lambda row: times[row])
         first = set(others[: self._count - len(taken)])
         return sorted(order, key=lambda row: row not in first)
+
+
+class InOrder:
+    """Rows of a stream: each step takes the next ones that are usable. There is no end, and no order of its own."""
+
+    def __init__(self, usable: Callable[[int], bool]):
+        self.usable = usable
+        self._start(0)
+
+    def _start(self, count: int) -> None:
+        self._count, self._step = count, 0
+        self.position = 0
+        """The rows that have come so far."""
+
+    def rows(self, step: int, count: int, seed: int) -> tuple[list[int], float | None]:
+        """The rows of a step. How many passes there have been, nobody knows."""
+        if count != self._count or step < self._step:
+            self._start(count)
+        rows: list[int] = []
+        while self._step <= step:
+            rows, barren = [], 0
+            while len(rows) < count and barren < BARREN:
+                usable = self.usable(self.position)
+                rows += [self.position] if usable else []
+                barren = 0 if usable else barren + 1
+                self.position += 1
+            self._step += 1
+        return rows, None
+
+    def steps(self, passes: float, count: int) -> int:
+        raise Refused(f"--data-epochs {passes:g}: nobody knows the length of a stream. Set --steps")
 
 
 def steps_of(passes: float, prompts: int, task: Any) -> int:

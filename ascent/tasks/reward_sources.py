@@ -1,7 +1,8 @@
 """Rewards by name, each with a weight if you like (`own 0.2*python:f.py:brief`).
 
 own                    the task's own check; a sorting task has several, by name: positions, exact, …
-python:FILE:FUNCTION   f(prompt, response, answer, **columns), a number or (number, reason)
+python:FILE:FUNCTION   f(prompt, response, answer, **columns), a number or (number, reason): see calls.py
+object:NAME@HASH       a function that was given in Python
 judge:FILE             a language model that is asked for a score
 model:RUN              a reward model, which rates the whole response
 process:RUN            a process reward, which rates each step
@@ -14,12 +15,15 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ascent.tasks.base import refuse
+from ascent.tasks.calls import Call, Wrong, read_call
 from ascent.tasks.files import absolute_path, load_python
+from ascent.tasks.objects import find_object, label_of, name_object
 
-OWN = "own"
-FORMS = (r"python:.+:[^:/]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+OWN, FUNCTIONS = "own", ("python", "object")
+FORMS = (r"python:.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
 _PROCESS = ("process reward", "step-value", "process-reward")
 LEARNED = {"model": ("reward model", "bradley-terry", "reward-model"), "process": _PROCESS, "process-score": _PROCESS}
 """Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
@@ -32,18 +36,18 @@ class RewardSource:
     name: str
     """As metrics call it: own, the function's name, judge, model; numbered where two have one name."""
     source: str
-    """own (or the name of one), python:FILE:FUNCTION, judge:FILE, model:RUN or process:RUN, with the whole path."""
+    """own (or the name of one), python:FILE:FUNCTION, object:NAME@HASH, judge:FILE, model:RUN or process:RUN."""
     weight: float = 1.0
 
     @property
     def kind(self) -> str:
-        """own, python, judge, model, process or process-score."""
+        """own, python, object, judge, model, process or process-score."""
         kind, colon, _ = self.source.partition(":")
         return kind if colon else OWN
 
     def verify(self) -> None:
         """Refuse a function or a run that is not there. Nothing is loaded, and a judge's reader checks its settings."""
-        if self.kind == "python" and not callable(load_python("--reward", self.source)):
+        if self.kind in FUNCTIONS and not callable(find_function(self.source)):
             refuse(f"--reward {self.source}: a reward is a function, f(prompt, response, answer, **columns)")
         if self.kind not in LEARNED:
             return
@@ -57,6 +61,42 @@ class RewardSource:
             refuse(f"--reward {self.source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}")
         if not any((run / "checkpoints").glob("step_*")):
             refuse(f"--reward {self.source}: {run} has no checkpoint yet, so there is no {what} to load")
+
+
+def find_function(source: str) -> Any:
+    """The function of python:FILE:NAME, or the one that was given in Python."""
+    return load_python("--reward", source) if source.startswith("python:") else find_object(source, "reward")
+
+
+def call_of(source: str, columns: Collection[str] | None = None) -> Call:
+    """How a reward function is called; refused if its signature does not say, or asks for other `columns`."""
+    try:
+        call = read_call(find_function(source))
+        if columns is not None:
+            call.check_columns(columns)
+    except Wrong as error:
+        name = label_of(source) if source.startswith("object:") else source
+        refuse(f"reward {name}: {error}")
+    return call
+
+
+def name_rewards(value: Any) -> Any:
+    """Rewards as settings have them: functions by their names, (0.2, function) as 0.2*NAME. Text stays as it is."""
+    weighed = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], int | float)
+    entries = list(value) if isinstance(value, list | tuple) and not weighed else [value]
+    if all(isinstance(entry, str) for entry in entries) or value is None:
+        return value
+    return tuple(_name_reward(entry) for entry in entries)
+
+
+def _name_reward(entry: Any) -> str:
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], int | float):
+        return f"{float(entry[0])!r}*{_name_reward(entry[1])}"
+    if not callable(entry):
+        refuse(f"reward {entry!r:.60}: a reward is a function, a name such as own or judge:FILE, or (weight, reward)")
+    return name_object("reward", entry)
 
 
 def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
@@ -81,7 +121,7 @@ def absolute_source(entry: str, own: Collection[str] = (OWN,)) -> str:
     if kind == "python":
         file, name = where.rsplit(":", 1)
         source = f"python:{absolute_path(file)}:{name}"
-    elif source not in own:
+    elif source not in own and kind != "object":
         source = f"{kind}:{absolute_path(where)}"
     return source if weight == 1 else f"{weight!r}*{source}"
 
@@ -93,6 +133,7 @@ def parse_rewards(entries: Sequence[str], own: Collection[str] = (OWN,)) -> tupl
     for entry in entries or (OWN,):
         weight, source = _split(entry, own)
         name = source.rsplit(":", 1)[-1] if source.startswith("python:") else source.partition(":")[0]
+        name = label_of(source) if source.startswith("object:") else name
         names[name] += 1
         parts.append(RewardSource(name if names[name] == 1 else f"{name}-{names[name]}", source, weight))
     return tuple(parts)

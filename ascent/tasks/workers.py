@@ -28,10 +28,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from ascent.tasks.grader import ENDING, FRAME, REASON, Grader, Job
+from ascent.tasks.calls import REASON, Job
+from ascent.tasks.grader import ENDING, FRAME, Grader
 
 START = 120.0
 """Seconds that a process may take to start and to import what its rewards need."""
+GRACE = 1.0
+"""Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
 GLANCE = 0.5
 """Seconds after which to look whether a silent process is still there."""
 PASSED = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
@@ -47,6 +50,8 @@ class Outcome:
     lenient: bool = False
     reason: str = ""
     error: str | None = None
+    skipped: bool = False
+    """It is not for this row: the function returned None."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Of a task's rewards together: the value of each by its name, before its weight."""
 
@@ -55,6 +60,10 @@ class Outcome:
         for name in ("reason", "error"):
             if (words := getattr(self, name)) is not None:
                 object.__setattr__(self, name, words.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+Outcomes = list[list[Outcome] | None]
+"""Of each call, once it is there."""
 
 
 class Limits(NamedTuple):
@@ -102,10 +111,11 @@ class Worker:
         """What it has said of an answer that is not complete."""
         self._send(graders)
 
-    def begin(self, index: int, job: Job, seconds: float) -> None:
+    def begin(self, index: int, jobs: Sequence[Job], seconds: float) -> None:
         number = secrets.token_hex(8)
-        frame = pickle.dumps((number, *job))  # before anything is noted: a problem that cannot be sent is an error
-        self.job, self.number, self.deadline = index, number, time.monotonic() + seconds
+        # before anything is noted: a problem that cannot be sent is an error
+        frame = pickle.dumps((number, seconds, [tuple(job) for job in jobs]))
+        self.job, self.number, self.deadline = index, number, time.monotonic() + seconds + GRACE * (len(jobs) > 1)
         self._send(frame)
 
     def _send(self, frame: bytes) -> None:
@@ -162,6 +172,7 @@ class Pool:
 
     def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
         self.graders = pickle.dumps([tuple(grader) for grader in graders])
+        self.sizes: list[int] = []
         self.count, self.limits = workers, limits
         self.workers: list[Worker] = []
         self.process = os.getpid()
@@ -171,34 +182,42 @@ class Pool:
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The outcome of every job, in their order."""
+        return [outcome for (outcome,) in self.run_calls([[job] for job in jobs])]
+
+    def run_calls(self, calls: Sequence[Sequence[Job]]) -> list[list[Outcome]]:
+        """The outcomes of calls, each of one grader on one job or on several that it takes together."""
         with self.lock:
             if self.process != os.getpid():  # a fork of ours: the processes are its parent's
                 self.process, self.workers[:] = os.getpid(), []
-            outcomes: list[Outcome | None] = [None] * len(jobs)
-            self.waiting, self.again = list(range(len(jobs)))[::-1], set[int]()
+            outcomes: Outcomes = [None] * len(calls)
+            self.waiting, self.again, self.sizes = list(range(len(calls)))[::-1], set[int](), list(map(len, calls))
             try:
                 while any(outcome is None for outcome in outcomes) and self.broken is None:
-                    self._hand_out(jobs, outcomes)
+                    self._hand_out(calls, outcomes)
                     self._collect(outcomes)
             finally:  # interrupted: what is still at work would answer the next call
                 for worker in [w for w in self.workers if w.job is not None]:
                     self._drop(worker)
             lost = Outcome(error=f"no process can compute rewards: {self.broken}")
             self.broken = None
-            return [lost if outcome is None else outcome for outcome in outcomes]
+            return [[lost] * size if made is None else made for size, made in zip(self.sizes, outcomes, strict=True)]
 
-    def _hand_out(self, jobs: Sequence[Job], outcomes: list[Outcome | None]) -> None:
-        while len(self.workers) < min(self.count, len(jobs)):
+    def _hand_out(self, calls: Sequence[Sequence[Job]], outcomes: Outcomes) -> None:
+        while len(self.workers) < min(self.count, len(calls)):
             self.workers.append(Worker(self.graders, self.limits))
         for worker in self.workers:
             while worker.ready and worker.job is None and self.waiting:
                 index = self.waiting.pop()
                 try:
-                    worker.begin(index, jobs[index], self.limits.seconds)
+                    worker.begin(index, calls[index], self.limits.seconds)
                 except Exception as error:
-                    outcomes[index] = Outcome(error=f"the problem cannot be sent to a process: {error}")
+                    outcomes[index] = self._all(index, f"the problem cannot be sent to a process: {error}")
 
-    def _collect(self, outcomes: list[Outcome | None]) -> None:
+    def _all(self, index: int, error: str) -> list[Outcome]:
+        """The same error for every job of a call."""
+        return [Outcome(error=error)] * self.sizes[index]
+
+    def _collect(self, outcomes: Outcomes) -> None:
         """Wait for whoever speaks first, and no longer than anybody's limit."""
         active = [w for w in self.workers if w.job is not None or not w.ready]
         limit = min((w.deadline for w in active), default=0.0) - time.monotonic()
@@ -215,7 +234,7 @@ class Pool:
             if reply is not None:
                 self._heard(worker, reply, outcomes)
 
-    def _heard(self, worker: Worker, reply: dict[str, Any], outcomes: list[Outcome | None]) -> None:
+    def _heard(self, worker: Worker, reply: dict[str, Any], outcomes: Outcomes) -> None:
         if not worker.ready:
             worker.ready = "ready" in reply
             if not worker.ready:
@@ -230,12 +249,12 @@ class Pool:
                 self.again.add(index)
                 self.waiting.append(index)
             else:
-                outcomes[index] = Outcome(error="its process sent an answer that is not the one to this response")
+                outcomes[index] = self._all(index, "its process sent an answer that is not the one to this response")
             return self._drop(worker)
-        outcome = _outcome(reply)
-        outcomes[index] = outcome or Outcome(error=f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
+        made = _outcomes(reply, self.sizes[index])
+        outcomes[index] = made or self._all(index, f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
         worker.job = None
-        if ended or outcome is None or worker.process.poll() is not None:
+        if ended or made is None or worker.process.poll() is not None:
             self._drop(worker)
 
     def _drop(self, worker: Worker) -> None:
@@ -247,11 +266,24 @@ class Pool:
             _end_all(self.workers, self.process)
 
 
-def _outcome(reply: Mapping[str, Any]) -> Outcome | None:
-    """A reply as an outcome, if it has the fields of one."""
-    kinds = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str}
+def _outcomes(reply: Mapping[str, Any], count: int) -> list[Outcome] | None:
+    """A reply as the outcomes of a call: the error of all, or an answer for each."""
+    if reply.keys() == {"error"} and isinstance(reply["error"], str):
+        return [Outcome(error=reply["error"])] * count
+    answers = reply.get("answers") if len(reply) == 1 else None
+    if not isinstance(answers, list) or len(answers) != count:
+        return None
+    made = [_outcome(answer) for answer in answers]
+    return None if None in made else [outcome for outcome in made if outcome is not None]
+
+
+def _outcome(reply: Any) -> Outcome | None:
+    """An answer as an outcome, if it has the fields of one."""
+    kinds = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
+    if not isinstance(reply, dict):
+        return None
     odd = [name for name, value in reply.items() if type(value) is not kinds.get(name)]
-    if odd or not ("value" in reply or "error" in reply) or not math.isfinite(reply.get("value", 0.0)):
+    if odd or not reply.keys() & {"value", "error", "skipped"} or not math.isfinite(reply.get("value", 0.0)):
         return None
     return Outcome(**reply)
 

@@ -31,6 +31,7 @@ from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
 from ascent.policies.causal_lm import LanguageModel, pick_device
+from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.tasks.text.grading import rate_responses, self_test
 from ascent.tasks.text.tokenized import OfflineTextTask, TokenizedTask
 
@@ -158,7 +159,7 @@ class LanguageBackend(Backend):
         return LEARNED[trains](lm, config, batch)
 
     def reward_sources(self, task: Any) -> list[str]:
-        return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", "python")))
+        return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", *FUNCTIONS)))
 
     def reward_placement(self, task: Any) -> tuple[str | None, int]:
         return task.reward_device, task.reward_batch
@@ -331,7 +332,7 @@ def _size(count: int) -> str:
 def _reward(test: Any, report: Report) -> None:
     first, *more = test.lines()
     report.lines += [f"reward     {first}", *(f"           {line}" for line in more)]
-    useless = test.gold and test.corrupted and not test.gold_reward > test.corrupted_reward
+    useless = test.compares and test.gold and test.corrupted and not test.gold_reward > test.corrupted_reward
     if useless or (test.errors and test.errors >= test.gold + test.corrupted):
         report.refusals.append("The reward failed its self-test, so training would learn from noise. " + more[0])
     elif more:

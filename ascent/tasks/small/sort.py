@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import SmallTask
+from ascent.tasks.calls import Job
 from ascent.tasks.files import absolute_path, file_stamp
-from ascent.tasks.grader import Grader, Job
-from ascent.tasks.reward_sources import LEARNED, RewardSource, absolute_source, parse_rewards
+from ascent.tasks.grader import Grader
+from ascent.tasks.objects import pickled
+from ascent.tasks.reward_sources import FUNCTIONS, LEARNED, RewardSource, absolute_source, find_function, parse_rewards
 from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, mix_rewards
 from ascent.tasks.workers import Limits, Pool
 
@@ -79,7 +81,8 @@ def read_rewards(reward: str | Sequence[str]) -> tuple[str, ...]:
     for part in parse_rewards(entries, REWARDS):
         if part.kind == "judge":
             raise Refused(f"--reward {part.source}: a judge reads words, and sorting has none. Set another reward")
-        part.verify()
+        if part.kind != "object":  # a run that was made with one can be looked at, and its policy asked, without it
+            part.verify()
     return tuple(entries)
 
 
@@ -118,7 +121,7 @@ def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     correct = right == space.prompt_length
     if space.end is not None:
         correct &= (rollouts.mask.sum(-1) == space.prompt_length + 1) & ~rollouts.truncated
-    if reward.startswith("python:"):
+    if reward.startswith(("python:", "object:")):
         value, errors = own_reward(reward, rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
     if reward == "process":
@@ -153,13 +156,14 @@ def own_reward(source: str, rollouts: Rollouts, space: Space) -> tuple[Float[Ten
 
 def _stamp(source: str) -> object:
     """Changes when the file of python:FILE:NAME does."""
-    return file_stamp(source.split(":", 1)[1].rsplit(":", 1)[0])
+    return None if source.startswith("object:") else file_stamp(source.split(":", 1)[1].rsplit(":", 1)[0])
 
 
 @cache
 def own_pool(source: str, stamp: object) -> Pool:  # noqa: ARG001 (another one as soon as the file has changed)
     """The processes that compute a reward of a user's own; they start on first use, and again after `close`."""
-    return Pool([Grader(source, numbers=True)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
+    sent = pickled(source, "reward") if source.startswith("object:") else None
+    return Pool([Grader(source, numbers=True, sent=sent)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,12 @@ class SortingTask(SmallTask):
     def __post_init__(self) -> None:
         entries = read_rewards(self.reward)
         object.__setattr__(self, "reward", entries[0] if len(entries) == 1 else entries)
+
+    def verify(self) -> None:
+        for part in self.rewards:
+            part.verify()
+            if part.kind == "object" and hasattr(find_function(part.source), "in_process"):
+                raise Refused(f"reward {part.name}: on numbers a reward is a plain function, f(prompt, response)")
 
     @property
     def rewards(self) -> tuple[RewardSource, ...]:
@@ -193,7 +203,7 @@ class SortingTask(SmallTask):
 
     def close(self) -> None:
         for part in self.rewards:
-            if part.kind == "python":
+            if part.kind in FUNCTIONS:
                 own_pool(part.source, _stamp(part.source)).close()
 
     def text(self, ids: list[int]) -> str:

@@ -79,7 +79,8 @@ class TextTask(BaseTask):
     """Prompts and graded responses in words. Derive from it: `train`, `test`, `grade`, and `gold` if you can."""
 
     reward: tuple[str, ...] = ()
-    """A list of own, python:FILE:FUNCTION, judge:FILE, model:RUN, process:RUN; weights as in 0.2*own. Empty: own."""
+    """A list of own, python:FILE:FUNCTION, judge:FILE, model:RUN, process:RUN; weights as in 0.2*own. Empty: own. In
+    Python, functions too: [own, (0.2, function)]."""
     lenient: float = 0.5
     """What a right answer in the wrong form earns; in the right form it earns 1."""
     system: str | None = None
@@ -95,7 +96,7 @@ class TextTask(BaseTask):
     max_prompt: int = 1024
     """Prompts with more tokens are left out, and counted."""
     reward_seconds: float = 10.0
-    """Wall-clock limit of one reward. A reward that takes longer is stopped and counts as failed."""
+    """Wall-clock limit of one call. A reward that takes longer is stopped and counts as failed."""
     reward_workers: int = 2
     """Processes that compute rewards."""
     reward_memory: float = 4.0

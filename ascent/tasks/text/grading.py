@@ -3,19 +3,27 @@
 `self_test` computes them on responses whose worth is known: right ones have to pass, corrupted ones must not.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
 
-from ascent.tasks.grader import Grader, Job
-from ascent.tasks.reward_sources import OWN
+from ascent.tasks.calls import Call, Job, compute, error_words
+from ascent.tasks.grader import Grader
+from ascent.tasks.objects import pickled
+from ascent.tasks.reward_sources import FUNCTIONS, OWN, call_of, find_function
 from ascent.tasks.text.answers import on_one_line
 from ascent.tasks.text.base import Message, Problem, TextTask
 from ascent.tasks.workers import Limits, Outcome, Pool
 
 ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[Outcome]]
 """A judge or a reward model: one outcome for each response to a problem, in order."""
+AT_ONCE = 64
+"""Responses that an async function gets at the same time, in each process."""
 _EXAMPLES = 3
 """Failures of each kind that a self-test describes."""
 Outcomes = dict[tuple[int, str], Outcome]
@@ -34,8 +42,12 @@ class Grading:
         cls = type(task)
         source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
         settings = {f.name: getattr(task, f.name) for f in fields(task)}
-        functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind == "python")
-        self._in_processes = {OWN: Grader(source, settings)} | {name: Grader(name) for name in functions}
+        functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in FUNCTIONS)
+        self._calls = {name: call_of(name) for name in functions}
+        here = [name for name in functions if getattr(find_function(name), "in_process", False)]
+        self._here = {name: InProcess(self._calls[name], task.reward_seconds) for name in here}
+        self._in_processes = {OWN: _grader(source, settings)}
+        self._in_processes |= {name: _grader(name) for name in functions if name not in here}
         limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
         self.pool = Pool(list(self._in_processes.values()), task.reward_workers, limits)
         outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
@@ -43,27 +55,47 @@ class Grading:
 
     def __call__(self, responses: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """A mark for each problem and response, in their order."""
-        jobs, places = [], []
         checked = any(reward.kind == OWN for reward in self.task.rewards)
-        for i, (problem, response) in enumerate(responses):
-            for grader, source in enumerate(self._in_processes):
-                # the task's own check is made for the strict score alone, too, where there is an answer
-                if source != OWN or checked or problem.answer is not None:
-                    jobs.append(Job(grader, problem.prompt, response, problem.answer, problem.columns))
-                    places.append((i, source))
-        outcomes: Outcomes = dict(zip(places, self.pool.run(jobs), strict=True))
+        # the task's own check is made for the strict score alone, too, where there is an answer
+        own = [i for i, (problem, _) in enumerate(responses) if checked or problem.answer is not None]
+        places = [(0, OWN, [i]) for i in own]
+        for grader, source in list(enumerate(self._in_processes))[1:]:
+            places += [(grader, source, part) for part in self._parts(self._calls[source], responses)]
+        here = [(0, source, part) for source in self._here for part in self._parts(self._calls[source], responses)]
+
+        def jobs(grader: int, part: list[int]) -> list[Job]:
+            pairs = [responses[i] for i in part]
+            return [Job(grader, problem.prompt, words, problem.answer, problem.columns) for problem, words in pairs]
+
+        made = self.pool.run_calls([jobs(grader, part) for grader, _, part in places])
+        made += [self._here[source](jobs(0, part)) for _, source, part in here]
+        outcomes: Outcomes = {}
+        for (_, source, part), answers in zip([*places, *here], made, strict=True):
+            outcomes |= {(i, source): answer for i, answer in zip(part, answers, strict=True)}
         for source in self._outside:
             outcomes |= {(i, source): outcome for i, outcome in enumerate(self.graders[source](responses))}
         return [self._mark(problem, response, i, outcomes) for i, (problem, response) in enumerate(responses)]
+
+    def _parts(self, call: Call, responses: Sequence[tuple[Problem, str]]) -> list[list[int]]:
+        """Which responses a function gets in one call: one; its whole group; or, if it is async, many."""
+        if call.grouped:
+            return [list(part) for _, part in groupby(range(len(responses)), key=lambda i: id(responses[i][0]))]
+        size = min(AT_ONCE, -(-len(responses) // self.task.reward_workers)) if call.awaited else 1
+        return [
+            list(range(first, min(first + size, len(responses)))) for first in range(0, len(responses), max(size, 1))
+        ]
 
     def _mark(self, problem: Problem, response: str, i: int, outcomes: Outcomes) -> Outcome:
         own = outcomes.get((i, OWN))
         parts, reasons = {}, [own.reason] if own else []
         failed = f"the task's check: {own.error}" if own is not None and own.error else None
-        value = 0.0
+        value, skipped = 0.0, False
         for reward in self.task.rewards:
             outcome = outcomes.get((i, reward.source))
             if outcome is None:  # a process reward, which comes token by token; or what a self-test leaves out
+                continue
+            if outcome.skipped:
+                skipped = True
                 continue
             parts[reward.name] = outcome.value
             value += reward.weight * outcome.value
@@ -71,6 +103,8 @@ class Grading:
                 reasons.append(f"{reward.name}: {outcome.reason}" if outcome.reason else "")
                 failed = failed or (f"reward {reward.name}: {outcome.error}" if outcome.error else None)
         reason = "; ".join(filter(None, reasons))
+        if skipped and not parts:
+            failed = failed or "every reward returned None, so none is for this row"
         if failed is not None:
             failed = f"{failed}. Prompt {excerpt(problem.prompt)}, response {excerpt(response)}"
             return Outcome(reason=reason, error=failed)
@@ -80,6 +114,38 @@ class Grading:
 
     def close(self) -> None:
         self.pool.close()
+        for reward in self._here.values():
+            reward.close()
+
+
+def _grader(source: str, settings: Mapping[str, Any] | None = None) -> Grader:
+    """What a process needs for a reward: where its code is, or the code itself."""
+    given = source.startswith("object:")
+    return Grader(source, settings, sent=pickled(source, "reward" if settings is None else "task") if given else None)
+
+
+class InProcess:
+    """A reward function that runs in this process. An async one has a thread and an event loop of its own."""
+
+    def __init__(self, call: Call, seconds: float):
+        self.call, self.seconds = call, seconds
+        self.loop = asyncio.new_event_loop() if call.awaited else None
+        self.thread = ThreadPoolExecutor(1, "ascent-reward") if call.awaited else None
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
+        try:
+            if self.thread is None:
+                answers = compute(self.call, jobs, None, self.seconds)
+            else:
+                answers = self.thread.submit(compute, self.call, jobs, self.loop, self.seconds).result()
+        except Exception as error:
+            return [Outcome(error=error_words(error))] * len(jobs)
+        return [Outcome(**answer) for answer in answers]
+
+    def close(self) -> None:
+        if self.thread is not None and self.loop is not None:
+            self.thread.submit(self.loop.close).result()
+            self.thread.shutdown()
 
 
 def rate_responses(
@@ -108,6 +174,8 @@ class SelfTest:
     errors: int
     failures: tuple[str, ...]
     """What went wrong, in words, a few of each kind."""
+    compares: bool = True
+    """Does any reward look at the right answer? Otherwise right responses need not earn more."""
 
     @property
     def ok(self) -> bool:
@@ -130,7 +198,8 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrad
     """The rewards on right, corrupted, empty and other problems' responses, in worker processes as in training."""
     size = 0 if all(reward.kind == "model" for reward in task.rewards) else task.size
     indices = range(count if size is None else min(count, size))
-    problems = [task.train(i * 7919 % size if size else i * 7919) for i in indices]
+    stride = 1 if task.in_order else 7919
+    problems = [task.train(i * stride % size if size else i * stride) for i in indices]
     golds = [task.gold(problem) for problem in problems]
     others = golds[1:] + golds[:1]
     right = [(p, gold) for p, gold in zip(problems, golds, strict=True) if gold is not None]
@@ -149,12 +218,14 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrad
     failures += [f"a right response does not pass: {case}" for case in refused[:_EXAMPLES]]
     failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
     high, low = _mean(good), _mean(bad)
-    if right and wrong and not errors and not high > low:
+    functions = [call_of(reward.source) for reward in task.rewards if reward.kind in FUNCTIONS]
+    compares = len(functions) < len(task.rewards) or any(call.takes_answer for call in functions)
+    if compares and right and wrong and not errors and not high > low:
         failures.append(
             f"the reward cannot tell right from wrong: right responses earn {high:.3g} on the mean, corrupted {low:.3g}"
         )
     passing = sum(mark.strict for mark in good)
-    return SelfTest(len(right), passing, len(wrong), len(passed), high, low, len(errors), tuple(failures))
+    return SelfTest(len(right), passing, len(wrong), len(passed), high, low, len(errors), tuple(failures), compares)
 
 
 def _mean(marks: list[Outcome]) -> float:

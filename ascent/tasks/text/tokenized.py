@@ -1,5 +1,6 @@
 """A text task bound to an encoder: what the loop calls a task. With offline data, responses are read and not graded."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ from torch import Tensor
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space, Trouble
 from ascent.tasks import scoring
 from ascent.tasks.base import BoundBase, WrittenPrompt
-from ascent.tasks.passes import Passes
+from ascent.tasks.passes import InOrder, Passes
 from ascent.tasks.text.answers import loose_answer, tidy, value_of, whole_number
 from ascent.tasks.text.base import Message, Problem, TextTask
+from ascent.tasks.text.given import KEPT
 from ascent.tasks.text.grading import Grading
 
 PADDING = -1
@@ -80,8 +82,10 @@ class TokenizedTask(BoundBase):
         self.grading: Grading | None = None
 
     @cached_property
-    def passes(self) -> Passes | None:
+    def passes(self) -> Passes | InOrder | None:
         size = self.task.size
+        if self.task.in_order:
+            return InOrder(lambda row: self._training_prompt(row) is not None)
         return None if size is None else Passes(size, lambda row: self._training_prompt(row) is not None)
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
@@ -90,7 +94,7 @@ class TokenizedTask(BoundBase):
         rows, epoch = self.passes.rows(step, count, seed)
         if not rows:
             raise self._too_few(0, count)
-        return replace(self._prompts([(row, self.encoded[row] or []) for row in rows]), epoch=epoch)
+        return replace(self._prompts([(row, self._training_prompt(row) or []) for row in rows]), epoch=epoch)
 
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
         """Any prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
@@ -99,7 +103,7 @@ class TokenizedTask(BoundBase):
         for _ in range(_ROUNDS if size is None else max(_ROUNDS, count)):
             before = len(rows)
             if size is None:
-                indices = torch.randint(2**62, (count,), generator=generator)
+                indices = torch.randint(*self._drawn_from(count), (count,), generator=generator)
             else:
                 indices = torch.randperm(size, generator=generator)
             for index in indices.tolist():
@@ -111,6 +115,13 @@ class TokenizedTask(BoundBase):
             if len(rows) == before and size is not None:
                 break
         raise self._too_few(len(rows), count)
+
+    def _drawn_from(self, count: int) -> tuple[int, int]:
+        """The indices to draw from: any; of a stream, what has come so far, and at first what comes first."""
+        if not self.task.in_order:
+            return 0, 2**62
+        read = max(getattr(self.passes, "position", 0), 4 * count)
+        return max(0, read - KEPT), read
 
     def _too_few(self, drawn: int, count: int) -> Refused:
         of = f"of the prompts that were drawn, {drawn} can be used, and a step needs {count}"
@@ -173,7 +184,7 @@ class TokenizedTask(BoundBase):
         measures = {"lenient": grid([mark.lenient for mark in marks])}
         if len(self.task.rewards) > 1:
             names = [reward.name for reward in self.task.rewards]
-            measures |= {f"rewards/{name}": grid([mark.parts.get(name, 0.0) for mark in marks]) for name in names}
+            measures |= {f"rewards/{name}": grid([mark.parts.get(name, math.nan) for mark in marks]) for name in names}
         scores = Scores(
             reward=grid([mark.value for mark in marks]).unsqueeze(-1),
             valid=grid([mark.error is None for mark in marks], torch.bool),
