@@ -318,6 +318,15 @@ def test_a_training_is_not_kept_where_a_link_leads_out(tmp_path: Path, monkeypat
     with pytest.raises(Refused, match="is a link"):
         Trainings(tmp_path / "runs").start(training.FIGURE.read(""), "a", 1)
     assert not list((tmp_path / "outside").iterdir())
+    (tmp_path / "runs" / ".lab").unlink()
+    (tmp_path / "runs" / ".lab").mkdir()
+    (tmp_path / "runs" / ".lab" / "one").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside" / "gate").write_text("1")
+    with pytest.raises(Refused, match="is a link"):
+        Trainings(tmp_path / "runs").command("one", "stop")
+    assert (tmp_path / "outside" / "gate").read_text() == "1"
+    monkeypatch.setattr(trainings.subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=1, poll=lambda: 0))
+    assert Trainings(tmp_path / "runs").start(training.FIGURE.read(""), "a", 1), "the others are not kept from it"
     (tmp_path / "file").touch()
     with pytest.raises(Refused, match="no training can be kept there"):
         Trainings(tmp_path / "file").start(training.FIGURE.read(""), "a", 1)

@@ -768,6 +768,17 @@ def test_nothing_in_the_page_names_another_host() -> None:
             assert not re.search(r"https?://(?!www\.w3\.org)", text), path
 
 
+def test_every_address_in_a_page_lies_below_the_prefix(guard: Guard, client: TestClient) -> None:
+    absolute = re.compile(r"""(from |import\(?|href=|src=|url\(|fetch\(|EventSource\(|assign\()["'`]/""")
+    for path in LAB.rglob("*"):
+        if path.suffix in (".js", ".css", ".html") and "vendor" not in path.parts:
+            assert not absolute.search(path.read_text()), f"{path}: relative, {{{{ root }}}} or inLab(…)"
+    for path in ("/", "/figure/clip", "/lesson/which-method", "/runs", "/run?id=x"):
+        leading = re.findall(r'(?:href|src)="([^"]*)"', client.get(path).text)
+        elsewhere = [link for link in leading if not link.startswith((guard.root + "/", "#", "?", "../", "https://"))]
+        assert len(leading) > 10 and not elsewhere, path
+
+
 @pytest.mark.long
 def test_the_wheel_holds_the_lab(tmp_path: Path) -> None:
     source = tmp_path / "source"

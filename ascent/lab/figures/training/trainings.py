@@ -57,7 +57,12 @@ class Trainings:
         self._children: list[subprocess.Popen] = []
 
     def kept(self, run: str) -> Path:
-        return self.runs / ".lab" / run_folder(self.runs, run).name
+        """Where a training's gate and log are. It lies in the folder of runs: links that came with it are refused."""
+        kept = self.runs / ".lab" / run_folder(self.runs, run).name
+        for folder in (kept.parent, kept):
+            if folder.is_symlink():
+                raise Refused(f"{folder} is a link, which could lead out of the folder of runs: remove it")
+        return kept
 
     def start(self, state: dict[str, Any], side: str, steps: int) -> str:
         """A new run with the settings of a side, which may do `steps` steps for now. Returns its name."""
@@ -71,18 +76,18 @@ class Trainings:
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Whoever starts a training, here or in another lab over this folder, has counted those that are running."""
-        folder = self.runs / ".lab"
+        folder = self.kept("lock").parent
         folder.mkdir(parents=True, exist_ok=True)
-        if folder.is_symlink():
-            raise Refused(f"{folder} is a link: it would lead out of the folder of runs. Remove it")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(folder / "lock", flags, 0o600)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             yield
 
     def _start(self, config: Config, task: str, settings: dict[str, Any], side: str, steps: int) -> str:
-        known = [gate.parent.name for gate in (self.runs / ".lab").glob("*/gate")]
-        alive = [run for run in known if self.status(run)["status"] not in ENDED]
+        alive = []
+        for gate in (self.runs / ".lab").glob("*/gate"):
+            with suppress(Refused):  # what is not ours counts for nothing
+                alive += [gate] if self.status(gate.parent.name)["status"] not in ENDED else []
         if len(alive) >= MOST:
             raise Refused(f"{len(alive)} trainings are running, and {MOST} is the most: wait, or reset one of them")
         label = re.sub(r"[^A-Za-z0-9._+-]+", "-", run_label(config))[:40]
