@@ -7,6 +7,7 @@ something for the longest time makes room: slow peers cannot keep out the others
 """
 
 import asyncio
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PATIENCE = 10.0
 """Seconds that a peer has for a whole request, from the connection or the last answer on; or to go on reading."""
+NUMBERS = itertools.count()
 MOST_OF_PEER, MOST_OPEN = 64, 512
 """Connections of one peer, and of all. A browser opens six to a server."""
 
@@ -26,6 +28,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._number = next(NUMBERS)
         self._watch()
         make_room(self)
 
@@ -63,9 +66,9 @@ class Connection(H11Protocol):
             self._deadline = None
 
     @property
-    def due(self) -> float:
-        """When the deadline is over; never, if nothing is owed."""
-        return math.inf if self._deadline is None else self._deadline.when()
+    def due(self) -> tuple[float, int]:
+        """When the deadline is over (never, if nothing is owed); and among equals, who came first."""
+        return math.inf if self._deadline is None else self._deadline.when(), self._number
 
 
 def make_room(newcomer: Connection) -> None:
