@@ -46,8 +46,9 @@ class LabCommand(Command):
     """Lessons, live figures and your runs in the browser.
 
     The library computes everything on this machine. The page is served to this
-    machine only, and only to a browser that has the printed address. A training
-    started there continues after the lab is closed.
+    machine only, and only to a browser that has opened the printed address. That
+    works once; then another address is printed. A training started there continues
+    after the lab is closed.
     """
 
     port: int = 8321
