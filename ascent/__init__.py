@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ascent.api import load, resume, train
+    from ascent.api import load, resume, steps, train
     from ascent.core.advantages import (
         Advantage,
         BatchNormalized,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _MODULES = {
-    "api": "train resume load",
+    "api": "train resume load steps",
     "records.run": "Run",
     "records.code": "trust",
     "workflows.evaluate": "evaluate",

@@ -5,28 +5,32 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ascent.assemble import Parts, assemble
 from ascent.core.config import Config
 from ascent.core.loop import train as loop
-from ascent.core.types import Refused, State, Trouble
+from ascent.core.menu import nearest
+from ascent.core.types import Batch, Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL
 from ascent.records import checkpoint
-from ascent.records.display import Display, for_stream
+from ascent.records.display import Display, numbers
 from ascent.records.folder import RunFolder, naming, refuse_taken, vacated, write_json
+from ascent.records.notebook import Completions, for_stream
 from ascent.records.places import memory_ran_out
+from ascent.records.responses import sampled_rows
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
-from ascent.settings import check_length, config_from, configure
+from ascent.settings import PLAIN, check_length, config_from, configure
 from ascent.tasks.objects import about_objects, compare_objects, label_of, renamed
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
@@ -39,6 +43,8 @@ OUT_OF_MEMORY = (
     "since this run was last seen alive, the system has killed a process for want of memory, maybe this one. "
     "To need less: a lower --micro-batch, fewer --policy.rows, --policy.checkpointing, or --policy.lora in a new run"
 )
+CHANGEABLE = ("eval_every", "checkpoint_every", "keep", "keep_best", "record_every", "record_rollouts")
+"""The settings that may change while a run is driven: they decide no number."""
 STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
 
@@ -61,8 +67,22 @@ def load(folder: str | Path, **objects: Any) -> Run:
     return run
 
 
+class Begun(NamedTuple):
+    """A run that is ready for its next step: its parts, and its folder, which is locked."""
+
+    parts: Parts
+    folder: RunFolder
+    display: Display
+    first: int = 0
+    state: State | None = None
+
+
 def start(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Run:
     """A new run of this config, in a new folder, after the backend's pre-flight."""
+    return carry_out(begin(config, out, display, preflight))
+
+
+def begin(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Begun:
     config = settled(config)
     _refuse_unreadable(config)
     check_sinks(config.track)
@@ -95,7 +115,7 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
         parts.close()
         shutil.rmtree(given or "", ignore_errors=True)
         raise
-    return carry_out(parts, folder, display, first=0, state=None)
+    return Begun(parts, folder, display)
 
 
 def keep_given(config: Config, path: Path) -> Path | None:
@@ -150,16 +170,25 @@ def resume(
     those of Python that the run was made with. One that differs is refused with the difference, or taken `anyway`: the
     run says so, and its numbers are others from there on.
     """
-    existing = Run(run)
+    begun = reopen(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
+    return Run(run) if begun is None else carry_out(begun)
+
+
+def reopen(
+    existing: Run, display: Display, from_step: int | None = None, *, anyway: bool = False, **objects: Any
+) -> Begun | None:
+    """A run as its checkpoint has it; None: it is finished."""
+    if (left := LIVE.get(existing.folder.resolve())) is not None:
+        left.close()
     if existing.status == "finished" and from_step is None:
-        return existing
+        return None
     existing.take_objects(objects, anyway)
     check_sinks(existing.config.track)
     killed = memory_ran_out(existing.folder)
     folder = RunFolder.reopen(existing.folder)
     if folder.run["status"] == "finished" and from_step is None:  # it ended while it was looked at
         folder.close()
-        return Run(run)
+        return None
     try:
         checkpoint.clear_unfinished(folder.path / "checkpoints")
         groups: checkpoint.Groups = {}
@@ -192,7 +221,7 @@ def resume(
     except BaseException:
         folder.close()
         raise
-    return carry_out(parts, folder, display or for_stream(), first, state)
+    return Begun(parts, folder, display, first, state)
 
 
 def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
@@ -211,21 +240,144 @@ def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
     return notes
 
 
-def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, state: State | None) -> Run:
-    """Run the loop in a locked folder, and write into run.json how it ended, how far it came, and its result."""
+class Step:
+    """A step of a run that is driven, `for step in ascent.steps(…)`, once its records are written."""
+
+    def __init__(self, number: int, writer: Writer, parts: Parts):
+        self.number, self._writer, self._parts = number, writer, parts
+        self.changed: Config | None = None
+        """The config from here on, where something was changed."""
+
+    def __repr__(self) -> str:
+        return f"Step({self.number}, {numbers(self.metrics)})"
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        assert self._writer.newest is not None
+        return {name: value for name, value in self._writer.newest[0].items() if value is not None}
+
+    @property
+    def batch(self) -> Batch:
+        """Prompts, responses, log-probs, rewards and credit, as tensors [prompt sample token]."""
+        assert self._writer.newest is not None
+        return self._writer.newest[1]
+
+    def completions(self, groups: int = 4) -> Completions:
+        """The responses of the first groups, one dictionary each."""
+        groups = min(groups, len(self.batch.prompt))
+        return Completions(sampled_rows(self.number, self.batch, groups, self._writer.pieces))
+
+    def evaluate(self) -> dict[str, Any]:
+        """The metrics of held-out prompts, now. The run goes on as if nobody had asked."""
+        return dict(self._parts.evaluator()())
+
+    def stop(self) -> None:
+        """End the run with this step. It is saved, and can be resumed."""
+        self._writer.stop = True
+
+    def change(self, **settings: Any) -> None:
+        """Change settings that decide no number: how often to evaluate, to save and to record. The run says so."""
+        odd = [name for name in settings if name not in CHANGEABLE]
+        if odd:
+            raise Refused(
+                f"{odd[0]}: it decides numbers, so a resumed run would have others. What may be changed: "
+                f"{', '.join(CHANGEABLE)}.{nearest(odd[0], CHANGEABLE)}"
+            )
+        values = {name: PLAIN[name].check(value) for name, value in settings.items()}
+        self.changed = self._writer.config = replace(self._writer.config, **values)
+        folder = self._writer.folder
+        folder.note("changed", step=self.number + 1, settings=values)
+        write_json(folder.path / "config.json", read_settings(folder.path / "config.json", people=True) | values)
+
+
+class Steps:
+    """A run that is driven step by step. Whoever leaves the loop early ends the run with that step; it is saved."""
+
+    def __init__(self, begun: Begun):
+        self.folder = begun.folder.path
+        self._steps = drive(begun, driven=True)
+        LIVE[self.folder.resolve()] = self
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """End the run, and save it."""
+        self._steps.close()
+
+    @property
+    def run(self) -> Run:
+        return Run(self.folder)
+
+
+LIVE: weakref.WeakValueDictionary[Path, Steps] = weakref.WeakValueDictionary()
+"""The runs that this process drives."""
+
+
+def steps(
+    task: Any, *, out: str | Path | None = None, show: bool = False, preflight: bool = True, **settings: Any
+) -> Steps:
+    """A run as `train` begins it (or, given a Run, as `resume` continues it), to be driven step by step.
+
+    for step in ascent.steps(rows, model="FOLDER", reward=f):
+        if step.metrics["reward"] > 0.9:
+            step.stop()
+    """
+    display = for_stream() if show else Display()
+    if isinstance(task, Run):
+        begun = reopen(task, display, **settings)
+        if begun is None:
+            raise Refused(
+                f"{task.folder} is finished: there is no step left. To go back: ascent.resume(run, from_step=N)"
+            )
+        return Steps(begun)
+    check_length(settings)
+    return Steps(begin(configure(task, settings), out, display, preflight))
+
+
+def carry_out(begun: Begun) -> Run:
+    """Run the loop to its end."""
+    for _ in drive(begun):
+        pass
+    return Run(begun.folder.path)
+
+
+def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
+    """Run the loop in a locked folder, and write into run.json how it ended, how far it came, and its result.
+
+    `driven`: somebody else's code runs between two steps, and Ctrl-C is then theirs.
+    """
+    parts, folder, display, first, state = begun
     config = parts.config
     writer = Writer(folder, config, parts.task, display)
     sinks = Sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.sinks = sinks
+
+    def waiting(here: bool) -> AbstractContextManager[None]:
+        return interruptible(writer, lambda: display.say(STOPPING)) if here else nullcontext()
+
     try:
-        with interruptible(writer, lambda: display.say(STOPPING)):
+        with waiting(not driven):
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
                 display.say(note)
             if config.init is not None:
                 writer.keep_start(Path(config.init))
             evaluate = parts.evaluator(writer.held_out)
-            loop(config, parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
+            given = (parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
+            made: Any = loop(config, *given)
+            step: Step | None = None
+            with suppress(StopIteration):
+                while True:
+                    with waiting(driven):
+                        step = Step(made.send(None if step is None else step.changed), writer, parts)
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        writer.stop = True
         done = len(Run(folder.path).metrics) >= config.steps
         folder.run["status"] = "finished" if done else "interrupted"
     except KeyboardInterrupt:
@@ -237,21 +389,26 @@ def carry_out(parts: Parts, folder: RunFolder, display: Display, first: int, sta
         writer.trouble(str(trouble))
         raise trouble from (None if trouble is error else error)
     finally:
-        display.close()
-        writer.close()
-        parts.close()
-        last = Run(folder.path).last
-        folder.run["step"] = last.get("step", -1) + 1
-        if last:  # the last value of what matters, and words
-            folder.run["result"] = {
-                "steps": folder.run["step"],
-                **{name: last.get(name) for name in RESULT},
-                "max_reward": config.task.max_reward,
-                "words": findings(last, config.task, config.algorithm.advantage.group),
-            }
-        folder.close(folder.run["status"])
+        end(parts, folder, display, writer)
         sinks.close(folder.run["status"])
-    return Run(folder.path)
+
+
+def end(parts: Parts, folder: RunFolder, display: Display, writer: Writer) -> None:
+    """Close what a run has open, and write its result."""
+    display.close()
+    writer.close()
+    parts.close()
+    last = Run(folder.path).last
+    folder.run["step"] = last.get("step", -1) + 1
+    if last:  # the last value of what matters, and words
+        task, group = parts.config.task, parts.config.algorithm.advantage.group
+        folder.run["result"] = {
+            "steps": folder.run["step"],
+            **{name: last.get(name) for name in RESULT},
+            "max_reward": task.max_reward,
+            "words": findings(last, task, group),
+        }
+    folder.close(folder.run["status"])
 
 
 def _trouble(error: Exception, folder: Path) -> Exception:

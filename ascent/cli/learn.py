@@ -10,7 +10,8 @@ from ascent.api import start
 from ascent.cli.flags import Command
 from ascent.core.types import Refused
 from ascent.explain.explain import explanation, menu_text
-from ascent.records.display import for_stream, wrapped
+from ascent.records.display import wrapped
+from ascent.records.notebook import for_stream
 from ascent.records.plot import draw_line, figure, finish_panel, line_style, save_figure, series
 from ascent.records.run import Run
 from ascent.settings import configure

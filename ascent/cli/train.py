@@ -16,8 +16,9 @@ from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
 from ascent.core.types import Refused
 from ascent.explain.explain import formula, objective_in_words
-from ascent.records.display import cell_text, for_stream, table, width, wrapped
+from ascent.records.display import cell_text, table, width, wrapped
 from ascent.records.folder import refuse_taken, write_json
+from ascent.records.notebook import for_stream
 from ascent.records.plot import plot_runs
 from ascent.records.run import Run, default_folder
 from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell

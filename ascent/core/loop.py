@@ -65,8 +65,8 @@ def train(
     evaluate: Callable[[], Metrics],
     start: int = 0,
     state: State | None = None,
-) -> None:
-    """Steps `start` … `config.steps`, from this state (or the algorithm's first)."""
+) -> Iterator[int]:
+    """Steps `start` … `config.steps` from this state, or the first; each is yielded, and a config sent back is used."""
     algorithm = config.algorithm
     reads_old = algorithm.correction.on or algorithm.kl.where == "reward" or algorithm.update.whole
     fresh = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old  # so ρ is 1
@@ -108,6 +108,7 @@ def train(
         metrics["time/step"] = time.perf_counter() - begin
         stop_on_trouble(step, metrics, batch, learner, records, config.max_mismatch)
         records.step(step, metrics, batch, minis, updates)
+        config = (yield step) or config
         stopping = records.stopping()
         if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             records.checkpoint(step + 1, learner, streams, state)
@@ -116,7 +117,13 @@ def train(
 
 
 def collect(
-    task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, clock: Clock, step: int = 0
+    task: Task,
+    sampler: Sampler,
+    algorithm: Algorithm,
+    config: Config,
+    rng: Generator,
+    clock: Clock,
+    step: int = 0,
 ) -> tuple[Batch, Metrics]:
     """Prompts, rollouts and rewards; with dynamic sampling, again in place of groups without signal.
 

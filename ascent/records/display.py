@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,6 +41,9 @@ class Display:
     def start(self, done: int, total: int, title: str) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def responses(self, rows: Callable[[int], Sequence[Mapping[str, Any]]]) -> None:
+        """What was sampled in this step: called with a number of groups, it gives a row per response."""
 
     def say(self, text: str) -> None: ...
 
@@ -134,10 +137,6 @@ def printable(words: str) -> str:
     """Words that a terminal shows and does not obey: controls, marks of direction and broken characters escaped."""
     odd = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(odd, lambda m: ascii(m[0])[1:-1], words)
-
-
-def for_stream() -> Display:
-    return Board() if sys.stderr.isatty() else Lines()
 
 
 def width() -> int:

@@ -59,8 +59,16 @@ def panels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ..
     return ("eval/reward", "exact/reward"), ("eval/accuracy",), ("entropy",), offline
 
 
-def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | None]], path: Path, heading: str) -> Path:
-    """The curves of a few runs, each (name, metrics, largest reward), side by side in four panels."""
+Curve = tuple[str, Sequence[Mapping[str, Any]], float | None]
+"""Of a run: its name, its metrics, and the largest reward."""
+
+
+def plot_runs(runs: Sequence[Curve], path: Path, heading: str) -> Path:
+    return save_figure(draw_runs(runs, heading), path)
+
+
+def draw_runs(runs: Sequence[Curve], heading: str) -> Any:
+    """The curves of a few runs, side by side in four panels."""
     fig, axes = figure(2, 2, (10.0, 6.2))
     for axis, names in zip(axes.flat, panels_of(runs[0][1]), strict=True):
         chart = chart_of(names[0])
@@ -81,7 +89,7 @@ def plot_runs(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], float | Non
     fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
     fig.set_layout_engine(None)  # four panels need no search for their places, which takes most of the time
     fig.subplots_adjust(left=0.1, right=0.985, bottom=0.075, top=0.885, hspace=0.26, wspace=0.25)
-    return save_figure(fig, path)
+    return fig
 
 
 def draw_line(axis: Any, x: Any, mean: Any, look: Mapping[str, Any], band: tuple[Any, Any] | None = None) -> None:

@@ -46,7 +46,7 @@ def write_rollouts(
                 logp[prompt].append((i, update.logp[place].tolist()))
                 if update.entropy is not None and prompt not in entropy:
                     entropy[prompt] = update.entropy[place].tolist()
-    rows, there = _rows(step, batch, groups, pieces), batch.present[:groups].tolist()
+    rows, there = sampled_rows(step, batch, groups, pieces), batch.present[:groups].tolist()
     for row in rows:
         p, s = row["group"], row["sample"]
         row["logp_update"] = [i for i, _ in logp[p]]
@@ -58,10 +58,10 @@ def write_rollouts(
 def write_answers(folder: Path, step: int, batch: Batch, most: str, pieces: Pieces) -> None:
     """The greedy answers of an evaluation: all of them, or those to the first prompts."""
     prompts = batch.prompt.shape[0] if most == "all" else min(batch.prompt.shape[0], ANSWERS)
-    write_parquet(path_of(folder, step, HELD_OUT), _rows(step, batch, prompts, pieces), batch.mask.shape[1])
+    write_parquet(path_of(folder, step, HELD_OUT), sampled_rows(step, batch, prompts, pieces), batch.mask.shape[1])
 
 
-def _rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[Row]:
+def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[Row]:
     """The rows of the responses of the first groups, as they were sampled and scored."""
     columns = {name: getattr(batch, name) for name in ("valid", "correct", "truncated", *PER_TOKEN)}
     if bool((batch.present & ~batch.mask).any()):  # which tokens are actions, where observations are among them

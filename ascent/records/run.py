@@ -39,6 +39,8 @@ from ascent.records.folder import (
     vacated,
 )
 from ascent.records.metrics import ALWAYS_WRITTEN
+from ascent.records.notebook import Completions, Picture, run_html
+from ascent.records.plot import draw_runs
 from ascent.records.responses import Pieces
 from ascent.records.trackers import Sinks
 from ascent.settings import config_from, name_given, row_label
@@ -71,6 +73,13 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {self.status})"
+
+    def _repr_html_(self) -> str:
+        return run_html(self.folder, self.info | {"status": self.status}, self.metrics)
+
+    def __fspath__(self) -> str:
+        """A run stands for its folder: ascent.sample(run, …), ascent.resume(run)."""
+        return str(self.folder)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -114,6 +123,26 @@ class Run:
     def last(self) -> dict[str, Any]:
         """The last known value of every metric."""
         return {name: value for line in self.metrics for name, value in line.items() if value is not None}
+
+    def frame(self) -> Any:
+        """The metrics as a DataFrame of pandas, one row per step."""
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise Refused("run.frame() needs pandas: pip install pandas. Without it: run.metrics") from None
+        return DataFrame(self.metrics).set_index("step")
+
+    def plot(self) -> Picture:
+        """The curves, as a picture that a notebook shows; `run.plot().save(path)` writes it."""
+        title = f"{self.info['task']}, {self.info['label']}, seed {self.info['seed']}"
+        return Picture(draw_runs([(self.folder.name, self.metrics, self.max_reward)], title))
+
+    def completions(self, step: int | None = None) -> Completions:
+        """The recorded responses of a step, one dictionary each; by default those of the last recorded step."""
+        recorded = responses.recorded_steps(self.folder)
+        if step is None and not recorded:
+            raise Refused(f"{self.folder}: no responses were recorded (--record-rollouts)")
+        return Completions(self.rollouts(recorded[-1] if step is None else step))
 
     @property
     def updates(self) -> list[dict[str, Any]]:
@@ -279,6 +308,8 @@ class Writer:
         self.best_step, self._fresh_best = best_of(lines), False
         self.last: dict[str, Any] = {}
         """The last known value of every metric."""
+        self.newest: tuple[dict[str, Any], Batch] | None = None
+        """The metrics and the batch of the last step."""
         self._answers: tuple[Task, Batch] | None = None
         self._beat = time.monotonic()
 
@@ -317,7 +348,9 @@ class Writer:
         for file in self.files.values():
             file.flush()
         self.last = self.last | {k: v for k, v in line.items() if v is not None}
+        self.newest = line, batch
         self.display.step(step, self.last)
+        self.display.responses(lambda groups: responses.sampled_rows(step, batch, groups, self.pieces))
         if time.monotonic() - self._beat > HEARTBEAT:
             self._beat = time.monotonic()
             self.folder.run["step"] = step + 1
