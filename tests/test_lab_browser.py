@@ -535,20 +535,22 @@ def test_the_token_is_on_no_command_line_and_its_file_leads_in(
     (tmp_path / "browser").chmod(0o700)
     monkeypatch.setenv("BROWSER", f"{tmp_path / 'browser'} %s &")
     lab = Lab(tmp_path / "runs", "--open")
-    until(told.exists, 30)
-    url, (token,) = told.read_text().strip(), re.findall(r"token=(\S+)", lab.address)
-    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    assert any(url.encode() in line for line in running) and not any(token.encode() in line for line in running)
-    page, file = browser.new_context().new_page(), Path(url.removeprefix("file://"))
-    assert file.stat().st_mode & 0o777 == 0o600 and token in file.read_text()
-    page.goto(url)
-    page.wait_for_url(f"{lab.base}/")
-    assert "See policy gradients work" in page.inner_text("h1") and token not in page.url
-    assert not file.exists() and token not in lab.address
-    page.context.close()
-    again = browser.new_context().new_page()
-    assert again.goto(f"http://127.0.0.1:{lab.port}/?token={token}").status == 403
-    assert "prints another one" in again.inner_text("body")
-    Screen(again, lab).enter()
-    again.context.close()
-    lab.kill()
+    try:
+        until(told.exists, 30)
+        url, (token,) = told.read_text().strip(), re.findall(r"token=(\S+)", lab.address)
+        running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+        assert any(url.encode() in line for line in running) and not any(token.encode() in line for line in running)
+        page, file = browser.new_context().new_page(), Path(url.removeprefix("file://"))
+        assert file.stat().st_mode & 0o777 == 0o600 and token in file.read_text()
+        page.goto(url)
+        page.wait_for_url(f"{lab.base}/")
+        assert "See policy gradients work" in page.inner_text("h1") and token not in page.url
+        assert not file.exists() and token not in lab.address
+        page.context.close()
+        again = browser.new_context().new_page()
+        assert again.goto(f"http://127.0.0.1:{lab.port}/?token={token}").status == 403
+        assert "prints another one" in again.inner_text("body")
+        Screen(again, lab).enter()
+        again.context.close()
+    finally:
+        lab.kill()
