@@ -7,6 +7,7 @@ This module is the public interface: what starts and reads runs, and the base cl
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,11 @@ if TYPE_CHECKING:
     from ascent.workflows.labels import make_pairs
     from ascent.workflows.policy import export, sample
 
+if sys.platform == "win32":
+    raise ImportError(
+        "Ascent runs on Linux and macOS: it locks files and limits processes in ways that Windows does not have. On "
+        "Windows, install it in WSL (wsl --install), which is Linux"
+    )
 __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load steps",

@@ -27,7 +27,7 @@ def test_every_public_name_resolves(name: str) -> None:
 
 def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
     tree = ast.parse(Path(ascent.__file__).read_text())
-    (checking,) = (node for node in tree.body if isinstance(node, ast.If))
+    checking = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in checking.body if isinstance(node, ast.ImportFrom)]
     assert {a.name: node.module for node in imports for a in node.names} == {
         name: f"ascent.{module}" for name, module in ascent._HOME.items()

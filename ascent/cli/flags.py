@@ -9,6 +9,7 @@ import inspect
 import re
 import shutil
 import textwrap
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
@@ -242,7 +243,7 @@ class TrainOptions:
     preflight: bool = True
     """Check a language model before training, and refuse settings that cannot work."""
     config: Annotated[Path | None, "FILE"] = None
-    """A run's config.json to start from."""
+    """A run's config.json to start from, or a TOML file of your own: task = "sort", steps = 100, [loss] high = 0.28."""
 
 
 def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> tuple[Config, TrainOptions]:
@@ -295,8 +296,30 @@ def is_task(name: str) -> bool:
     return True
 
 
-def _read_config(path: Path, task: str | None) -> tuple[str, dict[str, Any]]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Settings that a person wrote: names as on the command line; a table has the fields of its axis or of the task."""
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise Refused(f"--config {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"--config {path} is not TOML: {error}") from None
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        named = value if isinstance(value, dict) else {"name": value}
+        flat |= {key: named["name"]} if "name" in named else {}
+        flat |= {k if key == "task" else f"{key}.{k}": v for k, v in named.items() if k != "name"}
+    return flat
+
+
+def _read_config(path: Path, task: str | None) -> tuple[str | None, dict[str, Any]]:
     """The task, and the settings of a config.json; of another task's config, those that are not its own."""
+    if path.suffix == ".toml":
+        layer = read_toml(path)
+        named = layer.pop("task", None)
+        check_length(layer)
+        return task or named, layer
     settings = read_settings(path)
     if (path.parent / "run.json").exists():  # of a run, which may have come from elsewhere
         check_code(path.parent, settings, read_json(path.parent / "run.json").get("code", {}))

@@ -57,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         place = args.index("--trust")
         trust(args[place + 1])
         del args[place : place + 2]
+    if args[:1] in (["--version"], ["-V"]):
+        print(f"ascent {ascent.__version__}")
+        return 0
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
