@@ -14,7 +14,8 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch, Prompts, Refused, Rollouts
 from ascent.core.update import Adam
 from ascent.engines.language.backend import _positions
-from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, bytes_per_token
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
+from ascent.engines.language.learning.plan import bytes_per_token
 from ascent.engines.language.learning.reward_model import LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
@@ -151,7 +152,7 @@ def test_a_model_of_several_parts_is_measured_by_its_text_part() -> None:
     """Preflight reads its positions and its memory; parts that read no text are not trained."""
     lm = model_of("Gemma3", dtype=torch.float32)
     assert _positions(lm) == 128
-    assert bytes_per_token(lm, checkpointing=False) == 3 * 4 * (11 * 32 + 4 * 48)
+    assert bytes_per_token(lm, checkpointing=False) == 4 * 4 * (11 * 32 + 4 * 48)
 
 
 @pytest.mark.slow

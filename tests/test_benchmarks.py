@@ -45,7 +45,7 @@ SMALL = (
     "lab_overlay",
     "lab_large",
 )
-ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "scaling_gpu", "mismatch", "learn")
+ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "update_gpu", "scaling_gpu", "mismatch", "learn")
 NAMES = SMALL + LANGUAGE + ON_GPU
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 

@@ -21,7 +21,7 @@ from ascent.engines.language.learning import elementwise, states
 from ascent.engines.language.learning import head as head_module
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import FusedStats, Head, HeadFormulas, token_stats
-from ascent.engines.language.learning.learner import CPU_TOKENS, LanguageCritic, LanguageLearner, bytes_per_token, room
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.engines.language.learning.reward_model import add_head, response_scores
 from ascent.engines.language.learning.states import Placed, hidden_states, host_of, place
 from ascent.policies import CausalLM
@@ -344,28 +344,6 @@ def test_the_elementwise_kernels_are_the_formulas() -> None:
     for got, want in pairs:
         assert got.shape == want.shape
         assert (got.double() - want).norm() / want.norm() < 5e-3
-
-
-# ---- room -----------------------------------------------------------------------------------------
-
-
-def test_a_cpu_takes_a_fixed_number_of_tokens() -> None:
-    assert room(model_of(), False) == CPU_TOKENS
-
-
-def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = model_of(dtype=torch.float32)
-    state = 18 * sum(p.numel() for p in lm.model.parameters())
-    whole, kept = bytes_per_token(lm, False), bytes_per_token(lm, True)
-    assert whole == 3 * 4 * (11 * 32 + 4 * 48)
-    assert kept == whole // 3 + 3 * 4 * 32
-    monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    card = type("Card", (), {"total_memory": state + 100 * whole})()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    assert room(lm, False) == 60
-    assert room(lm, True) == int(60 * whole / kept)
-    assert room(lm, False, reference=True) < 60
-    assert room(lm, False, critic=LanguageCritic(lm, shared=False)) < 60
 
 
 # ---- a whole update, on a GPU ---------------------------------------------------------------------

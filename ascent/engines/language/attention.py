@@ -80,6 +80,7 @@ class Packed:
     fused: Any = None
     """How segments are attended to at once; None: flash attention where it fits, else a group at a time."""
     _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _biases: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _spans: Spans | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -114,9 +115,17 @@ class Packed:
             rq, rk, rv = (x[prompt:][grid].transpose(1, 2) for x in (q, k, v))
         k_all = torch.cat([pk.expand(count, -1, -1, -1), rk], 2)
         v_all = torch.cat([pv.expand(count, -1, -1, -1), rv], 2)
-        seen = torch.ones(width, prompt + width, dtype=torch.bool, device=q.device).tril(prompt)
-        out = F.scaled_dot_product_attention(rq, k_all, v_all, attn_mask=seen, scale=scale).transpose(1, 2)
+        out = F.scaled_dot_product_attention(rq, k_all, v_all, attn_mask=self._bias(prompt, rq), scale=scale)
+        out = out.transpose(1, 2)
         return [own, out.flatten(0, 1) if even else out[inside]]
+
+    def _bias(self, prompt: int, q: Tensor) -> Tensor:
+        """0 for what each token of a response sees, −∞ for the rest. Layers share it, so that autograd keeps one."""
+        key = (prompt, q.shape[2])
+        if key not in self._biases:
+            seen = torch.ones(q.shape[2], prompt + q.shape[2], dtype=torch.bool, device=q.device).tril(prompt)
+            self._biases[key] = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
+        return self._biases[key]
 
     def _grid(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
         """For each response the indices of its tokens, padded with its last; and where they are its own."""

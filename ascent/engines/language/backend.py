@@ -17,14 +17,8 @@ from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
-from ascent.engines.language.learning.learner import (
-    LanguageCritic,
-    LanguageLearner,
-    bytes_per_token,
-    critic_bytes,
-    load_params,
-    wider,
-)
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
+from ascent.engines.language.learning.plan import bytes_per_token, critic_bytes, update_operations, wider
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
@@ -132,6 +126,7 @@ class LanguageBackend(Backend):
                 f"model has {room}: lower one of them."
             )
         _memory(config, learner, 0 if sampler is None else sampler.rows, report)
+        _update(config, learner, report)
         report.lines += [f"note       {note}" for note in notes]
         if config.data == "samples":
             judges = {source: grader for source, grader in task.graders.items() if source.startswith("judge:")}
@@ -283,7 +278,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     tokens = config.task.max_tokens + config.task.max_prompt // max(config.samples, 1)
     repeated = 1 if lm.shares else config.samples
     longest = repeated * config.task.max_prompt + config.samples * config.task.max_tokens
-    micro = min(learner.micro_tokens, config.prompts * longest)
+    micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
     copies = weights if rows and lm.device.type == "cpu" else 0
     return {
@@ -323,6 +318,30 @@ def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report)
         report.warnings.append(
             "this may not fit: lower --micro-batch or --policy.rows, or set --policy.checkpointing, or --policy.lora 16"
         )
+
+
+def _update(config: Config, learner: LanguageLearner, report: Report) -> None:
+    """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
+    plan, task, lm = learner.plan, config.task, learner.lm
+    prompts, samples = -(-config.prompts // config.minibatches), config.samples
+    every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.max_tokens] * samples] * prompts)
+    one = task.max_tokens + round((plan.repeat if lm.shares else 1) * task.max_prompt)
+    whole = task.max_prompt * lm.shares + samples * one
+    parts = -(-prompts * whole // plan.tokens) if whole <= plan.tokens else prompts * -(-whole // plan.tokens)
+    report.lines.append(
+        f"update     at most {every / 1e12:,.3g} TFLOP, {attention / every:.0%} of them attention, in about {parts} "
+        f"{'micro-batch' if parts == 1 else 'micro-batches'} of up to {plan.tokens:,} tokens"
+    )
+    longest = task.max_prompt * lm.shares + one
+    if plan.tight(longest):
+        report.lines.append(
+            f"           a response of more than {plan.tokens:,} tokens, its prompt counted, computes its layers twice"
+        )
+        if longest > plan.checkpointed:
+            report.warnings.append(
+                f"a response at the limits takes {longest:,} tokens in training, and about {plan.checkpointed:,} fit: "
+                "lower --max-tokens or --max-prompt, or set --policy.lora 16"
+            )
 
 
 def _size(count: int) -> str:

@@ -17,9 +17,11 @@ from ascent.core.update import Adam, Update
 from ascent.engines.language.attention import ours, send
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
+from ascent.engines.language.learning.plan import Plan, plan_of
 from ascent.engines.language.learning.states import (
     Forward,
     before_actions,
+    computed_tokens,
     hidden_states,
     last_states,
     parts_of,
@@ -29,13 +31,6 @@ from ascent.engines.language.learning.states import (
 )
 from ascent.engines.learner import InProcessLearner
 from ascent.policies.causal_lm import LanguageModel
-
-SHARE = 0.6
-"""Of a GPU's memory beside the learner's own state, what activations may take."""
-CPU_TOKENS = 8192
-"""In a micro-batch on a CPU, which gains nothing from more."""
-STATE_BYTES = 18
-"""A trained parameter's: itself in bfloat16, and its copy, gradient and two moments in float32."""
 
 
 class LanguageCritic(nn.Module):
@@ -130,16 +125,27 @@ class LanguageLearner(InProcessLearner):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
         if lm.device.type == "cuda":
             fuse(lm.model)
+        self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic)
 
     # ---- forward passes -------------------------------------------------------------------------
 
     @property
-    def micro_tokens(self) -> int:
-        """The most tokens that go through at once."""
-        return self.micro_batch or room(self.lm, self.checkpointing, self.kept is not None, self.critic)
+    def plan(self) -> Plan:
+        """What goes through at once."""
+        return self._room if self._room is not None and not self.micro_batch else Plan(self.micro_batch)
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        return (place(part, self.lm.device) for part in parts_of(batch, self.micro_tokens, self.lm.shares))
+        plan = self.plan
+        parts = parts_of(batch, plan.tokens, self.lm.shares, plan.repeat, plan.padded)
+        return (place(part, self.lm.device) for part in parts)
+
+    def _tight(self, micro: Batch) -> bool:
+        """Does it take too much though it cannot be cut? Then its layers are computed twice, for the same numbers."""
+        return self.plan.tight(computed_tokens(micro, self.lm.shares))
+
+    def forward(self, micro: Batch) -> Outputs:
+        with checkpointed(self.lm.backbone, self._tight(micro)):
+            return super().forward(micro)
 
     def evaluate(self, batch: Batch) -> Outputs:
         reference = None
@@ -175,7 +181,7 @@ class LanguageLearner(InProcessLearner):
         return scores
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
-        with self.critic.attention():
+        with self.critic.attention(), checkpointed(self.critic.backbone, self._tight(batch)):
             return self.critic(batch)
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
     return head, hidden
 
 
-# ---- what a learner does to a model's parameters, and how much of a batch fits beside them ----------
+# ---- what a learner does to a model's parameters ----------------------------------------------------
 
 
 @torch.no_grad()
@@ -343,43 +349,3 @@ def _layers(backbone: nn.Module) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
-    """What autograd keeps of a token, about.
-
-    Of width w and inner width i, a layer keeps 11·w + 4·i numbers: the norms' inputs (in float32), queries, keys,
-    values, what they mix, and the four tensors of the gated MLP. With checkpointing that of one layer, and w of each.
-    """
-    config = lm.config
-    size, layers, width = lm.model.dtype.itemsize, config.num_hidden_layers, config.hidden_size
-    layer = size * (11 * width + 4 * (getattr(config, "intermediate_size", None) or 4 * width))
-    return layer + size * width * layers if checkpointing else layer * layers
-
-
-def room(lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: LanguageCritic | None = None) -> int:
-    """Tokens in a micro-batch where nobody says how many: on a GPU what its memory should hold.
-
-    From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic
-    takes the same micro-batches.
-    """
-    if lm.device.type != "cuda":
-        return CPU_TOKENS
-    state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
-    state += sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
-    state += critic_bytes(critic)
-    free = torch.cuda.get_device_properties(lm.device).total_memory - state
-    return max(1, int(SHARE * free / (wider(lm, critic) * bytes_per_token(lm, checkpointing))))
-
-
-def critic_bytes(critic: LanguageCritic | None) -> int:
-    """A critic's parameters and gradients beside the policy's, and two moments of all that its Adam moves."""
-    if critic is None:
-        return 0
-    own = sum((1 + p.requires_grad) * p.numel() * p.element_size() for p in critic.parameters())
-    return own + sum(2 * p.numel() * p.element_size() for p in critic.trained())
-
-
-def wider(lm: LanguageModel, critic: LanguageCritic | None) -> int:
-    """How many times as much a token takes in a critic, which is in float32, as in the policy; 1 without one."""
-    return 1 if critic is None else max(1, 4 // lm.model.dtype.itemsize)

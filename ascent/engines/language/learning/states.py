@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -23,21 +23,27 @@ from ascent.engines.language.learning.head import Head
 from ascent.policies.causal_lm import LanguageModel
 
 Read = TypeVar("Read")
+Cost = int | float
+"""What something takes, in tokens."""
 
 
-def parts_of(batch: Batch, budget: int, shared: bool = True) -> Iterator[Batch]:
+def parts_of(
+    batch: Batch, budget: int, shared: bool = True, repeat: float = 0.0, padded: bool = False
+) -> Iterator[Batch]:
     """Parts of about `budget` tokens at most and of much the same size, in the tokens that are really computed.
 
-    A shared prompt counts once. Otherwise every response is a row with its prompt, as wide as the widest of its part.
-    Whole groups where they fit, else parts of one. What was not sampled, a pair, is never cut. A share without rows is
-    one part, whose gradient is 0.
+    A shared prompt counts once, and for each response that reads it `repeat` times; `padded`: a group's responses count
+    as its longest. Not shared, every response is a row with its prompt, as wide as the widest of its part. Whole groups
+    where they fit, else parts of one. What was not sampled, a pair, is never cut. A share without rows is one part,
+    whose gradient is 0.
     """
     prompts, responses = (batch.prompt >= 0).sum(-1).tolist(), batch.present.sum(-1).tolist()
-    together = sum if shared else _rectangle
-    rows = [own if shared else [n + prompt for n in own] for prompt, own in zip(prompts, responses, strict=True)]
+    together = _rectangle if padded or not shared else sum
+    read = repeat if shared else 1
+    rows = [[n + read * prompt for n in own] for prompt, own in zip(prompts, responses, strict=True)]
     costs = [shared * prompt + together(own) for prompt, own in zip(prompts, rows, strict=True)]
     even = sum(costs) / max(1, -(-sum(costs) // budget)) + max(costs, default=0) / 2
-    for part in _runs(costs, min(budget, even), together):
+    for part in _runs(costs, min(budget, even), sum if shared else _rectangle):
         first = part.start
         if batch.sampled and len(costs) and costs[first] > budget:  # then it is alone in its part
             room = budget - shared * prompts[first]
@@ -46,7 +52,7 @@ def parts_of(batch: Batch, budget: int, shared: bool = True) -> Iterator[Batch]:
             yield batch if part == slice(0, len(costs)) else batch.share(part)
 
 
-def _runs(costs: list[int], most: int | float, together: Callable[[list[int]], int]) -> Iterator[slice]:
+def _runs(costs: Sequence[Cost], most: Cost, together: Callable[[Sequence[Cost]], Cost]) -> Iterator[slice]:
     """Neighbours that cost `most` together, if they can."""
     start = 0
     for i in range(1, len(costs)):
@@ -56,9 +62,16 @@ def _runs(costs: list[int], most: int | float, together: Callable[[list[int]], i
     yield slice(start, len(costs))
 
 
-def _rectangle(costs: list[int]) -> int:
+def _rectangle(costs: Sequence[Cost]) -> Cost:
     """What rows cost that are padded to the widest."""
     return len(costs) * max(costs, default=0)
+
+
+def computed_tokens(batch: Rollouts, shared: bool) -> int:
+    """The tokens of one forward pass over a batch, without padding."""
+    host = host_of(batch)
+    prompts, responses = (host.prompt >= 0).sum(-1), host.present.sum()
+    return int(prompts.sum() * (1 if shared else host.mask.shape[1]) + responses)
 
 
 @dataclass(frozen=True)
