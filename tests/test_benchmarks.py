@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +46,7 @@ SMALL = (
     "lab_latency",
     "lab_overlay",
     "lab_large",
+    "attacks",
 )
 ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "update_gpu", "scaling_gpu", "mismatch", "learn")
 NAMES = SMALL + LANGUAGE + ON_GPU
@@ -174,6 +177,29 @@ def test_the_latency_of_every_figure_is_measured(capsys: pytest.CaptureFixture[s
     assert closing["value"] == max(
         closing[name] for name in ("clip", "baselines", "variance", "trajectory", "training")
     )
+
+
+@pytest.mark.slow
+def test_a_few_attacks_are_held_and_are_real(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, before = run("attacks", capsys, "--trial")
+    assert closing["ok"] and closing["held"] == closing["tried"] >= 9, before
+    assert closing["real"] == 7, "with its defence switched off, each attack succeeds"
+
+
+def test_an_attack_that_is_not_held_is_told(tmp_path: Path) -> None:
+    """One that gets something, one that hangs, one that crashes; and one that is none even without a defence."""
+    from benchmarks import attacks
+    from benchmarks.attacks import attempt
+
+    gets = attempt.Attack("kind", "gets", lambda _: "a secret", lambda: None)
+    assert attacks.try_attack(gets) == ("kind", "gets", "a secret", "a secret")
+    assert attempt.Fork(lambda: os.kill(os.getpid(), 9), 5.0).result() == "it ended: SIGKILL"
+    assert attempt.Fork(lambda: time.sleep(9), 0.2).result() == "it hung for 0.2 s"
+    none = attempt.Attack("kind", "none", lambda _: None, lambda: None)
+    assert "not even without its defence" in str(attacks.try_attack(none).armed)
+    assert attacks.tally([attacks.try_attack(none)]) == {"kind": [1, 0, 0]}
+    failed = attempt.Attack("kind", "fails", lambda _: str(1 / 0), lambda: None)
+    assert attempt.BROKEN in str(attacks.try_attack(failed).armed)
 
 
 @pytest.mark.slow

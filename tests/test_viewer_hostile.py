@@ -393,6 +393,13 @@ def test_no_policy_is_loaded_through_a_link(
     assert f"{run / name} is a link that leads out of the run's folder" in capsys.readouterr().err
 
 
+def test_half_a_character_in_the_records_does_not_stop_a_resume(root: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(root / "good", tmp_path / "run")
+    (run / "run.json").write_text((run / "run.json").read_text().replace('"label": "', '"label": "\\ud800 '))
+    assert ascent.resume(run, from_step=2).status == "finished"
+    assert ascent.load(run).info["label"].startswith("\ud800 ")
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoints/step_000002/params.safetensors"])
 def test_a_resume_does_not_wait_for_a_pipe(root: Path, tmp_path: Path, name: str) -> None:
     run = shutil.copytree(root / "good", tmp_path / "run")

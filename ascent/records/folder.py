@@ -48,9 +48,9 @@ UNBEGUN = {".lock", SIGN, SIGN_ASIDE, "config.json", ".config.json.new", ".run.j
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write aside, flush, rename: a reader sees the old file or the new one, never half of it."""
+    """Write aside, flush, rename: a reader sees the old file or the new one. Half a character becomes its escape."""
     aside = vacated(path.with_name(f".{path.name}.new"))
-    with open(aside, "x") as file:
+    with open(aside, "x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -215,9 +215,9 @@ class RunFolder:
         for name in ("checkpoints", *BY_STEP):
             (self.path / name).mkdir(exist_ok=True)
         for path in (self.path / name for name in LINES):
-            path.touch()
             if path.is_file() and path.stat().st_nlink > 1:
                 os.replace(shutil.copy2(path, vacated(path.with_name(f".{path.name}.new"))), path)
+            path.touch()
 
     def lock(self) -> None:
         refuse_ways_out(self.path)

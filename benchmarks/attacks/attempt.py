@@ -1,0 +1,123 @@
+"""An attack, and how it is tried: in a process of its own, with a deadline, with its defence and without it.
+
+Importing torch takes seconds, so the process is a fork of this one, which has only one thread. Whatever happens to it
+(a crash, a hang, another folder, an exit, a patched library) happens to it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Attempt = Callable[[Path], str | None]
+"""Attacks in a folder of its own. Returns what the attacker got, or None: the defence held."""
+BROKEN = "the attempt itself failed: "
+DEADLINE, GLANCE = 60.0, 6.0
+"""Seconds after which an attacked process hangs; of one that is expected to hang."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack, and the defence that has to hold it."""
+
+    kind: str
+    name: str
+    attempt: Attempt
+    disarm: Callable[[], None]
+    """Switches the defence off, in this process."""
+    hangs: bool = False
+    """Whether it wants its victim to hang: without its defence a few seconds are enough to see that."""
+
+
+class Fork:
+    """Work in a copy of this process. Its result, or how it ended."""
+
+    def __init__(self, work: Callable[[], Any], seconds: float):
+        self.read, write = os.pipe()
+        self.end = time.monotonic() + seconds
+        self.seconds, self.heard = seconds, b""
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.close(self.read)
+            _silence()
+            try:
+                result = work()
+            except BaseException:
+                result = BROKEN + traceback.format_exc()
+            with suppress(OSError), os.fdopen(write, "w") as pipe:
+                json.dump(result, pipe)
+            os._exit(0)
+        os.close(write)
+
+    def result(self) -> Any:
+        """Wait for it, but not past its deadline."""
+        while (left := self.end - time.monotonic()) > 0 and select.select([self.read], [], [], left)[0]:
+            if not (part := os.read(self.read, 1 << 16)):
+                break
+            self.heard += part
+        hung = time.monotonic() >= self.end
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.read)
+        if hung:
+            return f"it hung for {self.seconds:g} s"
+        try:
+            return json.loads(self.heard)
+        except ValueError:
+            return f"it ended: {signal.Signals(-status).name if status < 0 else f'exit status {status}'}"
+
+
+def _silence() -> None:
+    """What an attacked program prints is nobody's business here."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary folder, removed whatever was made of it."""
+    folder = Path(tempfile.mkdtemp(prefix="ascent-attacks-")).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def outcome(attack: Attack, armed: bool) -> str | None:
+    """What the attacker got; None: nothing. An attack that fails without its defence is no attack."""
+    with scratch() as folder:
+
+        def work() -> str | None:
+            if not armed:
+                attack.disarm()
+            return attack.attempt(folder)
+
+        seconds = GLANCE if attack.hangs and not armed else DEADLINE
+        got = Fork(work, seconds).result()
+    if not armed and (got is None or got.startswith(BROKEN) or ("it hung" in got and not attack.hangs)):
+        raise AssertionError(f"{attack.kind}, {attack.name}: not even without its defence: {got}")
+    return got
+
+
+def soon(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether something becomes true within some seconds."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
