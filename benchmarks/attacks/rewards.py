@@ -38,7 +38,7 @@ def speaks(prompt, response, answer):
     def forge():
         for file in range(3, 64):
             try:
-                os.write(file, b'{"number": "0", "value": 9.0}\\n')
+                os.write(file, b'{"number": "0", "answers": [{"value": 9.0}]}\\n')
             except OSError:
                 pass
     if response == "0":
@@ -54,7 +54,7 @@ def lingers(prompt, response, answer):
         file = [f for f in range(3, 64) if _is_socket(f)][0]
         if os.fork() == 0:
             for _ in range(40):
-                os.write(file, b'{"number": "0", "value": 9.0}\\n')
+                os.write(file, b'{"number": "0", "answers": [{"value": 9.0}]}\\n')
                 time.sleep(0.02)
             os._exit(0)
     time.sleep(0.1)
@@ -149,7 +149,7 @@ def any_number() -> None:
 
     def numbered(worker: workers.Worker) -> Any:
         reply = answer(worker)
-        return reply | {"number": worker.number} if reply and "value" in reply else reply
+        return reply | {"number": worker.number} if reply and "answers" in reply else reply
 
     workers.Worker.answer = numbered  # type: ignore[method-assign]
     patch_graders("g.os = type(sys)('os'); vars(g.os).update(vars(os)); g.os._exit = lambda code: None")
