@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import ascent
 from ascent.cli.flags import parse_train
 from ascent.core.groups import Overlong
 from ascent.core.types import Prompts, Refused, Rollouts
+from ascent.engines.language.backend import LanguageBackend
 from ascent.engines.language.sampling import cuda
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.draw import Support, draw_tokens
@@ -282,6 +284,34 @@ def test_a_stop_string_ends_a_turn(decoder: Any) -> None:
         assert truncated == (len(turns.get(i, [])) < 3), "over only if nothing followed"
     with torch.no_grad():
         assert (language_logp(lm, rewarded(got)) - got.logp_sampler)[got.mask].abs().max() < 5e-6
+
+
+@pytest.mark.long
+def test_a_response_that_is_continued_ends_as_a_whole() -> None:
+    """A string that begins in the prefix counts, and so do the prefix's tokens, against both limits."""
+    config: Any = SimpleNamespace(task=SimpleNamespace(max_tokens=14))
+    prompts = replace(Prompts.of(prompts_of()), limits=torch.tensor([6, 14, 9]))
+    prefixes = [[PIECES.index(piece) for piece in pieces] for pieces in ([b"d", b"d"], [b"a\xe2"], [b"d"] * 7)]
+
+    def continued(**more: Any) -> list[list[list[int]]]:
+        lm = one_model(soon="min_tokens" in more)
+        sampler = sampler_of(lm, limit=14, **more)
+        groups = LanguageBackend().continue_responses(config, lm, prompts, prefixes, 40, sampler)
+        for prefix, group, limit in zip(prefixes, groups, (6, 14, 9), strict=True):
+            assert all(ids[: len(prefix)] == prefix and len(prefix) < len(ids) <= limit for ids in group)
+        assert sampler.support == Support(min_tokens=more.get("min_tokens", 0))
+        return groups
+
+    firsts = [tokenizer_of().decode(ids[2:3]) for ids in continued()[0] if ids[2] != END]
+    first = next(text for text in firsts if text.isascii())
+    strings = (f"d{first}", "\N{EURO SIGN}", "b")
+    stopped = [ids for group in continued(stops=Stops(strings, tokenizer_of(), VOCAB)) for ids in group]
+    ends = [first_end(tokenizer_of(), strings, ids) for ids in stopped]
+    assert any(ends) and all(end in (0, len(ids)) for end, ids in zip(ends, stopped, strict=True))
+    assert any(len(ids) == 3 and tokenizer_of().decode(ids) == f"dd{first}" for ids in stopped)
+    late = continued(min_tokens=5)
+    assert all(END not in ids[:5] and len(ids) > 5 for group in late for ids in group)
+    assert any(ids[5] == END for ids in late[1]), "the token of its prefix is one of the five"
 
 
 # ---- settings and tasks ---------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class PolicyCommand(CheckpointCommand):
     min_tokens: Annotated[int | None, "N"] = None
     """Minimum number of tokens in a response. Default: the task's."""
     stop: Annotated[tuple[str, ...] | None, "TEXT …"] = None
-    """Strings that end a response, as the words that follow. Default: the task's."""
+    """Strings that end a response: all words that follow, so give it after the prompt. Default: the task's."""
     device: Annotated[str | None, "NAME"] = None
     """cpu, cuda, …. Default: the run's; auto for a model."""
     seed: int = 0

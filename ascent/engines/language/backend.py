@@ -197,21 +197,24 @@ class LanguageBackend(Backend):
     def continue_responses(
         self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Any
     ) -> list[list[list[int]]]:
-        if config.task.min_tokens:
-            raise Refused("--min-tokens: a response that is continued from its middle counts its tokens anew")
         begun = [row[row >= 0].tolist() + tokens for row, tokens in zip(prompts.prompt, prefixes, strict=True)]
         width = max(map(len, begun))
         prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in begun])
         lengths = torch.tensor([len(tokens) for tokens in prefixes])
         limits = (config.task.max_tokens if prompts.limits is None else prompts.limits) - lengths
-        drawn = sampler.generate(replace(prompts, prompt=prompt, limits=limits), count, limit=int(limits.max()))
-        groups = [
-            [tokens + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
-            for tokens, group, masks in zip(prefixes, drawn.response, drawn.mask, strict=True)
-        ]
-        stops = sampler.stops  # one may begin in a prefix
-        for tokens, group in zip(prefixes, groups, strict=True) if stops else ():
-            group[:] = [ids[: stops.end(ids, len(tokens)) or len(ids)] for ids in group]
+        begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), sampler.support
+        left, stops = (support.min_tokens - lengths).clamp(min=0), sampler.stops
+        groups: list[list[list[int]]] = [[] for _ in prefixes]
+        for least in left.unique().tolist():  # the tokens of a prefix count
+            rows = (left == least).nonzero().flatten()
+            sampler.support = replace(support, min_tokens=least)
+            drawn = sampler.generate(begun_prompts[rows], count, limit=int(limits[rows].max()))
+            for row, group, masks in zip(rows.tolist(), drawn.response, drawn.mask, strict=True):
+                groups[row] = [prefixes[row] + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
+        sampler.support = support
+        for tokens, group in zip(prefixes, groups, strict=True) if stops else ():  # a string may begin in a prefix
+            start = max(len(tokens), support.min_tokens - 1)
+            group[:] = [ids[: stops.end(ids, start) or len(ids)] for ids in group]
         return groups
 
     def reward_setting(self, reward: Sequence[str]) -> tuple[str, ...]:
