@@ -137,7 +137,8 @@ class Damage:
         """The run within itself, or many folders deep."""
         inner = path if path.is_dir() else path.parent
         if self.rng.random() < 0.5:
-            shutil.copytree(self.run, self.outside / "copy", symlinks=True)
+            with suppress(shutil.Error):  # a pipe is not copied
+                shutil.copytree(self.run, self.outside / "copy", symlinks=True)
             shutil.move(
                 self.outside / "copy", inner / self.rng.choice(("run", "step_000009", "rollouts", "checkpoint-9"))
             )
