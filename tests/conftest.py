@@ -22,7 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import jaxtyping
 from jaxtyping import install_import_hook
+
+from tests.shapes import shaped
 
 # Before anything imports ascent: under pytest, and only there, every shape is checked. beartype has to
 # be able to ask whether something meets a protocol, so every protocol allows it here.
@@ -30,9 +33,9 @@ Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
 ROOT = Path(__file__).parents[1]
 SHAPED = [path for path in ROOT.glob("ascent/**/*.py") if "\nfrom jaxtyping import " in path.read_text()]
 """The modules whose annotations have shapes. The others handle words and files: mypy is enough for them."""
+jaxtyping.jaxtyped = shaped  # what the hook decorates with
 install_import_hook([".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SHAPED], "beartype.beartype")
 
-import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -192,6 +195,16 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     if request.param == "per-position":
         return policy_of(PerPosition(dim=4), FIXED)
     return policy_of(TINY, FIXED if request.param == "transformer" else ENDED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forks of this process, which first loads everything where all tests are run."""
+    from tests.forked_workers import fork_workers, load_everything
+
+    if not config.option.file_or_dir:
+        load_everything()
+    fork_workers(len(specs))
 
 
 def pytest_collection_finish() -> None:

@@ -153,6 +153,7 @@ class Table:
         )
         self._fields: dict[str, Tensor] = {} if value is None else {"value": value.unsqueeze(0)}
         self._jacobians: dict[str, Tensor] = {}
+        self._learners: dict[tuple[bool, frozenset[str]], SmallLearner] = {}
 
     @property
     def probability(self) -> Float[Tensor, "response"]:
@@ -195,14 +196,17 @@ class Table:
     def _parameters(self) -> list[Tensor]:
         return [p for p in self.policy.parameters() if p.requires_grad]
 
-    def _learner(self, policy: Policy, outputs: frozenset[str] = frozenset()) -> SmallLearner:
-        learner = SmallLearner(policy, Adam(), reference=False, outputs=outputs)
-        learner.reference = self.reference
-        return learner
+    def _learner(self, old: bool, outputs: frozenset[str] = frozenset()) -> SmallLearner:
+        """A learner of the old policy or of the trained one, made once: its optimizer takes longer than a forward."""
+        if (old, outputs) not in self._learners:
+            learner = SmallLearner(self.old if old else self.policy, Adam(), reference=False, outputs=outputs)
+            learner.reference = self.reference
+            self._learners[old, outputs] = learner
+        return self._learners[old, outputs]
 
     def outputs(self, names: frozenset[str] = frozenset()) -> Outputs:
         """The training forward on all responses; the outputs in `names` get a gradient, as logp does."""
-        return self._learner(self.policy, names).evaluate(self.batch)
+        return self._learner(False, names).evaluate(self.batch)
 
     def jacobian(self, name: str) -> Float[Tensor, "response token parameter"]:
         """∂/∂θ of every token's `logp` (its score), `entropy` or `kl_full`."""
@@ -234,7 +238,7 @@ class Table:
             self._fields["reward_greedy"] = reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
         if "value" in missing:
             self._fields["value"] = self.exact_value.unsqueeze(0)
-        self._fields |= self._learner(self.old).score(self.batch, missing)
+        self._fields |= self._learner(True).score(self.batch, missing)
         unknown = sorted(needs.difference(self._fields))
         if unknown:
             raise Refused(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")

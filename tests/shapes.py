@@ -1,0 +1,48 @@
+"""jaxtyping's check of shapes in one pass: its own binds the arguments twice and checks each of them twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jaxtyping
+from beartype import beartype
+from jaxtyping._storage import pop_shape_memo, push_shape_memo, shape_str
+
+
+def shaped(function: Any = None, *, typechecker: Any = None) -> Any:
+    """In place of `jaxtyping.jaxtyped`, for the functions and dataclasses that its import hook decorates.
+
+    A name of an axis has one size in all arguments and the result of a call.
+    """
+    if function is None:
+        return functools.partial(shaped, typechecker=typechecker)
+    if inspect.isclass(function):
+        if dataclasses.is_dataclass(function) and not hasattr(function.__init__, "shaped"):
+            function.__init__ = checked_call(function.__init__)
+        return function
+    return checked_call(function)
+
+
+def checked_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    checked, config = beartype(function), jaxtyping.config
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        sizes = push_shape_memo({})
+        try:
+            return checked(*args, **kwargs)
+        except Exception as error:
+            if shape_str(sizes):
+                error.add_note(shape_str(sizes))
+            raise
+        finally:
+            pop_shape_memo()
+
+    call.shaped = True  # type: ignore[attr-defined]
+    return call
