@@ -1,0 +1,100 @@
+"""The workers of pytest-xdist as forks of one process that has the libraries loaded: each would load them again."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import pkgutil
+import sys
+import threading
+import traceback
+import types
+import warnings
+from typing import Any
+
+from execnet import gateway_io
+from execnet.gateway_base import Popen2IO
+
+import ascent
+
+LIBRARIES = ("peft", "matplotlib.figure", "datasets", "scipy.stats")
+"""What most workers would come to load besides Ascent."""
+
+
+class ForkedWorker(gateway_io.Popen2IOMaster):
+    """A fork that waits for what execnet sends to a new Python, as far as execnet knows of its process."""
+
+    waiting: list[ForkedWorker] = []
+
+    def __init__(self) -> None:
+        (stdin, self.written), (self.read_from, stdout) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for other in (self, *ForkedWorker.waiting):  # else no worker would see that the others' pipes were closed
+                os.close(other.written)
+                os.close(other.read_from)
+            os._exit(live(stdin, stdout))
+        os.close(stdin)
+        os.close(stdout)
+
+    def connect(self, execmodel: Any) -> ForkedWorker:
+        Popen2IO.__init__(self, os.fdopen(self.written, "wb"), os.fdopen(self.read_from, "rb"), execmodel)
+        return self
+
+    def wait(self) -> int | None:
+        with contextlib.suppress(ChildProcessError):
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return None
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 9)
+
+
+def live(stdin: int, stdout: int) -> int:
+    """What `python -c` does with execnet's line, from these pipes: run the line, then end as Python ends."""
+    for number, end in enumerate((stdin, stdout)):
+        os.dup2(end, number)
+        os.close(end)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    main = types.ModuleType("__main__")
+    main.__spec__ = None
+    sys.modules["__main__"], sys.argv = main, ["-c"]
+    try:
+        exec(eval(sys.stdin.readline()), vars(main))
+        return 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def load_everything() -> None:
+    """Ascent and the libraries, without doing anything with them: a process with threads cannot be forked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in (*LIBRARIES, *(module.name for module in pkgutil.walk_packages(ascent.__path__, "ascent."))):
+            if not name.endswith("__main__"):
+                with contextlib.suppress(ImportError):  # a GPU's
+                    importlib.import_module(name)
+
+
+def fork_workers(count: int) -> None:
+    """Fork all of them now, before execnet starts threads. One that replaces a crashed worker starts afresh."""
+    start_afresh = gateway_io.create_io
+
+    def create_io(spec: Any, execmodel: Any) -> Any:
+        if spec.popen and not spec.python and ForkedWorker.waiting:
+            return ForkedWorker.waiting.pop(0).connect(execmodel)
+        return start_afresh(spec, execmodel)
+
+    gc.collect()
+    gc.freeze()
+    gateway_io.create_io = create_io
+    for _ in range(count):
+        ForkedWorker.waiting.append(ForkedWorker())
