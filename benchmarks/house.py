@@ -81,6 +81,11 @@ LONG_FILE = 500
 
 
 @cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
 def modules() -> dict[str, Path]:
     """Every module by its dotted name below `ascent`; the package itself is the empty name."""
     names = {}
@@ -93,7 +98,7 @@ def modules() -> dict[str, Path]:
 def imported(source: str) -> set[str]:
     """The package's modules that a source imports, at its head or inside a function."""
     known, names = modules(), set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             paths = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -177,7 +182,7 @@ def rooms_graph() -> dict[str, set[str]]:
 def public_names(source: str) -> set[str]:
     """The public classes and functions that a module defines at its top level."""
     definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    names = {node.name for node in ast.parse(source).body if isinstance(node, definitions)}
+    names = {node.name for node in parsed(source).body if isinstance(node, definitions)}
     return {name for name in names if not name.startswith("_")}
 
 
@@ -197,7 +202,7 @@ def kinds() -> set[str]:
     for module, path in modules().items():
         if module.split(".")[0] not in ("policies", "tasks"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
@@ -212,7 +217,7 @@ def kinds() -> set[str]:
 
 def kind_tests(source: str, names: set[str]) -> Iterator[int]:
     """The lines of a source that ask what kind of policy or task something is."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             parts = [part for part in ast.walk(node.args[1]) if isinstance(part, ast.Name | ast.Attribute)]
             if names & {_last(part) for part in parts}:
@@ -237,7 +242,7 @@ def kinds_asked() -> list[str]:
 def functions(path: Path) -> list[tuple[int, str]]:
     """Length in lines and name of every function of a file, decorators included."""
     lengths = [(0, "none")]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             lengths.append(((node.end_lineno or 0) - first + 1, f"{path.name}:{node.name}"))

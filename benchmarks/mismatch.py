@@ -46,7 +46,7 @@ ON_CPU = SMOKE | {
     "initializer_range": 0.12,
 }
 """Weights that make tokens far from equally likely: so the gap is about that of a real model."""
-SIZES = {"135m": (32, 16, 256), "1.5b": (16, 8, 256), "cpu": (4, 8, 32), "smoke": (2, 4, 8)}
+SIZES = {"135m": (32, 16, 256), "1.5b": (16, 8, 256), "cpu": (4, 8, 32), "smoke": (2, 2, 4)}
 """Prompts, samples and tokens."""
 
 

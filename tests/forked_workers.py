@@ -20,20 +20,18 @@ from execnet.gateway_base import Popen2IO
 
 import ascent
 
-LIBRARIES = ("peft", "matplotlib.figure", "datasets", "scipy.stats")
+LIBRARIES = ("torch._dynamo", "peft", "matplotlib.figure", "datasets", "scipy.stats")
 """What most workers would come to load besides Ascent."""
 
 
 class ForkedWorker(gateway_io.Popen2IOMaster):
     """A fork that waits for what execnet sends to a new Python, as far as execnet knows of its process."""
 
-    waiting: list[ForkedWorker] = []
-
     def __init__(self) -> None:
         (stdin, self.written), (self.read_from, stdout) = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            for other in (self, *ForkedWorker.waiting):  # else no worker would see that the others' pipes were closed
+            for other in (self, *WAITING):  # else no worker would see that the others' pipes were closed
                 os.close(other.written)
                 os.close(other.read_from)
             os._exit(live(stdin, stdout))
@@ -54,12 +52,15 @@ class ForkedWorker(gateway_io.Popen2IOMaster):
             os.kill(self.pid, 9)
 
 
+WAITING: list[ForkedWorker] = []
+
+
 def live(stdin: int, stdout: int) -> int:
     """What `python -c` does with execnet's line, from these pipes: run the line, then end as Python ends."""
     for number, end in enumerate((stdin, stdout)):
         os.dup2(end, number)
         os.close(end)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     main = types.ModuleType("__main__")
     main.__spec__ = None
     sys.modules["__main__"], sys.argv = main, ["-c"]
@@ -89,12 +90,12 @@ def fork_workers(count: int) -> None:
     start_afresh = gateway_io.create_io
 
     def create_io(spec: Any, execmodel: Any) -> Any:
-        if spec.popen and not spec.python and ForkedWorker.waiting:
-            return ForkedWorker.waiting.pop(0).connect(execmodel)
+        if spec.popen and not spec.python and WAITING:
+            return WAITING.pop(0).connect(execmodel)
         return start_afresh(spec, execmodel)
 
     gc.collect()
     gc.freeze()
     gateway_io.create_io = create_io
     for _ in range(count):
-        ForkedWorker.waiting.append(ForkedWorker())
+        WAITING.append(ForkedWorker())

@@ -223,5 +223,5 @@ def train_smollm2(model: str, folder: Path) -> None:
     rewards.write_text(f"import zlib\n\n\ndef noise(prompt, response, answer, **columns):\n    {noise}\n")
     arguments = ["train", f"jsonl:{problems}", "--model", model, "--check", "number", "--record-every", "1"]
     arguments += ["--reward", f"python:{rewards}:noise", "--lr", "1e-4", "--temperature", "1.3", "--no-preflight"]
-    few = ["--steps", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "6", "--eval-prompts", "1"]
+    few = ["--steps", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "3", "--eval-prompts", "1"]
     assert main([*arguments, *few, "--out", str(folder / "run")]) == 0

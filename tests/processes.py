@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,24 @@ def write_sigint(_: Any, folder: str) -> None:
     """What this process does on Ctrl-C, into a folder: work for a worker of another process."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, "sigint").write_text(repr(signal.getsignal(signal.SIGINT)))
+
+
+class Here:
+    """A pool of processes that does the work at once, in this one: no import of torch to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def shutdown(self, **_: Any) -> None: ...
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future

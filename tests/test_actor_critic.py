@@ -61,6 +61,7 @@ def test_the_per_position_policy_learns(row: str, more: dict[str, Any], tmp_path
         assert max(line["value/explained_variance"] for line in run.metrics) > 0.3
 
 
+@pytest.mark.long
 def test_what_a_run_with_a_critic_writes_down(tmp_path: Path) -> None:
     settings = {**TINY_SORT, "steps": 2, "minibatches": 2, "record_every": 1, "end": True}
     run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm="ppo", **settings)

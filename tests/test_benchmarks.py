@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import Here
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -153,8 +155,11 @@ def test_the_long_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFi
         ("map", ["--steps", "1", "--eval-prompts", "20"]),
     ],
 )
-def test_the_learned_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_learned_ones_run(
+    name: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of each part. After so few nothing is reached but what `map` asks for: that labels are counted right."""
+    monkeypatch.setattr("ascent.workflows.compare.ProcessPoolExecutor", Here)
     closing, before = run(name, capsys, "--jobs", "1", "--no-page", *flags)
     assert closing["ok"] == (name == "map") and before
     if name == "rlhf":
@@ -266,6 +271,7 @@ def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.C
     assert closing["value"] is None, "nothing was compared"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("threads")
 def test_memory_is_compared_only_between_equal_updates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -204,6 +204,7 @@ def test_every_fixed_flag_of_train(ascent: Any) -> None:
     assert [len(Run("there/run").rollouts(step)) for step in (0, 1)] == [18, 18]
 
 
+@pytest.mark.long
 def test_a_finished_run_is_drawn(course: Run, capsys: pytest.CaptureFixture[str]) -> None:
     path = cli.plot(course)
     assert path == course.folder / "plot.png" and path.read_bytes().startswith(b"\x89PNG")
@@ -265,6 +266,7 @@ def test_a_config_reproduces_its_run_bit_for_bit(task: str, ascent: Any) -> None
     assert Run("other").config.seed == 12 and numbers("other") != numbers("first")
 
 
+@pytest.mark.long
 def test_init_starts_from_a_run_or_a_folder(ascent: Any) -> None:
     tiny = ("sort", *TINY, "--steps", 2)
     assert ascent("train", *tiny, "--out", "first").status == 0

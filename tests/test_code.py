@@ -38,6 +38,7 @@ def run(reward: Path, tmp_path: Path) -> Run:
     return made
 
 
+@pytest.mark.long
 def test_looking_never_runs_code(run: Run, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for there in (True, False):
         if not there:
@@ -62,6 +63,7 @@ LOADS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", LOADS)
 def test_changed_code_is_refused_until_it_is_trusted(
     how: str, run: Run, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -80,6 +82,7 @@ def test_trust_is_a_flag_of_every_command(run: Run, reward: Path, capsys: pytest
     assert main(["--trust", str(reward), "sample", str(run.folder), "1 2"]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", LOADS)
 def test_unchanged_code_needs_no_trust(how: str, run: Run, reward: Path) -> None:
     reward.write_text(REWARD)

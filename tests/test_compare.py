@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +21,12 @@ from ascent.records.run import Run
 from ascent.records.statistics import interval, t_975
 from ascent.settings import configure
 from ascent.workflows import compare as comparison
-from tests.processes import ascent_process, write_sigint
+from tests.processes import Here, ascent_process, write_sigint
 
 pytestmark = pytest.mark.unchecked  # whole trainings, whose shapes other tests check
 
 DRAW = comparison.draw_comparison
 FLAGS = ("lecture", "--steps", 3, "--samples", 4, "--epochs", 2)
-
-
-class Here:
-    """A pool of processes that does the work at once, in this one: no import of torch to wait for."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def shutdown(self, **_: Any) -> None: ...
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 @pytest.fixture
@@ -171,6 +148,7 @@ def test_one_seed_has_no_interval(said: Any) -> None:
     assert json.loads(Path("c/compare.json").read_text())["grpo"]["exact/reward"]["half"] is None
 
 
+@pytest.mark.long
 def test_a_stopped_comparison_goes_on_where_it_was(said: Any) -> None:
     command = (*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", 2, "--out", "c")
     assert said(*command)[0] == 0
@@ -269,6 +247,7 @@ def test_interrupted_on_all_cores_and_gone_on(
     assert Run(tmp_path / "c" / "reinforce-s0").status == "interrupted"
     assert not (tmp_path / "c" / "compare.json").exists()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparison, "ProcessPoolExecutor", Here)
     assert main([*command, "--jobs", "1"]) == 0 and "grpo" in capsys.readouterr().out
     statuses = {path.name: Run(path).status for path in (tmp_path / "c").iterdir() if path.is_dir()}
     assert set(statuses.values()) == {"finished"} and len(statuses) == 2

@@ -79,6 +79,7 @@ def test_a_run_that_could_never_be_read_back_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_step_without_signal_teaches_nothing(tmp_path: Path) -> None:
     """The same reward for all: dynamic sampling finds no group, and raw credit must not train on the dropped ones."""
     (tmp_path / "same.py").write_text("def same(prompt, response):\n    return 3.0\n")

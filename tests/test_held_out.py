@@ -33,6 +33,7 @@ def trained(out: Path, **more: Any) -> Run:
     return ascent.train("sort", out=out, **(WORLD | {"steps": 5} | more))
 
 
+@pytest.mark.long
 def test_every_evaluation_leaves_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "ANSWERS", 5)
     plain = Sort.score
@@ -73,6 +74,7 @@ def test_how_many_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which
         assert sum(row["reward"] for row in rows) / len(rows) == pytest.approx(run.metrics[0]["eval/reward"])
 
 
+@pytest.mark.long
 def test_recording_changes_no_number(tmp_path: Path) -> None:
     def numbers(which: str) -> list[Any]:
         lines = trained(tmp_path / which, record_rollouts=which).metrics
@@ -81,6 +83,7 @@ def test_recording_changes_no_number(tmp_path: Path) -> None:
     assert numbers("none") == numbers("all")
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_is_said_and_is_in_no_mean(tmp_path: Path) -> None:
     """Where a prompt begins with 0 the reward raises, where with 1 it is no number."""
     (tmp_path / "own.py").write_text(
@@ -105,6 +108,7 @@ def test_a_reward_model_answers_nothing(tmp_path: Path) -> None:
     assert run.metrics[0]["eval/pairs/accuracy"] is not None and list((run.folder / "held_out").iterdir()) == []
 
 
+@pytest.mark.long
 def test_going_back_sets_answers_aside_beside_the_rollouts(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", checkpoint_every=2, keep=5, record_rollouts="all")
     before = {step: run.held_out(step) for step in (1, 3, 4)}
@@ -119,6 +123,7 @@ def test_going_back_sets_answers_aside_beside_the_rollouts(tmp_path: Path) -> No
     assert not list((run.folder / "held_out").glob(".*")) and (run.folder / "held_out" / "mine.parquet").exists()
 
 
+@pytest.mark.long
 def test_a_folder_of_before_is_read_and_gone_on_with(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", checkpoint_every=2, keep=5)
     for path in (run.folder / "held_out").iterdir():

@@ -271,6 +271,7 @@ def test_eval_agrees_with_what_training_evaluated(run: Run, ascent: Any) -> None
     assert newest["step"] == 2
 
 
+@pytest.mark.long
 def test_sampled_numbers_follow_from_the_parquet_alone(run: Run, ascent: Any) -> None:
     said = ascent("eval", run.folder, "--samples", 6, "--out", "all.parquet", "--seed", 3)
     assert said.status == 0 and "Responses: all.parquet" in said.out
@@ -308,6 +309,7 @@ def test_the_seed_decides_the_samples_and_how_many_are_decoded_at_once_does_not(
     assert drawn(seed=2) != first and drawn(seed=2)[:5] == first[:5], "greedy responses have no seed"
 
 
+@pytest.mark.long
 def test_temperature_and_limit_are_those_that_were_asked_for(run: Run) -> None:
     cold = library.evaluate(run.folder, samples=4, temperature=0.01, max_tokens=4, prompts=3, show=False)
     assert {r["length"] for r in cold.rows} <= {1, 2, 3, 4}
@@ -354,6 +356,7 @@ def test_the_small_worlds_go_through_the_same_code(sorter: Run, ascent: Any, mon
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
 
 
+@pytest.mark.long
 def test_best_is_the_checkpoint_of_the_best_evaluation(sorter: Run, ascent: Any) -> None:
     evaluated = {
         line["step"] + 1: line["eval/accuracy"] for line in sorter.metrics if line["eval/accuracy"] is not None

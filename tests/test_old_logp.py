@@ -137,7 +137,7 @@ def test_one_update_needs_no_forward_pass_for_the_learners_old_logp(
 
 
 def settings_of(model: Path, **more: Any) -> dict[str, Any]:
-    shape = {"prompts": 2, "samples": 2, "steps": 2, "max_tokens": 8, "eval_prompts": 1, "checkpoint_every": 1}
+    shape = {"prompts": 2, "samples": 2, "steps": 2, "max_tokens": 3, "eval_prompts": 1, "checkpoint_every": 1}
     return {"model": str(model), "algorithm": "gspo", "policy.dtype": "bfloat16", **shape, **more}
 
 

@@ -197,6 +197,7 @@ def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
     assert last["eval/steps/error"] > 0 and last["accuracy"] is None
 
 
+@pytest.mark.long
 def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
     """process: what each token adds, with the last score as the sum; beside an outcome, by weight."""
     model = load_process_reward(trained / "process")
@@ -292,6 +293,7 @@ def test_a_language_model_learns_labelled_steps(scorer: Path) -> None:
     assert scores[0] > 0.7 and scores[1] < 0.3 and scores[2] > 0.7 and len(empty) == 1
 
 
+@pytest.mark.long
 def test_scores_are_those_of_the_plain_form_and_of_any_batch(scorer: Path) -> None:
     """Head · hidden after each token, one response at a time, by transformers' own forward."""
     model = load_process_reward(scorer)

@@ -437,6 +437,7 @@ def test_a_running_run_is_refused(killed: Path, capsys: pytest.CaptureFixture[st
     assert Run(killed).status == "died"
 
 
+@pytest.mark.long
 def test_a_run_that_ran_out_of_memory_is_told_so(
     killed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -549,6 +550,7 @@ def failing(tmp_path: Path) -> str:
     return f"python:{tmp_path / 'own.py'}:reward"
 
 
+@pytest.mark.long
 def test_failing_rewards_are_counted_and_shown(
     failing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

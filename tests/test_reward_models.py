@@ -96,6 +96,7 @@ def test_it_is_a_reward_and_the_true_one_is_measured_beside_it(rated_sort: Path,
     assert torch.equal(parts.task.score(rollouts).reward, again(rollouts))
 
 
+@pytest.mark.long
 def test_reward_models_mix_by_weights_in_sort_as_they_do_in_words(rated_sort: Path, tmp_path: Path) -> None:
     """A list with weights, on the command line, in Python and in config.json; every part is measured by its name."""
     (tmp_path / "mine.py").write_text("def first(prompt, response):\n    return response[0] / response[1]\n")
@@ -157,6 +158,7 @@ def test_the_kl_is_taken_off_the_learned_reward(rated_sort: Path) -> None:
     torch.testing.assert_close(credited.reward[..., 0], torch.full((3, 2), -0.125))
 
 
+@pytest.mark.long
 def test_a_reward_model_starts_from_a_policy_or_from_another(rated_sort: Path, tmp_path: Path) -> None:
     ascent.train("sort", algorithm="sft", steps=2, out=tmp_path / "sft", **SMALL)
     more = {"algorithm": "reward-model", "steps": 1, "lr": 1e-9}
@@ -227,6 +229,7 @@ def rated_words(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> 
     return folder / "rewards"
 
 
+@pytest.mark.long
 def test_a_rating_is_the_head_on_the_last_hidden_state_of_the_plain_model(rated_words: Path) -> None:
     rater = load_reward_model(rated_words)
     chat = [{"role": "user", "content": "2 + 3 ="}]
@@ -294,6 +297,7 @@ def test_a_reward_model_is_not_exported_as_a_policy(rated_words: Path, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_reward_model_of_language_resumes_to_the_same_bits(rated_words: Path, tmp_path: Path) -> None:
     import shutil
 

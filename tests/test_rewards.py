@@ -518,6 +518,7 @@ def test_the_self_test_sees_a_task_that_cannot_be_won(tmp_path: Path) -> None:
     assert any("a right response does not pass" in line for line in report.lines())
 
 
+@pytest.mark.long
 def test_the_self_test_sees_a_reward_that_cannot_tell_right_from_wrong(own: Callable[[str], str]) -> None:
     report = self_test(Countdown(reward=(own("brief"),)), 4)
     assert any("cannot tell right from wrong" in line for line in report.lines())

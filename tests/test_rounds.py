@@ -88,6 +88,7 @@ def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
     assert first.config.seed != second.config.seed, "other prompts"
 
 
+@pytest.mark.long
 def test_the_true_reward_is_measured_and_never_trained_on(whole: Path) -> None:
     """Of the last policy's greedy answers, by hand: positions right, of two."""
     found = rounds.reopen_rounds(whole, show=False).summary()
@@ -106,6 +107,7 @@ def test_a_tenth_of_the_pairs_is_replayed(whole: Path) -> None:
     assert all(row in new[0] for row in learned[30:])
 
 
+@pytest.mark.long
 def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +277,7 @@ def test_rounds_of_words_labelled_by_a_judge(
     assert Run(tmp_path / "out/round_1/policy").metrics[-1]["reward"] is not None
 
 
+@pytest.mark.long
 def test_a_start_from_a_run(tmp_path: Path) -> None:
     import ascent
 

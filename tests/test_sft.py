@@ -133,6 +133,7 @@ def problems(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_folder: Path) -> None:
     parts = assemble(configure(f"jsonl:{problems}", settings(tiny_folder, prompts=3, samples=4, check="number")))
     before = {name: state.clone() for name, state in parts.streams.state().items()}
@@ -147,6 +148,7 @@ def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_fo
     assert all(torch.equal(before[name], state) for name, state in parts.streams.state().items())
 
 
+@pytest.mark.long
 def test_what_cannot_work_is_refused(problems: Path, tiny_folder: Path, tmp_path: Path) -> None:
     rewards = tmp_path / "mine.py"
     rewards.write_text("def always(prompt, response, answer, **columns):\n    return 1.0\n")

@@ -90,7 +90,7 @@ def test_a_public_name_has_one_home() -> None:
 
 def test_no_private_name_is_imported_from_another_module() -> None:
     for module, path in house.modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(house.parsed(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ascent"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert not private, f"{module} imports {', '.join(private)} from {node.module}"
@@ -99,7 +99,7 @@ def test_no_private_name_is_imported_from_another_module() -> None:
 def test_no_core_file_names_a_heavy_package_at_its_head() -> None:
     """Inside a function such an import is on use, and fine."""
     for name in CORE:
-        for node in ast.parse(house.modules()[name].read_text()).body:
+        for node in house.parsed(house.modules()[name].read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [n for n in names if n.split(".")[0] in HEAVY], name

@@ -79,6 +79,7 @@ CREDITS = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(CREDITS, st.integers(0, 10_000), st.booleans(), st.booleans())
 def test_every_credit_is_its_direct_sum(credit: Any, seed: int, per_token: bool, holes: bool) -> None:
     """Padding, holes, truncated responses with and without bootstrapping, outcome rewards and rewards per token."""
@@ -89,6 +90,7 @@ def test_every_credit_is_its_direct_sum(credit: Any, seed: int, per_token: bool,
     close(credit.returns(batch)[batch.mask], (expected + batch.value[..., :-1])[batch.mask])
 
 
+@pytest.mark.long
 @given(st.integers(0, 10_000), st.floats(0, 1), st.booleans(), st.booleans())
 def test_the_ends_of_lambda(seed: int, gamma: float, bootstrap: bool, per_token: bool) -> None:
     """λ = 0 is TD, λ = 1 Monte Carlo; k = 1 is TD, and k beyond every length Monte Carlo."""
@@ -230,6 +232,7 @@ def test_the_exact_v_by_hand() -> None:
     assert found.expected_reward == pytest.approx(sum(chance))
 
 
+@pytest.mark.long
 def test_values_lower_the_variance() -> None:
     found = Table(oracle_policy(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions))
     variance = {
@@ -271,6 +274,7 @@ def test_gae_is_torchrls(bootstrap: bool) -> None:
         close(returns[p, s, :length], target.squeeze(-1), 1e-6)
 
 
+@pytest.mark.long
 def test_the_clipped_loss_is_trls() -> None:
     """TRL 1.16's GRPOTrainer on the same tensors, with credit per token, token mean and no KL; loss and gradient.
 

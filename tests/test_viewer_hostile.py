@@ -170,7 +170,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "overflow": metrics("\n".join('{"step": %d, "reward": 1.5e308}' % step for step in range(2, 3000))),
     "deep": metrics('{"step": 2, "a": %s}' % DEEP),
     "bytes": metrics("\udcff\udcfe".encode("utf-8", "surrogateescape").decode("latin-1")),
-    "deep-among-many": metrics('{"step": 2}\n' * 20_000 + '{"step": 3, "a": %s}' % DEEP),
+    "deep-among-many": metrics('{"step": 2}\n' * 4_000 + '{"step": 3, "a": %s}' % DEEP),
     "deep-400": replaced("config.json", '{"task": "lecture", "loss": %s}' % ("[" * 400 + "]" * 400)),
     "byte-in-name": lambda run: written("metrics.jsonl", b'{"step": 0, "reward": 1, "\xff": 1}\n')(run),
     "byte-in-run": written("run.json", b'{"status": "finished", "result": null, "history": [], "task": "\xff"}'),
@@ -455,6 +455,7 @@ def test_a_note_that_cannot_be_read_is_not_written_over(root: Path, tmp_path: Pa
     assert "careful" in (run / "notes.json").read_text()
 
 
+@pytest.mark.long
 def test_one_run_under_two_names_is_compared_and_two_comparisons_do_not_wait_for_one_another(root: Path) -> None:
     for name, target in (("latest", "good"), ("a-first", "nan")):
         (root / name).symlink_to(root / target)
@@ -482,6 +483,7 @@ def test_lines_that_nest_deeply_are_bad_lines_and_no_crash() -> None:
     assert found.steps.tolist()[-1] == 1 and found.columns["reward"].tolist()[-1] == 2
 
 
+@pytest.mark.long
 def test_one_deep_line_among_many_is_a_bad_line_and_no_crash() -> None:
     found = parse(b'{"step": 0}\n' * 100_000 + b'{"step": 1, "x": ' + b"[" * 190_000 + b"]" * 190_000 + b"}\n")
     assert len(found.steps) == 100_000 and len(found.bad) == 1 and "line 100001" in found.bad[0]
@@ -542,6 +544,7 @@ def test_a_sign_of_life_is_one_that_changes_whatever_the_clock_there_says(tmp_pa
     assert look(1e9 - 3600, 1e9 + 65) == "running", "renewed again, by a clock that is behind"
 
 
+@pytest.mark.long
 def test_looking_whether_a_run_is_locked_does_not_keep_it_from_being_resumed(tmp_path: Path) -> None:
     stop = threading.Event()
 

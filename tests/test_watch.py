@@ -584,6 +584,7 @@ def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
     assert event["evidence"]["metrics"] == {"reward_errors": [failed.metrics[0]["reward_errors"]]}
 
 
+@pytest.mark.long
 def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2}
     run = ascent.train("sort", out=tmp_path / "run", show=False, record_rollouts="none", **SMALL, **given)

@@ -16,6 +16,7 @@ and both are summed over c with its multinomial probability.
 import itertools
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,6 +86,17 @@ class EnumeratedGroups:
     weight: Float[Tensor, "group sample token"]
     coupled: bool
 
+    @cached_property
+    def classes(self) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]]:
+        """Per class: its responses, the groups that have it, the place of one of its samples in each, and how many."""
+        found = []
+        for k in range(int(self.class_of.max()) + 1):
+            of_class = self.members == k
+            here = of_class.any(1).nonzero().flatten()
+            one = here, of_class[here].long().argmax(1)
+            found.append(((self.class_of == k).nonzero().flatten(), here, one, of_class[here].sum(1).to(self.weight)))
+        return found
+
 
 def estimate(
     table: Table,
@@ -107,13 +119,8 @@ def estimate(
     outputs = table.outputs(algorithm.outputs)
     total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
     scatter = groups.weight.new_zeros(len(groups.chance))
-    for k in range(int(groups.class_of.max()) + 1):
-        count = (groups.members == k).sum(1)
-        here = count.nonzero().flatten()
-        one = here, (groups.members[here] == k).long().argmax(1)
-        members = (groups.class_of == k).nonzero().flatten()
+    for members, here, one, n in groups.classes:
         A, B = class_moments(table, algorithm, batch, outputs, members, groups.credit[one], groups.weight[one])
-        n = count[here].to(total.dtype)
         total[here] += n[:, None] * A
         scatter[here] += n * (B - (A**2).sum(-1))
     mean = groups.chance @ total
