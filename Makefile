@@ -30,7 +30,8 @@ browser:
 smollm2: setup
 	@$(BIN)/python tools/smollm2.py
 
-# Four workers on two cores, for those that drive a browser or start a process wait half of the time. Bytecode is kept, whatever the
+# Four workers on two cores, for those that drive a browser or start a process wait half of the time. They are forks of one
+# process that has the libraries loaded (tests/forked_workers.py). Bytecode is kept, whatever the
 # environment says: the tests start many processes, and each would have to compile the package again.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist worksteal
 
@@ -38,11 +39,11 @@ test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
 	$(TESTS) -n 4
 
+# Types are checked while the tests load the libraries on the other core.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(TESTS) -n 2 -m "not slow and not long"
+	@$(BIN)/mypy & types=$$!; $(TESTS) -n 2 -m "not slow and not long"; tests=$$?; wait $$types && exit $$tests
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -119,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16 products of its own
         for shape in shapes:
             own = GPU_SHAPES.get(shape, ON_CPU) | {"max_position_embeddings": 512, "kind": "Llama"}
+            own |= {"num_hidden_layers": 1, "vocab_size": 64} if shape == "smoke" else {}
             model = options.model or random_model(Path(folder) / shape, own, device)
             for name in ROWS:
                 found[f"{name} {shape}"] = measure(name, model, SIZES[shape], own["vocab_size"], device)

@@ -497,7 +497,7 @@ def test_a_task_of_ones_own_is_graded_in_processes_and_comes_back(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize(
     "task",
-    [Countdown(), ReasoningGym(source="chain_sum"), ReasoningGym(source="sudoku")],
+    [Countdown(), *(ReasoningGym(source=source, reward_workers=1) for source in ("chain_sum", "sudoku"))],
     ids=lambda t: type(t).__name__,
 )
 def test_right_responses_pass_the_self_test_and_corrupted_ones_do_not(task: Any) -> None:
