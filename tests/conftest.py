@@ -204,6 +204,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
     if not config.option.file_or_dir:
         load_everything()
+    config.get_terminal_writer().flush()  # what waits to be written would be written by every fork
     fork_workers(len(specs))
 
 
