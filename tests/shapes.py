@@ -12,6 +12,7 @@ from typing import Any
 
 import jaxtyping
 from beartype import beartype
+from beartype.roar import BeartypeCallHintViolation
 from jaxtyping._storage import pop_shape_memo, push_shape_memo, shape_str
 
 
@@ -52,10 +53,8 @@ def checked_call(function: Callable[..., Any]) -> Callable[..., Any]:
         sizes = push_shape_memo({})
         try:
             return checked(*args, **kwargs)
-        except Exception as error:
-            if shape_str(sizes):
-                error.add_note(shape_str(sizes))
-            raise
+        except BeartypeCallHintViolation as error:
+            raise jaxtyping.TypeCheckError(f"{error}\n{shape_str(sizes)}") from None
         finally:
             pop_shape_memo()
 
