@@ -32,7 +32,7 @@ from ascent.policies.causal_lm import lora_settings, name_model
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
 from ascent.tasks.files import load_python
-from ascent.tasks.objects import find_object, name_class, names_in
+from ascent.tasks.objects import find_object, label_of, name_class, names_in
 from ascent.tasks.reward_sources import name_rewards
 from ascent.tasks.text.given import given_task, name_rows
 
@@ -409,7 +409,9 @@ def spell(choice: Any, every: bool = False) -> str:
     """clipped(low=0.2, high=0.28): the name and the fields that differ from their defaults, or every field."""
     values = {f.name: getattr(choice, f.name) for f in fields(choice) if every or getattr(choice, f.name) != f.default}
     shown = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
-    return name_of(choice) + (f"({', '.join(shown)})" if shown else "")
+    name = name_of(choice)
+    name = label_of(name) if name.startswith("object:") else name
+    return name + (f"({', '.join(shown)})" if shown else "")
 
 
 def row_label(algorithm: Algorithm) -> str:

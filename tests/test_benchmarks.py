@@ -49,6 +49,7 @@ SMALL = (
     "lab_overlay",
     "lab_large",
     "attacks",
+    "first_minutes",
 )
 ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "update_gpu", "scaling_gpu", "mismatch", "learn")
 NAMES = SMALL + LANGUAGE + ON_GPU
@@ -168,6 +169,12 @@ def test_the_learned_ones_run(
         assert closing["ceiling"] == pytest.approx(0.7, abs=0.03)
     else:
         assert (closing["labels_sft"], closing["labels_dpo"], closing["labels_grpo"]) == (64, 64, 512)
+
+
+@pytest.mark.slow
+def test_the_first_minutes_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("first_minutes", capsys, "--smoke")
+    assert closing["ok"] and closing["value"] < closing["peer"] and closing["seconds"].keys() == {"ascent"}
 
 
 @pytest.mark.slow

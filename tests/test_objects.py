@@ -259,6 +259,7 @@ def test_missing_values_of_a_frame_are_none() -> None:
         ((row for row in ROWS), "can be read only once"),
         ({"prompt": ["a"]}, "give a task by its name"),
         (3, "give a task by its name"),
+        (lambda response: 1.0, "a function that makes rows takes no argument. A reward goes to reward="),
         ([{"question": "?"}], "has no column prompt; there are: question. Set --prompt-column"),
         (ROWS, "has no column answer; there are: prompt, level"),
         (ROWS[:1], "has no column answer"),

@@ -6,6 +6,7 @@ on. The step alone says where in the stream a run is, so a resume reads up to th
 """
 
 import hashlib
+import inspect
 import itertools
 import json
 from collections import deque
@@ -56,6 +57,8 @@ def name_rows(setting: str, rows: Any) -> str:
             "the function that makes it, without calling it, or a list"
         )
     if callable(rows) or not hasattr(rows, "__len__"):
+        if callable(rows) and _needs_arguments(rows):
+            refuse(f"{setting} is {rows!r:.60}: a function that makes rows takes no argument. A reward goes to reward=")
         stream = Stream(rows)
         first = hashlib.sha256("\n".join(map(_line, itertools.islice(stream, _FIRST))).encode()).hexdigest()
         about = objects.describe(rows)
@@ -66,6 +69,14 @@ def name_rows(setting: str, rows: Any) -> str:
     columns = list(dict.fromkeys(column for row in read for column in row))
     about = {"name": setting, "rows": len(read), "columns": columns, "hash": _digest(map(_line, read))}
     return objects.name_object(setting, read, about)
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return True
+    return False
 
 
 def as_dicts(rows: Any, setting: str) -> Iterator[dict[str, Any]]:
