@@ -1,22 +1,34 @@
 # Everything runs from a virtual environment in .venv, installed from constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: setup demo lab smollm2 browser test check clean
 
-setup: $(STAMP)
+# The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
+setup: .venv/.installed
 
-$(STAMP): pyproject.toml constraints.txt
+.venv/.python:
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Ascent needs Python 3.11 or newer: make setup PYTHON=python3.11"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $(STAMP)
+	@touch $@
 
-demo: setup
+.venv/.core: pyproject.toml constraints.txt | .venv/.python
+	$(INSTALL) .
+	@touch $@
+
+.venv/.lab: pyproject.toml constraints.txt | .venv/.python
+	$(INSTALL) '.[lab]'
+	@touch .venv/.core $@
+
+.venv/.installed: pyproject.toml constraints.txt | .venv/.python
+	$(INSTALL) '.[dev]'
+	@touch .venv/.core .venv/.lab $@
+
+demo: .venv/.core
 	@$(BIN)/ascent demo
 
-lab: setup
+lab: .venv/.lab
 	@$(BIN)/ascent lab
 
 # The browser for the tests of the lab. As root on Debian this installs it; elsewhere it prints what to type.
