@@ -400,6 +400,7 @@ def test_steps_that_are_none_are_refused(row: dict[str, Any], words: str, tmp_pa
         assemble(configure(f"steps:{file}", {**SMALL, "policy.model": str(tiny_folder)}))
 
 
+@pytest.mark.long
 def test_what_is_no_process_reward_is_refused(trained: Path, scorer: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trained something else"):
         Sort(reward=f"process:{trained / 'policy'}")
