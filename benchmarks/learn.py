@@ -100,7 +100,7 @@ def ours(model: str, seconds: float, steps: int | None, more: dict[str, Any]) ->
             print(f"note: {note}", flush=True)
         evaluate, curve = parts.evaluator(), Curve(seconds, steps)
         curve.note(evaluate())  # type: ignore[arg-type]
-        train(parts.config, parts.task, parts.sampler, parts.learner, curve, parts.streams, evaluate)
+        list(train(parts.config, parts.task, parts.sampler, parts.learner, curve, parts.streams, evaluate))
         return curve.points
     finally:
         parts.close()

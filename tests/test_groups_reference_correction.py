@@ -152,7 +152,7 @@ def run(config: Config, seed: int = 0, sampler_class: type = SmallSampler) -> tu
     learner = learner_of(policy, config.algorithm, config.micro_batch)
     sampler = sampler_class(policy, config.temperature, streams.sampling)
     records = NoRecords()
-    train(config, config.task, sampler, learner, records, streams, dict)
+    list(train(config, config.task, sampler, learner, records, streams, dict))
     return records, learner
 
 
@@ -460,7 +460,7 @@ def test_a_stale_sampler_is_measured() -> None:
             self.version = version
 
     records = NoRecords()
-    train(config, config.task, Stale(stale, 1.0, streams.sampling), learner, records, streams, dict)
+    list(train(config, config.task, Stale(stale, 1.0, streams.sampling), learner, records, streams, dict))
     assert records.metrics[0]["sampling/sampling_logp_difference/mean"] > 0.05
     assert records.metrics[0]["sampling/effective_sample_size"] < 0.999
     assert records.metrics[0]["sampling/kl"] > 0
@@ -473,7 +473,9 @@ def test_needs_that_nobody_fills_are_refused() -> None:
     learner = learner_of(policy, config.algorithm)
     learner.fills = frozenset()
     with pytest.raises(Refused, match="need score_norm"):
-        train(config, config.task, SmallSampler(policy, 1.0, streams.sampling), learner, NoRecords(), streams, dict)
+        list(
+            train(config, config.task, SmallSampler(policy, 1.0, streams.sampling), learner, NoRecords(), streams, dict)
+        )
 
 
 def test_groups_choice_is_replaceable() -> None:

@@ -552,7 +552,7 @@ def steps(begin: int, saved: tuple[Any, Any, Any] | None, forget: str) -> tuple[
         }
     sampler = SmallSampler(policy, config.temperature, streams.sampling)
     memory = Memory()
-    train(config, config.task, sampler, learner, memory, streams, dict, begin, state)
+    list(train(config, config.task, sampler, learner, memory, streams, dict, begin, state))
     return memory, [p.detach().clone() for p in learner.trainable()]
 
 
