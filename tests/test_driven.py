@@ -119,6 +119,10 @@ def test_a_run_gives_frames_pictures_and_completions(whole: ascent.Run, tmp_path
     assert whole.completions() == whole.rollouts(5) and whole.completions(0) == whole.rollouts(0)
     assert ascent.sample(whole, ["1 0 2"]), "a run stands for its folder"
     assert ascent.resume(whole).folder == whole.folder
+    asked = whole.sample("1 0 2", count=3, seed=1)
+    rows = ascent.sample(whole, ["1 0 2"], count=3, seed=1)
+    assert [row["response"] for row in asked] == [row["response"] for row in rows], "the same draws"
+    assert len(whole.sample(["1 0 2", "0 0 1"], greedy=True)) == 2 and "reward" not in asked._repr_html_()
     html = whole._repr_html_()
     assert html.count("<svg") >= 2 and "finished" in html and "<script" not in html
 

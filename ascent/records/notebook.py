@@ -44,23 +44,29 @@ class Completions(list[dict[str, Any]]):
         return responses_table(self[:SHOWN]) + (f"<p>… and {len(self) - SHOWN} more</p>" if len(self) > SHOWN else "")
 
     def __repr__(self) -> str:
-        lines = [f"{row.get('reward') or 0:8.3f}  {_words(row, 'response')!r:.100}" for row in self[:SHOWN]]
+        lines = [f"{_number(row.get('reward')):>8}  {_words(row, 'response')!r:.100}" for row in self[:SHOWN]]
         return "\n".join([f"{len(self)} responses", *lines])
 
 
 def responses_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Prompts, responses, rewards and reasons."""
+    """Prompts and responses, with rewards and reasons where there are any."""
+    if not any("reward" in row for row in rows):
+        return html_table([("prompt", "response"), *((_words(row, "prompt"), _words(row, "response")) for row in rows)])
     head = ("prompt", "response", "reward", "why")
     cells = [
         (
             _words(row, "prompt"),
             _words(row, "response"),
-            f"{row.get('reward') or 0:.3f}",
+            _number(row.get("reward")),
             _words(row, "reason") if row.get("reason") else "",
         )
         for row in rows
     ]
     return html_table([head, *cells])
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "·"
 
 
 def _words(row: Mapping[str, Any], name: str) -> str:

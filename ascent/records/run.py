@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -143,6 +143,18 @@ class Run:
         if step is None and not recorded:
             raise Refused(f"{self.folder}: no responses were recorded (--record-rollouts)")
         return Completions(self.rollouts(recorded[-1] if step is None else step))
+
+    def sample(self, prompts: str | Sequence[str], count: int = 1, greedy: bool = False, seed: int = 0) -> Completions:
+        """How the newest policy answers prompts, asked as in training. `ascent.sample(run, …)` has more options."""
+        path, config = self.checkpoint(), self.config
+        backend, policy = backend_of(config), load_policy(config, path)
+        task = backend.bind(config.task, policy, {})
+        typed, words = task.read_prompts([prompts] if isinstance(prompts, str) else prompts, False)
+        sampler = backend.answering_sampler(config, policy, typed, seed, checkpoint.step_of(path))
+        drawn = sampler.generate(typed, count, greedy)
+        rows = [(p, s) for p in range(len(words)) for s in range(count)]
+        texts = [task.words(drawn.response[p, s][drawn.mask[p, s]].tolist()) for p, s in rows]
+        return Completions({"prompt": words[p], "response": text} for (p, _), text in zip(rows, texts, strict=True))
 
     @property
     def updates(self) -> list[dict[str, Any]]:
