@@ -57,7 +57,7 @@ def model_of(shape: dict[str, Any], device: str) -> LanguageModel:
     import transformers
 
     own = {k: v for k, v in shape.items() if k not in ("kind", "samples", "peer", "target")}
-    more = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 2}
+    more = {"max_position_embeddings": 16_384, "bos_token_id": None, "eos_token_id": 2}
     config = getattr(transformers, f"{shape['kind']}Config")(**own, **more)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -130,7 +130,7 @@ def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     shape, device = SHAPES[name], "cpu" if options.smoke else "cuda"
-    count, tokens, lengths = (4, 8, (5, 9)) if options.smoke else (PROMPTS, TOKENS, (50, 70))
+    count, tokens, lengths = (4, 8, (5, 9)) if options.smoke else (PROMPTS, options.tokens, (50, 70))
     shape = shape | SMOKE if options.smoke else shape
     samples = 2 if options.smoke else shape["samples"]
     lm = model_of(shape, device)
@@ -172,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="new tokens of every response")
     parser.add_argument("--profile", action="store_true", help="print where the time of a step goes, by kernel")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
     options = parser.parse_args(argv)

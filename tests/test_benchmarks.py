@@ -24,7 +24,7 @@ from tests.processes import Here
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "memory_cpu", "critic_memory")
+LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "ragged_cpu", "memory_cpu", "critic_memory")
 SMALL = (
     "lecture_logs",
     "lecture_solve",
@@ -51,7 +51,7 @@ SMALL = (
     "attacks",
     "first_minutes",
 )
-ON_GPU = ("rollouts_gpu", "step_gpu", "memory_gpu", "update_gpu", "scaling_gpu", "mismatch", "learn")
+ON_GPU = ("rollouts_gpu", "ragged_gpu", "step_gpu", "memory_gpu", "update_gpu", "scaling_gpu", "mismatch", "learn")
 NAMES = SMALL + LANGUAGE + ON_GPU
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 

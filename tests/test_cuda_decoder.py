@@ -22,7 +22,7 @@ from ascent.engines.language.sampling import cuda, step
 from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.engines.language.sampling.step import DONE, LENGTH, Board, Llama, Turn, Unlike
+from ascent.engines.language.sampling.step import DONE, LENGTH, PAGE, Board, Llama, Turn, Unlike
 from ascent.policies import LanguageModel
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 
@@ -203,17 +203,32 @@ def test_a_half_with_biases_is_not_joined() -> None:
 
 
 def busy(dtype: torch.dtype = torch.float64, device: str = "cpu", channel: int = 16) -> Board:
-    """Six lanes at all sorts of lengths, on three prompts of 0, 70 and 33 keys; the last has finished."""
-    made = Board.empty(1, 2, channel, 6, 3, 80, 100, torch.zeros((), dtype=dtype, device=device))
+    """Six lanes at all sorts of lengths, on prompts of 0, 70 and 33 keys, on pages anywhere; the last has finished."""
+    made = Board.empty(1, 2, channel, 6, 40, 4, 100, torch.zeros((), dtype=dtype, device=device))
     generator = torch.Generator().manual_seed(1)
-    for cache in (*made.prompts[0], *made.own[0]):
+    for cache in made.cache.layers[0]:
         cache.copy_(torch.randn(cache.shape, generator=generator, dtype=torch.float64))
-    made.prompt_length.copy_(torch.tensor([0, 70, 33]))
-    made.state[:, :6] = torch.tensor(
-        [[0, 1, 2, 0, 1, 2], [0, 0, 5, 64, 99, 70], [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71]]
-    )
+    known, length = [0, 70, 33, 0, 70, 33], [0, 0, 5, 64, 99, 70]
+    made.state[:, :6] = torch.tensor([known, length, [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71]])
+    pages = torch.randperm(40, generator=generator).tolist()
+    prompts = {keys: [pages.pop() for _ in range(-(-keys // PAGE))] for keys in (0, 70, 33)}
+    for lane in range(6):
+        own = [pages.pop() for _ in range(length[lane] // PAGE + 1)]
+        table = [*prompts[known[lane]], *own]
+        made.table[lane, : len(table)] = torch.tensor(table, dtype=torch.int32)
     made.lanes.copy_(torch.tensor([3, 1, 2, 0, 4, 5]))
     return made
+
+
+def held(board: Board, lane: int) -> list[tuple[Tensor, Tensor]]:
+    """By head, the keys and values that a lane sees, but for its newest token's."""
+    known, length = board.state[:2, lane].tolist()
+    before = -(-known // PAGE)
+    table = board.table[lane].tolist()
+    places = [(table[n // PAGE], n % PAGE) for n in range(known)]
+    places += [(table[before + n // PAGE], n % PAGE) for n in range(length)]
+    pages, offsets = [p for p, _ in places], [o for _, o in places]
+    return [tuple(x[pages, head, offsets] for x in board.cache.layers[0]) for head in range(2)]  # type: ignore[misc]
 
 
 def random_turn(dtype: torch.dtype, device: str, normed: bool, channel: int = 16) -> Turn:
@@ -229,8 +244,7 @@ def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None
     made, turn, qkv = busy(), random_turn(torch.float64, "cpu", normed), torch.randn(6, 8 * 16, dtype=torch.float64)
     out = step.attend(qkv, turn, made, 0)
     for row, lane in enumerate(made.lanes.tolist()):
-        slot, length = made.state[:2, lane].tolist()
-        known = int(made.prompt_length[slot])
+        known, length = made.state[:2, lane].tolist()
         for head in range(4):
             q, k, v = (qkv[row].view(8, 16)[i] for i in (head, 4 + head // 2, 6 + head // 2))
             if turn.norms is not None:
@@ -241,12 +255,12 @@ def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None
                 for x in (q, k)
             )
             keys, values = (
-                torch.cat([p[slot, head // 2, :known], o[lane, head // 2, :length], new[None]])
-                for p, o, new in zip(made.prompts[0], made.own[0], (k, v), strict=True)
+                torch.cat([x, new[None]]) for x, new in zip(held(made, lane)[head // 2], (k, v), strict=True)
             )
             want = torch.softmax(0.3 * keys @ q, 0) @ values
             assert (out[row].view(4, 16)[head] - want).abs().max() < 1e-12
-            assert torch.allclose(made.own[0][0][lane, head // 2, length], k)
+            page = made.table[lane, -(-known // PAGE) + length // PAGE]
+            assert torch.allclose(made.cache.layers[0][0][page, head // 2, length % PAGE], k)
 
 
 def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
@@ -297,12 +311,14 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
     both = torch.randn(5, 3000).to(DEVICE, dtype)
     near(kernels.gated(both), step.gated(both))
     for normed, repeat in ((False, 3), (True, 1), (True, 6)):
-        mine, plain = busy(dtype, DEVICE, 32), busy(dtype, DEVICE, 32)
-        turn = random_turn(dtype, DEVICE, normed, 32)
-        qkv = torch.randn(6, (2 * repeat + 4) * 32).to(DEVICE, dtype)
-        near(kernels.attend(qkv, turn, mine, 0), step.attend(qkv, turn, plain, 0))
-        near(mine.own[0][0], plain.own[0][0])
-        assert torch.equal(mine.own[0][1], plain.own[0][1])
+        for splits, chunk in ((1, PAGE), (4, PAGE), (2, 2 * PAGE), (16, 192)):
+            mine, plain = busy(dtype, DEVICE, 32), busy(dtype, DEVICE, 32)
+            mine.chunk.fill_(chunk)
+            turn = random_turn(dtype, DEVICE, normed, 32)
+            qkv = torch.randn(6, (2 * repeat + 4) * 32).to(DEVICE, dtype)
+            near(kernels.attend(qkv, turn, mine, 0, splits), step.attend(qkv, turn, plain, 0))
+            for got, want in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
+                near(got, want)
 
 
 @needs_triton

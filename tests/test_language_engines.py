@@ -209,20 +209,6 @@ def test_both_decoders_draw_the_same(kind: str) -> None:
     assert (found[0].logp_sampler - found[1].logp_sampler).abs().max() < 5e-6
 
 
-@pytest.mark.long
-def test_a_long_response_outgrows_its_first_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ascent.engines.language.sampling import sampler
-
-    lm = model_of()
-    lm.ends = frozenset({-5})
-    want = sampler_of(lm, limit=40).generate(Prompts.of(prompts_of()), 2)
-    monkeypatch.setattr(sampler, "BLOCK", 3)
-    got = sampler_of(lm, limit=40).generate(Prompts.of(prompts_of()), 2)
-    assert torch.equal(got.response, want.response)
-    assert bool(want.truncated.all())
-    assert want.mask.shape[-1] == 40
-
-
 @pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.6}])
 def test_log_probs_of_sampler_and_learner_agree(cut: dict[str, float]) -> None:
     """Over the full vocabulary, at the sampling temperature, whatever was cut from the support."""

@@ -104,6 +104,7 @@ class Forced:
         self.logits: dict[tuple[int, int], Tensor] = {}
         """By response and token."""
         self.length = [0] * len(self.tokens)
+        self.queue: dict[int, list[int]] = {}
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         token = []

@@ -13,13 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ascent.engines.language.sampling import step as formulas
+from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.draw import Support
-from ascent.engines.language.sampling.step import DONE, ENDS, LAST, LENGTH, SEED, SLOT, Board, Pair, Turn
+from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, SEED, Board, Turn
 
 BLOCK = 256
 """Logits whose sum is kept: draw.py looks first for the block and then for the token in it."""
 TILE = 4096
 """Logits that one program of `_measure` reads."""
+MANY = 1000
+"""Programs of the attention that fill the card with one warp each, if a key is short."""
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
@@ -67,77 +70,139 @@ def _gated(both, out, width, BLOCK: tl.constexpr):
 # ---- attention ------------------------------------------------------------------------------------
 
 
-def attend(qkv: Tensor, turn: Turn, board: Board, layer: int) -> Tensor:
+def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -> Tensor:
     rows, channel = qkv.shape[0], turn.cos.shape[1]
-    own_k, own_v = board.own[layer]
-    prompt_k, prompt_v = board.prompts[layer]
-    shared = own_k.shape[1]
+    keys, values = board.cache.layers[layer]
+    shared = keys.shape[1]
     heads = qkv.shape[1] // channel - 2 * shared
     q_weight, k_weight, eps = turn.norms or (qkv, qkv, 0.0)
     out = qkv.new_empty(rows, heads * channel)
-    many = rows * shared >= 400  # small programs fill the card; a few have to be large
-    _attend[(rows, shared)](
-        *(qkv, out, turn.cos, turn.sin, q_weight, k_weight, prompt_k, prompt_v, own_k, own_v),
-        *(board.state, board.lanes, board.prompt_length, eps, turn.scale * 1.4426950408889634),
-        *(board.state.shape[1], prompt_k.shape[2], own_k.shape[2]),
+    parts, sums = out, out
+    if splits > 1:
+        parts = torch.empty(rows, heads, splits, channel, device=qkv.device)
+        sums = torch.empty(rows, heads, splits, 2, device=qkv.device)
+    small = splits == 1 and channel <= 64 and rows * shared >= MANY
+    _attend[(rows, shared, splits)](
+        *(qkv, out, parts, sums, turn.cos, turn.sin, q_weight, k_weight, keys, values),
+        *(board.state, board.lanes, board.table, board.chunk, board.arrived),
+        *(board.state.shape[1], board.table.shape[1], eps, turn.scale * 1.4426950408889634),
         SHARED=shared,
         REPEAT=heads // shared,
         ROWS=max(16, triton.next_power_of_2(heads // shared)),
         D=channel,
-        KEYS=32 if many else 64,
+        PAGE=PAGE,
+        SPLITS=splits,
+        KNOWN=KNOWN,
+        LENGTH=LENGTH,
         NORMED=turn.norms is not None,
-        S=SLOT,
-        L=LENGTH,
-        num_warps=1 if many else 4,
-        num_stages=3,
+        **({"num_warps": 1, "num_stages": 2} if small else {"num_warps": 4, "num_stages": 3}),
     )
     return out
 
 
 @triton.jit
 def _attend(
-    qkv, out, cos, sin, q_weight, k_weight, prompt_k, prompt_v, own_k, own_v, state, lanes, prompt_length, eps, scale,
-    lane_count, prompt_room, own_room,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
-    NORMED: tl.constexpr, S: tl.constexpr, L: tl.constexpr,
+    qkv, out, parts, sums, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, chunk, arrived,
+    lane_count, width, eps, scale,
+    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and key-value head, for all the query heads that share it; the softmax runs along the keys."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """One program per row, key-value head and part of the row, for all the query heads that share the key-value head.
+
+    The softmax runs along the pages. Places count from the first page on: a prompt's last page may be half empty, and
+    own tokens begin on a page of their own. The last part of a row also has its new token. Of a row in several parts,
+    the program that is done last joins them.
+    """
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane = tl.load(lanes + row)
-    slot, length = tl.load(state + S * lane_count + lane), tl.load(state + L * lane_count + lane).to(tl.int32)
-    known = tl.load(prompt_length + slot).to(tl.int32)
+    known = tl.load(state + KNOWN * lane_count + lane).to(tl.int32)
+    length = tl.load(state + LENGTH * lane_count + lane).to(tl.int32)
+    own = (known + PAGE - 1) // PAGE * PAGE
+    begin, end, last, count = 0, own + length, True, 1
+    if SPLITS > 1:
+        size = tl.load(chunk)
+        count = tl.maximum((end + size - 1) // size, 1)
+        if part >= count:
+            return
+        begin, last = part * size, part == count - 1
+        end = tl.minimum(end, begin + size)
     c, r = tl.arange(0, D), tl.arange(0, ROWS)
     position = known + length
     turn_cos, turn_sin = tl.load(cos + position * D + c).to(tl.float32), tl.load(sin + position * D + c).to(tl.float32)
     line = qkv + row * (SHARED * REPEAT + 2 * SHARED) * D
     q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, NORMED)
-    one = tl.arange(0, 1)
-    new = line + (SHARED * REPEAT + head + one) * D
-    k = _rotated(new, one < 1, k_weight, eps, turn_cos, turn_sin, D, NORMED)
-    v = tl.load(new[:, None] + SHARED * D + c[None, :])
-    own = (lane * SHARED + head) * own_room * D
-    put = own + length * D + c[None, :] + one[:, None]
-    tl.store(own_k + put, k)
-    tl.store(own_v + put, v)
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-    total = tl.full((ROWS,), 1.0, tl.float32)
-    mixed = tl.zeros((ROWS, D), tl.float32) + v.to(tl.float32)
-    past = (slot * SHARED + head) * prompt_room * D
-    for start in range(0, position, KEYS):  # a softmax in powers of 2: its largest score, its sum, the mixed values
-        n = start + tl.arange(0, KEYS)
-        inside, of_prompt = n < position, (n < known)[:, None]
-        before, after = past + n[:, None] * D + c[None, :], own + (n - known)[:, None] * D + c[None, :]
-        keys = tl.load(tl.where(of_prompt, prompt_k + before, own_k + after), inside[:, None], other=0.0)
-        values = tl.load(tl.where(of_prompt, prompt_v + before, own_v + after), inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    pages = table + lane * width
+    top, total, mixed = _nothing(ROWS, D)
+    if last:
+        new = line + (SHARED * REPEAT + head) * D
+        k = _rotated(new + tl.arange(0, 1), tl.arange(0, 1) < 1, k_weight, eps, turn_cos, turn_sin, D, NORMED)
+        v = tl.load(new + SHARED * D + c)[None, :]
+        page = tl.load(pages + (own + length) // PAGE).to(tl.int64)
+        put = ((page * SHARED + head) * PAGE + length % PAGE) * D + c[None, :]
+        tl.store(keys + put, k)
+        tl.store(values + put, v)
+        top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        total += 1.0
+        mixed += v.to(tl.float32)
+    seen = (pages, keys, values, begin, end, known, own, head, scale)
+    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, PAGE)
+    mine, inside = (row * SHARED + head) * REPEAT + r, r < REPEAT
+    if SPLITS > 1:  # noqa: SIM102 (the first is decided when this is compiled)
+        if count > 1:
+            at = mine * SPLITS + part
+            tl.store(parts + at[:, None] * D + c[None, :], mixed, inside[:, None])
+            tl.store(sums + at * 2, top, inside)
+            tl.store(sums + at * 2 + 1, total, inside)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + row * SHARED + head, 1) < count - 1:
+                return
+            tl.store(arrived + row * SHARED + head, 0)
+            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, ROWS, D)
+    tl.store(out + mine[:, None] * D + c[None, :], (mixed / total[:, None]).to(q.dtype), inside[:, None])
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, D: tl.constexpr):
+    """A softmax over no keys: its largest score, its sum, the mixed values."""
+    return tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+
+
+@triton.jit
+def _joined(parts, sums, first, inside, count, ROWS: tl.constexpr, D: tl.constexpr):
+    """The parts of a row, weighed by their sums."""
+    c = tl.arange(0, D)
+    top, total, mixed = _nothing(ROWS, D)
+    for part in range(0, count):
+        top = tl.maximum(top, tl.load(sums + (first + part) * 2, inside, other=-1e30, cache_modifier=".cg"))
+    for part in range(0, count):
+        at = first + part
+        by = tl.exp2(tl.load(sums + at * 2, inside, other=-1e30, cache_modifier=".cg") - top)
+        total += by * tl.load(sums + at * 2 + 1, inside, other=0.0, cache_modifier=".cg")
+        mine = tl.load(parts + at[:, None] * D + c[None, :], inside[:, None], other=0.0, cache_modifier=".cg")
+        mixed += by[:, None] * mine
+    return total, mixed
+
+
+@triton.jit
+def _along(q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """A softmax in powers of 2, continued along the pages."""
+    pages, keys, values, begin, end, known, own, head, scale = seen
+    c = tl.arange(0, D)
+    for start in range(begin, end, PAGE):
+        n = start + tl.arange(0, PAGE)
+        inside = tl.where(n < own, n < known, n < end)
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        at = ((page * SHARED + head) * PAGE + n - start)[:, None] * D + c[None, :]
+        k = tl.load(keys + at, inside[:, None], other=0.0)
+        v = tl.load(values + at, inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         now = tl.maximum(top, tl.max(scores, 1))
         p, faded = tl.exp2(scores - now[:, None]), tl.exp2(top - now)
-        mixed = mixed * faded[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        mixed = mixed * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * faded + tl.sum(p, 1)
         top = now
-    to = out + row * SHARED * REPEAT * D + ((head * REPEAT + r) * D)[:, None] + c[None, :]
-    tl.store(to, (mixed / total[:, None]).to(q.dtype), (r < REPEAT)[:, None])
+    return top, total, mixed
 
 
 @triton.jit

@@ -10,9 +10,7 @@ step as every other, and a prompt is encoded without its last token.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,19 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.engines.language.attention import ours, send
+from ascent.engines.language.attention import Group, Packed, ours, send
 from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.sampling import step as formulas
+from ascent.engines.language.sampling.cache import Pair, Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.step import DONE, ENDS, LAST, LENGTH, Board, Llama, Pair, Unlike
+from ascent.engines.language.sampling.pages import Pages, Row, Schedule
+from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Llama, Unlike
 from ascent.policies.causal_lm import LanguageModel
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that graphs are captured for, besides all rows."""
 SHARE = 0.25
-"""Of the free memory, what the responses' own caches may take: they stay there while the learner works."""
-ENCODED = 16_384
-"""Prompt tokens in one forward pass, about."""
+"""Of the free memory, what the pages may take: they stay there while the learner works."""
+TOGETHER = 16
+"""Prompts that are encoded together: a forward pass over one takes as long."""
+LONG, CHUNK = 512, 256
+"""Keys from which on rows may be split, and the fewest keys in a part."""
+FEW, UNEVEN = 256, 1.5
+"""They are split where there are fewer programs than this, or where the longest is this many times the mean."""
+PARTS = (8, 16)
+"""The most parts of a row, where there are many rows and where there are few."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -73,59 +79,65 @@ class GraphDecoder:
         """There from the first `prepare` on."""
         self.graphs: dict[Any, Callable[[], None]] = {}
         self.lanes_now: list[int] = []
-        self.rooms: dict[tuple[int, int], int] = {}
+        self.chunk_now = 0
+        self.rooms: dict[int, int] = {}
 
-    def __call__(self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn) -> Run:
-        rows = self._room(min(rows, len(prompts) * samples), drawn.limit)
-        slots = min(len(prompts), 4 * -(-rows // samples) + 1)  # a group keeps its slot until its longest response ends
-        self.prepare(rows, slots, max(map(len, prompts)) - 1, drawn.limit)
+    def __call__(
+        self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
+    ) -> Run:
+        rows, keys = min(rows, len(prompts) * samples), [len(p) - 1 for p in prompts]
+        long, longest = -(-drawn.limit // PAGE), -(-max(keys) // PAGE)
+        slots = min(len(prompts), 4 * -(-rows // samples) + TOGETHER)  # prompts whose responses are under way
+        pages = self._pages(rows * long + slots * longest, long + longest)
+        pages = min(pages, -(-room // PAGE)) if room else pages
+        self.prepare(rows, pages, long + longest, drawn.limit)
         self.board.limit.fill_(drawn.limit)
         self.board.temperature.fill_(drawn.temperature)
         self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
-        return Run(self, prompts, samples, rows, slots, drawn)
+        schedule = Schedule(keys, samples, rows, drawn.limit, Pages(pages, PAGE), TOGETHER)
+        return Run(self, prompts, schedule, drawn)
 
-    def _room(self, rows: int, limit: int) -> int:
-        """Fewer rows where their caches would not fit; the same number for the same question."""
-        if not self.on_card or (self.board is not None and self.board.holds(rows, 0, 0, limit)):
-            return rows
-        if (rows, limit) not in self.rooms:
+    def _pages(self, wanted: int, least: int) -> int:
+        """Fewer pages where they would not fit; the same number for the same question."""
+        if not self.on_card or (self.board is not None and self.board.holds(0, wanted, 0, 0)):
+            return wanted
+        if wanted not in self.rooms:
             self.board, self.graphs = None, {}  # type: ignore[assignment]
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             net = self.net
-            lane = 2 * len(net.layers) * net.heads * limit * net.channel * net.embedding.element_size()
-            self.rooms[rows, limit] = max(1, min(rows, int(SHARE * free) // lane))
-        return self.rooms[rows, limit]
+            page = 2 * len(net.layers) * net.heads * PAGE * net.channel * net.embedding.element_size()
+            self.rooms[wanted] = max(least, min(wanted, int(SHARE * free) // page))
+        return self.rooms[wanted]
 
-    def prepare(self, rows: int, slots: int, width: int, limit: int) -> None:
+    def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""
         net = Llama.of(self.lm.model)
         if net.addresses() != self.net.addresses():
             self.graphs = {}
         self.net = net
-        if self.board is not None and self.board.holds(rows, slots, width, limit):
+        if self.board is not None and self.board.holds(rows, pages, width, limit):
             return
         if self.board is not None:
-            rows, slots, width, limit = map(max, self.board.room, (rows, slots, width, limit))
+            rows, pages, width, limit = map(max, self.board.room, (rows, pages, width, limit))
         self.board, self.graphs = None, {}  # type: ignore[assignment]
-        width = -(-max(width, 1) // 16) * 16
         like = net.embedding.detach()
-        self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, slots, width, limit, like)
-        self.tables: Pair = net.tables(width + limit)
+        self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, pages, width, limit, like)
+        self.tables: Pair = net.tables(width * PAGE)
         self.pool = torch.cuda.graph_pool_handle() if self.on_card else None
-        self.lanes_now = []
+        self.lanes_now, self.chunk_now = [], 0
 
-    def step(self, rows: int, support: Support, greedy: bool) -> None:
+    def step(self, rows: int, splits: int, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
-        hidden = self.net.hidden(self.ops, self.board, self.tables, rows)
+        hidden = self.net.hidden(self.ops, self.board, self.tables, rows, splits)
         head = self.net.head
         self.ops.draw(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
 
-    def graph(self, rows: int, support: Support, greedy: bool) -> Callable[[], None]:
+    def graph(self, rows: int, support: Support, greedy: bool, splits: int = 1) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
-        run = partial(self.step, rows, support, greedy)
+        run = partial(self.step, rows, splits, support, greedy)
         if not self.on_card:
             return run
-        key = (rows, support.min_tokens if greedy else support)
+        key = (rows, splits, support.min_tokens if greedy else support)
         if key not in self.graphs:
             self.board.lanes.fill_(self.board.rows)
             self.lanes_now = []
@@ -149,139 +161,165 @@ class GraphDecoder:
             self.lanes_now = lanes
         return rows
 
+    def split(self, keys: list[int]) -> int:
+        """Among how many programs a row is shared out, so that the longest does not keep the others waiting."""
+        longest, few = max(keys), len(keys) * self.net.heads < FEW
+        if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
+            return 1
+        parts = PARTS[few]
+        chunk = max(
+            CHUNK, -(-(longest + PAGE + ROUND) // parts // PAGE) * PAGE
+        )  # a prompt's last page may be half empty
+        if chunk != self.chunk_now:
+            self.board.chunk.fill_(chunk)
+            self.chunk_now = chunk
+        return parts
+
     def sent(self, numbers: list[Any]) -> Tensor:
         return send(torch.tensor(numbers, dtype=torch.long), self.lm.device)
-
-    def encode(self, prompts: list[list[int]], slots: list[int]) -> None:
-        """Keys and values of these prompts, without their last tokens, into these slots."""
-        self.board.prompt_length[self.sent(slots)] = self.sent([len(p) - 1 for p in prompts])
-        order = sorted((len(p) - 1, i) for i, p in enumerate(prompts) if len(p) > 1)
-        while order:
-            width = order[-1][0]
-            count = max(1, ENCODED // width)
-            part, order = [i for _, i in order[-count:]], order[:-count]
-            ids = self.sent([prompts[i][:-1] + [0] * (width + 1 - len(prompts[i])) for i in part])
-            positions = torch.arange(width, device=self.lm.device).expand(len(part), -1)
-            self.lm.hidden(ids, positions, Encoding(self.board.prompts, self.sent([slots[i] for i in part])))
 
     @torch.no_grad()
     def gap(self) -> float:
         """How far our hidden states are from the model's own on a few random tokens, relative to their size."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
-        self.prepare(2, 1, 5, 8)
+        before, own = -(-5 // PAGE), -(-8 // PAGE)
+        pages = list(range(before + 2 * own))
+        self.prepare(2, len(pages), before + own, 8)
         board, device = self.board, self.lm.device
         with ours(self.lm.model):
-            positions = torch.arange(12, device=device).expand(2, -1)
-            want = self.lm.hidden(ids.to(device), positions, Encoding([], positions))[:, 5:]
+            row, positions = Packed([Group(0, 12, ()), Group(12, 12, ())]), torch.arange(12, device=device).repeat(2)
+            want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):
-                self.encode([ids[i, :6].tolist()], [0])
+                extend(self.lm, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
+                rows = [pages[: before + own], pages[:before] + pages[before + own :]]
+                board.table[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
                 self.choose([0, 1])
                 for t in range(7):
-                    board.state[LENGTH, :2], board.state[LAST, :2] = t, ids[i, 5 + t]
+                    board.state[KNOWN, :2], board.state[LENGTH, :2], board.state[LAST, :2] = 5, t, ids[i, 5 + t]
                     got = self.net.hidden(self.ops, board, self.tables, 2)
                     apart.append((got[1] - want[i, t]).double().norm() / want[i, t].double().norm())
         self.board = None  # type: ignore[assignment]
         return float(torch.stack(apart).max())
 
 
-@dataclass
-class Encoding:
-    """The layout of a forward pass over whole prompts, padded on the right, that fills these slots."""
-
-    into: list[Pair]
-    slots: Tensor
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if self.into:
-            for cache, new in zip(self.into[layer], (k, v), strict=True):
-                cache[:, :, : new.shape[2]].index_copy_(0, self.slots, new)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-
-
 class Run:
-    """One call: which response is in which lane, which waits, and what has come out."""
+    """One call: what the schedule decides is written to the board, and what the card has drawn is read back."""
 
-    def __init__(
-        self, decoder: GraphDecoder, prompts: list[list[int]], samples: int, rows: int, slots: int, drawn: Drawn
-    ):
+    def __init__(self, decoder: GraphDecoder, prompts: list[list[int]], schedule: Schedule, drawn: Drawn):
         self.decoder, self.board, self.limit = decoder, decoder.board, drawn.limit
         self.limits: list[int] = drawn.limits.tolist()
-        self.prompts, self.samples, self.drawn = prompts, samples, drawn
-        self.seeds = [0] * (len(prompts) * samples) if drawn.seeds is None else drawn.seeds.tolist()
-        self.waiting = deque(range(len(prompts) * samples))
-        self.lane_free, self.slot_free = list(range(rows))[::-1], list(range(slots))[::-1]
-        self.slot_of: dict[int, int] = {}
-        self.left = [samples] * len(prompts)
-        """Samples of each prompt that have not finished."""
-        self.at: dict[int, int] = {}
-        """By lane, the response in it; then its steps so far, and the launches before it began or was extended."""
-        self.age: dict[int, int] = {}
+        self.prompts, self.schedule, self.drawn = prompts, schedule, drawn
+        self.seeds = [0] * (len(prompts) * schedule.samples) if drawn.seeds is None else drawn.seeds.tolist()
         self.begun: dict[int, int] = {}
+        """By response, the launches before it began or was extended."""
         self.launches = 0
+        self.flight: Callable[[], None] | None = None
+        """What to do when the steps that were launched are over."""
         self.ended: dict[int, bool] = {}
         """Of responses that could have been extended: did they end, or was there no room?"""
+        self.kept: dict[int, list[Tensor]] = {}
+        """Tokens, log-probs and masses of responses that were evicted."""
         self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
         """Responses, their lengths, and their tokens, log-probs and masses."""
 
     def __call__(self) -> None:
-        flight: Callable[[], None] | None = None
         with ours(self.decoder.lm.model):
             while True:
                 self._admit()
                 launched = self._launch()
-                if flight is not None:
-                    flight()
-                elif launched is None:
+                landed = self._land()
+                self.flight = launched
+                if launched is None and not landed and not self.schedule.waiting:
                     break
-                flight = launched
         self._collect()
 
-    def _admit(self) -> None:
-        """Waiting responses into free lanes: slot, nothing in the cache, the prompt's last token, the seed."""
-        entering: list[tuple[int, list[int]]] = []
-        while self.waiting and self.lane_free:
-            response = self.waiting[0]
-            prompt = response // self.samples
-            if prompt not in self.slot_of and not self._encode(prompt):
-                break
-            lane = self.lane_free.pop()
-            self.at[lane], self.age[lane], self.begun[lane] = self.waiting.popleft(), 0, self.launches
-            entering.append((lane, [self.slot_of[prompt], 0, self.prompts[prompt][-1], self.seeds[response], 0]))
-        if entering:
-            lanes = self.decoder.sent([lane for lane, _ in entering])
-            self.board.state[:, lanes] = self.decoder.sent([new for _, new in entering]).t()
+    def _land(self) -> bool:
+        """Wait for the steps that were launched last, if any were, and see who has finished."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight()
+        return flight is not None
 
-    def _encode(self, prompt: int) -> bool:
-        """This prompt and those behind it, as many as there are slots: a forward pass for one takes as long."""
-        new = list(range(prompt, min(prompt + len(self.slot_free), len(self.prompts))))
-        for p in new:
-            self.slot_of[p] = self.slot_free.pop()
-        if new:
-            self.decoder.encode([self.prompts[p] for p in new], [self.slot_of[p] for p in new])
-        return bool(new)
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.board.token, self.board.logp, self.board.mass
+
+    def _admit(self) -> None:
+        """Waiting responses into free lanes: their pages, the prompt's last token or their own, the seed."""
+        schedule, sent = self.schedule, self.decoder.sent
+        entering = schedule.admit(ROUND)
+        if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
+            segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
+            extend(self.decoder.lm, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
+        schedule.fresh = []
+        if not entering:
+            return
+        if back := [row for row in entering if row.length]:
+            self._encode(back, [0] * len(back), [self._restore(row) for row in back])
+        states = []
+        for row in entering:
+            self.begun[row.response] = self.launches
+            last = int(self.kept.pop(row.response)[0][-1]) if row.length else self.prompts[row.prompt][-1]
+            states.append([schedule.keys[row.prompt], row.length, last, self.seeds[row.response], 0])
+        self.board.state[:, sent([row.lane for row in entering])] = sent(states).t()
+        self._lay_out([(row, 0) for row in entering])
+
+    def _restore(self, row: Row) -> list[int]:
+        """What an evicted response had drawn, back in the outputs of its lane; what it is fed at each place."""
+        for buffer, part in zip(self.buffers, self.kept[row.response], strict=True):
+            buffer[row.lane, : row.length] = part
+        return [self.prompts[row.prompt][-1], *self.kept[row.response][0].tolist()[:-1]]
+
+    def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
+        """Tokens that these rows are given, into their pages."""
+        before, keys = self.schedule.prompts, self.schedule.keys
+        parts = zip(rows, starts, tokens, strict=True)
+        segments = [Segment(r.pages, len(own), at, before[r.prompt], keys[r.prompt]) for r, at, own in parts]
+        extend(self.decoder.lm, self.board.cache, tokens, segments)
+
+    def _lay_out(self, grown: list[tuple[Row, int]]) -> None:
+        """Write the pages of these rows to the table; of each, those from the given one on are new."""
+        cells: list[tuple[int, int, int]] = []
+        for row, old in grown:
+            before = self.schedule.prompts[row.prompt]
+            pages = [*before, *row.pages] if old == 0 else row.pages[old:]
+            first = 0 if old == 0 else len(before) + old
+            cells += [(row.lane, first + i, page) for i, page in enumerate(pages)]
+        if cells:
+            lane, column, page = self.decoder.sent(cells).t()
+            self.board.table[lane, column] = page.int()
 
     def _launch(self) -> Callable[[], None] | None:
         """Enqueue the next steps; returned is what to do when they are over. None: there is nothing to run."""
-        live = sorted(lane for lane, response in self.at.items() if self.age[lane] < self.limits[response])
+        if not self.schedule.fits(ROUND):
+            self._land()  # those that have finished make room
+        running = self.schedule.running
+        before = {row.response: len(row.pages) for row in running}
+        for row in self.schedule.grow(ROUND, running):
+            self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
+        live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
         if not live:
             return None
-        steps = min(ROUND, max(self.limits[self.at[lane]] - self.age[lane] for lane in live))
-        rows = self.decoder.choose(live)
-        graph = self.decoder.graph(rows, self.drawn.support, self.drawn.seeds is None)
-        self.decoder.choose(live)
+        self._lay_out([(row, before[row.response]) for row in live if len(row.pages) > before[row.response]])
+        live.sort(key=lambda row: row.lane)
+        steps = min(ROUND, max(self.limits[row.response] - row.length for row in live))
+        lanes = [row.lane for row in live]
+        splits = self.decoder.split([row.length + self.schedule.keys[row.prompt] for row in live])
+        rows = self.decoder.choose(lanes)
+        graph = self.decoder.graph(rows, self.drawn.support, self.drawn.seeds is None, splits)
+        self.decoder.choose(lanes)
         for _ in range(steps):
             graph()
-        ran = {lane: (self.age[lane], self.age[lane] + steps) for lane in live}
-        for lane in live:
-            self.age[lane] += steps
+        ran = [(row, row.length, min(row.length + steps, self.limit)) for row in live]
+        for row, _, after in ran:
+            row.length = after
         self.launches += 1
         read = [self.board.state[DONE]]
         if self.drawn.stops is not None:  # the tokens of these steps
-            places = [[min(t, self.limit - 1) for t in range(*ran[lane])] for lane in live]
-            read.append(self.board.token[self.decoder.sent(live)[:, None], self.decoder.sent(places)])
+            places = [[min(start + i, self.limit - 1) for i in range(steps)] for _, start, _ in ran]
+            read.append(self.board.token[self.decoder.sent(lanes)[:, None], self.decoder.sent(places)])
         if not self.decoder.on_card:
             return partial(self._settle, self.launches, ran, [tensor.clone() for tensor in read], None)
         copies = [torch.empty(tensor.shape, dtype=torch.long, pin_memory=True) for tensor in read]
@@ -291,56 +329,69 @@ class Run:
         event.record()
         return partial(self._settle, self.launches, ran, copies, event)
 
-    def _settle(self, launch: int, ran: dict[int, tuple[int, int]], read: list[Tensor], event: Any) -> None:
+    def _settle(self, launch: int, ran: list[tuple[Row, int, int]], read: list[Tensor], event: Any) -> None:
         """Responses that had finished when these steps were over leave their lanes, but for those that are extended."""
         if event is not None:
             event.synchronize()
-        done, length = read[0].tolist(), {}
-        for i, (lane, steps) in enumerate(ran.items()):
-            if lane in self.at and self.begun[lane] < launch:
+        done, lengths = read[0].tolist(), {}
+        for i, (row, start, stop) in enumerate(ran):
+            ended = done[row.lane] or stop >= self.limits[row.response] or len(read) > 1
+            if ended and self.schedule.rows.get(row.response) is row and self.begun[row.response] < launch:
                 fresh = read[1][i] if len(read) > 1 else None
-                length[lane] = self.drawn.over(self.at[lane], *steps, done[lane], fresh)
-        over = [lane for lane, tokens in length.items() if tokens]
+                lengths[row.response] = self.drawn.over(row.response, start, stop, done[row.lane], fresh)
+        over = [row for row, _, _ in ran if lengths.get(row.response)]
         if self.drawn.observe is not None:
-            over = [lane for lane in over if not self._extend(lane, length[lane])]
+            over = self._extend(over, lengths)
         if not over:
             return
-        where = self.decoder.sent(over)
-        found = [buffer[where, : self.limit] for buffer in (self.board.token, self.board.logp, self.board.mass)]
-        self.out.append(([self.at[lane] for lane in over], [length[lane] for lane in over], found))
-        for lane in over:
-            prompt = self.at.pop(lane) // self.samples
-            self.lane_free.append(lane)
-            self.left[prompt] -= 1
-            if self.left[prompt] == 0:
-                self.slot_free.append(self.slot_of.pop(prompt))
+        where = self.decoder.sent([row.lane for row in over])
+        found = [buffer[where, : self.limit] for buffer in self.buffers]
+        self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
+        for row in over:
+            self.schedule.end(row.response)
 
-    def _extend(self, lane: int, length: int) -> bool:
-        """Put what follows a turn that has ended behind it, if anything does: in the lane's output and in its cache.
+    def _extend(self, over: list[Row], lengths: dict[int, int]) -> list[Row]:
+        """Put what follows the turns that have ended behind them; returned are the rows that nothing follows.
 
-        A finished lane has idled since, on the last place of its cache, so that place is written again.
+        A finished lane has idled since, on the last place of its pages, so that place is written again.
         """
-        response, drawn, board = self.at[lane], self.drawn, self.board
-        row = board.token[lane, :length].cpu()
-        drawn.token[response, :length], drawn.length[response] = row, length
-        drawn.ended[response] = response in drawn.stopped or bool(torch.isin(row[-1], drawn.ends))
-        tokens = drawn.extend(response)
-        if not tokens:
-            self.ended[response] = bool(drawn.ended[response])
-            return False
-        drawn.stopped.discard(response)
-        end = length + len(tokens)
-        board.token[lane, length:end] = self.decoder.sent(tokens)
-        board.logp[lane, length:end], board.mass[lane, length:end] = 0.0, 1.0
-        every = [self.prompts[response // self.samples][-1], *row.tolist(), *tokens]  # what is fed at each place
-        rows = self.decoder.choose([lane])
-        board.state[DONE, lane] = 0
-        for place in range(length - 1, end):
-            board.state[LENGTH, lane], board.state[LAST, lane] = place, every[place]
-            self.decoder.net.hidden(self.decoder.ops, board, self.decoder.tables, rows)
-        board.state[LENGTH, lane], board.state[LAST, lane] = end, every[end]
-        self.age[lane], self.begun[lane] = end, self.launches
-        return True
+        drawn, board, schedule, sent = self.drawn, self.board, self.schedule, self.decoder.sent
+        finished, longer = [], []
+        for row in over:
+            response, length = row.response, lengths[row.response]
+            tokens = board.token[row.lane, :length].cpu()
+            drawn.token[response, :length], drawn.length[response] = tokens, length
+            drawn.ended[response] = response in drawn.stopped or bool(torch.isin(tokens[-1], drawn.ends))
+            observation = drawn.extend(response)
+            if not observation:
+                self.ended[response] = bool(drawn.ended[response])
+                finished.append(row)
+                continue
+            drawn.stopped.discard(response)
+            end = length + len(observation)
+            board.token[row.lane, length:end] = sent(observation)
+            board.logp[row.lane, length:end], board.mass[row.lane, length:end] = 0.0, 1.0
+            longer.append((row, length, [self.prompts[row.prompt][-1], *tokens.tolist(), *observation]))
+        for row, _, every in longer:
+            row.length = len(every) - 1
+        old = {row.response: len(row.pages) for row, _, _ in longer}
+        for row in schedule.grow(ROUND, [row for row, _, _ in longer]):
+            self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
+        stay = [(row, length, every) for row, length, every in longer if row.response in schedule.rows]
+        if stay:
+            rows = [row for row, _, _ in stay]
+            self._lay_out([(row, old[row.response]) for row in rows if len(row.pages) > old[row.response]])
+            self._encode(rows, [n - 1 for _, n, _ in stay], [every[n - 1 : -1] for _, n, every in stay])
+            states = sent(
+                [
+                    [schedule.keys[row.prompt], row.length, every[-1], self.seeds[row.response], 0]
+                    for row, _, every in stay
+                ]
+            )
+            board.state[:, sent([row.lane for row in rows])] = states.t()
+            for row in rows:
+                self.begun[row.response] = self.launches
+        return finished
 
     def _collect(self) -> None:
         """Everything to the host at once, in the order in which it was asked for. A greedy draw has no mass."""

@@ -1,27 +1,27 @@
 """A sampler made for groups: prompts are encoded once, and finished responses make room for waiting ones."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ascent.core.protocols import Sampler
 from ascent.core.types import Prompts, Rollouts
-from ascent.engines.language.attention import Group, Packed, ours
+from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
+from ascent.engines.language.sampling.cache import Cache, Decoding, Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Observe, Support
+from ascent.engines.language.sampling.pages import Pages, Row, Schedule
 from ascent.engines.language.sampling.stops import Stops
 from ascent.policies.causal_lm import LanguageModel
 
 ROWS = {"cpu": 64, "cuda": 1024}
 """Responses decoded at once where nobody says otherwise."""
-BLOCK = 64
-"""Tokens by which a response's cache grows."""
+PAGE = 32
+"""Tokens on a page of the cache."""
 
 
 class LanguageSampler(Sampler):
@@ -38,10 +38,12 @@ class LanguageSampler(Sampler):
         support: Support | None = None,
         rows: int = 0,
         stops: Stops | None = None,
+        room: int = 0,
     ):
+        """`room`: tokens that the cache may hold; 0: as many as these rows can need, or as fit on the device."""
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
         self.support, self.stops = support or Support(), stops
-        self.rows = rows or ROWS.get(lm.device.type, 64)
+        self.rows, self.room = rows or ROWS.get(lm.device.type, 64), room
         self.version = -1
         self.decoder: Callable[..., Any] = GroupDecoder if lm.shares else PlainDecoder
         if lm.shares and lm.device.type == "cuda":
@@ -76,7 +78,7 @@ class LanguageSampler(Sampler):
         with self._prepared() as head:
             how = (self.temperature, self.support, self.observe, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
-            self.decoder(self.lm, ids, samples, self.rows, drawn)()
+            self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
         return self._rollouts(prompts, samples, drawn)
 
     @contextmanager
@@ -128,227 +130,102 @@ class LanguageSampler(Sampler):
 
 
 class GroupDecoder:
-    """Decodes all samples of all prompts, at most `rows` of them at once.
+    """Decodes all samples of all prompts, at most `rows` of them at once, on at most `room` tokens of cache.
 
-    Prompts are encoded as their first sample enters, packed together. A finished response leaves at once: the
-    last row of the cache takes its place, and the next response that waits is put behind it.
+    Prompts are encoded as their first sample enters, packed together. A finished response leaves at once, and the next
+    one that waits takes its place.
     """
 
-    def __init__(self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn):
+    def __init__(
+        self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
+    ):
         self.lm, self.prompts, self.samples, self.drawn = lm, prompts, samples, drawn
-        self.waiting = deque(range(len(prompts) * samples))
-        self.rows = min(rows, len(self.waiting))
-        slots = min(len(prompts), -(-self.rows // samples) + 1)
-        self.free = list(range(slots))
-        self.cache = Cached(slots, max(map(len, prompts)), self.rows, drawn.limit, lm.device)
-        self.slot_of: dict[int, int] = {}
+        rows, lengths = min(rows, len(prompts) * samples), [len(p) for p in prompts]
+        slots = min(len(prompts), -(-rows // samples) + 1)
+        most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths) // PAGE)
+        pages = Pages(min(most, -(-room // PAGE)) if room else most, PAGE)
+        self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages)
+        self.cache = Cache(pages.count, PAGE)
+        self.decoding = Decoding(self.cache, lm.device)
         self.hidden: dict[int, Tensor] = {}
         """The last hidden state of each encoded prompt, from which its samples draw their first token."""
-        self.left = [samples] * len(prompts)
-        """Samples of each prompt that have not finished."""
-        self.row: list[int] = []
-        """Which response each row of the cache is decoding."""
-        self.last: list[int] = []
-        """The token that each row feeds next: the one drawn last, or one of an observation."""
+        self.last: dict[int, int] = {}
+        """The token that each response feeds next: the one drawn last, or one of an observation."""
 
     def __call__(self) -> None:
+        schedule, before = self.schedule, None
         with ours(self.lm.model):
             while True:
                 self._admit()
-                if not self.row:
+                schedule.grow(1)
+                rows = schedule.running
+                if not rows:
+                    if schedule.waiting:
+                        continue
                     return
-                last, positions = torch.tensor(self.last, device=self.lm.device), self.cache.begin(len(self.row))
-                hidden = self.lm.hidden(last[:, None], positions[:, None], self.cache)
-                self.cache.length[: len(self.row)] += 1
-                self.last = self.drawn.next(hidden[:, 0], self.row).tolist()
-                going = self.drawn.running(self.row)
-                for i in reversed([i for i, on in enumerate(going) if not on]):
-                    self._leave(i)
+                now = [(row.response, len(row.pages)) for row in rows]
+                if now != before:
+                    self.decoding.arrange(rows, schedule)
+                before = now
+                last = torch.tensor([self.last[row.response] for row in rows], device=self.lm.device)
+                positions = self.decoding.begin(rows)
+                hidden = self.lm.hidden(last[:, None], positions[:, None], self.decoding)
+                for row in rows:
+                    row.length += 1
+                self._draw(hidden[:, 0], [row.response for row in rows])
+
+    def _draw(self, hidden: Tensor, responses: list[int]) -> None:
+        """The next token of these responses; those that are over leave, and those that are answered are extended."""
+        tokens = self.drawn.next(hidden, responses).tolist()
+        answered: list[int] = []
+        for response, token, on in zip(responses, tokens, self.drawn.running(responses), strict=True):
+            self.last[response] = token
+            if not on:
+                self.schedule.end(response)
+            elif response in self.drawn.queue:
+                answered.append(response)
+        if answered:
+            self._observe(answered)
+
+    def _observe(self, responses: list[int]) -> None:
+        """Observations join their rows' caches, all but the last token, which is fed next."""
+        schedule, rows = self.schedule, [self.schedule.rows[response] for response in responses]
+        given = [[self.last[row.response], *self.drawn.queue.pop(row.response)] for row in rows]
+        for row, tokens in zip(rows, given, strict=True):
+            self.last[row.response] = tokens.pop()
+            row.length += len(tokens)
+        schedule.grow(1, rows)
+        stay = [(row, tokens) for row, tokens in zip(rows, given, strict=True) if row.response in schedule.rows]
+        self._extend([row for row, _ in stay], [tokens for _, tokens in stay])
+
+    def _extend(self, rows: list[Row], tokens: list[list[int]]) -> None:
+        """These tokens are the last of what their rows hold: into their pages."""
+        prompts, keys = self.schedule.prompts, self.schedule.keys
+        segments = [
+            Segment(row.pages, len(own), row.length - len(own), prompts[row.prompt], keys[row.prompt])
+            for row, own in zip(rows, tokens, strict=True)
+        ]
+        if segments:
+            extend(self.lm, self.cache, tokens, segments)
 
     def _admit(self) -> None:
         """Let waiting responses in while there is room; their first tokens come from their prompts."""
-        while len(self.row) < self.rows and (entering := self._next(self.rows - len(self.row))):
-            hidden = torch.stack([self.hidden[i // self.samples] for i in entering])
-            token = self.drawn.next(hidden, entering).tolist()
-            for response, first, on in zip(entering, token, self.drawn.running(entering), strict=True):
-                if on:
-                    i, slot = len(self.row), self.slot_of[response // self.samples]
-                    self.cache.slot[i], self.cache.length[i] = slot, 0
-                    self.row.append(response)
-                    self.last.append(first)
-                else:
-                    self._finish(response)
+        while entering := self.schedule.admit():
+            self._encode()
+            back = [row for row in entering if row.length]  # they were evicted
+            self._extend(back, [self.drawn.token[row.response, : row.length].tolist() for row in back])
+            new = [row.response for row in entering if row.response not in self.last]
+            if new:
+                self._draw(torch.stack([self.hidden[i // self.samples] for i in new]), new)
 
-    def _next(self, count: int) -> list[int]:
-        """The next responses whose prompts are encoded or can be, at most `count`."""
-        entering: list[int] = []
-        fresh: list[int] = []
-        while self.waiting and len(entering) < count:
-            prompt = self.waiting[0] // self.samples
-            if prompt not in self.slot_of:
-                if not self.free:
-                    break
-                self.slot_of[prompt] = self.free.pop()
-                fresh.append(prompt)
-            entering.append(self.waiting.popleft())
-        if fresh:
-            self._encode(fresh)
-        return entering
-
-    def _encode(self, prompts: list[int]) -> None:
-        lengths = [len(self.prompts[p]) for p in prompts]
-        device = self.lm.device
-        ids = torch.tensor([t for p in prompts for t in self.prompts[p]], device=device)
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        layout = self.cache.prefill([self.slot_of[p] for p in prompts], lengths)
-        hidden = self.lm.hidden(ids[None], positions[None], layout)[0]
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        self.hidden |= dict(zip(prompts, hidden[ends], strict=True))
-
-    def _leave(self, i: int) -> None:
-        """Row i is done: the last row moves to its place."""
-        self._finish(self.row[i])
-        row, last = self.row.pop(), self.last.pop()
-        if i < len(self.row):
-            self.cache.move(len(self.row), i)
-            self.row[i], self.last[i] = row, last
-
-    def _finish(self, response: int) -> None:
-        prompt = response // self.samples
-        self.left[prompt] -= 1
-        if self.left[prompt] == 0:
-            self.free.append(self.slot_of.pop(prompt))
-            del self.hidden[prompt]
-
-
-class Cached:
-    """The layout of a decoding step over key-value caches: each row is one running response and brings one new token.
-
-    Row i belongs to the prompt in slot `slot[i]` and has `length[i]` tokens in its own cache, the new
-    one not yet among them. A prompt's keys and values are read once for all its rows.
-    """
-
-    def __init__(self, slots: int, prompt_width: int, rows: int, limit: int, device: torch.device):
-        self.slots, self.prompt_width, self.limit, self.device = slots, prompt_width, limit, device
-        self.prompt_length = torch.zeros(slots, dtype=torch.long, device=device)
-        self.slot = torch.zeros(rows, dtype=torch.long, device=device)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)
-        self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
-        """By layer, `[slot head position channel]`."""
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}
-        """By layer, `[row head token channel]`."""
-
-    def prefill(self, slots: list[int], lengths: list[int]) -> Packed:
-        """The layout of a forward pass over new prompts, packed into one row, that fills these slots."""
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        self.prompt_length[slots] = torch.tensor(lengths, device=self.device)
-
-        def keep(layer: int, k: Tensor, v: Tensor) -> None:
-            if layer not in self.prompts:
-                shape = (self.slots, k.shape[1], self.prompt_width, k.shape[3])
-                self.prompts[layer] = (k.new_zeros(shape), k.new_zeros(shape))
-            for cache, new in zip(self.prompts[layer], (k, v), strict=True):
-                for slot, prompt in zip(slots, new[0].split(lengths, 1), strict=True):
-                    cache[slot, :, : prompt.shape[1]] = prompt
-
-        return Packed([Group(start, length, ()) for start, length in zip(starts, lengths, strict=True)], keep)
-
-    def move(self, source: int, target: int) -> None:
-        """The response of one row goes on in another."""
-        for tensor in (self.slot, self.length):
-            tensor[target] = tensor[source]
-        used = int(self.length[source])
-        for caches in self.own.values():
-            for cache in caches:
-                cache[target, :, :used] = cache[source, :, :used]
-
-    def begin(self, rows: int) -> Tensor:
-        """Work out what every layer of a step over the first `rows` rows needs; return the tokens' positions."""
-        self.count = rows
-        slot, length = self.slot[:rows], self.length[:rows]
-        index = torch.arange(rows, device=self.device)
-        per_slot = torch.bincount(slot, minlength=self.slots)
-        self.used = per_slot.nonzero().flatten()
-        self.most = int(per_slot.max())
-        order = torch.argsort(slot, stable=True)
-        rank = torch.empty_like(order)
-        rank[order] = index - (per_slot.cumsum(0) - per_slot)[slot[order]]
-        place = torch.zeros_like(per_slot)
-        place[self.used] = torch.arange(len(self.used), device=self.device)
-        self.cell = place[slot] * self.most + rank
-        """Where each row stands in a table of [prompts in use, most rows of any]."""
-        self.aligned = rows == len(self.used) * self.most and bool((self.cell == index).all())
-        lengths = self.prompt_length[self.used]
-        self.seen = int(lengths.max())
-        self.prompt_bias = _bias(lengths, self.seen)
-        self.width = int(length.max()) + 1
-        self.own_bias = _bias(length + 1, self.width)
-        return self.prompt_length[slot] + length
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        rows, heads, _, channel = q.shape
-        shared = k.shape[1]
-        q = q.reshape(rows, shared, heads // shared, channel)
-        own_k, own_v = self._append(layer, k, v)
-        own, own_log = _attend(q, own_k, own_v, self.own_bias, scale)
-        prompt_k, prompt_v = (x[:, :, : self.seen] for x in self.prompts[layer])
-        if len(self.used) < self.slots:
-            prompt_k, prompt_v = prompt_k[self.used], prompt_v[self.used]
-        past, past_log = self._from_prompts(q, prompt_k, prompt_v, scale)
-        share = torch.sigmoid(own_log - past_log).unsqueeze(-1).to(q.dtype)  # of the softmax that is its own
-        return torch.lerp(past, own, share).reshape(rows, 1, heads, channel)
-
-    def _from_prompts(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Every row's attention to its group's prompt, `[row head repeat channel]`, with its log-sum-exp."""
-        _, shared, repeat, channel = q.shape
-        groups, most = len(self.used), self.most
-        table = q
-        if not self.aligned:
-            table = q.new_zeros(groups * most, shared, repeat, channel)
-            table[self.cell] = q
-        table = table.view(groups, most, shared, repeat, channel).transpose(1, 2)
-        out, log = _attend(table.reshape(groups, shared, most * repeat, channel), k, v, self.prompt_bias, scale)
-        out = out.reshape(groups, shared, most, repeat, channel).transpose(1, 2).reshape(-1, shared, repeat, channel)
-        log = log.reshape(groups, shared, most, repeat).transpose(1, 2).reshape(-1, shared, repeat)
-        return (out, log) if self.aligned else (out[self.cell], log[self.cell])
-
-    def _append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the new tokens' keys and values behind those of their rows; return all of them."""
-        if layer not in self.own:
-            shape = (len(self.slot), k.shape[1], min(BLOCK, self.limit), k.shape[3])
-            self.own[layer] = (k.new_zeros(shape), k.new_zeros(shape))
-        have = self.own[layer][0].shape[2]
-        if self.width > have:
-            more = min(2 * have, self.limit) - have
-            self.own[layer] = tuple(F.pad(cache, (0, 0, 0, more)) for cache in self.own[layer])  # type: ignore[assignment]
-        keys, values = self.own[layer]
-        for cache, new in ((keys, k), (values, v)):
-            if self.own_bias is None:
-                cache[: self.count, :, self.width - 1] = new[:, :, 0]
-            else:
-                index = torch.arange(self.count, device=self.device)
-                cache[index, :, self.length[: self.count]] = new[:, :, 0]
-        return keys[: self.count, :, : self.width], values[: self.count, :, : self.width]
-
-
-def _bias(length: Tensor, width: int) -> Tensor | None:
-    """0 for the first `length` of `width` keys and −∞ beyond, `[row 1 1 key]`; None where there is no beyond."""
-    if bool((length == width).all()):
-        return None
-    beyond = torch.arange(width, device=length.device) >= length[:, None]
-    return torch.zeros_like(beyond, dtype=torch.float32).masked_fill(beyond, float("-inf"))[:, None, None]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ + bias)·v, and the log-sum-exp of its scores in float32."""
-    if q.device.type == "cpu" and q.dtype == torch.float32:
-        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    if bias is not None:
-        scores = scores + bias
-    log = torch.logsumexp(scores, -1)
-    return torch.exp(scores - log.unsqueeze(-1)).to(v.dtype) @ v, log
+    def _encode(self) -> None:
+        schedule, fresh = self.schedule, self.schedule.fresh
+        if not fresh:
+            return
+        segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
+        hidden = extend(self.lm, self.cache, [self.prompts[p] for p in fresh], segments)
+        self.hidden |= dict(zip(fresh, hidden, strict=True))
+        schedule.fresh = []
 
 
 class PlainDecoder:
@@ -358,8 +235,11 @@ class PlainDecoder:
     and the next `rows` enter when it is empty.
     """
 
-    def __init__(self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn):
-        self.lm, self.prompts, self.samples, self.rows, self.drawn = lm, prompts, samples, rows, drawn
+    def __init__(
+        self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
+    ):
+        self.lm, self.prompts, self.samples, self.drawn = lm, prompts, samples, drawn
+        self.rows = max(1, min(rows, room // (max(map(len, prompts)) + drawn.limit))) if room else rows
 
     def __call__(self) -> None:
         everything = list(range(len(self.prompts) * self.samples))

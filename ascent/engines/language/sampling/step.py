@@ -6,9 +6,10 @@ with an optional bias at each matrix, optional norms of queries and keys, rotary
 is the embedding or a matrix of its own. The parts are found by the names that transformers gives them; what has
 other parts is told apart here, and what has the same parts but other arithmetic by `gap` in cuda.py.
 
-A lane is a place for one running response: its own cache, its state, its output. A prompt has a slot, shared by the
-lanes of its group. Which lanes a step works on is itself a tensor, so a graph that was captured once serves any of
-them, and a lane is given to another response by writing a column of `state`.
+A lane is a place for one running response: its state, its output, and a table of the pages that hold its keys and
+values, its prompt's first and then its own. Which lanes a step works on is itself a tensor, so a graph that was
+captured once serves any of them at any length, and a lane is given to another response by writing its column of
+`state` and its row of `table`.
 
 `add_norm`, `gated`, `attend` and `draw` say what kernels/decoding.py computes, and stand in for it without Triton.
 """
@@ -26,35 +27,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ascent.engines.language.learning.head import Head
+from ascent.engines.language.sampling.cache import Cache, Pair
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.policies.causal_lm import backbone_of
 
-SLOT, LENGTH, LAST, SEED, DONE = range(5)
+KNOWN, LENGTH, LAST, SEED, DONE = range(5)
 """The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens."""
 ENDS = 16
 """End tokens that a board has room for."""
+PAGE = 64
+"""Tokens on a page."""
 
 STEADY = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sequence is."""
-Pair = tuple[Tensor, Tensor]
 Matrix = tuple[Tensor, Tensor | None]
 Norm = tuple[Tensor, float]
 
 
 @dataclass(frozen=True)
 class Board:
-    """Tensors at fixed addresses. The last lane is nobody's: rows that have nothing to do point there."""
+    """Tensors at fixed addresses. The last lane and the last page are nobody's, for rows that have nothing to do."""
 
     state: Tensor
-    """Int `[5 lane]`: slot, tokens in the own cache, the token to feed next, the seed, and done."""
+    """Int `[5 lane]`: keys of the prompt, tokens in its own pages, the token to feed next, the seed, and done."""
     lanes: Tensor
     """The lane of each row of a step."""
-    prompt_length: Tensor
-    """Keys in each slot."""
-    prompts: list[Pair]
-    """By layer, keys and values `[slot head position channel]`."""
-    own: list[Pair]
-    """By layer, keys and values `[lane head token channel]`."""
+    table: Tensor
+    """Int32 `[lane page]`: the pages of a lane, its prompt's first."""
+    cache: Cache
     token: Tensor
     """Drawn tokens `[lane token]`; so too their log-probs and the mass of what could be drawn."""
     logp: Tensor
@@ -62,32 +62,35 @@ class Board:
     ends: Tensor
     limit: Tensor
     temperature: Tensor
+    chunk: Tensor
+    """Keys that one program of the attention reads, where long rows are split."""
+    arrived: Tensor
+    """`[row·head]`: programs of a split row that are done; zeros between steps."""
 
     @classmethod
     def empty(
-        cls, layers: int, heads: int, channel: int, rows: int, slots: int, width: int, limit: int, like: Tensor
+        cls, layers: int, heads: int, channel: int, rows: int, pages: int, width: int, limit: int, like: Tensor
     ) -> Board:
-        """Room for rows of `limit` tokens, and for slots of `width` keys."""
+        """Room for rows of `limit` tokens, on pages of which each row has at most `width`."""
         lanes, device = rows + 1, like.device
         state = torch.zeros(5, lanes, dtype=torch.long, device=device)
         state[DONE, rows] = 1
-
-        def caches(count: int, long: int) -> list[Pair]:
-            shape = (count, heads, long, channel)
-            return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
-
+        cache, one = Cache(pages + 1, PAGE), like.new_empty(1, heads, 1, channel)
+        for layer in range(layers):
+            cache.at(layer, one, one)
         return cls(
             state=state,
             lanes=torch.full((rows,), rows, device=device),
-            prompt_length=torch.zeros(slots, dtype=torch.long, device=device),
-            prompts=caches(slots, width),
-            own=caches(lanes, limit),
+            table=torch.full((lanes, width), pages, dtype=torch.int32, device=device),
+            cache=cache,
             token=torch.zeros(lanes, limit, dtype=torch.long, device=device),
             logp=torch.zeros(lanes, limit, device=device),
             mass=torch.ones(lanes, limit, device=device),
             ends=torch.full((ENDS,), -1, device=device),
             limit=torch.full((), limit, device=device),
             temperature=torch.ones((), dtype=torch.float64, device=device),
+            chunk=torch.full((), PAGE, dtype=torch.int32, device=device),
+            arrived=torch.zeros(rows * heads, dtype=torch.int32, device=device),
         )
 
     @property
@@ -96,11 +99,11 @@ class Board:
 
     @property
     def room(self) -> tuple[int, int, int, int]:
-        """Rows, slots, keys of a slot, and tokens of a row."""
-        return self.rows, len(self.prompt_length), self.prompts[0][0].shape[2], self.token.shape[1]
+        """Rows, pages, pages of a row, and tokens of a row."""
+        return self.rows, self.cache.pages - 1, self.table.shape[1], self.token.shape[1]
 
-    def holds(self, rows: int, slots: int, width: int, limit: int) -> bool:
-        return all(map(ge, self.room, (rows, slots, width, limit)))
+    def holds(self, rows: int, pages: int, width: int, limit: int) -> bool:
+        return all(map(ge, self.room, (rows, pages, width, limit)))
 
 
 @dataclass(frozen=True)
@@ -126,32 +129,33 @@ def gated(both: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def attend(qkv: Tensor, turn: Turn, board: Board, layer: int) -> Tensor:
-    """One new token a row: its key and value join the own cache, and it attends to its prompt and to its own tokens.
+def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, _splits: int = 1) -> Tensor:
+    """One new token per row: its key and value join its pages, and it attends to its prompt and to its own tokens.
 
-    With R(p) the rotation at position p = prompt_length + length:
+    With R(p) the rotation at position p = known + length:
     out = softmax(scale · R(p)q · [prompt keys, own keys, R(p)k]ᵀ) · [prompt values, own values, v]
+    `_splits`: programs among which a kernel may share out a long row.
     """
     rows, channel = qkv.shape[0], turn.cos.shape[1]
     lanes = board.lanes[:rows]
-    slot, length = board.state[SLOT, lanes], board.state[LENGTH, lanes]
-    prompt_k, prompt_v = board.prompts[layer]
-    own_k, own_v = board.own[layer]
-    shared = own_k.shape[1]
+    known, length = board.state[KNOWN, lanes], board.state[LENGTH, lanes]
+    table, (keys, values) = board.table[lanes].long(), board.cache.layers[layer]
+    shared = keys.shape[1]
     heads = qkv.shape[1] // channel - 2 * shared
     q, k, v = qkv.view(rows, -1, channel).split([heads, shared, shared], 1)
     if turn.norms is not None:
         q, k = (add_norm(x, None, w, turn.norms[2])[1] for x, w in zip((q, k), turn.norms[:2], strict=True))
-    position = board.prompt_length[slot] + length
+    position = known + length
     q, k = (_rotate(x, turn.cos[position, None], turn.sin[position, None]) for x in (q, k))
-    own_k[lanes, :, length], own_v[lanes, :, length] = k, v
-    keys = torch.cat([prompt_k[slot], own_k[lanes]], 2)
-    values = torch.cat([prompt_v[slot], own_v[lanes]], 2)
-    column = torch.arange(keys.shape[2], device=qkv.device)
-    of_prompt = column[: prompt_k.shape[2]] < board.prompt_length[slot][:, None]
-    seen = torch.cat([of_prompt, column[: own_k.shape[2]] <= length[:, None]], 1)
+    before = (known + PAGE - 1) // PAGE  # pages of the prompt
+    page = table.gather(1, (before + length // PAGE)[:, None])[:, 0]
+    keys[page, :, length % PAGE], values[page, :, length % PAGE] = k, v
+    column = torch.arange(table.shape[1] * PAGE, device=qkv.device)
+    own = column - (before * PAGE)[:, None]
+    seen = torch.where(own < 0, column < known[:, None], own <= length[:, None])
+    k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (keys, values))
     q = q.reshape(rows, shared, heads // shared, channel)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None], scale=turn.scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=turn.scale)
     return out.reshape(rows, heads * channel)
 
 
@@ -252,14 +256,14 @@ class Llama:
             parts += [*layer.norm_attention, *layer.norm_mlp, *(layer.norms_qk or ())]
         return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
 
-    def hidden(self, ops: ModuleType, board: Board, tables: Pair, rows: int) -> Tensor:
+    def hidden(self, ops: ModuleType, board: Board, tables: Pair, rows: int, splits: int = 1) -> Tensor:
         """The last hidden states after the next token of the first `rows` rows. Host and device never wait."""
         x = F.embedding(board.state[LAST][board.lanes[:rows]], self.embedding)
         x, h = ops.add_norm(x, None, *self.layers[0].norm_attention)
         norms = [layer.norm_attention for layer in self.layers[1:]] + [self.norm]
         for i, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
             turn = Turn(*tables, layer.norms_qk, layer.scale)
-            mixed = ops.attend(F.linear(h, *layer.qkv), turn, board, i)
+            mixed = ops.attend(F.linear(h, *layer.qkv), turn, board, i, splits)
             x, h = ops.add_norm(x, F.linear(mixed, *layer.o), *layer.norm_mlp)
             inner = ops.gated(F.linear(h, *layer.gate_up))
             x, h = ops.add_norm(x, F.linear(inner, *layer.down), *after)

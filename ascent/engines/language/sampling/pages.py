@@ -1,0 +1,244 @@
+"""Caches in pages: who runs, who waits, and who gets which page.
+
+A cache is a number of pages, each with room for the keys and values of `size` tokens. A prompt's pages are held once,
+by all rows of its group; a row's own tokens lie in pages of its own behind them. So a row takes what it uses, and
+not what it might.
+
+    waiting   no pages yet, or none any more: the row was evicted, and is encoded again when it comes back
+    running   has a lane, and draws one token per step
+    parked    keeps its pages as long as there is room, but not its lane: its environment is at work
+
+Where room runs out, prompts that nobody reads are dropped first, then the row that entered last is evicted. The oldest
+row is never evicted for a younger one. So something always finishes, as long as one row alone fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ascent.core.types import Refused
+
+SPARE = 8
+"""Running rows per page that is kept free for their growth when another row enters."""
+
+
+NOWHERE = -1
+"""The lane of a row that is parked."""
+
+
+class Pages:
+    """The pages that are free. Rows take the lowest and prompts the highest, so each kind lies together."""
+
+    def __init__(self, count: int, size: int):
+        self.count, self.size = count, size
+        self._low, self._high = list(range(count)), [-page for page in range(count - 1, -1, -1)]
+        self._free = set(range(count))
+        self.most = 0
+        """The largest number of pages that were ever held at once."""
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def need(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def take(self, count: int, high: bool = False) -> list[int]:
+        """This many pages; there must be as many."""
+        heap, sign = (self._high, -1) if high else (self._low, 1)
+        pages: list[int] = []
+        while len(pages) < count:
+            page = sign * heapq.heappop(heap)
+            if page in self._free:  # else it was taken from the other end
+                self._free.remove(page)
+                pages.append(page)
+        self.most = max(self.most, self.count - len(self._free))
+        return pages
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Back to the free ones."""
+        for page in pages:
+            if page in self._free:
+                raise AssertionError(f"page {page} was given back twice")
+            self._free.add(page)
+            heapq.heappush(self._low, page)
+            heapq.heappush(self._high, -page)
+
+
+@dataclass
+class Row:
+    """One response on pages."""
+
+    response: int
+    prompt: int
+    length: int
+    """Tokens that its own pages hold, or will after the steps that are under way."""
+    order: int
+    """Its place among those that entered."""
+    pages: list[int] = field(default_factory=list)
+    lane: int = NOWHERE
+
+
+class Schedule:
+    """Which responses run in which lane, on which pages.
+
+    Response i belongs to prompt i // samples. The caller encodes `fresh` prompts and the tokens of rows that come back
+    (`Row.length` > 0), draws, and says what came of it.
+    """
+
+    def __init__(self, prompts: Sequence[int], samples: int, lanes: int, limit: int, pages: Pages, together: int = 1):
+        """`prompts`: keys of each prompt. `limit`: tokens that a row's own pages must be able to hold.
+
+        `together`: prompts that get pages at once, where there is room, because they are encoded together.
+        """
+        self.keys, self.samples, self.pages, self.together = prompts, samples, pages, together
+        least = pages.need(max(prompts, default=0)) + pages.need(limit)
+        if pages.count < least:
+            raise Refused(
+                f"the cache has room for {pages.count * pages.size} tokens, and one response may take "
+                f"{least * pages.size}: set a lower --max-tokens, or free memory"
+            )
+        self.limit = limit
+        self.waiting = deque(range(len(prompts) * samples))
+        self.rows: dict[int, Row] = {}
+        """Running and parked rows, by response, in the order in which they entered."""
+        self.ready: deque[int] = deque()
+        """Parked rows that want a lane."""
+        self.away: set[int] = set()
+        """Rows that were evicted while they were parked."""
+        self.free_lanes = list(range(lanes))[::-1]
+        self.prompts: dict[int, list[int]] = {}
+        """The pages of each prompt that is encoded."""
+        self.fresh: list[int] = []
+        """Prompts that have pages and nothing on them: the caller encodes them and empties this list."""
+        self.kept: dict[int, int] = {}
+        """Of responses that were evicted, the tokens to encode when they come back."""
+        self.left = dict.fromkeys(range(len(prompts)), samples)
+        """Responses of each prompt that have not ended."""
+        self.readers = dict.fromkeys(range(len(prompts)), 0)
+        """Rows on each prompt's pages."""
+        self.entered = self.evictions = 0
+
+    @property
+    def running(self) -> list[Row]:
+        return [row for row in self.rows.values() if row.lane != NOWHERE]
+
+    def admit(self, ahead: int = 1) -> list[Row]:
+        """Rows that now get a lane, parked ones that are ready and then waiting ones, with room for `ahead` tokens."""
+        entering: list[Row] = []
+        while self.free_lanes and self.ready:
+            row = self.rows[self.ready.popleft()]
+            row.lane = self.free_lanes.pop()
+            entering.append(row)
+        while self.free_lanes and self.waiting:
+            row_or_none = self._enter(self.waiting[0], ahead)
+            if row_or_none is None:
+                break
+            self.waiting.popleft()
+            row_or_none.lane = self.free_lanes.pop()
+            entering.append(row_or_none)
+        return entering
+
+    def _enter(self, response: int, ahead: int) -> Row | None:
+        prompt, length = response // self.samples, self.kept.get(response, 0)
+        own = self.pages.need(min(length + ahead, self.limit))
+        new = 0 if prompt in self.prompts else self.pages.need(self.keys[prompt])
+        spare = min(len(self.rows) // SPARE, self._growth())
+        if len(self.pages) < own + new + spare:
+            self._drop_idle(keep=prompt)
+            if len(self.pages) < own + new + spare:
+                return None
+        self.kept.pop(response, None)
+        row = Row(response, prompt, length, self.entered, self.pages.take(own))
+        if prompt not in self.prompts:
+            self._encode_from(prompt)
+        self.entered += 1
+        self.rows[response] = row
+        self.readers[prompt] += 1
+        return row
+
+    def _growth(self) -> int:
+        """Pages that the rows may still come to need."""
+        held = self.pages.count - len(self.pages) - sum(map(len, self.prompts.values()))
+        return len(self.rows) * self.pages.need(self.limit) - held
+
+    def _encode_from(self, prompt: int) -> None:
+        """Pages for this prompt, and for those behind it as far as they leave room for the rows to grow."""
+        for p in range(prompt, min(prompt + self.together, len(self.keys))):
+            need = self.pages.need(self.keys[p])
+            if p != prompt and (p in self.prompts or not self.left[p] or len(self.pages) < need + 2 * len(self.rows)):
+                continue
+            self.prompts[p] = self.pages.take(need, high=True)
+            self.fresh.append(p)
+
+    def _drop_idle(self, keep: int | None = None) -> None:
+        for prompt in [p for p in self.prompts if self.readers[p] == 0 and p != keep]:
+            self.pages.give(self.prompts.pop(prompt))
+            self.fresh = [p for p in self.fresh if p != prompt]
+
+    def fits(self, ahead: int) -> bool:
+        """Is there room for `ahead` more tokens in all rows that run, with nobody evicted?"""
+        size, free = self.pages.size, len(self.pages)
+        short = (row for row in self.running if row.length + ahead > len(row.pages) * size)
+        return sum(self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages) for row in short) <= free
+
+    def grow(self, ahead: int, rows: Sequence[Row] | None = None) -> list[Row]:
+        """Room for `ahead` more tokens in these rows (all that run), oldest first; those that were evicted for it."""
+        evicted: list[Row] = []
+        for row in self.running if rows is None else rows:
+            if row.length + ahead <= len(row.pages) * self.pages.size or row.response not in self.rows:
+                continue
+            want = self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages)
+            while want > len(self.pages) and row.response in self.rows:
+                self._drop_idle()
+                if want > len(self.pages):
+                    evicted.append(self._evict())
+            if row.response in self.rows and want > 0:
+                row.pages += self.pages.take(want)
+        return evicted
+
+    def _evict(self) -> Row:
+        """The row that entered last gives up its pages and waits, first in line."""
+        row = self.rows[next(reversed(self.rows))]
+        self.kept[row.response] = row.length
+        if row.lane == NOWHERE and row.response not in self.ready:
+            self.away.add(row.response)
+        else:
+            self.waiting.appendleft(row.response)
+        self._remove(row)
+        self.evictions += 1
+        return row
+
+    def park(self, response: int) -> None:
+        """This row waits for its environment: another takes its lane, its pages stay."""
+        row = self.rows[response]
+        self.free_lanes.append(row.lane)
+        row.lane = NOWHERE
+
+    def unpark(self, response: int) -> None:
+        """A parked row may continue; one that was evicted meanwhile waits for pages first."""
+        if response in self.away:
+            self.away.remove(response)
+            self.waiting.appendleft(response)
+        else:
+            self.ready.append(response)
+
+    def end(self, response: int) -> None:
+        """This response is over; with its prompt's last one the prompt's pages are free too."""
+        row = self.rows[response]
+        self._remove(row)
+        self.left[row.prompt] -= 1
+        if self.left[row.prompt] == 0:
+            self.pages.give(self.prompts.pop(row.prompt))
+
+    def _remove(self, row: Row) -> None:
+        del self.rows[row.response]
+        self.pages.give(row.pages)
+        self.readers[row.prompt] -= 1
+        if row.lane != NOWHERE:
+            self.free_lanes.append(row.lane)
+        elif row.response in self.ready:
+            self.ready.remove(row.response)

@@ -1,0 +1,156 @@
+"""Long and ragged answers on one GPU: responses of log-normal lengths through few lanes, against the memory's floor.
+
+    python -m benchmarks.ragged_gpu [--shape 1.5b] [--responses 2048] [--lanes 512] [--smoke]
+
+Every response has a fixed length of its own: log-normal with mean 1,000 and σ = 1, at most 8,192. The floor is the time
+in which the memory (4.3 TB/s) can move what an ideal schedule has to: for every step, the weights once and the keys and
+values of all live tokens. In an ideal schedule a finished response is replaced at once, and a group's prompt is held
+once. `reserved` is the largest number of tokens on pages over the largest sum of live tokens.
+
+A log-prob of every token is computed and returned. They are checked against a training forward of the first responses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascent.engines.language.attention import ours
+from ascent.engines.language.learning.head import Head, token_stats
+from ascent.engines.language.proof import prove
+from ascent.engines.language.sampling.cuda import graph_decoder
+from ascent.engines.language.sampling.draw import Drawn, Support
+from ascent.engines.language.sampling.step import PAGE
+from ascent.policies import LanguageModel
+from benchmarks.common import close, show
+from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_of
+
+MEAN, SIGMA, LIMIT, SAMPLES = 1000, 1.0, 8192, 8
+TIME, RESERVED = 1.6, 1.15
+"""The figures to reach: time over the floor, and tokens on pages over live tokens."""
+
+
+def lengths_of(count: int, mean: float, limit: int) -> Tensor:
+    draws = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.exp(math.log(mean) - SIGMA**2 / 2 + SIGMA * draws).long().clamp(1, limit)
+
+
+def ideal(lengths: list[int], prompts: list[int], lanes: int) -> tuple[int, float, int]:
+    """Steps, live tokens summed over all steps, and the most at once, where a finished response is replaced at once."""
+    waiting, running = list(range(len(lengths)))[::-1], {}
+    left = [SAMPLES] * len(prompts)
+    begun: set[int] = set()
+    steps, total, most = 0, 0.0, 0
+    while waiting or running:
+        while waiting and len(running) < lanes:
+            response = waiting.pop()
+            running[response] = 0
+            begun.add(response // SAMPLES)
+        stride = min(lengths[r] - n for r, n in running.items())  # steps until the next one ends
+        shared = sum(prompts[p] for p in begun)
+        own = sum(running.values())
+        steps += stride
+        total += stride * (shared + own) + len(running) * stride * (stride + 1) / 2
+        most = max(most, shared + own + len(running) * stride)
+        for r in list(running):
+            running[r] += stride
+            if running[r] == lengths[r]:
+                del running[r]
+                left[r // SAMPLES] -= 1
+                if not left[r // SAMPLES]:
+                    begun.discard(r // SAMPLES)
+    return steps, total, most
+
+
+def bytes_of(lm: LanguageModel) -> tuple[int, int]:
+    """Of the weights, and of one token's keys and values."""
+    config, size = lm.model.config, next(lm.model.parameters()).element_size()
+    channel = config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * channel
+    return sum(p.numel() for p in lm.model.parameters()) * size, token * size
+
+
+@torch.no_grad()
+def apart(lm: LanguageModel, prompts: list[list[int]], drawn: Drawn, count: int) -> float:
+    """Mean |difference| of the log-probs of the first responses from one plain forward pass over each."""
+    gaps = []
+    for response in range(count):
+        prompt, own = prompts[response // SAMPLES], drawn.token[response, : drawn.length[response]]
+        ids = torch.cat([torch.tensor(prompt), own]).to(lm.device)[None]
+        hidden = lm.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
+        logp = token_stats(Head.of(lm.model), hidden, own.to(lm.device), 1.0)[0].cpu()
+        gaps.append((logp - drawn.logp[response, : len(own)]).abs())
+    return float(torch.cat(gaps).mean())
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    smoke = options.smoke
+    shape, device = (SHAPES[name] | SMOKE, "cpu") if smoke else (SHAPES[name], "cuda")
+    count, lanes, limit, mean = (48, 16, 64, 12) if smoke else (options.responses, options.lanes, LIMIT, MEAN)
+    lm = model_of(shape, device)
+    table = prompts_of(count // SAMPLES, lm.vocab, *((5, 9) if smoke else (50, 70)))
+    prompts = [row[row >= 0].tolist() for row in table]
+    prove(lm, table.shape[1] + limit)
+    lengths = lengths_of(count, mean, limit)
+    decoder, note = graph_decoder(lm)
+    assert decoder is not None, note
+    seconds = []
+    for _ in range(1 if smoke else 2):  # the first call captures the graphs
+        seeds = torch.arange(count)
+        head = Head.of(lm.model)
+        drawn = Drawn(count, limit, lm.ends, head, seeds, 1.0, Support(), limits=lengths)
+        begin = time.perf_counter()
+        with torch.no_grad(), ours(lm.model):
+            run = decoder(lm, prompts, SAMPLES, lanes, drawn)
+            run()
+        seconds.append(time.perf_counter() - begin)
+    assert torch.equal(drawn.length, lengths)
+    weights, token = bytes_of(lm)
+    steps, live, most = ideal(lengths.tolist(), [len(p) for p in prompts], lanes)
+    floor = (steps * weights + live * token) / BANDWIDTH
+    schedule = run.schedule
+    return {
+        "seconds": seconds[-1],
+        "first_call_s": seconds[0],
+        "floor_s": floor,
+        "over_floor": seconds[-1] / floor,
+        "tokens_per_second": int(lengths.sum()) / seconds[-1],
+        "tokens": int(lengths.sum()),
+        "steps": steps,
+        "launched_steps": run.launches,
+        "live_most": most,
+        "reserved": schedule.pages.most * PAGE / most,
+        "pages": schedule.pages.count,
+        "evictions": schedule.evictions,
+        "graphs": len(decoder.graphs),
+        "mismatch": apart(lm, prompts, drawn, 2 if smoke else 8),
+        **({} if smoke else {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
+    parser.add_argument("--responses", type=int, default=2048)
+    parser.add_argument("--lanes", type=int, default=512)
+    parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
+    options = parser.parse_args(argv)
+    found = measure(options.shape, options)
+    names = ["seconds", "floor_s", "over_floor", "tokens_per_second", "reserved", "evictions", "mismatch"]
+    show(["shape", *names], [[options.shape, *(f"{found[name]:.4g}" for name in names)]])
+    more = {"shape": options.shape, "found": found, "torch": torch.__version__}
+    if options.smoke:
+        return close("ragged_gpu", None, None, TIME, True, smoke=True, **more)[1]
+    more["device"] = torch.cuda.get_device_name()
+    ok = found["over_floor"] <= TIME and found["reserved"] <= RESERVED
+    return close("ragged_gpu", found["seconds"], found["floor_s"], TIME, ok, **more)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Caches in pages: who gets them, and that neither where they lie nor who was evicted changes a number."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascent.core.types import Prompts, Refused, Rollouts
+from ascent.engines.language.sampling import cuda, sampler, step
+from ascent.engines.language.sampling.cache import Cache, Segment, extend
+from ascent.engines.language.sampling.cuda import graph_decoder
+from ascent.engines.language.sampling.pages import Pages, Schedule
+from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
+from tests.language import model_of, prompts_of, sampler_of
+
+# ---- who gets pages -------------------------------------------------------------------------------
+
+
+def audit(schedule: Schedule) -> None:
+    """No page is held twice or lost, every row has room for its tokens, and every prompt that is read is there."""
+    held = [page for row in schedule.rows.values() for page in row.pages]
+    held += [page for pages in schedule.prompts.values() for page in pages]
+    assert len(held) == len(set(held)), "a page is held twice"
+    assert set(held) | schedule.pages._free == set(range(schedule.pages.count)), "a page is lost"
+    assert not set(held) & schedule.pages._free
+    lanes = [row.lane for row in schedule.running]
+    assert len(lanes) == len(set(lanes)) and not set(lanes) & set(schedule.free_lanes)
+    for row in schedule.rows.values():
+        assert len(row.pages) * schedule.pages.size >= min(row.length, schedule.limit)
+        assert len(schedule.prompts[row.prompt]) == schedule.pages.need(schedule.keys[row.prompt])
+    for prompt, readers in schedule.readers.items():
+        assert readers == sum(row.prompt == prompt for row in schedule.rows.values())
+    for prompt in schedule.prompts:
+        assert schedule.left[prompt] > 0, "the pages of a prompt outlive its last response"
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(1, 5),
+    lanes=st.integers(1, 6),
+    samples=st.integers(1, 4),
+    prompts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    limit=st.integers(1, 20),
+    room=st.integers(0, 30),
+    together=st.integers(1, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_traffic_finishes_and_no_page_is_held_twice_or_lost(
+    seed: int, size: int, lanes: int, samples: int, prompts: list[int], limit: int, room: int, together: int
+) -> None:
+    """Rows of random lengths, at random steps extended, parked or continued, on as few pages as one row can do with."""
+    rng, count = random.Random(seed), len(prompts) * samples
+    least = -(-max(prompts) // size) + -(-limit // size)
+    schedule = Schedule(prompts, samples, lanes, limit, Pages(least + room, size), together)
+    want = [rng.randint(1, limit) for _ in range(count)]
+    have, over, parked = [0] * count, set(), set()
+    for _ in range(200 * count * limit):
+        for row in schedule.admit(rng.randint(1, 3)):
+            assert row.length == have[row.response], "a row that comes back has what it had"
+            assert row.response not in parked, "a row comes back before its environment has answered"
+        schedule.fresh = []
+        audit(schedule)
+        ahead = rng.randint(1, 3)
+        for row in schedule.grow(ahead):
+            assert row.response not in schedule.rows
+        audit(schedule)
+        assert not schedule.running or schedule.fits(ahead)
+        for row in schedule.running:
+            response = row.response
+            row.length = have[response] = min(have[response] + rng.randint(1, ahead), want[response])
+            if have[response] == want[response]:
+                schedule.end(response)
+                over.add(response)
+            elif rng.random() < 0.2:
+                schedule.park(response)
+                parked.add(response)
+        audit(schedule)
+        for response in sorted(parked):
+            if rng.random() < 0.5 or not (schedule.running or schedule.waiting):
+                schedule.unpark(response)
+                parked.remove(response)
+        if len(over) == count:
+            break
+    assert len(over) == count, "it came to no end"
+    assert len(schedule.pages) == schedule.pages.count
+
+
+def test_the_row_that_entered_last_is_evicted_and_comes_back_first() -> None:
+    schedule = Schedule([4, 4], 2, 4, 8, Pages(6, 4))
+    rows = schedule.admit()
+    assert [row.response for row in rows] == [0, 1, 2, 3], "two prompts and four rows on six pages"
+    for row in rows:
+        row.length = 4
+    assert [row.response for row in schedule.grow(1)] == [3, 2]
+    assert list(schedule.waiting) == [2, 3]
+    assert [row.response for row in schedule.running] == [0, 1]
+    schedule.end(0)
+    assert [(row.response, row.length) for row in schedule.admit()] == [(2, 4)]
+
+
+def test_a_prompt_that_nobody_reads_is_dropped_before_a_row_is_evicted() -> None:
+    schedule = Schedule([4, 4], 1, 1, 12, Pages(4, 4), together=2)
+    (row,) = schedule.admit()
+    assert schedule.fresh == [0, 1], "both are encoded together, though the second has no lane yet"
+    for length in (4, 8):
+        row.length = length
+        assert schedule.grow(1) == []
+    assert set(schedule.prompts) == {0}
+    schedule.end(0)
+    schedule.fresh = []
+    assert [row.response for row in schedule.admit()] == [1]
+    assert schedule.fresh == [1], "it is encoded again"
+
+
+def test_a_prompts_pages_are_held_once_and_freed_with_its_last_response() -> None:
+    schedule = Schedule([10], 3, 3, 4, Pages(20, 4))
+    schedule.admit()
+    assert len(schedule.prompts[0]) == 3
+    assert schedule.pages.count - len(schedule.pages) == 3 + 3
+    for response, free in ((1, 15), (0, 16), (2, 20)):
+        schedule.end(response)
+        assert len(schedule.pages) == free
+
+
+def test_where_there_is_room_for_all_rows_at_their_limit_all_of_them_enter() -> None:
+    schedule = Schedule([4, 4], 32, 64, 8, Pages(2 + 64 * 2, 4))
+    assert len(schedule.admit()) == 64, "nothing is kept free for growth that cannot come"
+    for row in schedule.running:
+        row.length = 7
+    assert schedule.grow(1) == []
+
+
+def test_a_cache_too_small_for_one_response_is_refused() -> None:
+    with pytest.raises(Refused, match=r"room for 16 tokens.*max-tokens"):
+        Schedule([9], 1, 1, 8, Pages(4, 4))
+
+
+def test_pages_cannot_be_given_back_twice() -> None:
+    pages = Pages(4, 1)
+    pages.give(pages.take(2))
+    with pytest.raises(AssertionError, match="twice"):
+        pages.give([0])
+
+
+def test_rows_take_low_pages_and_prompts_high_ones() -> None:
+    pages = Pages(6, 1)
+    assert pages.take(2) == [0, 1]
+    assert pages.take(2, high=True) == [5, 4]
+    pages.give([0, 5])
+    assert pages.take(1, high=True) == [5]
+    assert pages.take(3) == [0, 2, 3]
+    assert len(pages) == 0 and pages.most == 6
+
+
+# ---- what is drawn --------------------------------------------------------------------------------
+
+DECODERS = [GroupDecoder, "graphs"]
+
+
+def draws(decoder: Any, lm: Any, samples: int = 4, observe: Any = None, **more: Any) -> tuple[Rollouts, list[Schedule]]:
+    made = sampler_of(lm, **{name: value for name, value in more.items() if name != "room"})
+    own = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    schedules: list[Schedule] = []
+
+    def keep(*args: Any) -> Any:
+        run = own(*args)
+        schedules.append(run.schedule)
+        return run
+
+    made.decoder, made.room, made.observe = keep, more.get("room", 0), observe
+    return made.generate(Prompts.of(prompts_of()), samples), schedules
+
+
+def same(got: Rollouts, want: Rollouts) -> None:
+    assert torch.equal(got.mask, want.mask)
+    assert torch.equal(got.present, want.present)  # type: ignore[arg-type]
+    assert torch.equal(got.response, want.response)
+    assert torch.equal(got.truncated, want.truncated)
+    assert (got.logp_sampler - want.logp_sampler).abs().max() < 5e-6
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sampler, step, cuda):
+        monkeypatch.setattr(module, "PAGE", 2)
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("rows", [3, 12])
+def test_rows_that_were_evicted_draw_what_they_would_have_drawn(decoder: Any, rows: int) -> None:
+    lm = model_of()
+    want, _ = draws(PlainDecoderWithSchedule, lm, rows=64)
+    got, (schedule,) = draws(decoder, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 2 * 12)
+    assert schedule.evictions > 0 or rows == 3
+    assert len(schedule.pages) == schedule.pages.count, "every page came back"
+    same(got, want)
+
+
+class PlainDecoderWithSchedule(PlainDecoder):
+    """The oracle: transformers' own cache."""
+
+    schedule = None
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_rows_are_extended_evicted_and_come_back(decoder: Any) -> None:
+    """Observations of one to seven tokens on few pages: the same tokens and log-probs as the plain cache gives."""
+    lm = model_of()
+
+    def observe() -> Any:
+        turns: dict[int, int] = {}
+
+        def answer(response: int, tokens: list[int]) -> list[int]:
+            assert tokens[-1] in lm.ends
+            turns[response] = turns.get(response, 0) + 1
+            return [7, 8, 9, 10, 11, 12, 13][: 1 + response % 7] if turns[response] <= 2 else []
+
+        return answer
+
+    want, _ = draws(PlainDecoderWithSchedule, lm, observe=observe(), limit=24, rows=64)
+    assert (want.present & ~want.mask).any()  # type: ignore[operator]
+    for room in (0, 2 * -(-prompts_of().shape[1] // 2) + 30):
+        got, (schedule,) = draws(decoder, lm, observe=observe(), limit=24, rows=12, room=room)
+        assert (schedule.evictions > 0) == bool(room)
+        same(got, want)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma", "Phi3"])
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_the_size_of_a_page_changes_nothing(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of(kind)
+    want, _ = draws(PlainDecoderWithSchedule, lm)
+    monkeypatch.setattr(sampler, "PAGE", size)
+    same(draws(GroupDecoder, lm, rows=5)[0], want)
+
+
+@torch.no_grad()
+def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass() -> None:
+    """A prompt, then three pieces of a text behind it, on scattered pages, beside another row."""
+    lm = model_of()
+    ids = torch.randint(lm.vocab, (29,), generator=torch.Generator().manual_seed(0)).tolist()
+    want = lm.backbone(torch.tensor([ids])).last_hidden_state[0]
+    cache = Cache(12, 4)
+    from ascent.engines.language.attention import ours
+
+    with ours(lm.model):
+        extend(lm, cache, [ids[:9], ids[:5]], [Segment([11, 2, 7], 9), Segment([4, 5], 5)])
+        own, start = [0, 9, 3, 10, 1], 0
+        for count in (1, 6, 13):
+            tokens = ids[9 + start : 9 + start + count]
+            got = extend(lm, cache, [tokens], [Segment(own, count, start, [11, 2, 7], 9)])
+            start += count
+            assert (got[0] - want[8 + start]).abs().max() < 1e-10
+
+
+def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
+    """Responses that end early under a limit of 2,000 tokens have pages for the tokens that they have."""
+    lm = model_of()
+    rollouts, (schedule,) = draws(GroupDecoder, lm, limit=2000, rows=12)
+    longest = int(rollouts.mask.sum(-1).max())
+    assert longest < 400
+    assert schedule.pages.most * sampler.PAGE <= 12 * (longest + sampler.PAGE) + 3 * sampler.PAGE
+
+
+def split_of(keys: list[int], heads: int = 2) -> tuple[int, int]:
+    """Parts and the keys in each, as the decoder chooses them."""
+
+    class Chosen:
+        net = type("net", (), {"heads": heads})()
+        board = type("board", (), {"chunk": torch.zeros((), dtype=torch.int32)})()
+        chunk_now = 0
+
+    return cuda.GraphDecoder.split(Chosen(), keys), int(Chosen.board.chunk)  # type: ignore[arg-type]
+
+
+def test_long_rows_are_split_where_they_would_hold_the_others_up() -> None:
+    assert split_of([2000] * 256)[0] == 1, "equal rows fill the card by themselves"
+    assert split_of([200] * 8)[0] == 1, "short ones are quick"
+    assert split_of([2000] * 8)[0] == cuda.PARTS[1], "a few would leave the card idle"
+    assert split_of([300] * 511 + [8000])[0] == cuda.PARTS[0], "one would keep the others waiting"
+
+
+@given(known=st.integers(0, 5000), length=st.integers(0, 20_000), others=st.integers(0, 600))
+@settings(max_examples=100, deadline=None)
+def test_the_parts_of_a_row_cover_it_until_the_next_look(known: int, length: int, others: int) -> None:
+    parts, chunk = split_of([known + length] + [1] * others)
+    end = -(-known // step.PAGE) * step.PAGE + length + cuda.ROUND
+    assert parts == 1 or (parts * chunk >= end and chunk % step.PAGE == 0)
