@@ -177,11 +177,16 @@ def test_what_is_added_in_three_files_is_found(what: str, outcomes: dict[str, st
 
 def look_in(copy: Path) -> None:
     """Look for all of them in a process that has torch loaded, and of this house only the copy."""
-    here = ("ascent", "benchmarks", "tests", "conftest")
-    for name in [name for name in sys.modules if name.split(".")[0] in here or name.startswith("test_")]:
-        del sys.modules[name]
+    libraries = Path(sys.prefix).resolve()
+
+    def ours(path: str) -> bool:
+        return Path(path).resolve().is_relative_to(HOUSE) and not Path(path).resolve().is_relative_to(libraries)
+
+    here = [name for name, module in sys.modules.items() if ours(getattr(module, "__file__", None) or "/")]
+    for name in [*here, *(name for name in sys.modules if name.split(".")[0] in ("ascent", "benchmarks", "tests"))]:
+        sys.modules.pop(name, None)
     sys.meta_path = [finder for finder in sys.meta_path if "jaxtyping" not in type(finder).__module__]
-    others = [path for path in sys.path if path and not Path(path).resolve().is_relative_to(HOUSE)]
+    others = [path for path in sys.path if path and not ours(path)]
     sys.path, os.environ["PYTHONPATH"] = [str(copy / "tests"), str(copy), *others], str(copy)
     sys.path_importer_cache.clear()
     runpy.run_path("tests/test_adding.py", run_name="__main__")
