@@ -267,6 +267,35 @@ def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
     assert schedule.pages.most * sampler.PAGE <= 12 * (longest + sampler.PAGE) + 3 * sampler.PAGE
 
 
+def test_a_somewhat_longer_prompt_needs_no_new_board() -> None:
+    """Making one anew captures the graphs again, which takes seconds."""
+    lm, boards = model_of(), []
+    decoder = graph_decoder(lm)[0]
+    assert decoder is not None
+    for width in (60, 66, 64 * 9):
+        made = sampler_of(lm, limit=200, rows=8)
+        made.decoder = decoder
+        made.generate(Prompts.of(torch.ones(2, width, dtype=torch.long)), 4)
+        boards.append(decoder.board)
+    assert boards[0] is boards[1] and boards[1] is not boards[2]
+
+
+def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of()
+    decoder = graph_decoder(lm)[0]
+    assert decoder is not None
+    monkeypatch.setattr(decoder, "on_card", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**6, 10**9))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    few = decoder._pages(10**6, 3)
+    assert 3 < few < 10**6 and decoder.full
+    monkeypatch.setattr(decoder, "on_card", False)
+    decoder.prepare(2, few, 4, 9)
+    assert decoder._pages(2 * 10**6, 3) == few
+    assert decoder._pages(few - 1, 3) == few - 1
+
+
 def split_of(keys: list[int], heads: int = 2) -> tuple[int, int]:
     """Parts and the keys in each, as the decoder chooses them."""
 

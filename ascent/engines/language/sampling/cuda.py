@@ -80,7 +80,8 @@ class GraphDecoder:
         self.graphs: dict[Any, Callable[[], None]] = {}
         self.lanes_now: list[int] = []
         self.chunk_now = 0
-        self.rooms: dict[int, int] = {}
+        self.full = False
+        """There is no room for more pages."""
 
     def __call__(
         self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
@@ -90,7 +91,7 @@ class GraphDecoder:
         slots = min(len(prompts), 4 * -(-rows // samples) + TOGETHER)  # prompts whose responses are under way
         pages = self._pages(rows * long + slots * longest, long + longest)
         pages = min(pages, -(-room // PAGE)) if room else pages
-        self.prepare(rows, pages, long + longest, drawn.limit)
+        self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.limit)
         self.board.limit.fill_(drawn.limit)
         self.board.temperature.fill_(drawn.temperature)
         self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
@@ -98,16 +99,19 @@ class GraphDecoder:
         return Run(self, prompts, schedule, drawn)
 
     def _pages(self, wanted: int, least: int) -> int:
-        """Fewer pages where they would not fit; the same number for the same question."""
-        if not self.on_card or (self.board is not None and self.board.holds(0, wanted, 0, 0)):
-            return wanted
-        if wanted not in self.rooms:
+        """Pages for a call: all that it can need, or as many as fit. Where no more fit, the board stays as it is."""
+        have = 0 if self.board is None else self.board.room[1]
+        if have >= wanted or (self.full and have >= least):
+            return min(wanted, have)
+        wanted += wanted // 8  # later prompts may be longer
+        if self.on_card:
             self.board, self.graphs = None, {}  # type: ignore[assignment]
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             net = self.net
             page = 2 * len(net.layers) * net.heads * PAGE * net.channel * net.embedding.element_size()
-            self.rooms[wanted] = max(least, min(wanted, int(SHARE * free) // page))
-        return self.rooms[wanted]
+            most = int(SHARE * free) // page
+            self.full, wanted = most < wanted, max(least, min(wanted, most))
+        return wanted
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""
