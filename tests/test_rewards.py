@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from ascent.tasks.text.grading import Grading, self_test
 from ascent.tasks.text.tokenized import TokenizedTask
 from ascent.tasks.workers import Limits, Outcome, Pool
 
+SLEEP = f"sleep {10**6 + os.getpid()}"
+"""What rewards of this process leave behind: tests in other processes have other seconds."""
 REWARDS = """
 import os, subprocess, sys, time
 
@@ -50,7 +52,7 @@ def f(prompt, response, answer, **columns):
         import re
         return re.match("(a+)+$", "a" * 64 + "b")
     if response == "children":
-        subprocess.Popen(["sleep", "987.25"])
+        subprocess.Popen(SLEEP.split())
         time.sleep(60)
     if response == "child and exit":
         subprocess.Popen(["sleep", "3.25"], close_fds=False)
@@ -78,8 +80,8 @@ def f(prompt, response, answer, **columns):
         workers._say = lambda pipe, answer: say(pipe, {**answer, "surprise": 1})
         return 1.0
     if response == "daemons":
-        subprocess.Popen(["sleep", "986.25"], start_new_session=True)
-        subprocess.Popen(["sh", "-c", "setsid sleep 986.25 & setsid sleep 986.25 &"])
+        subprocess.Popen(SLEEP.split(), start_new_session=True)
+        subprocess.Popen(["sh", "-c", f"setsid {SLEEP} & setsid {SLEEP} &"])
         return 1.0
     if response == "print":
         print("x" * 1_000_000)
@@ -172,7 +174,7 @@ GOOD: dict[str, tuple[float, str]] = {
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     file = tmp_path_factory.mktemp("own") / "r.py"
-    file.write_text(REWARDS)
+    file.write_text(f"SLEEP = {SLEEP!r}\n{REWARDS}")
     return lambda name: f"python:{file}:{name}"
 
 
@@ -205,17 +207,26 @@ def test_a_reward_that_does_odd_things_and_yet_returns_a_number(kind: str, outco
 
 
 def test_what_a_killed_reward_had_started_is_killed_too(outcomes: dict[str, Outcome]) -> None:
-    assert "sleep 987.25" not in commands()
+    assert sleeping() == 0
 
 
-def commands() -> str:
+def sleeping() -> int:
+    """The processes that rewards have left behind."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return "\n".join(found)
+        with suppress(OSError):
+            found.append(path.read_bytes().rstrip(b"\0").replace(b"\0", b" "))
+    return found.count(SLEEP.encode())
+
+
+def sleeping_soon(count: int) -> bool:
+    """Whether there are so many of them within five seconds."""
+    until = time.monotonic() + 5
+    while sleeping() != count:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def gone(pid: int) -> bool:
@@ -281,10 +292,7 @@ pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the l
     while not all(map(gone, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert all(map(gone, pids))
-    until = time.monotonic() + 5
-    while re.search("sleep 98[67].25", commands()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not re.search("sleep 98[67].25", commands())
+    assert sleeping_soon(0)
 
 
 def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callable[[str], str]) -> None:
@@ -298,12 +306,9 @@ def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callab
 def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], str]) -> None:
     pool = Pool([Grader(own("f"))], 1, Limits(5.0))
     assert pool.run([job("daemons")]) == [Outcome(1.0)]
-    until = time.monotonic() + 5
-    while commands().count("sleep 986.25") < 3 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert commands().count("sleep 986.25") >= 3
+    assert sleeping_soon(3)
     pool.close()
-    assert "sleep 986.25" not in commands()
+    assert sleeping() == 0
 
 
 def test_a_reward_sees_no_secret_of_the_environment(own: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,9 +171,8 @@ class GraphDecoder:
         if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
             return 1
         parts = PARTS[few]
-        chunk = max(
-            CHUNK, -(-(longest + PAGE + ROUND) // parts // PAGE) * PAGE
-        )  # a prompt's last page may be half empty
+        end = longest + PAGE + ROUND  # a prompt's last page may be half empty
+        chunk = max(CHUNK, -(-end // parts // PAGE) * PAGE)
         if chunk != self.chunk_now:
             self.board.chunk.fill_(chunk)
             self.chunk_now = chunk
@@ -208,6 +207,10 @@ class GraphDecoder:
         return float(torch.stack(apart).max())
 
 
+Longer = tuple[Row, int, list[int]]
+"""A row that is extended, its tokens before, and what is fed at each of its places."""
+
+
 class Run:
     """One call: what the schedule decides is written to the board, and what the card has drawn is read back."""
 
@@ -233,18 +236,18 @@ class Run:
             while True:
                 self._admit()
                 launched = self._launch()
-                landed = self._land()
-                self.flight = launched
-                if launched is None and not landed and not self.schedule.waiting:
+                flight, self.flight = self.flight, launched
+                if flight is not None:
+                    flight()
+                elif launched is None and not self.schedule.waiting:
                     break
         self._collect()
 
-    def _land(self) -> bool:
+    def _land(self) -> None:
         """Wait for the steps that were launched last, if any were, and see who has finished."""
         flight, self.flight = self.flight, None
         if flight is not None:
             flight()
-        return flight is not None
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,7 +255,7 @@ class Run:
 
     def _admit(self) -> None:
         """Waiting responses into free lanes: their pages, the prompt's last token or their own, the seed."""
-        schedule, sent = self.schedule, self.decoder.sent
+        schedule = self.schedule
         entering = schedule.admit(ROUND)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
@@ -262,12 +265,11 @@ class Run:
             return
         if back := [row for row in entering if row.length]:
             self._encode(back, [0] * len(back), [self._restore(row) for row in back])
-        states = []
+        last = [int(self.kept[row.response][0][-1]) if row.length else self.prompts[row.prompt][-1] for row in entering]
+        self._set(list(zip(entering, last, strict=True)))
         for row in entering:
             self.begun[row.response] = self.launches
-            last = int(self.kept.pop(row.response)[0][-1]) if row.length else self.prompts[row.prompt][-1]
-            states.append([schedule.keys[row.prompt], row.length, last, self.seeds[row.response], 0])
-        self.board.state[:, sent([row.lane for row in entering])] = sent(states).t()
+            self.kept.pop(row.response, None)
         self._lay_out([(row, 0) for row in entering])
 
     def _restore(self, row: Row) -> list[int]:
@@ -302,7 +304,7 @@ class Run:
         running = self.schedule.running
         before = {row.response: len(row.pages) for row in running}
         for row in self.schedule.grow(ROUND, running):
-            self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
+            self._keep(row)
         live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
         if not live:
             return None
@@ -344,22 +346,21 @@ class Run:
                 fresh = read[1][i] if len(read) > 1 else None
                 lengths[row.response] = self.drawn.over(row.response, start, stop, done[row.lane], fresh)
         over = [row for row, _, _ in ran if lengths.get(row.response)]
+        longer: list[Longer] = []
         if self.drawn.observe is not None:
-            over = self._extend(over, lengths)
-        if not over:
-            return
-        where = self.decoder.sent([row.lane for row in over])
-        found = [buffer[where, : self.limit] for buffer in self.buffers]
-        self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
+            over, longer = self._ask(over, lengths)
+        if over:
+            where = self.decoder.sent([row.lane for row in over])
+            found = [buffer[where, : self.limit] for buffer in self.buffers]
+            self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
         for row in over:
             self.schedule.end(row.response)
+        if longer:
+            self._extend(longer)
 
-    def _extend(self, over: list[Row], lengths: dict[int, int]) -> list[Row]:
-        """Put what follows the turns that have ended behind them; returned are the rows that nothing follows.
-
-        A finished lane has idled since, on the last place of its pages, so that place is written again.
-        """
-        drawn, board, schedule, sent = self.drawn, self.board, self.schedule, self.decoder.sent
+    def _ask(self, over: list[Row], lengths: dict[int, int]) -> tuple[list[Row], list[Longer]]:
+        """Who is over, and who is longer now: what follows a turn that has ended is put behind it in the outputs."""
+        drawn, board = self.drawn, self.board
         finished, longer = [], []
         for row in over:
             response, length = row.response, lengths[row.response]
@@ -372,30 +373,43 @@ class Run:
                 finished.append(row)
                 continue
             drawn.stopped.discard(response)
-            end = length + len(observation)
-            board.token[row.lane, length:end] = sent(observation)
+            row.length = end = length + len(observation)
+            board.token[row.lane, length:end] = self.decoder.sent(observation)
             board.logp[row.lane, length:end], board.mass[row.lane, length:end] = 0.0, 1.0
             longer.append((row, length, [self.prompts[row.prompt][-1], *tokens.tolist(), *observation]))
-        for row, _, every in longer:
-            row.length = len(every) - 1
-        old = {row.response: len(row.pages) for row, _, _ in longer}
-        for row in schedule.grow(ROUND, [row for row, _, _ in longer]):
-            self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
-        stay = [(row, length, every) for row, length, every in longer if row.response in schedule.rows]
-        if stay:
-            rows = [row for row, _, _ in stay]
-            self._lay_out([(row, old[row.response]) for row in rows if len(row.pages) > old[row.response]])
-            self._encode(rows, [n - 1 for _, n, _ in stay], [every[n - 1 : -1] for _, n, every in stay])
-            states = sent(
-                [
-                    [schedule.keys[row.prompt], row.length, every[-1], self.seeds[row.response], 0]
-                    for row, _, every in stay
-                ]
-            )
-            board.state[:, sent([row.lane for row in rows])] = states.t()
-            for row in rows:
-                self.begun[row.response] = self.launches
-        return finished
+            self.begun[response] = self.launches  # what is under way for it counts no more
+        return finished, longer
+
+    def _extend(self, longer: list[Longer]) -> None:
+        """The observations of these rows into their pages.
+
+        A finished lane has idled since, on the last place of its pages, so that place is written again. Nobody is
+        evicted while steps are under way: it may be over.
+        """
+        schedule, rows = self.schedule, [row for row, _, _ in longer]
+        if not schedule.fits(ROUND):
+            self._land()
+        old = {row.response: len(row.pages) for row in rows}
+        for row in schedule.grow(ROUND, [row for row in rows if row.response in schedule.rows]):
+            self._keep(row)
+        stay = [(row, length, every) for row, length, every in longer if schedule.rows.get(row.response) is row]
+        if not stay:
+            return
+        self._lay_out([(row, old[row.response]) for row, _, _ in stay if len(row.pages) > old[row.response]])
+        self._encode(
+            [row for row, _, _ in stay], [n - 1 for _, n, _ in stay], [every[n - 1 : -1] for _, n, every in stay]
+        )
+        self._set([(row, every[-1]) for row, _, every in stay])
+
+    def _keep(self, row: Row) -> None:
+        """What an evicted response has drawn, until it comes back."""
+        self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
+
+    def _set(self, rows: list[tuple[Row, int]]) -> None:
+        """The state of these rows' lanes: they feed the given token next."""
+        keys, sent = self.schedule.keys, self.decoder.sent
+        states = [[keys[row.prompt], row.length, last, self.seeds[row.response], 0] for row, last in rows]
+        self.board.state[:, sent([row.lane for row, _ in rows])] = sent(states).t()
 
     def _collect(self) -> None:
         """Everything to the host at once, in the order in which it was asked for. A greedy draw has no mass."""

@@ -23,8 +23,6 @@ from ascent.core.types import Refused
 
 SPARE = 8
 """Running rows per page that is kept free for their growth when another row enters."""
-
-
 NOWHERE = -1
 """The lane of a row that is parked."""
 
@@ -76,8 +74,6 @@ class Row:
     prompt: int
     length: int
     """Tokens that its own pages hold, or will after the steps that are under way."""
-    order: int
-    """Its place among those that entered."""
     pages: list[int] = field(default_factory=list)
     lane: int = NOWHERE
 
@@ -120,7 +116,7 @@ class Schedule:
         """Responses of each prompt that have not ended."""
         self.readers = dict.fromkeys(range(len(prompts)), 0)
         """Rows on each prompt's pages."""
-        self.entered = self.evictions = 0
+        self.evictions = 0
 
     @property
     def running(self) -> list[Row]:
@@ -133,13 +129,10 @@ class Schedule:
             row = self.rows[self.ready.popleft()]
             row.lane = self.free_lanes.pop()
             entering.append(row)
-        while self.free_lanes and self.waiting:
-            row_or_none = self._enter(self.waiting[0], ahead)
-            if row_or_none is None:
-                break
+        while self.free_lanes and self.waiting and (new := self._enter(self.waiting[0], ahead)) is not None:
             self.waiting.popleft()
-            row_or_none.lane = self.free_lanes.pop()
-            entering.append(row_or_none)
+            new.lane = self.free_lanes.pop()
+            entering.append(new)
         return entering
 
     def _enter(self, response: int, ahead: int) -> Row | None:
@@ -152,10 +145,9 @@ class Schedule:
             if len(self.pages) < own + new + spare:
                 return None
         self.kept.pop(response, None)
-        row = Row(response, prompt, length, self.entered, self.pages.take(own))
+        row = Row(response, prompt, length, self.pages.take(own))
         if prompt not in self.prompts:
             self._encode_from(prompt)
-        self.entered += 1
         self.rows[response] = row
         self.readers[prompt] += 1
         return row
