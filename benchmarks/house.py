@@ -32,17 +32,19 @@ class Room(NamedTuple):
 
 
 _NUMBERS = ("core", "policies", "tasks", "settings")
-_MADE = (*_NUMBERS, "engines", "oracle", "explain")
+_PLAYED = ("core", "policies", "tasks", "environments")
+_MADE = (*_NUMBERS, "environments", "engines", "oracle", "explain")
 _RUN = (*_MADE, "records", "rewards")
 MAY_IMPORT: dict[str, Room] = {
     "core": Room("the menu and the loop: everything that decides the numbers"),
     "policies": Room("what is trained", ("core",)),
     "tasks": Room("prompts and verifiable rewards", ("core",)),
     "settings": Room("flags, files and keywords into a Config", ("core", "policies", "tasks")),
+    "environments": Room("what plays episodes: turns, tools, processes", ("core", "tasks")),
     "engines": Room("samplers and learners, one folder per kind of policy", ("core", "policies")),
     "engines.backends": Room("the list of backends", ("core", "policies", "tasks", "engines")),
-    "engines.small.backend": Room("the backend of small policies", ("core", "policies", "tasks", "engines")),
-    "engines.language.backend": Room("the backend of language models", ("core", "policies", "tasks", "engines")),
+    "engines.small.backend": Room("the backend of small policies", (*_PLAYED, "engines")),
+    "engines.language.backend": Room("the backend of language models", (*_PLAYED, "engines")),
     "oracle": Room("exact gradients by enumeration", ("core", "policies", "tasks", "engines")),
     "explain": Room("what a choice computes: one About for each", _NUMBERS),
     "records": Room("the run folder, its metrics, the flags of a run, evaluation", _MADE),

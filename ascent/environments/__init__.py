@@ -1,0 +1,1 @@
+"""Conversations and tools: what plays the episodes of a task whose responses have turns."""
