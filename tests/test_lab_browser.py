@@ -22,6 +22,7 @@ import pytest
 from ascent.cli import main as cli
 from ascent.lab.figures import all_figures
 from ascent.lab.figures.training.figure import SIDES, metrics_in_words
+from ascent.lab.pages.lesson.page import BOUND, read_lessons, render
 from ascent.records.folder import read_lines
 from tests.browser import Lab, Screen, chromium, contrast, serious, until
 
@@ -444,6 +445,38 @@ def test_the_labels_of_charts_stand_out_and_nothing_is_wider_than_a_phone(
     other = {"light": "dark", "dark": "light"}[theme]
     assert screen.page.evaluate("document.documentElement.dataset.theme") == other
     assert not screen.errors
+    screen.page.context.close()
+
+
+RUN_OUT = """html => {
+  const article = document.querySelector(".lesson");
+  if (html) article.innerHTML = html;
+  for (const details of article.querySelectorAll("details")) details.open = true;
+  const style = getComputedStyle(article);
+  const right = article.getBoundingClientRect().right - parseFloat(style.paddingRight) + 0.5;
+  const wide = [...article.querySelectorAll("pre, .scroll, .scroll > *, p, summary, p math, output")].filter((e) =>
+    e.closest(".scroll") && !e.matches(".scroll") ? false : e.getBoundingClientRect().right > right);
+  const cut = [...article.querySelectorAll("pre, .scroll")].filter((e) =>
+    e.scrollWidth > e.clientWidth && getComputedStyle(e).overflowX !== "auto");
+  return [document.documentElement.scrollWidth, article.querySelectorAll("pre, math").length,
+    [...wide, ...cut].map((e) => e.outerHTML.slice(0, 200))];
+}"""
+
+
+def test_code_and_formulas_of_every_lesson_stay_in_their_box(browser: Any, lab: Lab) -> None:
+    """On a phone, in the narrow column beside a figure, and on a desk; long code is open. One page shows every lesson."""
+    lessons = read_lessons()
+    slugs = [lesson.slug for lesson in lessons]
+    screen = opened(browser, lab).open("/lesson/trust-region")
+    for width in (320, 800, 1280):
+        screen.page.set_viewport_size({"width": width, "height": 800})
+        shown = 0
+        for lesson in lessons:
+            said = dict.fromkeys(BOUND.findall(lesson.text), "[3 1 4 0]")
+            page, count, wide = screen.page.evaluate(RUN_OUT, render(lesson, said, slugs))
+            assert page <= width and not wide, (lesson.slug, wide)
+            shown += count
+        assert shown > 250
     screen.page.context.close()
 
 

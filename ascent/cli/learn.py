@@ -62,7 +62,8 @@ class LabCommand(Command):
     """Open a browser."""
 
     def execute(self) -> int:
-        missing = [name for name in ("starlette", "uvicorn", "markdown_it") if importlib.util.find_spec(name) is None]
+        needed = ("starlette", "uvicorn", "markdown_it", "latex2mathml")
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
         if missing:
             raise Refused(
                 f"the lab needs {' and '.join(missing)}, which is not installed: pip install 'ascent-rl[lab]'"

@@ -6,7 +6,7 @@ gradient is biased. Percentages and cosines there come from a small policy whose
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,11 +21,11 @@ class About:
     """What a choice computes, and what others do under its name."""
 
     formula: Text = ""
-    """Its part of the objective. A test evaluates it against the code."""
+    """Its part of the objective, in LaTeX. A test evaluates what `ascent explain` prints of it against the code."""
     definitions: Text = ""
-    """What the formula defines first: a critic's advantage, a ratio, the margin of a pair."""
+    """What the formula defines first, in LaTeX: a critic's advantage, a ratio, the margin of a pair."""
     statistics: Text = ""
-    """What the other symbols mean, and over what a mean or a sum is taken; one line for each."""
+    """What the other symbols mean, and over what a mean or a sum is taken; one line for each, LaTeX between dollars."""
     words: Text = ""
     """Its part of the sentence that says what is maximised. For a named algorithm: what it is."""
     response_formula: str = ""
@@ -48,26 +48,29 @@ class About:
 
 OFF = About(off=True, gradient="exact", trl="the default.", verl="the default.")
 """The About of a choice that does nothing."""
+_FIELD = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
 TEXTS = ("formula", "definitions", "statistics", "words", "response_words", "gradient")
 OWN = {
-    "advantage": About(formula="{name}(R)", words="the credit of {name} ({line})"),
-    "loss": About(formula="{name}(logp, logp_old, δ)", words="the surrogate of {name} ({line}) for"),
+    "advantage": About(formula=r"\text{{name}}(R)", words="the credit of {name} ({line})"),
+    "loss": About(
+        formula=r"\text{{name}}(\text{logp}, \text{logp\_old}, \delta)", words="the surrogate of {name} ({line}) for"
+    ),
     "pairs": About(
-        formula="{name}(m)",
-        definitions="m = the margin of the pair",
+        formula=r"\text{{name}}(m)",
+        definitions=r"m = \text{the margin of the pair}",
         words="Maximise the mean over pairs of the value of {name} ({line})",
     ),
     "weights": About(
-        formula="weight_t",
-        response_formula="Σ_t weight_t",
+        formula=r"\text{weight}_t",
+        response_formula=r"\sum_t \text{weight}_t",
         words="sum, with the weights of {name} ({line}), of",
         response_words="sum, with the weights of {name} ({line}), of",
     ),
     "reference": About(words="the reference of {name} ({line})"),
-    "exploration": About(formula="{name}·H", words="the entropy bonus of {name} ({line})"),
-    "correction": About(formula="{name}·", words="weighted by {name} ({line})"),
+    "exploration": About(formula=r"\text{{name}}\cdot{H}", words="the entropy bonus of {name} ({line})"),
+    "correction": About(formula=r"\text{{name}}\cdot{}", words="weighted by {name} ({line})"),
     "groups": About(words="Groups are chosen by {name} ({line})"),
-    "shaping": About(formula="{name}(L_i)", words="is shaped by {name} ({line})"),
+    "shaping": About(formula=r"\text{{name}}(L_i)", words="is shaped by {name} ({line})"),
     "critic": About(words="The critic is {name} ({line})"),
     "update": About(words="A step is taken by {name} ({line})"),
 }
@@ -94,8 +97,16 @@ def fill_in(about: About, choice: Any) -> About:
     texts: dict[str, Any] = {}
     for name in TEXTS:
         text = getattr(about, name)
-        texts[name] = text(choice) if callable(text) else text.format_map(facts)
+        texts[name] = text(choice) if callable(text) else fill(text, facts)
     return replace(about, **texts)
+
+
+def fill(text: str, facts: Mapping[str, Any]) -> str:
+    """A text with these facts where it has their names in braces, such as {eps:g}. LaTeX's other braces stay."""
+    known = (match for match in _FIELD.finditer(text) if match[1] in facts)
+    for match in reversed(list(known)):
+        text = text[: match.start()] + format(facts[match[1]], match[2] or "") + text[match.end() :]
+    return text
 
 
 # ---- the named algorithms: what each is, in a line, and what others do under the same name ------------------------

@@ -18,12 +18,15 @@ from ascent.core import (
     values,
     weights,
 )
-from ascent.explain.about import OFF, About, Gradient
+from ascent.explain.about import OFF, About, Gradient, fill
+from ascent.explain.mathematics import unicode_of
 
 GROUP = "over the G scored responses to the same prompt"
-TOKEN_RATIO = "ρ_t = exp(logp_t − logp_old_t)"
+TOKEN_RATIO = r"\rho_t = \exp(\text{logp}_t - \text{logp\_old}_t)"
 ONE_PER_PAIR = " The one term of a pair takes the sum of its responses' weights, which is 1/pairs."
-CHOSEN = "w is the chosen and l the rejected response to a prompt"
+CHOSEN = "$w$ is the chosen and $l$ the rejected response to a prompt"
+LOG_RATIO = r"$\ell = \log \pi - \log \pi_{\text{ref}}$"
+DDOF = r"\text{ddof }"
 COUNTED = "counted over the mini-batch of one optimizer step, however it is split into micro-batches"
 
 
@@ -31,27 +34,33 @@ def _from_critic(total: str, words: str, gradient: Gradient = "critic", **texts:
     """A credit from a critic: a sum of TD errors, discounted or not, whitened or not."""
 
     def definitions(c: Any) -> str:
-        discount = "" if c.gamma == 1 else f"{c.gamma:g}·"
-        sums = total.format(**vars(c) | {"decay": c.gamma * c.lam})
-        return f"d_t = r_t + {discount}V_(t+1) − V_t;   A_t = {sums}"
+        discount = "" if c.gamma == 1 else rf"{c.gamma:g}\cdot"
+        sums = fill(total, vars(c) | {"decay": c.gamma * c.lam})
+        return rf"d_t = r_t + {discount}{{V_{{t+1}}}} - V_t;\quad A_t = {sums}"
 
     def in_words(c: Any) -> str:
         discounted = "" if c.gamma == 1 else f", discounted by {c.gamma:g} per token"
         return words.format_map(vars(c)) + discounted + (", whitened over the batch's tokens" if c.whitened else "")
 
     return About(
-        formula=lambda c: "(A_t − mean) / (std + 1e-08), ddof 1" if c.whitened else "A_t",
+        formula=lambda c: rf"\frac{{A_t - \text{{mean}}}}{{\text{{std}} + 1e-08}}, {DDOF}1" if c.whitened else "A_t",
         definitions=definitions,
-        statistics="V_t is the critic's value of the state before token t, 0 after the end; an outcome reward is on "
-        "the last token; mean and std, where there are any, are over all unmasked tokens of the batch",
+        statistics="$V_t$ is the critic's value of the state before token $t$, 0 after the end; an outcome reward "
+        "is on the last token; mean and std, where there are any, are over all unmasked tokens of the batch",
         words=in_words,
         gradient=lambda c: "other" if c.gamma != 1 or c.whitened or c.bootstrap else gradient,
         **{"trl": "none: TRL 1.16 has no critic."} | texts,
     )
 
 
+def _bounded(c: Any) -> str:
+    return rf"\operatorname{{clip}}(\rho, {1 - c.low:g}, {1 + c.high:g})"
+
+
 def _clip(c: Any) -> str:
-    return "ρ·δ" if c.low is None else f"min(ρ·δ, clip(ρ, {1 - c.low:g}, {1 + c.high:g})·δ)"
+    if c.low is None:
+        return r"\rho\cdot\delta"
+    return rf"\min(\rho\cdot\delta, {_bounded(c)}\cdot\delta)"
 
 
 def _clipped_words(c: Any) -> str:
@@ -77,24 +86,24 @@ class Estimator(NamedTuple):
 
 ABOUT_ESTIMATORS = {
     "k1": Estimator(
-        "ℓ",
+        r"$\ell$",
         loss="its expected gradient is 0: the penalty only adds noise",
         reward="its gradient is exactly −β ∇KL(π ‖ π_ref), at any length: use this one in the reward",
     ),
     "k2": Estimator(
-        "½ ℓ²",
+        r"$\tfrac{1}{2} \ell^2$",
         loss="its gradient is ∇KL(π ‖ π_ref) for one token or a whole response; per token on an autoregressive "
         "policy it misses what a token does to the KL of later ones and is 4.6 % off",
         reward="its gradient is not the KL's; it can even raise the KL (cosine with ∇KL −0.34)",
     ),
     "k3": Estimator(
-        "e^−ℓ + ℓ − 1",
+        r"$e^{-\ell} + \ell - 1$",
         loss="its gradient is that of the other direction, ∇KL(π_ref ‖ π), for one token or a whole response; per "
         "token on an autoregressive policy it is 30 % off even that",
         reward="its gradient is not the KL's; it can even raise the KL (cosine with ∇KL −0.55)",
     ),
     "exact": Estimator(
-        "Σ_v π(v)·(log π(v) − log π_ref(v)), over the whole vocabulary at each state",
+        r"$\sum_v \pi(v)\cdot(\log \pi(v) - \log \pi_{\text{ref}}(v))$, over the whole vocabulary at each state",
         loss="its gradient is ∇KL(π ‖ π_ref) at each visited state, held fixed; on an autoregressive policy it is "
         "4.6 % off",
         reward="its gradient is not the KL's; it can even raise the KL (cosine with ∇KL −0.36)",
@@ -104,11 +113,11 @@ ABOUT_ESTIMATORS = {
 
 def coefficient(c: Any) -> str:
     """β of a penalty in a formula: its number, or the letter if it is adaptive."""
-    return f"{c.coef:g}" if c.target is None else "β"
+    return f"{c.coef:g}" if c.target is None else r"\beta"
 
 
 def _statistics(c: Any) -> str:
-    estimate = f"{c.estimator} = {ABOUT_ESTIMATORS[c.estimator].formula}, with ℓ = log π − log π_ref"
+    estimate = f"{c.estimator} = {ABOUT_ESTIMATORS[c.estimator].formula}, with {LOG_RATIO}"
     if c.target is None:
         return estimate
     return f"{estimate}\n{inspect.getdoc(kl.adapt)}, from {c.coef:g}, with the target {c.target:g}"
@@ -117,11 +126,12 @@ def _statistics(c: Any) -> str:
 def _words(c: Any) -> str:
     steered = "" if c.target is None else f" (from {c.coef:g}, steered to a KL of {c.target:g} per token)"
     estimate = "the exact KL" if c.estimator == "exact" else f"the {c.estimator} estimate of the KL"
-    return f"{coefficient(c)}{steered} × {estimate}"
+    return f"{unicode_of(coefficient(c))}{steered} × {estimate}"
 
 
 def _importance(c: Any) -> str:
-    return f"w = {'' if c.level == 'token' else 'Π_t '}exp(logp_old_t − logp_sampler_t)·m_t"
+    product = "" if c.level == "token" else r"\prod_t "
+    return rf"$w = {product}\exp(\text{{logp\_old}}_t - \text{{logp\_sampler}}_t)\cdot{{m_t}}$"
 
 
 ABOUTS: dict[type, About] = {
@@ -134,7 +144,7 @@ ABOUTS: dict[type, About] = {
         verl="no such estimator is registered.",
     ),
     advantages.Centered: About(
-        formula="R_i − mean",
+        formula=r"R_i - \text{mean}",
         statistics=f"mean is {GROUP}",
         words="the reward minus its group's mean",
         label="group mean (centered)",
@@ -143,8 +153,8 @@ ABOUTS: dict[type, About] = {
         verl="grpo with norm_adv_by_std_in_grpo=False; a group of one keeps its raw reward (here 0).",
     ),
     advantages.LeaveOneOut: About(
-        formula="R_i − mean_others",
-        statistics=f"mean_others is {GROUP}, without response i",
+        formula=r"R_i - \text{mean}_{\text{others}}",
+        statistics=rf"$\text{{mean}}_{{\text{{others}}}}$ is {GROUP}, without response $i$",
         words="the reward minus the mean of its group's other responses",
         label="mean of the others (RLOO)",
         gradient="exact",
@@ -152,8 +162,8 @@ ABOUTS: dict[type, About] = {
         verl="rloo: the same, but a group of one keeps its raw reward; rloo_vectorized gives 0.",
     ),
     advantages.Normalized: About(
-        formula="(R_i − mean) / (std + {eps:g}), ddof {ddof}",
-        statistics=f"mean and std are {GROUP}; where all are equal δ_i = 0",
+        formula=r"\frac{R_i - \text{mean}}{\text{std} + {eps:g}}, " + DDOF + "{ddof}",
+        statistics=f"mean and std are {GROUP}; where all are equal $\\delta_i = 0$",
         words="the reward normalized within its group of responses (std + {eps:g})",
         label="mean and std (GRPO)",
         paper="Shao et al. divide by std and name neither ε nor ddof.",
@@ -162,22 +172,25 @@ ABOUTS: dict[type, About] = {
         others="OpenRLHF adds 1e-9; open-instruct has ddof 0.",
     ),
     advantages.BestOnly: About(
-        formula="R_i where R_i = max_j R_j, else 0",
+        formula=r"R_i\text{ where }R_i = \max_j R_j,\text{ else }0",
         statistics=f"max is {GROUP}",
         words="the reward, kept only by the best of its group",
         label="best of the group only",
         verl="grpo_passk is similar: only the best response gets credit, best minus second best (over std).",
     ),
     advantages.RunningMean: About(
-        formula=lambda c: f"R_i − b,  then b ← {c.momentum:g}·b + {1 - c.momentum:g}·(the step's mean reward)",
-        statistics="b is 0 in the first step",
+        formula=lambda c: (
+            rf"R_i - b,\quad\text{{then }}b \gets {c.momentum:g}\cdot{{b}} + {1 - c.momentum:g}"
+            r"\cdot(\text{the step's mean reward})"
+        ),
+        statistics="$b$ is 0 in the first step",
         words="the reward minus its running mean (momentum {momentum:g})",
         label="running mean",
         gradient="exact",
     ),
     advantages.Greedy: About(
-        formula="R_i − R_greedy",
-        statistics="R_greedy is the reward of one greedy response to the same prompt",
+        formula=r"R_i - R_{\text{greedy}}",
+        statistics=r"$R_{\text{greedy}}$ is the reward of one greedy response to the same prompt",
         words="the reward minus that of a greedy response to the same prompt",
         label="greedy response (ReMax)",
         gradient="exact",
@@ -185,7 +198,8 @@ ABOUTS: dict[type, About] = {
     ),
     advantages.OptimalBaseline: About(
         formula=lambda c: (
-            "R_i − Σ_(j≠i) n_j·R_j / Σ_(j≠i) n_j,  n_j = " + ("‖∇log π_j‖²" if c.norm == "exact" else "L_j")
+            r"R_i - \frac{\sum_{j\ne{i}} n_j\cdot{R_j}}{\sum_{j\ne{i}} n_j},\quad{n_j} = "
+            + (r"\Vert\nabla\log \pi_j\Vert^2" if c.norm == "exact" else "L_j")
         ),
         statistics=f"sums are {GROUP}",
         words="the reward minus the baseline of least variance, estimated from its group's other responses",
@@ -195,37 +209,37 @@ ABOUTS: dict[type, About] = {
         verl="opo: as the paper; a group of one keeps its raw reward.",
     ),
     advantages.BatchNormalized: About(
-        formula="(R_t − mean) / (std + {eps:g}), ddof 1",
-        statistics="mean and std are over all unmasked tokens of the batch, R_t the reward from token t on",
+        formula=r"\frac{R_t - \text{mean}}{\text{std} + {eps:g}}, " + DDOF + "1",
+        statistics="mean and std are over all unmasked tokens of the batch, $R_t$ the reward from token $t$ on",
         words="the reward-to-go normalized over all tokens of the batch (std + {eps:g})",
         label="over the batch (REINFORCE++)",
         trl="none per token; RLOOTrainer's normalize_advantages whitens responses over the batch (std + 1e-4).",
         verl="reinforce_plus_plus: over √(var + 1e-8), ddof 1, over the unmasked tokens of the batch.",
     ),
     values.TD: _from_critic("d_t", "the one-step TD error of a critic", verl="gae with lam=0."),
-    values.KStep: _from_critic("Σ_(j<{k}) {gamma:g}^j·d_(t+j)", "the {k}-step advantage of a critic"),
+    values.KStep: _from_critic(r"\sum_{j<{k}} {gamma:g}^j\cdot{d_{t+j}}", "the {k}-step advantage of a critic"),
     values.GAE: _from_critic(
-        "Σ_(j≥0) {decay:g}^j·d_(t+j)",
+        r"\sum_{j\ge0} {decay:g}^j\cdot{d_{t+j}}",
         "the generalized advantage (λ {lam:g}) of a critic",
         label="GAE(0.95), own critic",
         verl="gae: γ 1, λ 1 unless set, always whitened (ddof 1, + 1e-8 under the root).",
         paper="Schulman et al. 2016: the same, not whitened.",
     ),
     values.MonteCarlo: _from_critic(
-        "Σ_(j≥0) {decay:g}^j·d_(t+j)",
+        r"\sum_{j\ge0} {decay:g}^j\cdot{d_{t+j}}",
         "the return minus a critic's value",
         gradient="exact",
         verl="gae with lam=1, its default.",
     ),
     losses.LogProb: About(
-        formula="δ·logp",
+        formula=r"\delta\cdot\text{logp}",
         words="log π times",
         label="log-prob (naive)",
         trl="none by name; at one update per batch ρ = 1, and the clipped loss has this gradient.",
         verl='loss_mode "gpg" is −δ·log π.',
     ),
     losses.Ratio: About(
-        formula="ρ·δ",
+        formula=r"\rho\cdot\delta",
         definitions=TOKEN_RATIO,
         words="the ratio of new to old probability times",
         label="ratio, never clipped",
@@ -233,7 +247,7 @@ ABOUTS: dict[type, About] = {
         verl='not alone: "vanilla" clips; "kl_cov" leaves it unclipped but adds a KL on some tokens.',
     ),
     losses.Clipped: About(
-        formula=lambda c: _clip(c) if c.dual is None else f"max({_clip(c)}, −{c.dual:g}·|δ|)",
+        formula=lambda c: _clip(c) if c.dual is None else rf"\max({_clip(c)}, -{c.dual:g}\cdot|\delta|)",
         definitions=TOKEN_RATIO,
         words=_clipped_words,
         label="clipped ratio (PPO, GRPO)",
@@ -242,7 +256,10 @@ ABOUTS: dict[type, About] = {
     ),
     losses.SequenceRatio: About(
         formula=lambda c: _clip(c) + ("/L_i" if c.form == "product" else ""),
-        definitions=lambda c: f"ρ_i = exp({'Σ' if c.form == 'product' else 'mean'}_t (logp_t − logp_old_t))",
+        definitions=lambda c: (
+            r"\rho_i = \exp(" + (r"\sum" if c.form == "product" else r"\text{mean}") + "_t "
+            r"(\text{logp}_t - \text{logp\_old}_t))"
+        ),
         words=_sequence_words,
         label="sequence ratio (GSPO)",
         denominator=" The one term of a response takes the sum of its tokens' weights.",
@@ -251,7 +268,7 @@ ABOUTS: dict[type, About] = {
         verl='loss_mode "gspo": length-normalised, with the gradient taken token by token; ε 0.2 unless set.',
     ),
     losses.Cispo: About(
-        formula=lambda c: f"sg[clip(ρ, {1 - c.low:g}, {1 + c.high:g})]·δ·logp",
+        formula=lambda c: rf"\operatorname{{sg}}[{_bounded(c)}]\cdot\delta\cdot\text{{logp}}",
         definitions=TOKEN_RATIO,
         words=lambda c: f"log π times the ratio as a constant (clipped, {1 - c.low:g} to {1 + c.high:g}) times",
         label="CISPO",
@@ -259,18 +276,21 @@ ABOUTS: dict[type, About] = {
         verl="clip(ρ, 1−ε_low, 1+ε_high), both 0.2 unless set, so with a lower bound.",
     ),
     preferences.Likelihood: About(
-        formula="δ·logp",
-        statistics="R_i = 1 for every demonstration",
+        formula=r"\delta\cdot\text{logp}",
+        statistics="$R_i = 1$ for every demonstration",
         words="log π of what was demonstrated",
         trl='SFTTrainer with loss_type="nll" and completion_only_loss: the token mean over the optimizer step.',
         verl="has an SFT trainer, which was not read.",
     ),
     preferences.Dpo: About(
         formula=lambda c: (
-            f"[ {1 - c.smoothing:g}·log σ(m) + {c.smoothing:g}·log σ(−m) ]" if c.smoothing else "log σ(m)"
+            rf"[ {1 - c.smoothing:g}\cdot\log \sigma(m) + {c.smoothing:g}\cdot\log \sigma(-m) ]"
+            if c.smoothing
+            else r"\log \sigma(m)"
         ),
-        definitions="Δ_i = Σ_t (logp_t − logp_ref_t);   m = {beta:g}·(Δ_w − Δ_l)",
-        statistics=f"{CHOSEN}; Δ is over all of its tokens, the end token included",
+        definitions=r"\Delta_i = \sum_t (\text{logp}_t - \text{logp\_ref}_t);\quad "
+        r"m = {beta:g}\cdot(\Delta_w - \Delta_l)",
+        statistics=rf"{CHOSEN}; $\Delta$ is over all of its tokens, the end token included",
         words=lambda c: (
             f"Maximise the mean over pairs of log σ({c.beta:g} × how much more the chosen response gained in "
             "log-probability over the reference than the rejected one)"
@@ -281,9 +301,9 @@ ABOUTS: dict[type, About] = {
         '"robust" (which divides by 1 − 2ε); here it is cDPO\'s.',
     ),
     preferences.BradleyTerry: About(
-        formula=lambda c: f"[ log σ(m) − {c.center:g}·(r_w + r_l)² ]" if c.center else "log σ(m)",
-        definitions="m = r_w − r_l",
-        statistics=f"r is the head's value after the last token; {CHOSEN}",
+        formula=lambda c: rf"[ \log \sigma(m) - {c.center:g}\cdot(r_w + r_l)^2 ]" if c.center else r"\log \sigma(m)",
+        definitions="m = r_w - r_l",
+        statistics=f"$r$ is the head's value after the last token; {CHOSEN}",
         words=lambda c: (
             "Maximise the mean over pairs of log σ(reward of the chosen − reward of the rejected response)"
             + (f", minus {c.center:g} × the square of their sum" if c.center else "")
@@ -294,16 +314,16 @@ ABOUTS: dict[type, About] = {
         verl="none: it takes a trained reward model.",
     ),
     preferences.StepValue: About(
-        formula="−Σ_i Σ_t w · ½ (v_t − y_t)²",
-        statistics="w is the weight of a token, v_t the head's value after it, y_t the label of the token's step",
+        formula=r"-\sum_i \sum_t w\,\cdot\,\tfrac{1}{2} (v_t - y_t)^2",
+        statistics="$w$ is the weight of a token, $v_t$ the head's value after it, $y_t$ the label of the token's step",
         words="Minimise half the squared distance between the score after each token and the label of its step",
         trl="none in 1.16.",
         others="papers mostly have a cross-entropy of two classes at the last token of each step; here it is a squared "
         "error at every token of the step, because any number can be a label.",
     ),
     weights.TokenMean: About(
-        formula="1/ΣL",
-        response_formula="L_i/ΣL",
+        formula=r"\frac{1}{\sum{L}}",
+        response_formula=r"\frac{L_i}{\sum{L}}",
         words="mean over tokens of",
         response_words="length-weighted mean over responses of",
         denominator=f"ΣL, the unmasked tokens of all scored responses, {COUNTED}.",
@@ -311,8 +331,8 @@ ABOUTS: dict[type, About] = {
         verl="token-mean (the default), over the tokens of the global mini-batch.",
     ),
     weights.SequenceMean: About(
-        formula="1/(N·L_i)",
-        response_formula="1/N",
+        formula=r"\frac{1}{N\cdot{L_i}}",
+        response_formula=r"\frac{1}{N}",
         words="mean over responses of the token mean of",
         response_words="mean over responses of",
         denominator=f"N responses, and for each its own L_i unmasked tokens; N is {COUNTED}.",
@@ -320,8 +340,8 @@ ABOUTS: dict[type, About] = {
         verl="seq-mean-token-mean.",
     ),
     weights.SequenceSum: About(
-        formula="1/N",
-        response_formula="L_i/N",
+        formula=r"\frac{1}{N}",
+        response_formula=r"\frac{L_i}{N}",
         words="mean over responses of the token sum of",
         response_words="mean over responses of the length times",
         denominator=f"N, the scored responses, {COUNTED}. No length divides.",
@@ -330,8 +350,8 @@ ABOUTS: dict[type, About] = {
         verl="seq-mean-token-sum.",
     ),
     weights.FixedLength: About(
-        formula="1/(N·L_max)",
-        response_formula="L_i/(N·L_max)",
+        formula=r"\frac{1}{N\cdot{L_{\max}}}",
+        response_formula=r"\frac{L_i}{N\cdot{L_{\max}}}",
         words="mean over responses of the token sum over the length limit of",
         response_words="mean over responses of the length over its limit times",
         denominator="N responses times L_max, the generation limit (never the padded width, and one for all rows, even "
@@ -342,14 +362,16 @@ ABOUTS: dict[type, About] = {
     ),
     kl.NoKL: replace(OFF, trl="GRPOTrainer's default (beta=0)."),
     kl.InLoss: About(
-        formula=lambda c: f"{coefficient(c)}·{c.estimator}",
+        formula=lambda c: rf"{coefficient(c)}\cdot\text{{{c.estimator}}}",
         statistics=_statistics,
         words=_words,
         trl="k3, times ρ by default (use_bias_correction_kl): at ρ = 1 that has k2's gradient, not k3's. beta is 0.",
         verl="use_kl_loss, off by default; 0.001, k3 clamped to ±10; `k3+` has k3's value and k2's gradient.",
     ),
     kl.InReward: About(
-        formula=lambda c: f"{coefficient(c)}·{'Σ_t ' if c.per == 'response' else ''}{c.estimator}",
+        formula=lambda c: (
+            rf"{coefficient(c)}\cdot" + (r"\sum_t " if c.per == "response" else "") + rf"\text{{{c.estimator}}}"
+        ),
         statistics=_statistics,
         words=_words,
         gradient=lambda c: "exact" if c.estimator == "k1" else "other",
@@ -371,27 +393,28 @@ ABOUTS: dict[type, About] = {
     ),
     exploration.NoBonus: OFF,
     exploration.Constant: About(
-        formula="{coef:g}·H",
+        formula=r"{coef:g}\cdot{H}",
         words="{coef:g} × the entropy",
         trl="entropy_coef, times the token mean of the entropy whatever the loss_type.",
         verl="entropy_coeff, aggregated as the loss is.",
     ),
     exploration.Annealed: About(
-        formula="c·H",
-        statistics="c = {start:g} + ({end:g} − {start:g}) · min(1, p / {until:g}), p from 0 to 1 over the run",
+        formula=r"c\cdot{H}",
+        statistics=r"$c = {start:g} + ({end:g} - {start:g}) \cdot \min(1, p / {until:g})$, "
+        "$p$ from 0 to 1 over the run",
         words="c × the entropy, c falling from {start:g} to {end:g} over {until:.0%} of the run",
         trl="none; use_adaptive_entropy steers the coefficient to a target entropy instead.",
     ),
     correction.NoCorrection: replace(OFF, trl="", verl="the default (rollout_is null)."),
     correction.Truncated: About(
-        formula="min(w, {cap:g})·",
+        formula=r"\min(w, {cap:g})\cdot{}",
         statistics=_importance,
         words="weighted by how much likelier the trainer finds it, at most {cap:g}",
         trl="with vLLM: token_truncate or sequence_truncate, up to 3.0.",
         verl="rollout_is token or sequence, up to 2.0.",
     ),
     correction.Masked: About(
-        formula="w·1[{low:g} ≤ w ≤ {high:g}]·",
+        formula=r"w\cdot\mathbf{1}[{low:g} \le w \le {high:g}]\cdot{}",
         statistics=_importance,
         words="weighted by how much likelier the trainer finds it, and by 0 outside {low:g} to {high:g}",
         trl="with vLLM the default: sequence_mask, 0 where the response's weight exceeds 3.0, no lower bound.",
@@ -405,9 +428,9 @@ ABOUTS: dict[type, About] = {
     ),
     groups.NoShaping: OFF,
     groups.Overlong: About(
-        formula="overlong(L_i)",
-        statistics="overlong: with the response's limit L and c = {margin}: 0 up to L − c tokens, then "
-        "(L − c − length)/c, −1 if truncated",
+        formula=r"\operatorname{overlong}(L_i)",
+        statistics=r"overlong: with the response's limit $L$ and $c = {margin}$: 0 up to $L - c$ tokens, then "
+        r"$(L - c - \text{length})/c$, $-1$ if truncated",
         words="falls by up to 1 over the last {margin} tokens before the length limit",
         trl="a reward function, get_soft_overlong_punishment.",
         verl="the DAPO reward manager's overlong_buffer, times a penalty_factor.",

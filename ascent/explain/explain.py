@@ -16,7 +16,8 @@ from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
 from ascent.core.values import Valued
 from ascent.explain.about import ABOUT_ALGORITHMS, OWN, About, bias_of, fill_in, first_line
-from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS
+from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS, LOG_RATIO
+from ascent.explain.mathematics import unicode_in, unicode_of
 from ascent.policies import POLICIES
 from ascent.settings import field_docs, spell
 from ascent.tasks import TASKS
@@ -24,9 +25,10 @@ from ascent.tasks.files import load_python
 from ascent.tasks.small import sort
 from ascent.tasks.text.answers import CHECKS
 
-__all__ = ["explanation", "formula", "menu_text", "objective_in_words"]
+__all__ = ["explanation", "formula", "latex", "menu_text", "objective_in_words"]
 
 WIDTH = 96
+OBJECTIVE = r"\text{objective} = "
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS}
 """What is explained in addition to the axes of an algorithm."""
 
@@ -60,36 +62,51 @@ def describe_choices(algorithm: Algorithm) -> dict[str, About]:
 
 def formula(algorithm: Algorithm) -> str:
     """What is computed, in one to four lines: the reward if it is changed, δ (with A and ρ), and the objective."""
+    return "\n".join(map(unicode_of, latex(algorithm)))
+
+
+def latex(algorithm: Algorithm) -> list[str]:
+    """The lines of the formula in LaTeX: the rooms that show mathematics start from these."""
     parts, kl, loss = describe_choices(algorithm), algorithm.kl, algorithm.loss
     surrogate, penalty = parts["loss"], parts["kl"].formula
     if loss.data == "pairs":
-        return f"{surrogate.definitions}\nobjective = Σ_pairs 1/pairs · {surrogate.formula}"
+        pairs = r"\sum_{\text{pairs}} \frac{1}{\text{pairs}}\,\cdot\,"
+        return [str(surrogate.definitions), OBJECTIVE + pairs + str(surrogate.formula)]
     if loss.data == "steps":
-        return f"objective = {surrogate.formula}"
+        return [OBJECTIVE + str(surrogate.formula)]
     lines = []
-    shaped = f"R_i ← R_i + {parts['shaping'].formula}" if parts["shaping"].formula else ""
+    shaped = rf"R_i \gets R_i + {parts['shaping'].formula}" if parts["shaping"].formula else ""
     per_token = kl.where == "reward" and kl.per == "token"
     if per_token:
-        first = f"{shaped} on the last token;  " if shaped else ""
-        lines.append(f"{first}r_t ← r_t − {penalty},  R_t = Σ_(u≥t) r_u")
+        first = rf"{shaped}\text{{ on the last token}};\quad{{}}" if shaped else ""
+        lines.append(rf"{first}r_t \gets r_t - {penalty},\quad{{R_t}} = \sum_{{u\ge{{t}}}} r_u")
     elif kl.where == "reward" or shaped:
-        lines.append((shaped or "R_i ← R_i") + (f" − {penalty}" if kl.where == "reward" else ""))
+        lines.append((shaped or r"R_i \gets R_i") + (f" - {penalty}" if kl.where == "reward" else ""))
     credit = parts["advantage"]
     lines += [str(credit.definitions)] if credit.definitions else []
     delta = str(credit.formula).replace("R_i", "R_t") if per_token else str(credit.formula)
     by_token = "R_t" in delta or "value" in algorithm.advantage.needs
-    ratio = f";   {surrogate.definitions}" if surrogate.definitions else ""
-    lines.append(f"{'δ_t' if by_token else 'δ_i'} = {delta}{ratio}")
+    ratio = rf";\quad {surrogate.definitions}" if surrogate.definitions else ""
+    lines.append(rf"\delta_{'t' if by_token else 'i'} = {delta}{ratio}")
     main = f"{parts['correction'].formula}{surrogate.formula}"
-    terms = f" − {penalty}" if kl.where == "loss" else ""
+    terms = f" - {penalty}" if kl.where == "loss" else ""
     terms += f" + {parts['exploration'].formula}" if parts["exploration"].formula else ""
-    weight = parts["weights"]
+    weight, tokens = parts["weights"], r"\sum_i \sum_t "
     if loss.sequence:
-        rest = f" + Σ_i Σ_t {weight.formula} · [{terms} ]" if terms else ""
-        objective = f"Σ_i {weight.response_formula} · {main}{rest}"
+        rest = rf" + {tokens}{weight.formula}\,\cdot\,[{terms} ]" if terms else ""
+        objective = rf"\sum_i {weight.response_formula}\,\cdot\,{main}{rest}"
     else:
-        objective = f"Σ_i Σ_t {weight.formula} · " + (f"[ {main}{terms} ]" if terms else main)
-    return "\n".join([*lines, f"objective = {objective}"])
+        objective = rf"{tokens}{weight.formula}\,\cdot\," + (f"[ {main}{terms} ]" if terms else main)
+    return [*lines, OBJECTIVE + objective]
+
+
+def meanings(algorithm: Algorithm) -> list[str]:
+    """What the symbols of the formula stand for, one line each, with LaTeX between dollars."""
+    parts = describe_choices(algorithm)
+    if algorithm.loss.data in ("pairs", "steps"):
+        return [str(parts["loss"].statistics)]
+    common = r"$N$ responses, $L_i$ unmasked tokens in response $i$, $\text{logp} = \log \pi$ of a token"
+    return [common, *(line for part in parts.values() for line in str(part.statistics).splitlines())]
 
 
 def objective_in_words(algorithm: Algorithm) -> str:
@@ -173,10 +190,7 @@ def _row(name: str) -> str:
     choices = (_item(axis, spell(getattr(algorithm, axis), every=True)) for axis in on)
     lines += _section("CHOICES", *choices, _item("off", ", ".join(off)))
     lines += _section("IN WORDS", _item("", objective_in_words(algorithm), 0))
-    symbols = ["N responses, L_i unmasked tokens in response i, logp = log π of a token"]
-    symbols += [line for part in parts.values() for line in str(part.statistics).splitlines()]
-    if algorithm.loss.data in ("pairs", "steps"):
-        symbols = [str(parts["loss"].statistics)]
+    symbols = map(unicode_in, meanings(algorithm))
     written = (f"  {line}" for line in formula(algorithm).splitlines())
     lines += _section("FORMULA", *written, *(_item("", line, 2) for line in symbols))
     lines += _section("DENOMINATOR", _item("", parts["weights"].denominator + parts["loss"].denominator, 0))
@@ -232,8 +246,9 @@ def _choice(cls: type, axis: str) -> str:
 def _estimator(name: str) -> str:
     estimator = ABOUT_ESTIMATORS[name]
     rows = [row for row, a in ALGORITHMS.items() if a.kl.where != "nowhere" and a.kl.estimator == name]
-    lines = [f"{name}: an estimator of KL(π ‖ π_ref), with ℓ = log π − log π_ref of a token drawn from π."]
-    lines += ["", f"  {name} = {estimator.formula}"]
+    log_ratio = unicode_in(LOG_RATIO)
+    lines = [f"{name}: an estimator of KL(π ‖ π_ref), with {log_ratio} of a token drawn from π."]
+    lines += ["", f"  {name} = {unicode_in(estimator.formula)}"]
     places = (_item(f"in the {place}", f"{getattr(estimator, place)}.", 15) for place in ("loss", "reward"))
     lines += _section("BIAS", *places) + _section("ALGORITHMS THAT USE IT", _item("", ", ".join(rows), 0))
     place = "in-reward" if name == "k1" else "in-loss"
@@ -280,6 +295,6 @@ def menu_text() -> str:
     for axis, menu in MENU.items():
         title = f"{axis.upper()}  (--{axis}: {docs[axis].splitlines()[0]})"
         lines += _section(title, *(_item(name_of(cls), first_line(cls), 20) for cls in menu))
-    estimators = (_item(name, estimator.formula, 20) for name, estimator in ABOUT_ESTIMATORS.items())
+    estimators = (_item(name, unicode_in(estimator.formula), 20) for name, estimator in ABOUT_ESTIMATORS.items())
     lines += _section("KL ESTIMATORS  (--kl.estimator, with ℓ = log π − log π_ref)", *estimators)
     return "\n".join([*lines[1:], "", "`ascent explain NAME` says more about each of them."])

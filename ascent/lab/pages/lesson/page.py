@@ -1,11 +1,11 @@
 """A lesson with its figure beside it, in the state that the address names.
 
-A lesson is Markdown. Numbers in its text are bound to the figure; links set the figure's state.
+A lesson is Markdown with formulas in LaTeX. Numbers in its text are bound to the figure; links set the figure's state.
 
 ---
 title: The clip            figure: clip            state: A=0.5&ratio=1.35       (one a line)
 ---
-The objective is {{objective}}. [Put the ratio at 0.65](figure:A=-0.5&ratio=0.65).
+The objective is {{objective}}, at $\\rho = {{ratio}}$. [Put the ratio at 0.65](figure:A=-0.5&ratio=0.65).
 > **Predict.** What happens to the gradient?  [See](figure:!A=-0.5&ratio=0.65)
 """
 
@@ -29,6 +29,7 @@ from ascent.core.types import Refused
 from ascent.lab import assets_of
 from ascent.lab.figure import Figure
 from ascent.lab.figures import all_figures
+from ascent.lab.mathematics import with_mathematics
 from ascent.lab.page import Lab, json_route, page_of
 
 FOLDER = Path(__file__).parents[2] / "lessons"
@@ -131,7 +132,7 @@ def read_lesson(path: Path) -> Lesson:
 
 def render(lesson: Lesson, texts: dict[str, str], slugs: list[str]) -> str:
     """The lesson as HTML: raw HTML in it stays text, numbers are filled in from what the figure says."""
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    parser = with_mathematics(MarkdownIt("commonmark", {"html": False}).enable("table"))
     tokens = parser.parse(lesson.text)
     for i, token in enumerate(tokens):
         if token.type == "blockquote_open":
