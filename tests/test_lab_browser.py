@@ -464,7 +464,7 @@ RUN_OUT = """html => {
 
 
 def test_code_and_formulas_of_every_lesson_stay_in_their_box(browser: Any, lab: Lab) -> None:
-    """On a phone, in the narrow column beside a figure, and on a desk; long code is open. One page shows every lesson."""
+    """On a phone, in the narrow column beside a figure, and on a desk, with long code open; one page shows them all."""
     lessons = read_lessons()
     slugs = [lesson.slug for lesson in lessons]
     screen = opened(browser, lab).open("/lesson/trust-region")
