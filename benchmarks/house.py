@@ -75,7 +75,7 @@ LINES = 29_400
 the repairs of November 2026 and the hardening that followed (2,050), stop strings and limits per row (300), objects of
 Python where names were (1,250), runs that are driven and notebooks (400),
 micro-batches by memory (150)."""
-TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_000
+TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_060
 LONG_FILE = 500
 
 

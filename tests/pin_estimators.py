@@ -31,6 +31,7 @@ from ascent.oracle.estimator import enumerate_groups, estimate
 from ascent.oracle.exact import Table
 from ascent.policies import PerPosition, Policy, Transformer
 from ascent.settings import spell
+from ascent.tasks.base import SmallTask
 from ascent.tasks.small import sort
 
 PINS = Path(__file__).parent / "data" / "estimators.json"
@@ -39,7 +40,7 @@ STATE = {"baseline": 0.7}
 
 
 @dataclass(frozen=True)
-class Tiny:
+class Tiny(SmallTask):
     """A space with a reward, which is all that the oracle asks of a task."""
 
     space: Space

@@ -17,7 +17,7 @@ All are over the full vocabulary, at the sampling temperature.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -110,6 +110,8 @@ class Prompts:
     """Passes over the task's rows once these are drawn; None: it has no rows, or they were drawn anew."""
     limits: Int[Tensor, "prompt"] | None = None
     """The most tokens of a response to each of them, where the task has limits of several sizes."""
+    play: Callable[[Prompts, int, list[int]], Any] | None = None
+    """Makes what answers the turns of their responses, from prompts, samples and a seed for each; None: one turn."""
 
     @classmethod
     def of(cls, prompt: Int[Tensor, "prompt position"]) -> Prompts:
@@ -121,7 +123,7 @@ class Prompts:
 
     def __getitem__(self, which: slice | Tensor) -> Prompts:
         limits = None if self.limits is None else self.limits[which]
-        return Prompts(self.prompt[which], self.problem[which], limits=limits)
+        return Prompts(self.prompt[which], self.problem[which], None, limits, self.play)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ are stepped over: the state after an action is the one before the next action.
 With the exact V every credit is unbiased at γ = 1; with a wrong one only Monte Carlo is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from itertools import repeat
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Int
@@ -19,7 +21,9 @@ from ascent.core.advantages import Advantage, whiten
 from ascent.core.types import Batch, PerToken, Refused, State, at_last
 
 
-def td_errors(batch: Batch, gamma: float, bootstrap: bool) -> tuple[PerToken, Int[Tensor, "prompt sample token"]]:
+def td_errors(
+    batch: Batch, gamma: float | PerToken, bootstrap: bool
+) -> tuple[PerToken, Int[Tensor, "prompt sample token"]]:
     """d_t with the actions moved to the front and 0 behind them, and the order that moved them."""
     assert batch.value is not None
     reward = at_last(batch, batch.reward)
@@ -34,13 +38,22 @@ def td_errors(batch: Batch, gamma: float, bootstrap: bool) -> tuple[PerToken, In
     return torch.where(is_action, reward.gather(-1, order) + gamma * after - V, 0.0), order
 
 
-def discounted_sum(d: PerToken, factor: float) -> PerToken:
-    """Σ_j factor^j d_{t+j}, to the end."""
+def discounted_sum(d: PerToken, factor: float | PerToken) -> PerToken:
+    """S_t = d_t + factor_t · S_{t+1}, to the end: with one factor, Σ_j factor^j d_{t+j}."""
     total, sums = torch.zeros_like(d[..., 0]), []
-    for error in d.flip(-1).unbind(-1):
-        total = error + factor * total
+    factors: Iterable[Any] = factor.flip(-1).unbind(-1) if isinstance(factor, Tensor) else repeat(factor)
+    for error, after in zip(d.flip(-1).unbind(-1), factors, strict=False):
+        total = error + after * total
         sums.append(total)
     return torch.stack(sums[::-1], -1)
+
+
+def turn_ends(batch: Batch) -> PerToken:
+    """1 at the last action of each turn and 0 at the others, with the actions moved to the front."""
+    turn = torch.zeros_like(batch.response) if batch.turn is None else batch.turn
+    order = (~batch.mask).to(torch.uint8).argsort(dim=-1, stable=True)
+    turn = torch.where(batch.mask, turn, -1).gather(-1, order)
+    return torch.nn.functional.pad(turn[..., 1:] != turn[..., :-1], (0, 1), value=True).to(batch.reward.dtype)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class Valued(Advantage):
 
     gamma: float = 1.0
     """γ: discount per token. Below 1 the objective is another: a reward counts less for tokens far before it."""
+    per: Literal["token", "turn"] = field(default="token", kw_only=True)
+    """What γ and λ count: every action token, or only the turns of a conversation."""
     bootstrap: bool = field(default=False, kw_only=True)
     """Continue with V(s_L) after a truncated response (no return ever teaches it: it may drift); off: with 0."""
     whitened: bool = field(default=False, kw_only=True)
@@ -61,13 +76,17 @@ class Valued(Advantage):
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1 and getattr(self, "k", 1) >= 1):
             raise Refused(f"--advantage {self}: γ and λ must be between 0 and 1, and k must be 1 or more")
 
-    def spread(self, d: PerToken) -> PerToken:
-        return discounted_sum(d, self.gamma * self.lam)
+    def spread(self, d: PerToken, factor: float | PerToken) -> PerToken:
+        return discounted_sum(d, factor)
 
     def advantage(self, batch: Batch) -> PerToken:
         """A_t of every action, before any whitening; 0 elsewhere."""
-        d, order = td_errors(batch, self.gamma, self.bootstrap)
-        return torch.zeros_like(d).scatter(-1, order, self.spread(d))
+        gamma: float | PerToken = self.gamma
+        factor: float | PerToken = self.gamma * self.lam
+        if self.per == "turn":
+            gamma, factor = gamma ** turn_ends(batch), factor ** turn_ends(batch)
+        d, order = td_errors(batch, gamma, self.bootstrap)
+        return torch.zeros_like(d).scatter(-1, order, self.spread(d, factor))
 
     def returns(self, batch: Batch) -> PerToken:
         """What the critic is trained on: A_t + V(s_t)."""
@@ -105,9 +124,14 @@ class KStep(Valued):
     """Tokens of reward before the critic takes over."""
     lam = 1.0
 
-    def spread(self, d: PerToken) -> PerToken:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per == "turn":
+            raise Refused("--advantage.per turn with --advantage k-step: its k counts tokens. Set --advantage gae")
+
+    def spread(self, d: PerToken, factor: float | PerToken) -> PerToken:
         later = torch.nn.functional.pad(d, (0, self.k))[..., self.k :]
-        return discounted_sum(d - self.gamma**self.k * later, self.gamma)
+        return discounted_sum(d - self.gamma**self.k * later, factor)
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     batch = table.filled(algorithm.needs)
     seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
     key = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
+    key += [] if batch.turn is None else [batch.turn, batch.mask]
     key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
@@ -227,6 +228,6 @@ def pick(batch: Batch, index: Int[Tensor, "group sample"]) -> Batch:
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, Tensor):
-            whole = f.name in ("prompt", "reward_greedy", "index")
+            whole = f.name in ("prompt", "problem", "limits", "reward_greedy", "index")
             picked[f.name] = value.expand(len(index), *value.shape[1:]) if whole else value[0][index]
     return replace(batch, **picked)

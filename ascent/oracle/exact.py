@@ -8,13 +8,16 @@ with the batch fields of a training step; `estimator.py` uses it to compute an a
 
 import copy
 import itertools
+import random
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ascent.core.loop import total_reward
 from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
 from ascent.core.update import Adam
 from ascent.engines.small.engine import SmallLearner, SmallSampler, chosen, log_probs
@@ -30,13 +33,21 @@ AT_ONCE = 100_000
 """Rows of a Jacobian that are computed at once, times its number of tokens."""
 
 
-class EnumerableTask(Protocol):
-    """What the oracle needs from a task."""
+class ScoredTask(Protocol):
+    """Responses, and what they earn."""
 
     @property
     def space(self) -> Space: ...
 
     def score(self, rollouts: Rollouts) -> Scores: ...
+
+
+class EnumerableTask(ScoredTask, Protocol):
+    """What the oracle needs from a task. Derive from it, or from `SmallTask`."""
+
+    def episode(self) -> Any:
+        """A new environment, where responses have turns."""
+        return None
 
 
 class Responses(NamedTuple):
@@ -90,7 +101,83 @@ def every_response(space: Space, prompt: Int[Tensor, "prompt position"], tempera
     )
 
 
-def reward_table(task: EnumerableTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
+def every_episode(task: Any, prompts: Prompts, temperature: float = 1.0) -> tuple[Rollouts, Float[Tensor, "episode"]]:
+    """Every conversation on the first of these prompts, and the probability of what its environment did in it.
+
+    The task's environment keeps its state in `state` and offers `outcomes`; a turn has `turn_tokens` tokens.
+    """
+    space, turn = task.space, task.turn_tokens
+    environment = task.episode()
+    environment.begin(task.problem(prompts, 0), random.Random(0))
+    actions = [list(ids) for ids in itertools.product(range(space.vocab), repeat=turn)]
+    going = [Episode([], [], [], [], 1.0, environment.state)]
+    ended: list[Episode] = []
+    while going:
+        after = [e.continued(number, action, way) for number, e, action, way in _ways(environment, going, actions)]
+        ended += [e for e in after if e.over]
+        going = [e for e in after if not e.over]
+        if len(ended) + len(going) > MOST_RESPONSES:
+            raise Refused(f"more than {MOST_RESPONSES:,} conversations: lower the vocabulary or the number of turns")
+    width = max(len(e.tokens) for e in ended)
+
+    def rows(values: list[list[Any]], kind: torch.dtype) -> Tensor:
+        return torch.tensor([row + [0] * (width - len(row)) for row in values], dtype=kind).unsqueeze(0)
+
+    mask = rows([e.mask for e in ended], torch.bool)
+    present = torch.arange(width) < torch.tensor([len(e.tokens) for e in ended]).unsqueeze(-1)
+    rollouts = Rollouts(
+        prompt=prompts.prompt[:1],
+        problem=prompts.problem[:1],
+        response=rows([e.tokens for e in ended], torch.long),
+        mask=mask,
+        present=present.unsqueeze(0),
+        turn=rows([e.turn for e in ended], torch.long),
+        reward=rows([e.reward for e in ended], torch.float64),
+        logp_sampler=torch.zeros(mask.shape),
+        truncated=torch.zeros(mask.shape[:2], dtype=torch.bool),
+        limit=space.limit,
+        temperature=temperature,
+    )
+    return rollouts, torch.tensor([e.chance for e in ended], dtype=torch.float64)
+
+
+class Episode(NamedTuple):
+    """A conversation so far."""
+
+    tokens: list[int]
+    mask: list[bool]
+    turn: list[int]
+    reward: list[float]
+    chance: float
+    """The probability of the environment's part in it."""
+    state: Any
+    over: bool = False
+
+    def continued(self, number: int, action: list[int], way: tuple[float, Any, Any]) -> "Episode":
+        """One more turn, answered in this way."""
+        chance, state, step = way
+        seen = [] if step.done else [int(token) for token in str(step.observation).split()]
+        return Episode(
+            self.tokens + action + seen,
+            self.mask + [True] * len(action) + [False] * len(seen),
+            self.turn + [number] * len(action + seen),
+            self.reward + [0.0] * (len(action) - 1) + [step.reward] + [0.0] * len(seen),
+            self.chance * chance,
+            state,
+            step.done,
+        )
+
+
+def _ways(environment: Any, going: list[Episode], actions: list[list[int]]) -> Iterator[tuple[int, Episode, Any, Any]]:
+    """Every continuation of these conversations: the number of its turn, the action, and what the environment does."""
+    for episode in going:
+        number = episode.turn[-1] + 1 if episode.turn else 0
+        for action in actions:
+            for way in environment.outcomes(episode.state, " ".join(map(str, action))):
+                yield number, episode, action, way
+
+
+def reward_table(task: ScoredTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
     """R(y) of every response to these prompts, NaN where the reward failed, for any policy."""
     scores = task.score(every_response(task.space, prompt))
     return torch.where(scores.valid, scores.reward.sum(-1), torch.nan)
@@ -118,7 +205,9 @@ class Table:
 
     `policy` is trained; `old` gave logp_old (default: the same policy); `sampler` drew the responses
     (default: `old`); `reference` is the policy that a KL is measured to; `value` is a critic's value of every
-    state (default: the exact V). Gradients are with respect to the trainable parameters of `policy`, flattened.
+    state (default: the exact V); `problem` is the identity of a prompt that is not its own problem. Where the task has
+    an environment, every conversation is enumerated with all that the environment may do. Gradients are with respect
+    to the trainable parameters of `policy`, flattened.
     """
 
     def __init__(
@@ -131,6 +220,7 @@ class Table:
         sampler: Policy | None = None,
         reference: Policy | None = None,
         value: Float[Tensor, "response state"] | None = None,
+        problem: int = 0,
     ):
         self.policy, self.task = _double(policy), task
         self.old = self.policy if old is None else _double(old)
@@ -138,7 +228,12 @@ class Table:
             p.requires_grad_(trained.requires_grad)
         self.sampler = self.old if sampler is None else _double(sampler)
         self.reference = None if reference is None else _double(reference)
-        rollouts = every_response(policy.space, prompt.unsqueeze(0), temperature)
+        if task.episode() is None:
+            rollouts = every_response(policy.space, prompt.unsqueeze(0), temperature)
+            self.chance = torch.ones(rollouts.mask.shape[1], dtype=torch.float64)
+        else:
+            prompts = Prompts(prompt.unsqueeze(0), torch.tensor([problem]))
+            rollouts, self.chance = every_episode(task, prompts, temperature)
         with torch.no_grad():
             logp_sampler = chosen(log_probs(self.sampler, rollouts), rollouts)
             logp_old = chosen(log_probs(self.old, rollouts), rollouts)
@@ -146,7 +241,7 @@ class Table:
         self.batch = to_batch(
             rollouts,
             logp_sampler=logp_sampler,
-            reward=scores.reward.to(logp_old.dtype),
+            reward=total_reward(rollouts, scores.reward).to(logp_old.dtype),
             valid=scores.valid,
             correct=scores.correct,
             logp_old=logp_old,
@@ -157,8 +252,8 @@ class Table:
 
     @property
     def probability(self) -> Float[Tensor, "response"]:
-        """p(y) under the policy that drew the responses."""
-        return self.batch.logp_sampler.sum(-1).exp()[0]
+        """p(y) under the policy that drew the responses, times the probability of what its environment did."""
+        return self.batch.logp_sampler.sum(-1).exp()[0] * self.chance
 
     @cached_property
     def expected_reward(self) -> float:
@@ -171,7 +266,7 @@ class Table:
         return self.differentiate(self._expected())
 
     def _expected(self) -> Float[Tensor, ""]:
-        return (probability(self.policy, self.batch) * self.batch.reward.sum(-1)).sum()
+        return (probability(self.policy, self.batch) * self.chance * self.batch.reward.sum(-1)).sum()
 
     @cached_property
     def exact_value(self) -> Float[Tensor, "response state"]:
@@ -179,7 +274,7 @@ class Table:
         mask, p = self.batch.mask[0], self.probability
         reward = at_last(self.batch, self.batch.reward)
         to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
-        tokens = torch.where(mask, self.batch.response[0], NEVER)
+        tokens = torch.where(self.batch.present[0], self.batch.response[0], NEVER)
         values = []
         for t in range(mask.shape[-1] + 1):
             _, which = tokens[:, :t].unique(dim=0, return_inverse=True) if t else (None, torch.zeros(len(p)).long())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ascent.core.types import Refused, Space
@@ -22,6 +23,10 @@ class Sampled(NamedTuple):
     length: Int[Tensor, "prompt sample"]
 
 
+Follow = Callable[[Int[Tensor, "row"]], tuple[Int[Tensor, "row"], Bool[Tensor, "row"]]]
+"""From the tokens that were drawn to those that stand in the responses, and which of them continue."""
+
+
 class Policy(nn.Module):
     """π(token | prompt, tokens so far), as a module with two methods."""
 
@@ -33,8 +38,18 @@ class Policy(nn.Module):
         """Logits at every state of these responses (sample length 1 if they do not depend on the response)."""
         raise NotImplementedError
 
-    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
-        """`samples` responses per prompt, drawn with this generator, or greedy without one."""
+    def sample(
+        self,
+        prompt: Tensor,
+        samples: int,
+        temperature: float,
+        generator: torch.Generator | None,
+        follow: Follow | None = None,
+    ) -> Sampled:
+        """`samples` responses per prompt, drawn with this generator, or greedy without one.
+
+        `follow` says after each token which one really stands there, where it is not what was drawn, and who goes on.
+        """
         raise NotImplementedError
 
 
@@ -130,7 +145,19 @@ class PerPositionPolicy(Policy):
         return self.all_logits(prompt).unsqueeze(1)
 
     @torch.no_grad()
-    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+    def sample(
+        self,
+        prompt: Tensor,
+        samples: int,
+        temperature: float,
+        generator: torch.Generator | None,
+        follow: Follow | None = None,
+    ) -> Sampled:
+        if follow is not None:
+            raise Refused(
+                "--policy per-position draws every position independently, so it cannot read what an environment "
+                "answers: use --policy transformer"
+            )
         logits = self.all_logits(prompt) / temperature
         prompts, tokens, vocab = logits.shape
         if generator is None:
@@ -278,7 +305,14 @@ class TransformerPolicy(Policy):
         return self.states(prompt, response[:, :, :-1], self.head)
 
     @torch.no_grad()
-    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+    def sample(
+        self,
+        prompt: Tensor,
+        samples: int,
+        temperature: float,
+        generator: torch.Generator | None,
+        follow: Follow | None = None,
+    ) -> Sampled:
         first, caches = self._encode(prompt)
         logits, caches = self.head(first).repeat_interleave(samples, 0), _repeat(caches, samples)
         tokens: list[Tensor] = []
@@ -290,13 +324,15 @@ class TransformerPolicy(Policy):
                 hidden, caches = self._forward(tokens[-1][:, None], prompt.shape[1] + t, caches)
                 logits = self.head(hidden[:, -1])
             token, logp = draw_next(logits, temperature, generator)
+            length += running
+            if follow is not None:
+                token, running = follow(token)
+            elif self.space.end is not None:
+                running &= token != self.space.end
             tokens.append(token)
             logps.append(logp)
-            length += running
-            if self.space.end is not None:
-                running &= token != self.space.end
-                if not bool(running.any()):
-                    break
+            if not bool(running.any()):
+                break
         shape = (prompt.shape[0], samples, len(tokens))
         return Sampled(torch.stack(tokens, 1).view(shape), torch.stack(logps, 1).view(shape), length.view(shape[:2]))
 

@@ -29,7 +29,9 @@ def sample_evaluator(
 ) -> Evaluate:
     """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
     prompts = task.held_out(config.eval_prompts)
-    few = policy is not None and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
+    few = (
+        policy is not None and prompts.play is None and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
+    )
     table = reward_table(task, prompts.prompt) if few else None
 
     def evaluate() -> Metrics:

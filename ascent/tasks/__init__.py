@@ -6,6 +6,7 @@ from typing import Any
 _MODULES = {
     "small.lecture": "Lecture",
     "small.sort": "Sort",
+    "small.turns": "Guess Swaps",
     "text.reasoning_gym": "ReasoningGym",
     "text.gsm8k": "Gsm8k",
     "text.countdown": "Countdown",

@@ -17,6 +17,13 @@ class BaseTask:
     in_order: ClassVar[bool] = False
     """Its problems come in one order, from a stream: each step takes the next ones."""
 
+    turn_tokens: ClassVar[int] = 0
+    """The most tokens of a turn, where responses have several; 0: no limit of its own."""
+
+    def episode(self) -> Any:
+        """A new `tasks.environment.Environment` for a response of several turns; None: a response is one turn."""
+        return None
+
     def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Any:
         """The prompts of a step; without rows they are drawn."""
         return self.draw(count, generator)  # type: ignore[attr-defined]

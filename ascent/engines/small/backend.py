@@ -14,6 +14,7 @@ from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
 from ascent.engines.backend import Backend, LearnedReward, OfflineSampler, Params, Start
 from ascent.engines.small.engine import SmallLearner, SmallSampler, score_small_responses, score_small_steps
+from ascent.environments.play import play_small
 from ascent.policies.small import Policy, ValueFunction, draw_next
 from ascent.tasks.reward_sources import LEARNED
 from ascent.tasks.small.bound import BoundSmallTask, SmallOfflineTask
@@ -67,7 +68,7 @@ class SmallBackend(Backend):
         return SmallSampler(model, config.temperature, generator)
 
     def bind(self, task: Any, model: Any, rewards: Mapping[str, Any]) -> Any:
-        return BoundSmallTask(task, rewards)
+        return play_small(BoundSmallTask(task, rewards))
 
     def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[Any, Sampler]:
         task = SmallOfflineTask(config.task, config.data, generator)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from ascent.core.protocols import Sampler
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts
 from ascent.core.update import Adam, Update
 from ascent.engines.learner import InProcessLearner
-from ascent.policies.small import Policy, ValueFunction
+from ascent.engines.turns import Turns
+from ascent.policies.small import Policy, Sampled, ValueFunction
 
 
 def log_probs(policy: Policy, batch: Rollouts) -> Float[Tensor, "prompt #sample token vocab"]:
@@ -74,9 +76,15 @@ class SmallSampler(Sampler):
         if limit not in (None, self.limit):
             raise ValueError(f"a limit of {limit} tokens: a small policy draws up to {self.limit}, as its task says")
         stream = self.generator if seed is None else torch.Generator().manual_seed(seed)
+        if prompts.play is not None:
+            return self._conversations(prompts, samples, stream, greedy)
         drawn = self.policy.sample(prompts.prompt, samples, self.temperature, None if greedy else stream)
         mask, end = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1), self.policy.space.end
         last = drawn.response.gather(-1, drawn.length.unsqueeze(-1) - 1).squeeze(-1)
+        truncated = torch.zeros_like(drawn.length, dtype=torch.bool) if end is None else last != end
+        return self._rollouts(prompts, drawn, mask, truncated=truncated, ends=end is not None)
+
+    def _rollouts(self, prompts: Prompts, drawn: Sampled, mask: Tensor, **more: Any) -> Rollouts:
         return Rollouts(
             prompt=prompts.prompt,
             problem=prompts.problem,
@@ -84,11 +92,57 @@ class SmallSampler(Sampler):
             mask=mask,
             logp_sampler=torch.where(mask, drawn.logp, 0.0),
             limit=self.limit,
-            truncated=torch.zeros_like(drawn.length, dtype=torch.bool) if end is None else last != end,
-            ends=end is not None,
             temperature=self.temperature,
             version=torch.full((*mask.shape[:2], 1), self.version),
+            **more,
         )
+
+    def _conversations(self, prompts: Prompts, samples: int, stream: torch.Generator, greedy: bool) -> Rollouts:
+        """Responses of several turns. A greedy answer has the same luck every time."""
+        assert prompts.play is not None
+        shape = len(prompts), samples
+        count = shape[0] * shape[1]
+        seeds = torch.arange(count) if greedy else torch.randint(2**62, (count,), generator=stream)
+        with closing(prompts.play(prompts, samples, seeds.tolist())) as episodes:
+            turns = Turns(episodes, count, self.limit)
+            follow = Conversation(turns, count, self.policy.space.end)
+            random = None if greedy else stream
+            drawn = self.policy.sample(prompts.prompt, samples, self.temperature, random, follow)
+        width = drawn.response.shape[2]
+        present = torch.arange(width) < drawn.length.unsqueeze(-1)
+        cut = torch.tensor([i not in turns.over for i in range(count)]).view(shape)
+        mask = present & ~turns.observed[:, :width].view(present.shape)
+        return self._rollouts(
+            prompts, drawn, mask, truncated=cut, present=present, **turns.fields(shape, width, present)
+        )
+
+
+class Conversation:
+    """Small policies in step with their environments: every token of every response at once, drawn or observed."""
+
+    def __init__(self, turns: Turns, count: int, end: int | None):
+        self.turns, self.end = turns, end
+        self.latest: list[list[int]] = [[] for _ in range(count)]
+        """The tokens of each response's latest turn."""
+        self.observed: list[list[int]] = [[] for _ in range(count)]
+        """What each response has still to be given."""
+        self.running = [True] * count
+
+    def __call__(self, drawn: Int[Tensor, "row"]) -> tuple[Int[Tensor, "row"], Tensor]:
+        tokens, turns = drawn.tolist(), self.turns
+        most = turns.episodes.turn_tokens
+        for i, token in enumerate(tokens):
+            if self.observed[i]:
+                tokens[i] = self.observed[i].pop(0)
+            elif self.running[i]:
+                self.latest[i].append(token)
+                if token == self.end or len(self.latest[i]) == most:
+                    turns.ask(i, self.latest[i])
+                    self.latest[i] = []
+        while turns.asked:
+            for i, observation in turns.answers(wait=True):
+                self.observed[i], self.running[i] = list(observation), bool(observation)
+        return torch.tensor(tokens), torch.tensor(self.running)
 
 
 class SmallLearner(InProcessLearner):

@@ -16,6 +16,7 @@ from ascent.core.algorithms import Algorithm
 from ascent.core.types import Batch, Rollouts, Scores, Space, State
 from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
 from ascent.oracle.estimator import estimate
+from ascent.oracle.exact import EnumerableTask
 from ascent.oracle.exact import Table as Oracle
 from ascent.policies.small import Policy
 
@@ -26,7 +27,7 @@ _SNIPPET = """\
 import torch
 from ascent.core.algorithms import Algorithm
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import EnumerableTask, Table
 from ascent.lab.figures.baselines.figure import REWARDS, LogOdds, Minus, TwoStates
 
 weights = torch.tensor([R - b for rewards, b in zip(REWARDS, ({b1}, {b2})) for R in rewards])
@@ -55,7 +56,7 @@ class Minus(Advantage):
 
 
 @dataclass(frozen=True)
-class TwoStates:
+class TwoStates(EnumerableTask):
     """A prompt is state 0 or 1, a response one of two actions."""
 
     @property

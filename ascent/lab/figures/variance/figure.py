@@ -17,8 +17,8 @@ from ascent.core.types import Refused, Rollouts, Scores, Space
 from ascent.explain.explain import menu_label
 from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, signed
 from ascent.oracle.estimator import Estimate, estimate, pick
+from ascent.oracle.exact import EnumerableTask, all_responses
 from ascent.oracle.exact import Table as Oracle
-from ascent.oracle.exact import all_responses
 from ascent.policies.small import Policy, Sampled, draw_next
 
 PROMPT = (2, 0, 1)
@@ -52,7 +52,7 @@ print("exact bias", round(found.bias(table.gradient), 3))
 
 
 @dataclass(frozen=True)
-class Rewarded:
+class Rewarded(EnumerableTask):
     """Three positions, three numbers: the `rewarded` best of 27 responses, most positions right first, earn 1."""
 
     rewarded: int = 3
@@ -85,7 +85,14 @@ class Tabular(Policy):
         return self.table.expand(len(prompt), 1, -1, -1)
 
     @torch.no_grad()
-    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+    def sample(
+        self,
+        prompt: Tensor,
+        samples: int,
+        temperature: float,
+        generator: torch.Generator | None,
+        follow: Any = None,
+    ) -> Sampled:
         rows = len(prompt) * samples
         drawn = [draw_next(logits.expand(rows, -1), temperature, generator) for logits in self.table]
         response, logp = (torch.stack(part, -1).view(len(prompt), samples, -1) for part in zip(*drawn, strict=True))

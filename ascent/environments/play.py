@@ -1,0 +1,160 @@
+"""Playing: turns of a policy go to their environments as words, and come back as tokens.
+
+An episode begins with the first turn that it is asked about, so that responses which wait for their turn to be sampled
+hold no process. Answers are handed on in the order in which they come.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from ascent.core.types import Prompts
+from ascent.environments.local import LocalEpisodes, Reply
+from ascent.tasks.base import BoundBase
+from ascent.tasks.environment import Step
+from ascent.tasks.text.base import Problem
+
+GLANCE = 1.0
+"""Seconds of one wait for environments; those that miss their own deadline answer with an error."""
+
+
+class Pool(Protocol):
+    """Where environments run: in this process, or each in its own."""
+
+    def begin(self, episode: int, problem: Problem, shared: int, own: int) -> None: ...
+    def step(self, episode: int, action: str) -> None: ...
+    def answers(self, wait: float) -> Sequence[Reply]: ...
+    def end(self, episode: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Player:
+    """Everything that the episodes of a task share. Called, it begins those of some prompts."""
+
+    pool: Pool
+    problem: Callable[[Any, int], Problem]
+    """The problem at a place of a batch of prompts."""
+    words: Callable[[list[int]], str]
+    """A turn as its environment reads it."""
+    tokens: Callable[[Step, list[int]], list[int]]
+    """What the policy is given of an answer to the turn with these tokens."""
+    turn_tokens: int = 0
+    max_turns: int = 0
+    """The most turns of an episode; 0: as many as its environment wants."""
+    numbered: int = 0
+    """Episodes so far: each has a number of its own."""
+
+    def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> "Conversations":
+        first = self.numbered
+        self.numbered += len(seeds)
+        return Conversations(self, prompts, samples, seeds, first)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class Answer(NamedTuple):
+    """What follows a turn, in tokens (`engines.turns.Answer`)."""
+
+    tokens: list[int]
+    reward: float = 0.0
+    error: str | None = None
+    note: str = ""
+
+
+class Conversations:
+    """The episodes of one call of a sampler (`engines.turns.Episodes`)."""
+
+    def __init__(self, player: Player, prompts: Prompts, samples: int, seeds: list[int], first: int):
+        self.player, self.prompts, self.samples, self.seeds, self.first = player, prompts, samples, seeds, first
+        self.turn_tokens = player.turn_tokens
+        self.turns: dict[int, int] = {}
+        """Turns of each response that has begun."""
+        self.latest: dict[int, list[int]] = {}
+        """The turn that each response waits with."""
+        self.beginning: set[int] = set()
+
+    def ask(self, response: int, turn: list[int]) -> None:
+        self.latest[response] = turn
+        if response in self.turns:
+            return self.player.pool.step(self.first + response, self.player.words(turn))
+        self.turns[response] = 0
+        self.beginning.add(response)
+        place = response // self.samples
+        shared = int(self.prompts.problem[place]) & (2**63 - 1)
+        problem = self.player.problem(self.prompts, place)
+        self.player.pool.begin(self.first + response, problem, shared, self.seeds[response])
+
+    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+        arrived: list[tuple[int, Answer]] = []
+        while not arrived:
+            for reply in self.player.pool.answers(GLANCE if wait else 0.0):
+                response = reply.episode - self.first
+                if response not in self.latest:  # of a call that was given up
+                    continue
+                if response in self.beginning and reply.error is None:
+                    self.beginning.remove(response)
+                    self.player.pool.step(reply.episode, self.player.words(self.latest[response]))
+                else:
+                    arrived.append((response, self._answer(response, reply)))
+            if not wait and not self.beginning:
+                break
+        return arrived
+
+    def _answer(self, response: int, reply: Reply) -> Answer:
+        turn = self.latest.pop(response)
+        self.turns[response] += 1
+        if reply.step is None:
+            self.player.pool.end(reply.episode)
+            return Answer([], error=reply.error or "its environment failed")
+        step, most = reply.step, self.player.max_turns
+        cut = not step.done and self.turns[response] == most
+        tokens = [] if step.done or cut else self.player.tokens(step, turn)
+        if not tokens:
+            self.player.pool.end(reply.episode)
+        note = f"the limit of {most} turns" if cut else step.reason
+        return Answer(tokens, step.reward, None, f"turn {self.turns[response]}: {note}" if note else "")
+
+    def close(self) -> None:
+        for response in self.turns:
+            self.player.pool.end(self.first + response)
+        self.latest = {}
+
+
+class PlayedTask(BoundBase):
+    """A bound task whose prompts bring what answers the turns of their responses."""
+
+    def __init__(self, task: Any, player: Player):
+        self.task, self.player = task, player
+
+    def draw(self, count: int, generator: Any) -> Prompts:
+        return replace(self.task.draw(count, generator), play=self.player)
+
+    def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Prompts:
+        return replace(self.task.step_prompts(step, count, seed, generator), play=self.player)
+
+    def held_out(self, count: int) -> Prompts:
+        return replace(self.task.held_out(count), play=self.player)
+
+    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+        prompts, words = self.task.read_prompts(typed, plain)
+        return replace(prompts, play=self.player), words
+
+    def close(self) -> None:
+        self.player.close()
+        self.task.close()
+
+
+def play_small(task: Any) -> Any:
+    """A bound small task with its environment, if it has one: actions and observations are numbers in words."""
+    if task.episode() is None:
+        return task
+    player = Player(
+        LocalEpisodes(task.episode),
+        task.problem,
+        words=lambda turn: " ".join(map(str, turn)),
+        tokens=lambda step, _: [int(number) for number in str(step.observation).split()],
+        turn_tokens=task.turn_tokens,
+    )
+    return PlayedTask(task, player)
