@@ -15,6 +15,7 @@ from ascent.core.advantages import (
     ADVANTAGES,
     BatchNormalized,
     BestOnly,
+    ByTurn,
     Centered,
     Greedy,
     LeaveOneOut,
@@ -52,6 +53,8 @@ GOLDENS: dict[type, Any] = {
         {},
         [[d / (math.sqrt(3.1) + 0.25) for d in row] for row in ((-2.5, -1.5, 2.5), (0.5, 0.5, 0.5))],
     ),
+    # One turn each: leave-one-out. Several turns: tests/test_turns.py.
+    ByTurn: (ByTurn(), {}, {}, [[-3, -1.5, 4.5], [0, 0, 0]]),
 }
 
 

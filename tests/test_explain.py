@@ -168,6 +168,7 @@ def printed_credit(line: str, R: Tensor, names: dict[str, Any], batch: Batch, ch
             local["mean"] = R[p, keep].mean(0) if choice.group else scored.mean()
             local["std"] = R[p, keep, 0].std(correction=getattr(choice, "ddof", 1)) if choice.group else scored.std()
             local["mean_others"] = R[p, others].mean(0)
+            local["others_k"] = local["mean_others"]  # without turns
             local["weighted_others"] = (n[others] * R[p, others]).sum(0) / n[others].sum()
             local["total"] = bool(R[p, i, 0] == R[p, keep, 0].max())
             local["where"] = lambda reward, best: reward if best else torch.zeros_like(reward)

@@ -259,21 +259,24 @@ class BatchNormalized(Advantage):
 
 @dataclass(frozen=True)
 class ByTurn(Advantage):
-    """The reward from here on, minus what the group's other responses earned from the same turn on.
+    """The reward from here on, minus what the group's others earned from the same turn on.
 
-    δ_i,t = R_i,t − (1/(G−1)) Σ_{j≠i} R_j(k),  k the turn of token t, R_j(k) what j earned in turns k, k+1, …
-    For conversations: turns are compared with turns, wherever their tokens are. Responses that ended before turn k
-    count as 0. Bias: none, because the baseline does not see response i. A mean over only those that reached turn k
-    would see whether i did, and has one. Degenerate cases: one turn is leave-one-out; a group of one gives 0.
+    δ_i,t = R_i,t − (1/(G−1)) Σ_{j≠i} R_j(k),  k the turn of token t, R_j(k) that of turns k, k+1, …
+    For conversations: turns are compared with turns, wherever their tokens stand. A response that
+    ended before turn k counts as 0. Bias: none, because the baseline does not see response i. (A
+    mean over only those that reached turn k is biased: whether i is among them depends on i.)
+    Degenerate cases: with one turn it is leave-one-out on the outcome; a group of one gives 0.
     """
 
     def __call__(self, batch: Batch, state: State) -> Credit:
+        if batch.turn is None:
+            return LeaveOneOut()(batch, state)
         R, keep, n = _group(batch)
-        turn = torch.zeros_like(batch.response) if batch.turn is None else batch.turn
         reward = torch.where(keep, at_last(batch, batch.reward), 0.0)
-        from_turn = reward_to_go(torch.zeros_like(reward).scatter_add(-1, turn, reward))  # no more turns than tokens
+        turns = torch.zeros_like(reward).scatter_add(-1, batch.turn, reward)  # no more turns than tokens
+        from_turn = reward_to_go(turns)
         others = (from_turn.sum(1, keepdim=True) - from_turn) / (n - 1).clamp(min=1)
-        return torch.where(keep & (n > 1), R - others.gather(-1, turn), 0.0)
+        return torch.where(keep & (n > 1), R - others.gather(-1, batch.turn), 0.0)
 
 
 ADVANTAGES = (
