@@ -209,7 +209,7 @@ ABOUTS: dict[type, About] = {
         verl="opo: as the paper; a group of one keeps its raw reward.",
     ),
     advantages.ByTurn: About(
-        formula="R_t − others_k",
+        formula=r"R_t - \text{others}_k",
         statistics="others_k is the mean, over the group's other responses, of what they earned from turn k on, k the "
         "turn of token t; one that has ended counts as 0",
         words="the reward from here on minus what the group's other responses earned from the same turn on",
