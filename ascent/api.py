@@ -355,6 +355,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
     writer = Writer(folder, config, parts.task, display)
     sinks = Sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.sinks = sinks
+    writer.timeline = parts.backend.timeline(parts.sampler) if config.data == "samples" else None
 
     def waiting(here: bool) -> AbstractContextManager[None]:
         return interruptible(writer, lambda: display.say(STOPPING)) if here else nullcontext()

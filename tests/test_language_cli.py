@@ -21,6 +21,7 @@ from ascent.cli.main import guarded, main
 from ascent.core.types import Refused, Trouble
 from ascent.policies import CausalLM, LanguageModel
 from ascent.records.display import Lines, printable
+from ascent.records.folder import read_lines
 from ascent.records.responses import write_parquet
 from ascent.records.run import Run
 from ascent.records.statistics import pass_at, powers, prompt_mean, wilson
@@ -254,6 +255,18 @@ def test_a_bare_model_gets_the_share_that_was_made_right(world: Path, tiny_folde
     assert [r["gold"] for r in found.rows[3:]] == ["something else"] * 2
     assert list(found.results) == ["greedy"] and found.errors == []
     assert (found.about["prompts"], found.about["model"], found.about["run"]) == (5, str(tiny_folder), None)
+
+
+@pytest.mark.long
+def test_a_run_says_how_many_responses_were_decoded_at_once(run: Run, sorter: Run) -> None:
+    """Of 12 responses, without those of the evaluations. A small policy draws all at once, and has nothing to say."""
+    lines = read_lines(run.folder / "lanes.jsonl")
+    assert [line["step"] for line in lines] == [0, 1] and {line["lanes"] for line in lines} == {12}
+    for line, metrics in zip(lines, run.metrics, strict=True):
+        assert metrics["time/tail"] == line["time/tail"] <= line["time/seconds"] < metrics["time/generate"]
+        assert len(line["time/running"]) == 32 and 0 < max(line["time/running"]) <= 12
+        assert list(metrics)[-1] == "loss"
+    assert "time/tail" not in sorter.metrics[0] and read_lines(sorter.folder / "lanes.jsonl") == []
 
 
 @pytest.mark.long

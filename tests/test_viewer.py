@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 import ascent
 from ascent.core.types import Refused
 from ascent.lab.curves import Library, curves, measured_metrics, spark
-from ascent.lab.pages.run.page import run_page
+from ascent.lab.pages.run.page import lanes_at, run_page
 from ascent.lab.pages.runs.page import read_note, run_row, write_note
 from ascent.lab.server import application
 from ascent.records import columns
@@ -402,6 +402,27 @@ def test_notes_are_kept_beside_the_run_and_never_written_over_unseen(root: Path)
     (folder / "notes.json").unlink()
 
 
+def test_responses_decoded_at_once_are_those_of_the_step_or_the_last_before_it(tmp_path: Path) -> None:
+    assert lanes_at(tmp_path, None) == {}
+    good = {"lanes": 8, "time/seconds": 4.0, "time/tail": 1.5, "time/running": [8, 3.25]}
+    lines = [good | {"step": 0}, good | {"step": 2, "time/tail": 2.5}, good | {"step": 3, "time/running": [1, "x"]}]
+    odd = [
+        [],
+        {"step": 4},
+        good | {"step": "5"},
+        good | {"step": 6, "time/seconds": 0},
+        good | {"step": 7, "lanes": -1},
+    ]
+    odd += [good | {"step": 8, "time/running": running} for running in ("12", {"0": 1}, None, [math.nan], [1e300])]
+    text = "\n".join([json.dumps(line) for line in lines + odd]) + '\nnonsense\n{"step": 9'
+    (tmp_path / "lanes.jsonl").write_text(text)
+    first = {"step": 0, "lanes": 8, "seconds": 4.0, "tail": 1.5, "running": [8, 3.25]}
+    assert lanes_at(tmp_path, 0) == lanes_at(tmp_path, 1) == first
+    assert (
+        lanes_at(tmp_path, 2) == lanes_at(tmp_path, 9) == lanes_at(tmp_path, None) == first | {"step": 2, "tail": 2.5}
+    )
+
+
 # ---- the routes ----
 
 
@@ -434,7 +455,7 @@ def test_the_routes_answer_as_the_functions_do(client: TestClient, root: Path) -
 @pytest.mark.parametrize(
     "query",
     [
-        *("run", "run?id=missing", "run?id=../x", "curves"),
+        *("run", "run?id=missing", "run?id=../x", "curves", "lanes", "lanes?id=plain&step=x", "lanes?id=../x"),
         *(
             "curves?id=plain&from=x",
             "curves?id=plain&to=nan",

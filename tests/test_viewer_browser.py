@@ -70,6 +70,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changed(evil / "config.json", objective=f"objective {EVIL}", policy={"name": EVIL, EVIL: 1})
     changed(evil / "run.json", task={"a": EVIL}, label=EVIL)
     changed(root / "live" / "run.json", status="running", steps=40)
+    shutil.copytree(root / "known", root / "lanes")
+    write_lines(root / "lanes", [line | {"time/tail": 0.5 * line["step"]} for line in lines])
+    rows = [512 if i < 20 else round(512 * 0.7 ** (i - 19), 2) for i in range(32)]
+    times = [{"time/seconds": 40.0 + i, "time/tail": 0.5 * i, "time/running": rows} for i in range(12)]
+    steps = [{"step": i, "lanes": 512, **time} for i, time in enumerate(times)]
+    (root / "lanes" / "lanes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     return root
 
 
@@ -124,7 +130,7 @@ def row(screen: Screen, id: str) -> Any:
 
 def test_the_list_sorts_filters_and_keeps_it_in_the_address(screen: Screen) -> None:
     opened(screen, "/runs")
-    assert len(ids(screen)) == 8 and "8 runs in runs/" in screen.text(".chosen")
+    assert len(ids(screen)) == 9 and "9 runs in runs/" in screen.text(".chosen")
     assert "died" in row(screen, "died").inner_text() and "no process here" in row(screen, "died").inner_text()
     for column in (
         "Run",
@@ -160,9 +166,9 @@ def test_the_list_sorts_filters_and_keeps_it_in_the_address(screen: Screen) -> N
     assert " of 5" in row(screen, "known").locator(".c-reward").inner_text()
     assert row(screen, "known").locator(".c-accuracy small").inner_text() == "greedy", "the lecture holds nothing out"
     screen.page.fill("#filter", "nothing like it")
-    assert "None of the 8 runs fits" in screen.text(".empty")
+    assert "None of the 9 runs fits" in screen.text(".empty")
     screen.page.click(".empty button")
-    assert len(ids(screen)) == 8
+    assert len(ids(screen)) == 9
     until(lambda: screen.page.locator('[id="spark-known"] path').count() == 1)
     assert screen.page.locator("#compare").is_disabled()
     for id in ("known", "sorts/first"):
@@ -212,7 +218,7 @@ def test_a_refresh_keeps_what_is_typed_the_focus_and_the_ticks(screen: Screen, r
     shutil.copytree(runs / "sorts" / "first", runs / "sorts" / "second")
     time.sleep(0.02)
     (runs / "nan" / "metrics.jsonl").touch()
-    until(lambda: len(ids(screen)) == 9 and ids(screen)[0] == "nan")
+    until(lambda: len(ids(screen)) == 10 and ids(screen)[0] == "nan")
     assert ids(screen) != before and screen.page.input_value(".noting textarea") == "half a sen"
     assert screen.page.evaluate("document.activeElement.tagName") == "TEXTAREA"
     for name in ("known", "long", "died", "live"):
@@ -312,6 +318,25 @@ def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Scr
     screen.page.wait_for_url("**/completions?*")
     held = sorted(int(path.stem.split("_")[1]) for path in (runs / "known" / "held_out").iterdir())
     assert query(screen) == {"id": ["known"], "step": [str(held[0])], "set": ["held-out"]}, "what accuracy is of"
+
+
+def test_responses_decoded_at_once_are_drawn_over_the_time_of_a_step(screen: Screen) -> None:
+    opened(screen, "/run?id=lanes")
+    chart = screen.page.locator("[data-chart=running]")
+    until(lambda: chart.count() == 1)
+    chart.scroll_into_view_if_needed()
+    until(lambda: "over the seconds of step 11" in chart.inner_text() and "tail: 5.5 of 51 s" in chart.inner_text())
+    until(lambda: says(screen, "running") == {"running": "7.09", "half of the lanes": "256"})
+    assert says(screen, "time")["tail of generate"] == "5.5"
+    plot = screen.page.locator("[data-chart=accuracy] .plot")
+    plot.focus()
+    plot.press("Home")
+    until(lambda: "over the seconds of step 0" in chart.inner_text() and "tail: 0 of 40 s" in chart.inner_text())
+    chart.locator("summary").click()
+    until(lambda: chart.locator("tbody tr").count() == 34)
+    assert chart.locator("thead th").first.inner_text() == "second"
+    found = serious(screen.page, "[data-chart=running]", None)
+    assert not found, found
 
 
 def test_a_long_run_is_drawn_in_means_and_exactly_when_zoomed(screen: Screen) -> None:

@@ -18,6 +18,7 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler, Task
 from ascent.core.types import Prompts, Refused, Rollouts, Streams
+from ascent.engines.timeline import Timeline
 
 Params = dict[str, Tensor]
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
@@ -155,6 +156,10 @@ class Backend(ABC):
 
     @abstractmethod
     def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler: ...
+
+    def timeline(self, sampler: Sampler) -> Timeline | None:
+        """Where its sampler notes how many responses it decodes at once; None: always all of them."""
+        return None
 
     def dtype(self, model: Any) -> torch.dtype:
         """What log-probs are computed in: that of the sampler or of the learner, whichever is coarser."""

@@ -3,7 +3,8 @@
 run.json       status, result, versions; replaced as a whole
 config.json    every setting, resolved, with the objective in words
 metrics.jsonl  one line per step      updates.jsonl  one line per optimizer update
-events.jsonl   flags and trouble      rollouts/      sampled responses, one Parquet file per step
+events.jsonl   flags and trouble      lanes.jsonl    one line per step: how many responses were decoded at once
+rollouts/      sampled responses, one Parquet file per step
 held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
 .alive         which process writes here, and when it last did
@@ -37,7 +38,7 @@ from typing import IO, Any
 from ascent.core.types import Refused
 from ascent.tasks.base import error_line
 
-LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl")
+LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl", "lanes.jsonl")
 BY_STEP = ("rollouts", "held_out")
 """Folders with one file per step."""
 SIGN, SIGN_ASIDE = ".alive", ".alive.new"

@@ -123,6 +123,7 @@ CHARTS = (
         *("time", "Time of each phase", "seconds", NOT_NEGATIVE),
         *((f"time/{phase}", phase) for phase in PHASES),
         ("time/step", "whole step"),
+        ("time/tail", "tail of generate", "tail"),
     ),
     _chart("epoch", "Passes over the data", "passes over the rows", NOT_NEGATIVE, ("epoch", "passes", "epoch")),
     _chart("errors", "Rewards that failed", "responses", NOT_NEGATIVE, ("reward_errors", "failed", "reward errors")),

@@ -21,6 +21,7 @@ from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Stepped, Task
 from ascent.core.types import Batch, Metrics, Refused, State, Streams
 from ascent.engines.backends import backend_of
+from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
 from ascent.records.code import check_code, code_hashes
@@ -308,6 +309,8 @@ class Writer:
     def __init__(self, folder: RunFolder, config: Config, task: Task, display: Display):
         self.folder, self.config, self.task, self.display = folder, config, task, display
         self.sinks: Sinks | None = None
+        self.timeline: Timeline | None = None
+        """Where the sampler notes how many responses it decodes at once."""
         self.pieces = Pieces(task)
         self.files = {name: open(folder.path / name, "a") for name in LINES}  # noqa: SIM115 (open as long as the run)
         self.flagged = {str(event["name"]) for event in read_lines(folder.path / "events.jsonl") if "name" in event}
@@ -336,7 +339,8 @@ class Writer:
             names = ("loss", "grad_norm", *(CLIPS if CLIPS[0] in report else ()))
             self._line("updates.jsonl", {"step": step, "update": i} | {name: report[name] for name in names})
         loss = metrics.pop("loss", None)
-        line: dict[str, Any] = dict.fromkeys(ALWAYS_WRITTEN) | metrics | {"step": step, "loss": loss}
+        line: dict[str, Any] = dict.fromkeys(ALWAYS_WRITTEN) | metrics
+        line |= self._tail(step) | {"step": step, "loss": loss}
         self._line("metrics.jsonl", line)
         if self.sinks is not None:
             self.sinks.step(step, line)
@@ -367,6 +371,15 @@ class Writer:
             self._beat = time.monotonic()
             self.folder.run["step"] = step + 1
             self.folder.save()
+
+    def _tail(self, step: int) -> Metrics:
+        """Write how many responses were decoded at once, over the time of the step; its tail is a metric."""
+        seen = Timeline() if self.timeline is None else self.timeline.take()
+        if not seen.spans:
+            return {}
+        times = {"time/seconds": seen.seconds, "time/tail": seen.tail, "time/running": seen.running()}
+        self._line("lanes.jsonl", {"step": step, "lanes": seen.lanes, **times})
+        return {"time/tail": seen.tail}
 
     def best(self) -> bool:
         return self._fresh_best

@@ -24,6 +24,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import LanguageModel, pick_device
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.tasks.text.grading import rate_responses, self_test
@@ -98,6 +99,9 @@ class LanguageBackend(Backend):
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
         return LanguageSampler(model, task.max_tokens, *how)
+
+    def timeline(self, sampler: Any) -> Timeline:
+        return sampler.timeline
 
     def dtype(self, model: LanguageModel) -> torch.dtype:
         return model.model.dtype

@@ -17,6 +17,7 @@ from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.states import hidden_states, targets
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
+from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import LanguageModel
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -105,6 +106,7 @@ class Forced:
         """By response and token."""
         self.length = [0] * len(self.tokens)
         self.queue: dict[int, list[int]] = {}
+        self.timeline = Timeline()
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         token = []

@@ -59,7 +59,7 @@ export const Swatch = ({ colour, marked, dash = DASHES[colour % DASHES.length] }
 
 // ---- behind a chart: its numbers as a table, made when it is opened; and what there is to say of them ----
 const MOST_ROWS = 1000;
-const Table = ({ title, lines, say }) => {
+const Table = ({ title, lines, say, axis }) => {
   const steps = [...new Set(lines.flatMap((line) => [...line.x]))].sort((a, b) => a - b);
   const wide = lines.some((line) => line.low);
   const cells = (line, step) => {
@@ -71,7 +71,7 @@ const Table = ({ title, lines, say }) => {
   };
   return html`<div class="scroll" role="region" tabindex="0" aria-label=${`${title}, as a table`}>
     <table>
-      <thead><tr><th scope="col">step</th>${lines.map((line) => html`<th scope="col">${line.label}</th>${wide && html`<th scope="col">smallest</th><th scope="col">largest</th>`}`)}</tr></thead>
+      <thead><tr><th scope="col">${axis}</th>${lines.map((line) => html`<th scope="col">${line.label}</th>${wide && html`<th scope="col">smallest</th><th scope="col">largest</th>`}`)}</tr></thead>
       <tbody>${steps.slice(0, MOST_ROWS).map((step) => html`<tr key=${step}><th scope="row">${num(step)}</th>${lines.map((line) => cells(line, step))}</tr>`)}</tbody>
     </table>
     ${steps.length > MOST_ROWS && html`<p class="note">${steps.length - MOST_ROWS} more rows: zoom in to see them.</p>`}
@@ -79,11 +79,11 @@ const Table = ({ title, lines, say }) => {
 };
 
 class Behind extends Component {
-  render({ title, lines, say, children }, { open }) {
+  render({ title, lines, say, axis, children }, { open }) {
     return html`<div class="behind-chart">
       <details onToggle=${(event) => this.setState({ open: event.currentTarget.open })}>
         <summary>Table</summary>
-        ${open && html`<${Table} title=${title} lines=${lines} say=${say} />`}
+        ${open && html`<${Table} title=${title} lines=${lines} say=${say} axis=${axis} />`}
       </details>
       <p>${children}</p>
     </div>`;
@@ -92,7 +92,7 @@ class Behind extends Component {
 
 /* Props: name, title, unit, share (numbers from 0 to 1, said in percent), log (a log scale where that is possible), lines (of `lineOf`; null ones are left out),
    range [from, to], whole [first, last], smooth (steps), cursor (a Cursor), marks (steps at which something was noticed),
-   y [low, high] (a fixed range), grain, note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
+   y [low, high] (a fixed range), axis (what x counts, if not steps), grain, note, height, band (what a band is, if not the smallest and largest of a point's steps), onZoom(from, to) or onZoom(null) to zoom out, onOpen(step). */
 export class Chart extends Component {
   get lines() {
     return this.props.lines;
@@ -302,7 +302,7 @@ export class Chart extends Component {
     event.stopPropagation();
   }
 
-  render({ name, title, unit, note, lines, height, log, share, onZoom, onOpen, band: words }) {
+  render({ name, title, unit, note, lines, height, log, share, axis = "step", onZoom, onOpen, band: words }) {
     const strange = lines.reduce((n, line) => n + line.odd.length, 0);
     const wide = lines.find((line) => line.low);
     const many = lines.length > MANY;
@@ -312,8 +312,8 @@ export class Chart extends Component {
         <ul class=${many ? "many" : ""} tabindex=${many ? 0 : null} aria-label=${`${title}: lines and their values`} ref=${(list) => (this.list = list)}>${lines.map((line) => html`<li key=${line.label} title=${line.full}><${Swatch} colour=${line.colour} dash=${line.dash} marked=${many} /><span>${line.label}</span><output></output></li>`)}</ul>
       </figcaption>
       <div class="plot" style=${{ minHeight: `${height ?? HIGH}px` }} role="application" tabindex="0" aria-roledescription="chart" ref=${(place) => (this.place = place)}
-        aria-label=${`${title}. Arrows move over the steps${onZoom ? ", plus and minus zoom" : ""}${onOpen ? ", Enter opens the completions" : ""}; the numbers are in the table below.`} onKeyDown=${(e) => this.key(e)}></div>
-      <${Behind} title=${title} lines=${lines} say=${(v) => this.say(v)}>
+        aria-label=${`${title}. Arrows move over the ${axis}s${onZoom ? ", plus and minus zoom" : ""}${onOpen ? ", Enter opens the completions" : ""}; the numbers are in the table below.`} onKeyDown=${(e) => this.key(e)}></div>
+      <${Behind} title=${title} lines=${lines} axis=${axis} say=${(v) => this.say(v)}>
         ${strange > 0 && html`<b>${strange} not finite, marked at the edge</b>`}
         ${wide && html`<span>${words ?? `mean of ${num(wide.bucket)} steps${band}`}</span>`}
         ${log && !share && lines.length > 0 && html`<span>${this.powers ? "log scale" : "not on a log scale: not all is above 0"}</span>`}

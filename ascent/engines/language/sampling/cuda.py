@@ -95,6 +95,7 @@ class GraphDecoder:
         self.board.limit.fill_(drawn.limit)
         self.board.temperature.fill_(drawn.temperature)
         self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
+        drawn.timeline.lanes = rows
         schedule = Schedule(keys, samples, rows, drawn.limit, Pages(pages, PAGE), TOGETHER)
         return Run(self, prompts, schedule, drawn)
 
@@ -241,6 +242,7 @@ class Run:
                     flight()
                 elif launched is None and not self.schedule.waiting:
                     break
+        self.drawn.timeline.stop()
         self._collect()
 
     def _land(self) -> None:
@@ -309,6 +311,7 @@ class Run:
         if not live:
             return None
         self._lay_out([(row, before[row.response]) for row in live if len(row.pages) > before[row.response]])
+        self.drawn.timeline.see(len(live))
         live.sort(key=lambda row: row.lane)
         steps = min(ROUND, max(self.limits[row.response] - row.length for row in live))
         lanes = [row.lane for row in live]

@@ -15,6 +15,7 @@ from torch import Tensor
 from ascent.core.types import Refused
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ class Drawn:
         """Responses whose last token completed a stop string, where the decoder looked only later."""
         self.turn: dict[int, int] = {}
         """By response, where its latest turn begins, if that is not its first."""
+        self.timeline = Timeline()
+        """How many responses ran when; a decoder writes it."""
         self.observed = torch.zeros(count, limit, dtype=torch.bool)
         """Tokens that nobody drew."""
         self.queue: dict[int, list[int]] = {}

@@ -16,6 +16,7 @@ from ascent.engines.language.sampling.cache import Cache, Decoding, Segment, ext
 from ascent.engines.language.sampling.draw import Drawn, Observe, Support
 from ascent.engines.language.sampling.pages import Pages, Row, Schedule
 from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import LanguageModel
 
 ROWS = {"cpu": 64, "cuda": 1024}
@@ -53,6 +54,8 @@ class LanguageSampler(Sampler):
             self.decoder = graphs or GroupDecoder
         self.observe: Observe | None = None
         """What answers a turn that has ended; None: its end token ends a response."""
+        self.timeline, self._tickets = Timeline(), []
+        """How many responses ran when, of the tickets since it was last taken."""
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
 
@@ -79,6 +82,8 @@ class LanguageSampler(Sampler):
             how = (self.temperature, self.support, self.observe, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
             self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
+        if self._tickets:  # an evaluation is no part of a step's rollouts
+            self.timeline.add(drawn.timeline)
         return self._rollouts(prompts, samples, drawn)
 
     @contextmanager
@@ -145,6 +150,7 @@ class GroupDecoder:
         most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths) // PAGE)
         pages = Pages(min(most, -(-room // PAGE)) if room else most, PAGE)
         self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages)
+        drawn.timeline.lanes = rows
         self.cache = Cache(pages.count, PAGE)
         self.decoding = Decoding(self.cache, lm.device)
         self.hidden: dict[int, Tensor] = {}
@@ -159,9 +165,11 @@ class GroupDecoder:
                 self._admit()
                 schedule.grow(1)
                 rows = schedule.running
+                self.drawn.timeline.see(len(rows))
                 if not rows:
                     if schedule.waiting:
                         continue
+                    self.drawn.timeline.stop()
                     return
                 now = [(row.response, len(row.pages)) for row in rows]
                 if now != before:
@@ -243,8 +251,10 @@ class PlainDecoder:
 
     def __call__(self) -> None:
         everything = list(range(len(self.prompts) * self.samples))
+        self.drawn.timeline.lanes = min(self.rows, len(everything))
         for start in range(0, len(everything), self.rows):
             self._wave(everything[start : start + self.rows])
+        self.drawn.timeline.stop()
 
     def _wave(self, row: list[int]) -> None:
         from transformers import DynamicCache
@@ -256,6 +266,7 @@ class PlainDecoder:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in ids], device=device)
         cache = DynamicCache(config=self.lm.model.config)
         while row:
+            self.drawn.timeline.see(len(row))
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             out = self.lm.backbone(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True

@@ -1,6 +1,6 @@
 // The page /run?id=…: what became of a run, its flags, its curves with one cursor, and all that is known of it. Live while it runs.
 import { Chart, Cursor } from "../../chart.js";
-import { lineOf } from "../../curves.js";
+import { filled, lineOf } from "../../curves.js";
 import { Noting } from "../../noting.js";
 import { asked, attempt, Badge, completionsLink, Component, count, date, Failure, get, HELD, html, inLab, keepScroll, mount, nearest, num, poll, ready, Smoothing, Tags, tell, words } from "../../shared.js";
 
@@ -145,10 +145,51 @@ class Run extends Component {
       ${about.charts.length > 0 && html`<${Tools} cursor=${this.cursor} range=${range} whole=${this.whole()} zoomed=${from != null} smooth=${smooth} about=${about}
         onZoom=${(a, b) => this.zoom(a, b)} onSmooth=${(steps) => this.set({ smooth: steps })} log=${log} onLog=${(on) => this.set({ log: on })} />`}
       <div class="charts">${about.charts.map((chart, i) => html`<${Chart} key=${chart.key} name=${chart.key} title=${chart.title} unit=${chart.unit} share=${chart.share}
-        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step, chart.key)} />`)}</div>
+        lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step, chart.key)} />`)}
+        ${curves?.metrics["time/tail"] && html`<${Running} id=${this.id} cursor=${this.cursor} revision=${curves.revision} />`}</div>
       ${about.charts.length === 0 && html`<p class="note">No curves ${about.status === "running" ? "yet: they come with the first step." : "to draw."}</p>`}
       <${Below} about=${about} revision=${curves?.revision} />
     </div>`;
+  }
+}
+
+// How many responses were decoded at once, over the time of the step under the cursor, or of the last one.
+class Running extends Component {
+  own = new Cursor();
+  state = { step: null };
+
+  componentDidMount() {
+    this.leave = this.props.cursor.follow((step) => {
+      clearTimeout(this.asking);
+      this.asking = setTimeout(() => this.ask(step), 150);
+    });
+    this.ask(this.props.cursor.step);
+  }
+
+  componentDidUpdate(before) {
+    if (before.revision !== this.props.revision && this.props.cursor.step == null) this.ask(null);
+  }
+
+  componentWillUnmount() {
+    clearTimeout(this.asking);
+    this.leave();
+  }
+
+  ask(step) {
+    return attempt(this, async () => {
+      const { running, ...found } = await get("/api/view/lanes", { id: this.props.id, step: step == null ? null : Math.round(step) });
+      if (!running?.length) return;
+      const wide = found.seconds / running.length;
+      const line = (label, colour, x, y) => ({ label, colour, x: filled(x), y: filled(y), low: null, high: null, bucket: wide, odd: [], gap: Infinity });
+      const lines = [line("running", 0, running.map((_, i) => (i + 0.5) * wide), running), line("half of the lanes", 7, [0, found.seconds], [found.lanes / 2, found.lanes / 2])];
+      this.setState({ ...found, lines, range: [0, found.seconds], grain: Math.min(1, 10 ** Math.floor(Math.log10(wide))) });
+    });
+  }
+
+  render(_, { step, lanes, seconds, tail, lines, range, grain }) {
+    if (step == null) return null;
+    return html`<${Chart} name="running" title="Responses decoded at once" unit=${`over the seconds of step ${num(step)}`} axis="second" lines=${lines} range=${range} y=${[0, 1.05 * lanes]} grain=${grain} cursor=${this.own}
+      note=${`tail: ${num(tail)} of ${num(seconds)} s, with fewer than half of ${num(lanes)} lanes busy`} />`;
   }
 }
 

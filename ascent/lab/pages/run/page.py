@@ -1,19 +1,23 @@
 """One run: what became of it, its flags, its curves, its settings."""
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
 from ascent.lab.curves import Library, curves, measured_metrics
-from ascent.lab.page import Lab, json_route, view_of, viewer_page
+from ascent.lab.page import Lab, json_route, view_of, viewer_page, whole_value
 from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
-from ascent.records.folder import read_object
+from ascent.records.folder import finite_number, parse_json, read_object, read_regular
 from ascent.records.foreign import foreign_lines
 from ascent.records.metrics import charts_of, greedy_of
 from ascent.records.places import Place, how_to_resume
 from ascent.records.responses import HELD_OUT, recorded_steps
 
+MOST_SLICES = 256
+"""Numbers of a step's responses over time that are drawn."""
 DESCRIPTION = ("objective", "formula", "label")
 """What config.json holds only to be read by people."""
 
@@ -30,7 +34,27 @@ def routes(lab: Lab) -> list[BaseRoute]:
         Route("/run", viewer_page(lab, "run", "A run")),
         Route("/api/view/run", json_route(lambda request: run_page(lab.place(request), lab.library))),
         Route("/api/view/curves", json_route(drawn)),
+        Route("/api/view/lanes", json_route(lambda r: lanes_at(lab.place(r).folder, whole_value(r, "step")))),
     ]
+
+
+def lanes_at(folder: Path, step: int | None) -> dict[str, Any]:
+    """How many responses were decoded at once in a step, or in the last one before it of which that is known."""
+    try:
+        lines = read_regular(folder / "lanes.jsonl").split(b"\n")[:-1]
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, KeyError):
+            found = parse_json(line)
+            running = found["time/running"][:MOST_SLICES]
+            keys = {"step": "step", "lanes": "lanes", "seconds": "time/seconds", "tail": "time/tail"}
+            values = {name: finite_number(found[key]) for name, key in keys.items()}
+            if None in (*values.values(), *map(finite_number, running)) or min(values["lanes"], values["seconds"]) <= 0:
+                continue
+            if step is None or values["step"] <= step:
+                return values | {"running": running}
+    return {}
 
 
 def run_page(place: Place, library: Library) -> dict[str, Any]:
