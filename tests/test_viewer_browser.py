@@ -232,7 +232,7 @@ def test_a_refresh_keeps_what_is_typed_the_focus_and_the_ticks(screen: Screen, r
     assert row(screen, "nan").locator("input").is_checked()
     screen.page.locator(".noting textarea").press("Escape")
     assert ids(screen) == ["known"] and not (runs / "nan" / "notes.json").exists()
-    until(lambda: "of 8" in screen.text(".chosen"))
+    until(lambda: "of 9" in screen.text(".chosen"))
     screen.errors[:] = [error for error in screen.errors if "status of 400" not in error]  # a curve of what is gone
 
 
