@@ -1,0 +1,326 @@
+"""The template's own tail: what a chat template writes between one turn of the assistant and the next.
+
+The tokens that the model wrote stay as they were drawn; they are never decoded and encoded again. What the environment
+answers is added behind them in the words of the chat template. Rendering the new messages alone gives other words (a
+system prompt, a missing newline). So a chat is rendered once with a sentinel in place of the assistant's words:
+
+    <|im_start|>user\\nx<|im_end|>\\n<|im_start|>assistant\\nSENTINEL<|im_end|>\\n<|im_start|>user\\nCONTENT<|im_end|>…
+                                                                            ╰──────── the tail ────────
+
+The tail begins behind the first stop token that follows the last sentinel. It is kept per shape (roles and names of
+the messages), with a second sentinel where the content of each message goes. So a turn costs one encoding and no
+rendering. A template may trim or JSON-encode a content. Which of them it does is tried out on a list of contents.
+Where it does something else, the content is rendered each time.
+
+Observations are data. One that spells a control token (`<|im_end|>`) is encoded as plain text: it yields no control
+token.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from ascent.environments.calls import Schema
+from ascent.tasks.base import error_line, refuse
+from ascent.tasks.text.base import Message
+
+Write = Callable[[str], str]
+"""How a template writes the content of a message."""
+
+WORDS = "qzjxq"
+"""Stands for the assistant's words."""
+UNKNOWN = "unknown"
+"""The name of a tool that is not among the schemas: a name that the model made up is not written into the chat."""
+_KEPT = 1000
+"""Shapes that are kept."""
+_WRITES: tuple[Write, ...] = (
+    lambda text: text,
+    str.strip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],  # the quotation marks are the template's
+    lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: text.strip("\n"),
+    str.lstrip,
+    str.rstrip,
+)
+_TRIED = (
+    "12",
+    " 12\n",
+    "\n\n\t12  ",
+    "a\nb\n\n  c",
+    "he said \"no\" \\ 'never'",
+    '{"a": [1, null, "é"]}',
+    "<b>1 < 2 & 3</b>",
+    "naïve 漢字 🙂",
+    "[1, 2]",
+    "true",
+)
+"""Contents on which a way of writing has to agree with the template."""
+
+
+class _Frame(NamedTuple):
+    """The tail of a shape, with holes for the contents."""
+
+    opening: str
+    """What the template writes between the assistant's words and the token that ends the turn."""
+    end: str
+    end_id: int
+    texts: tuple[str, ...]
+    """The template's own text, around and between the contents."""
+    slots: tuple[int, ...]
+    """Which message's content stands in each hole."""
+    writes: tuple[Write, ...] | None
+    """How each is written; None: it has to be rendered."""
+    marks: tuple[int, ...]
+    """The control tokens of the whole tail."""
+
+
+class Tail:
+    """What the chat template of a tokenizer puts behind a turn of the assistant, as ids.
+
+    `tools`: their schemas. `stops`: the ids that end a turn, beside the tokenizer's own end token.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Schema] = (), stops: Collection[int] = ()):
+        if not tokenizer.chat_template:
+            refuse(
+                "the tokenizer has no chat template, so nothing says how a conversation is written. Take a chat model, "
+                "or set tokenizer.chat_template"
+            )
+        self.tokenizer, self.tools = tokenizer, list(tools)
+        self.names = {tool["function"]["name"] for tool in tools}
+        ends = [*stops, tokenizer.eos_token_id]
+        self.stops = {tokenizer.convert_ids_to_tokens(i): i for i in ends if i is not None}
+        special, added = set(tokenizer.all_special_tokens), tokenizer.get_added_vocab()
+        template = str(tokenizer.chat_template)
+        marks = {t: i for t, i in added.items() if t and (t in special or t in self.stops or t in template)}
+        marks |= {token: tokenizer.convert_tokens_to_ids(token) for token in special} | self.stops
+        self.control = frozenset(marks.values())
+        """Ids that belong to the template: special tokens, and added ones that its text spells."""
+        self._spelled = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        self._frames: dict[Any, _Frame] = {}
+
+    def first(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt: these messages and the tools in the template, ready for the first turn."""
+        return list(
+            self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools or None, add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    def __call__(self, messages: Sequence[Message], ended: bool = True, stop: int | None = None) -> list[int]:
+        """The ids between a turn of the assistant and the next one, which these messages answer.
+
+        A message of a tool answers the call in its place. `ended`: the turn has its stop token. Otherwise the tail
+        begins with it. `stop`: which one, if that is known. Where the template has another one (GLM's stop tokens
+        name the next role), that one follows.
+        """
+        ids_of_calls = [m.get("tool_call_id", "") for m in messages if m["role"] == "tool"]
+        messages = _clean(messages, self.names)
+        frame = self._frame(messages)
+        if any(ids_of_calls):  # Mistral's results name the ids that the model gave its calls
+            frame = frame._replace(texts=tuple(_with_ids(text, ids_of_calls) for text in frame.texts))
+        written = [self._write(frame, messages, slot) for slot in range(len(frame.slots))]
+        ids = self._encode(frame, written)
+        if not ended:
+            return [*self._ids(frame.opening), frame.end_id, *ids]
+        other = stop is not None and stop != frame.end_id and frame.end in self.stops
+        return [frame.end_id, *ids] if other else ids
+
+    # ---- the frame of a shape -------------------------------------------------------------------------------
+
+    def _frame(self, messages: Sequence[Message]) -> _Frame:
+        blank = [not m["content"].strip() for m in messages]  # templates may leave such a message out
+        key = tuple(
+            (m["role"], m.get("name"), m["content"] if b else None) for m, b in zip(messages, blank, strict=True)
+        )
+        if key not in self._frames:
+            if any(blank):
+                self._frame([m | {"content": "x"} for m in messages])  # refused if the role is swallowed
+            if len(self._frames) >= _KEPT:
+                self._frames.clear()
+            self._frames[key] = self._make(messages, blank)
+        return self._frames[key]
+
+    def _make(self, messages: Sequence[Message], blank: Sequence[bool]) -> _Frame:
+        holes = [i for i, b in enumerate(blank) if not b]
+        shown = [m | {"content": _content(i)} if i in holes else m for i, m in enumerate(messages)]
+        opening, end, text = self._tail(shown)
+        found = [text.count(_content(i)) for i in holes]
+        if found != [1] * len(holes):
+            role = messages[holes[next(j for j, n in enumerate(found) if n != 1)]]["role"]
+            times = "does not show" if not all(found) else "repeats"
+            refuse(
+                f"the chat template of this model {times} messages of the role {role}: give a model whose template does"
+            )
+        slots = tuple(sorted(holes, key=lambda i: text.index(_content(i))))
+        texts = tuple(re.split("|".join(_content(i) for i in slots), text)) if slots else (text,)
+        frame = _Frame(opening, end, self.tokenizer.convert_tokens_to_ids(end), texts, slots, None, ())
+        frame = frame._replace(writes=self._find_writes(messages, frame))
+        plain = self._ids(end + _joined(texts, ["x"] * len(slots)))
+        if plain[:1] != [frame.end_id]:
+            refuse(f"the token {end!r}, which ends a turn in this chat template, is not one token of the tokenizer")
+        return frame._replace(marks=tuple(i for i in plain[1:] if i in self.control))
+
+    def _tail(self, messages: Sequence[Message], words: str = WORDS) -> tuple[str, str, str]:
+        """What stands behind the assistant's words: up to the token that ends the turn, that token, and the tail."""
+        answered = [m["name"] for m in messages if m["role"] == "tool"]
+        rendered = self._render(messages, answered, words)
+        behind = rendered[rendered.rindex(words) + len(words) :]
+        ends = [(behind.index(token), token) for token in self.stops if token in behind]
+        first = self._spelled.search(behind)
+        contents = [behind.index(_content(i)) for i in range(len(messages)) if _content(i) in behind]
+        limit = min([*contents, len(behind)])
+        ends = [(at, token) for at, token in ends if at < limit]
+        if not ends and not answered and first and first.start() < limit:
+            ends = [(first.start(), first[0])]  # gpt-oss stops at <|return|>, and its history has <|end|>
+        if not ends:
+            refuse(
+                "the chat template of this model writes no stop token behind a turn of the assistant: its end tokens "
+                f"are {', '.join(self.stops) or 'none'}"
+            )
+        at, end = min(ends)
+        return "" if answered else behind[:at], end, behind[at + len(end) :]
+
+    def _render(self, messages: Sequence[Message], answered: Sequence[str], words: str) -> str:
+        """A chat that these messages end, with the sentinel as the assistant's words or as arguments of its calls."""
+        error: Exception | None = None
+        user = {"role": "user", "content": "x"}
+        # No words beside calls: Gemma 4 writes them behind the results. Others write words only (LFM2), take arguments
+        # as a string (DeepSeek), or one call per turn (Llama 3).
+        ways = product(("", words), ({"x": words}, json.dumps({"x": words})), dict.fromkeys([len(answered), 1]))
+        for content, arguments, count in ways if answered else [(words, {}, 0)]:
+            turn: dict[str, Any] = {"role": "assistant", "content": content}
+            if answered:
+                turn["tool_calls"] = [
+                    {"id": _id(i), "type": "function", "function": {"name": name, "arguments": arguments}}
+                    for i, name in enumerate(answered[:count])
+                ]
+            try:
+                text = self._apply([user, turn, *messages])
+            except Exception as raised:
+                error = error or raised
+                continue
+            if words in text:
+                return text
+        roles = ", ".join(dict.fromkeys(m["role"] for m in messages))
+        said = f": {error_line(error)}" if error else ""
+        return refuse(f"the chat template of this model does not take an answer by {roles} behind the assistant{said}")
+
+    def _apply(self, chat: Sequence[Any]) -> str:
+        tools = self.tools or None
+        return self.tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
+
+    # ---- contents -------------------------------------------------------------------------------------------
+
+    def _find_writes(self, messages: Sequence[Message], frame: _Frame) -> tuple[Write, ...] | None:
+        """How the template writes the content of each hole, one way per role; None: in none of the known ways."""
+        roles = sorted({messages[i]["role"] for i in frame.slots})
+        left = list(product(_WRITES, repeat=len(roles)))
+        for content in _TRIED:
+            chat = [m | {"content": content} if i in frame.slots else m for i, m in enumerate(messages)]
+            text = self._tail_of(chat)
+            left = [
+                ways
+                for ways in left
+                if text == _joined(frame.texts, [ways[roles.index(messages[i]["role"])](content) for i in frame.slots])
+            ]
+        return tuple(left[0][roles.index(messages[i]["role"])] for i in frame.slots) if left else None
+
+    def _tail_of(self, chat: Sequence[Message]) -> str | None:
+        words = WORDS
+        while any(words in message["content"] for message in chat):
+            words += "q"
+        try:
+            return self._tail(chat, words)[2]
+        except ValueError:
+            return None
+
+    def _write(self, frame: _Frame, messages: Sequence[Message], slot: int) -> str:
+        message = messages[frame.slots[slot]]
+        content = message["content"]
+        if frame.writes is not None:
+            return frame.writes[slot](content)
+        chat = [
+            m | {"content": content if i == frame.slots[slot] else _content(i)} if i in frame.slots else m
+            for i, m in enumerate(messages)
+        ]
+        text = self._tail_of(chat) or ""
+        marks = [_content(i) for i in frame.slots]
+        before = _joined(frame.texts[: slot + 1], marks)
+        behind = _joined(frame.texts[slot + 1 :], marks[slot + 1 :])
+        fits = text.startswith(before) and text.endswith(behind) and len(text) >= len(before) + len(behind)
+        return text[len(before) : len(text) - len(behind)] if fits else content
+
+    # ---- ids ------------------------------------------------------------------------------------------------
+
+    def _encode(self, frame: _Frame, written: Sequence[str]) -> list[int]:
+        """The ids of the tail: of one text, as the template's own; in pieces if an observation spells a token of it."""
+        if not any(map(self._spelled.search, written)):
+            ids = self._ids(frame.end + _joined(frame.texts, written))
+            if ids[0] == frame.end_id and tuple(i for i in ids[1:] if i in self.control) == frame.marks:
+                return ids[1:]
+        ids = []
+        for slot, text in enumerate(frame.texts):
+            ids += self._ids(frame.end + text)[1:] if slot == 0 else self._behind(text)
+            ids += self._plain(written[slot]) if slot < len(written) else []
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _behind(self, text: str) -> list[int]:
+        """The ids of a text that does not begin the document: some tokenizers put a space before one that does."""
+        lead = self._ids("\n")
+        ids = self._ids("\n" + text)
+        return ids[len(lead) :] if ids[: len(lead)] == lead else self._ids(text)
+
+    def _plain(self, text: str) -> list[int]:
+        """The ids of a text without any control token: those that it spells are cut in two."""
+        pieces, start = [], 0
+        for match in self._spelled.finditer(text):
+            middle = (match.start() + match.end() + 1) // 2
+            pieces.append(text[start:middle])
+            start = middle
+        ids = [i for piece in [*pieces, text[start:]] if piece for i in self._behind(piece)]
+        if self.control.intersection(ids):  # spelled in letters that the tokenizer takes for others
+            ids = [i for letter in text for i in self._behind(letter) if i not in self.control]
+        return ids
+
+
+def _clean(messages: Sequence[Message], names: Collection[str]) -> list[Message]:
+    """The messages with all that templates ask for, and nothing that the tokenizer cannot read."""
+    clean: list[Message] = []
+    tools = 0
+    for message in messages:
+        content = str(message.get("content") or "").encode("utf-8", "replace").decode()
+        clean.append({"role": message["role"], "content": content})
+        if message["role"] == "tool":
+            name = message.get("name", "")
+            clean[-1] |= {"name": name if name in names else UNKNOWN, "tool_call_id": _id(tools)}
+            tools += 1
+    return clean
+
+
+def _with_ids(text: str, ids: Sequence[str]) -> str:
+    for index, own in enumerate(ids):
+        text = text.replace(_id(index), own) if re.fullmatch("[A-Za-z0-9_-]{1,64}", own) else text
+    return text
+
+
+def _content(index: int) -> str:
+    return f"wqkzv{index}z"
+
+
+def _id(index: int) -> str:
+    return f"call{index:05d}"
+
+
+def _joined(texts: Sequence[str], contents: Sequence[str]) -> str:
+    """Texts with contents between them; the last text has none behind it."""
+    parts = list(texts[:1])
+    for content, text in zip(contents, texts[1:], strict=False):
+        parts += [content, text]
+    return "".join(parts)
