@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from ascent.core.types import Refused
 from ascent.environments import choose
-from ascent.environments.calls import FORMATS, LONGEST, PLAIN, Call, types_of
+from ascent.environments.calculator import calculator
+from ascent.environments.calls import FORMATS, LONGEST, PLAIN, ToolCall, types_of
 from ascent.environments.choose import ToolChat, choose_format
+from ascent.environments.tools import Tools, schemas_of
 from tests.chats import NAMES, chat_tokenizer, stop_ids
 
 TOOLS = choose._KNOWN
@@ -49,7 +51,7 @@ def test_the_format_of_a_model_is_the_one_in_which_its_own_calls_are_read_back(n
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_example_of_a_format_is_read(name: str) -> None:
     form = FORMATS[name]
-    call = [Call("add", {"a": 1})]
+    call = [ToolCall("add", {"a": 1})]
     assert form.read(form.example) == call
     assert form.read(f"<think>{form.example}</think>{form.example}") == call  # thoughts are no calls
     assert form.read(f"<think>{form.example}") == []
@@ -65,7 +67,7 @@ NESTED = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dic
 @settings(max_examples=10, deadline=None)
 @given(words=TEXT, deep=NESTED)
 def test_any_arguments_survive_the_template(name: str, words: str, deep: Any) -> None:
-    call = Call("find_known", {"words": words, "deep": {"value": deep}})
+    call = ToolCall("find_known", {"words": words, "deep": {"value": deep}})
     text = choose._rendered(chat_tokenizer(name), [call])
     assert text is not None
     assert [each._replace(id="") for each in FORMATS[WRITTEN[name]].read(text, TYPES)] == [call]
@@ -96,7 +98,7 @@ SEVERAL = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_calls_in_one_turn(name: str) -> None:
     calls = FORMATS[name].read(SEVERAL[name])
-    assert calls == [Call("f", {"x": 1}), Call("g", {"y": None})]
+    assert calls == [ToolCall("f", {"x": 1}), ToolCall("g", {"y": None})]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_an_answer_in_json_is_no_call() -> None:
 )
 def test_what_stands_in_tags_becomes_what_the_schema_says(text: str, schema: Any, value: Any) -> None:
     words = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    assert FORMATS["qwen3-coder"].read(words, {"f": {"x": schema}}) == [Call("f", {"x": value})]
+    assert FORMATS["qwen3-coder"].read(words, {"f": {"x": schema}}) == [ToolCall("f", {"x": value})]
 
 
 PIECES = [text[i:j] for text in SEVERAL.values() for i, j in ((0, 30), (10, 25), (0, -9), (-40, None), (-12, None))]
@@ -227,7 +229,7 @@ def test_the_plain_format_is_explained_in_the_prompt() -> None:
     )
     assert '<call>find_known {"words": "…"}</call>' in text
     assert text.index("find_known") < text.index("<|USER_TOKEN|>Begin.")
-    assert PLAIN.read(text.partition("end your turn:")[2]) == [Call("find_known", {"words": "…"})]
+    assert PLAIN.read(text.partition("end your turn:")[2]) == [ToolCall("find_known", {"words": "…"})]
     own = tokenizer.decode(chat.first([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}]))
     assert "<|SYSTEM_TOKEN|>Be kind.\n\nYou can call" in own
 
@@ -244,6 +246,21 @@ def test_a_template_with_tools_of_its_own_gets_no_instruction() -> None:
     chat = ToolChat(tokenizer, TOOLS)
     text = tokenizer.decode(chat.first([{"role": "user", "content": "Begin."}]))
     assert chat.format.name == "hermes" and "<tools>" in text and "<call>" not in text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "mistral", "gptoss", "lfm2_v2", "cohere"])
+def test_a_turn_of_tokens_is_read_and_answered(name: str) -> None:
+    """From the tokens of a turn to the tokens behind it, in the words of each template."""
+    tokenizer = chat_tokenizer(name)
+    chat = ToolChat(tokenizer, schemas_of([calculator]), stop_ids(name, tokenizer))
+    call = ToolCall("calculator", {"expression": "6 * 7"})
+    text = choose._rendered(tokenizer, [call]) if chat.format is not PLAIN else None
+    text = text or '<call>calculator {"expression": "6 * 7"}</call><|END_OF_TURN_TOKEN|>'
+    turn = tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"]
+    step = Tools([calculator], schemas_of([calculator]), chat.format.name).step(chat.words(turn))
+    answer = tokenizer.decode(chat.tail.answer(turn, step.observation))
+    assert "42" in answer and "error" not in answer
+    assert not answer.startswith(chat.words(turn[-1:]))
 
 
 def test_models_that_cannot_talk_with_tools_are_refused() -> None:

@@ -182,6 +182,17 @@ def test_a_stop_token_that_the_template_does_not_write_is_followed_by_the_one_th
     assert tail(said, stop=harmony.eos_token_id) == tail(said)
 
 
+def test_what_follows_a_turn_depends_on_how_it_ended() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tail = Tail(tokenizer, TOOLS, stop_ids("qwen3", tokenizer))
+    end, other = stop_ids("qwen3", tokenizer)
+    message = {"role": "user", "content": "higher"}
+    assert tail.answer([5, 6, end], "higher") == tail.answer([5, end], [message]) == tail([message])
+    assert tail.answer([5, 6], "higher") == tail.answer([], "higher") == [end, *tail([message])]
+    assert tail.answer([5, other], "higher") == [end, *tail([message])]
+    assert tokenizer.decode(tail.answer([end], [])) == "\n<|im_start|>assistant\n"
+
+
 def test_results_carry_the_ids_that_the_model_gave_its_calls() -> None:
     tokenizer = chat_tokenizer("mistral")
     tail = Tail(tokenizer, TOOLS)

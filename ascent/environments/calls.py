@@ -23,7 +23,7 @@ _SHOWN = 120
 """Characters of a call that an error quotes."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a tool, or what was meant as one."""
 
     name: str
@@ -51,16 +51,16 @@ class Format:
     name: str
     example: str
     blocks: Callable[[str], Iterator[str]] = field(repr=False)
-    parse: Callable[[str], list[Call]] = field(repr=False)
+    parse: Callable[[str], list[ToolCall]] = field(repr=False)
     typed: bool = True
     """Arguments have their types. Otherwise they are text, and the schemas say what it stands for."""
     role: str = "tool"
     """Whose messages the results are."""
 
-    def read(self, words: str, types: Types | None = None) -> list[Call]:
+    def read(self, words: str, types: Types | None = None) -> list[ToolCall]:
         """The calls of a turn, in order. What a model thinks before `</think>` is not read."""
         words = words.rpartition("</think>")[2].partition("<think>")[0]
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         try:
             for block in self.blocks(words):
                 try:
@@ -69,9 +69,9 @@ class Format:
                     parsed = self.parse(block)
                     calls += parsed if self.typed else [_with_types(call, types or {}) for call in parsed]
                 except Unreadable as error:
-                    calls.append(Call("", {}, f"this call does not parse: {error}. Written was: {_cut(block)}"))
+                    calls.append(ToolCall("", {}, f"this call does not parse: {error}. Written was: {_cut(block)}"))
         except Unreadable as error:
-            calls.append(Call("", {}, f"this call does not parse: {error}"))
+            calls.append(ToolCall("", {}, f"this call does not parse: {error}"))
         return calls
 
 
@@ -143,7 +143,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _named(value: Any) -> Call:
+def _named(value: Any) -> ToolCall:
     """{"name": …, "arguments": {…}} as a call; Llama says `parameters`."""
     if not isinstance(value, dict):
         raise Unreadable('a call is an object {"name": …, "arguments": {…}}')
@@ -154,22 +154,22 @@ def _named(value: Any) -> Call:
     return _call(name, arguments, str(value.get("id") or ""))
 
 
-def _call(name: str, arguments: Any, id: str = "") -> Call:
+def _call(name: str, arguments: Any, id: str = "") -> ToolCall:
     if isinstance(arguments, str):
         arguments = _json(arguments) if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise Unreadable("its arguments are not an object {…}")
-    return Call(name.strip(), arguments, id=id)
+    return ToolCall(name.strip(), arguments, id=id)
 
 
-def _objects(block: str) -> list[Call]:
+def _objects(block: str) -> list[ToolCall]:
     value = _json(block)
     return [_named(each) for each in value] if isinstance(value, list) else [_named(value)]
 
 
-def _bare_objects(block: str) -> list[Call]:
+def _bare_objects(block: str) -> list[ToolCall]:
     """Llama's calls: several stand behind each other, with a semicolon or nothing between them."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     at, decoder = 0, json.JSONDecoder(parse_constant=_no_constant)
     while at < len(block):
         try:
@@ -185,7 +185,7 @@ def _bare_objects(block: str) -> list[Call]:
     return calls
 
 
-def _mistral(block: str) -> list[Call]:
+def _mistral(block: str) -> list[ToolCall]:
     """[{"name", "arguments", "id"}], or name[ARGS]{…} in newer models."""
     block = _without_end(block)
     if block.startswith(("[", "{")) and not block.startswith("[ARGS]"):
@@ -197,20 +197,20 @@ def _mistral(block: str) -> list[Call]:
     return [_call(name, "{" + arguments if mark == "{" else arguments, id.strip())]
 
 
-def _deepseek(block: str) -> list[Call]:
+def _deepseek(block: str) -> list[ToolCall]:
     head, _, arguments = block.partition("\n")
     name = head.rpartition("<｜tool▁sep｜>")[2].strip()
     arguments = arguments.strip().removeprefix("```").removeprefix("json").removesuffix("```")
     return [_call(_required(name), arguments)]
 
 
-def _first_line(block: str) -> list[Call]:
+def _first_line(block: str) -> list[ToolCall]:
     """The name on a line, its arguments as JSON below."""
     name, _, arguments = block.partition("\n")
     return [_call(_required(name), arguments)]
 
 
-def _plain(block: str) -> list[Call]:
+def _plain(block: str) -> list[ToolCall]:
     name, _, arguments = block.strip().partition("{")
     return [_call(_required(name), "{" + arguments if _ else "")]
 
@@ -230,7 +230,7 @@ class _Tagged:
     parameter: str
     """Finds `key` and `value`, each time."""
 
-    def __call__(self, block: str) -> list[Call]:
+    def __call__(self, block: str) -> list[ToolCall]:
         name = re.search(self.name, block)
         if not name:
             raise Unreadable("it has no name")
@@ -238,10 +238,10 @@ class _Tagged:
         if odd := re.search(r"<(?:parameter|arg_key|atem:parameter)[=\s>]", rest):
             raise Unreadable(f"{odd[0].strip()} is not closed")
         found = re.finditer(self.parameter, block[name.end() :])
-        return [Call(_required(name[1]), {match["key"].strip(): match["value"] for match in found})]
+        return [ToolCall(_required(name[1]), {match["key"].strip(): match["value"] for match in found})]
 
 
-def _with_types(call: Call, types: Types) -> Call:
+def _with_types(call: ToolCall, types: Types) -> ToolCall:
     known = types.get(call.name, {})
     return call._replace(arguments={key: _value(text, known.get(key)) for key, text in call.arguments.items()})
 
@@ -278,7 +278,7 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
-def _pythonic(block: str) -> list[Call]:
+def _pythonic(block: str) -> list[ToolCall]:
     """[f(x=1), g(y='a')]: Python's syntax, and JSON's true, false and null."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes such as \\d
@@ -291,12 +291,12 @@ def _pythonic(block: str) -> list[Call]:
         raise Unreadable(f"it is not a list of calls such as [f(x=1)] ({type(error).__name__})") from None
 
 
-def _python_call(node: ast.expr) -> Call:
+def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         raise Unreadable("it is not a list of calls such as [f(x=1)]")
     if node.args or any(each.arg is None for each in node.keywords):
         raise Unreadable("arguments are given by name, as in f(x=1)")
-    return Call(ast.unparse(node.func), {str(each.arg): _literal(each.value) for each in node.keywords})
+    return ToolCall(ast.unparse(node.func), {str(each.arg): _literal(each.value) for each in node.keywords})
 
 
 def _literal(node: ast.expr) -> Any:
@@ -315,7 +315,7 @@ def _literal(node: ast.expr) -> Any:
     raise Unreadable(f"{ast.unparse(node)[:_SHOWN]} is not a value")
 
 
-def _gemma(block: str) -> list[Call]:
+def _gemma(block: str) -> list[ToolCall]:
     """call:f{x:1,y:<|"|>text<|"|>}: JSON with bare keys and a quotation mark that is one token."""
     head = re.match(r"\s*call:([^\s{]+)\s*", block)
     if not head:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ascent.environments.calls import FORMATS, PLAIN, Call, Format, Schema, kinds_of, types_of
+from ascent.environments.calls import FORMATS, PLAIN, Format, Schema, ToolCall, kinds_of, types_of
 from ascent.environments.template import Tail
 from ascent.tasks.base import refuse
 from ascent.tasks.text.base import Message
@@ -32,10 +32,10 @@ _KNOWN: list[Schema] = [
     }
     for name in ("find_known", "count_known")
 ]
-_TRIED: tuple[list[Call], ...] = (
-    [Call("find_known", _HARD), Call("count_known", _EASY)],
-    [Call("find_known", _HARD)],
-    [Call("find_known", _EASY)],
+_TRIED: tuple[list[ToolCall], ...] = (
+    [ToolCall("find_known", _HARD), ToolCall("count_known", _EASY)],
+    [ToolCall("find_known", _HARD)],
+    [ToolCall("find_known", _EASY)],
 )
 
 
@@ -54,6 +54,10 @@ class ToolChat:
         if self.instruction:
             messages = with_instruction(messages, self.instruction, self.system)
         return self.tail.first(messages)
+
+    def words(self, turn: Sequence[int]) -> str:
+        """A turn as `Tools` reads it: with its special tokens, because calls stand between them."""
+        return self.tail.tokenizer.decode(list(turn), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _takes_system(self) -> bool:
         chat = [{"role": "system", "content": "some words"}, {"role": "user", "content": "x"}]
@@ -105,7 +109,7 @@ def _takes(tail: Tail, role: str, tools: Sequence[Schema]) -> bool:
     return True
 
 
-def _rendered(tokenizer: Any, calls: Sequence[Call]) -> str | None:
+def _rendered(tokenizer: Any, calls: Sequence[ToolCall]) -> str | None:
     """The words of a turn with these calls, as the template writes them; None: it does not."""
     user = [{"role": "user", "content": "x"}]
     for as_text in (False, True):

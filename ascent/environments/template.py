@@ -110,6 +110,12 @@ class Tail:
             )
         )
 
+    def answer(self, turn: Sequence[int], observation: str | Sequence[Message]) -> list[int]:
+        """The ids that follow a turn of these ids: what a `Step` observes, words being the user's."""
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        stop = turn[-1] if turn and turn[-1] in self.stops.values() else None
+        return self(messages, ended=stop is not None, stop=stop)
+
     def __call__(self, messages: Sequence[Message], ended: bool = True, stop: int | None = None) -> list[int]:
         """The ids between a turn of the assistant and the next one, which these messages answer.
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ascent.environments.calculator import calculator
-from ascent.environments.calls import FORMATS, Call, Schema, kind_of, kinds_of, types_of
+from ascent.environments.calls import FORMATS, Schema, ToolCall, kind_of, kinds_of, types_of
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.files import absolute_path, load_python
@@ -84,7 +84,7 @@ class Tools(Environment):
             self._runner.close()
             self._runner = None
 
-    def _answer(self, call: Call, turn: Counter[str]) -> str:
+    def _answer(self, call: ToolCall, turn: Counter[str]) -> str:
         if call.error:
             turn["unparsed"] += 1
             return f"error: {call.error}"
@@ -100,12 +100,12 @@ class Tools(Environment):
         turn["failed"] += 1
         return self._cut(f"error: {wrong}")
 
-    def _wrong(self, call: Call) -> str:
+    def _wrong(self, call: ToolCall) -> str:
         if call.name not in self.functions:
             return f"there is no function {call.name[:60]!r}. There are: {', '.join(self.functions)}"
         return wrong_arguments(call.arguments, self.schemas[call.name])
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: ToolCall) -> Any:
         result = self.functions[call.name](**call.arguments)
         if inspect.isawaitable(result):
             self._runner = self._runner or asyncio.Runner()  # one loop for the episode: clients stay usable
@@ -118,7 +118,7 @@ class Tools(Environment):
             return text
         return f"{text[: self.longest_result]}… (cut: {self.longest_result:,} of {len(text):,} characters)"
 
-    def _messages(self, calls: Sequence[Call], results: Sequence[str]) -> list[Message]:
+    def _messages(self, calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message]:
         if self.format.role == "user":  # templates without tools often take one message of the user at a time
             lines = [
                 f"{call.name}: {result}" if call.name else result for call, result in zip(calls, results, strict=True)
