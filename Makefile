@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab smollm2 browser test check clean
+.PHONY: setup demo lab docs smollm2 browser test check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -23,13 +23,21 @@ setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt | .venv/.python
 	$(INSTALL) '.[dev]'
-	@touch .venv/.core .venv/.lab $@
+	@touch .venv/.core .venv/.lab .venv/.docs $@
 
 demo: .venv/.core
 	@$(BIN)/ascent demo
 
 lab: .venv/.lab
 	@$(BIN)/ascent lab
+
+.venv/.docs: pyproject.toml constraints.txt | .venv/.python
+	$(INSTALL) '.[docs]'
+	@touch .venv/.core .venv/.lab $@
+
+# The documentation as a site, which can be read and searched without a network; prints where it is.
+docs: .venv/.docs
+	@$(BIN)/python tools/docs.py
 
 # The browser for the tests of the lab. As root on Debian this installs it; elsewhere it prints what to type.
 browser:

@@ -545,4 +545,4 @@ def test_a_users_own_choice_reads_well(tmp_path: Any) -> None:
 
 
 def test_explain_exports_what_the_command_line_needs() -> None:
-    assert set(module.__all__) == {"explanation", "formula", "menu_text", "objective_in_words"}
+    assert {"explanation", "formula", "menu_text", "objective_in_words"} < set(module.__all__)

@@ -7,8 +7,9 @@ formula against the code.
 
 import inspect
 import textwrap
-from dataclasses import MISSING
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, NamedTuple
 
 from ascent.core import kl as kl_
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
@@ -25,7 +26,7 @@ from ascent.tasks.files import load_python
 from ascent.tasks.small import sort
 from ascent.tasks.text.answers import CHECKS
 
-__all__ = ["explanation", "formula", "latex", "menu_text", "objective_in_words"]
+__all__ = ["Page", "explanation", "formula", "latex", "menu_text", "objective_in_words", "pages_of"]
 
 WIDTH = 96
 OBJECTIVE = r"\text{objective} = "
@@ -172,38 +173,72 @@ def _section(title: str, *lines: str) -> list[str]:
     return ["", title, *written] if written else []
 
 
-def _elsewhere(known: About) -> list[str]:
+class Section(NamedTuple):
+    """A part of a page: formulas, then labelled texts, or a command."""
+
+    title: str
+    items: Sequence[tuple[str, str]] = ()
+    """Label and text; the text has LaTeX between dollars."""
+    indent: int = 12
+    latex: Sequence[str] = ()
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is known of one thing. A terminal prints it; the documentation has a page of it."""
+
+    name: str
+    kind: str
+    line: str = ""
+    text: str = ""
+    """A docstring, as it is indented."""
+    sections: Sequence[Section] = ()
+
+    def printed(self) -> str:
+        lines = [textwrap.fill(unicode_in(f"{self.name}: {self.kind}.{self.line and f' {self.line}'}"), WIDTH)]
+        lines += ["", textwrap.indent(unicode_in(self.text), "  ")] if self.text else []
+        for section in self.sections:
+            aside = 2 if section.latex else 0
+            items = (item for item in section.items if item[1])
+            texts = (_item(label, unicode_in(text), section.indent if label else aside) for label, text in items)
+            formulas = (f"  {unicode_of(line)}" for line in section.latex)
+            lines += _section(section.title, *formulas, *texts, section.command and f"  {section.command}")
+        return "\n".join(lines)
+
+
+def _elsewhere(known: About) -> Section:
     named = (("paper", known.paper), ("TRL 1.16", known.trl), ("verl 0.9", known.verl), ("others", known.others))
-    return _section("ELSEWHERE, UNDER THE SAME NAME", *(_item(label, text) for label, text in named if text))
+    return Section("ELSEWHERE, UNDER THE SAME NAME", named)
 
 
-def _try(command: str) -> list[str]:
-    return _section("TRY", f"  ascent train {command}" if command else "")
+def _try(command: str) -> Section:
+    return Section("TRY", command=f"ascent train {command}" if command else "")
 
 
-def _row(name: str) -> str:
+def _row(name: str) -> Page:
     algorithm, row = ALGORITHMS[name], ABOUT_ALGORITHMS[name]
     parts, kl, sampled = describe_choices(algorithm), algorithm.kl, algorithm.loss.data == "samples"
     on = [axis for axis, part in parts.items() if not part.off and (part.formula or part.words)]
-    off = [axis for axis, part in parts.items() if part.off]
-    lines = [textwrap.fill(f"{name}: a named algorithm. {row.words}", WIDTH)]
-    choices = (_item(axis, spell(getattr(algorithm, axis), every=True)) for axis in on)
-    lines += _section("CHOICES", *choices, _item("off", ", ".join(off)))
-    lines += _section("IN WORDS", _item("", objective_in_words(algorithm), 0))
-    symbols = map(unicode_in, meanings(algorithm))
-    written = (f"  {line}" for line in formula(algorithm).splitlines())
-    lines += _section("FORMULA", *written, *(_item("", line, 2) for line in symbols))
-    lines += _section("DENOMINATOR", _item("", parts["weights"].denominator + parts["loss"].denominator, 0))
-    biases = (_item(axis, bias_of(type(getattr(algorithm, axis)))) for axis in on if axis != "reference" and sampled)
-    lines += _section("BIAS", _item("", verdict(algorithm), 0), *biases)
+    off = ", ".join(axis for axis, part in parts.items() if part.off)
+    choices = [(axis, spell(getattr(algorithm, axis), every=True)) for axis in on]
+    biases = [(axis, bias_of(type(getattr(algorithm, axis)))) for axis in on if axis != "reference" and sampled]
+    gradients = []
     if kl.where != "nowhere":
-        estimator = ABOUT_ESTIMATORS[kl.estimator]
         places = (("here", kl.where), ("not here", "reward" if kl.where == "loss" else "loss"))
-        texts = (
-            _item(label, f"{kl.estimator} in the {where}: {getattr(estimator, where)}.") for label, where in places
-        )
-        lines += _section("WHAT THE KL'S GRADIENT IS", *texts)
-    return "\n".join([*lines, *_elsewhere(row), *_try(_row_command(name))])
+        known = ABOUT_ESTIMATORS[kl.estimator]
+        gradients = [(label, f"{kl.estimator} in the {where}: {getattr(known, where)}.") for label, where in places]
+    sections = (
+        Section("CHOICES", [*choices, ("off", off)]),
+        Section("IN WORDS", [("", objective_in_words(algorithm))]),
+        Section("FORMULA", [("", line) for line in meanings(algorithm)], latex=latex(algorithm)),
+        Section("DENOMINATOR", [("", parts["weights"].denominator + parts["loss"].denominator)]),
+        Section("BIAS", [("", verdict(algorithm)), *biases]),
+        Section("WHAT THE KL'S GRADIENT IS", gradients),
+        _elsewhere(row),
+        _try(_row_command(name)),
+    )
+    return Page(name, "a named algorithm", str(row.words), sections=sections)
 
 
 def _row_command(name: str) -> str:
@@ -224,51 +259,59 @@ def _command(axis: str, cls: Any, off: bool) -> str:
     return f"sort --{axis} {name_of(cls)}" + ("" if off else also.get(axis, ""))
 
 
-def _choice(cls: type, axis: str) -> str:
+def _choice(cls: type, axis: str) -> Page:
     docs, known = field_docs(cls), about_of(cls) or About(trl="", verl="")
-    fields: list[str] = []
     kind = f"a choice of --{axis}" if axis in MENU else f"a {axis}" if axis in CHOICES else axis
-    lines = [f"{name_of(cls)}: {kind}.", "", textwrap.indent(inspect.getdoc(cls) or first_line(cls), "  ")]
+    fields: list[tuple[str, str]] = []
     for name, default in ((name, f.default) for name, f in hyperparameters(cls).items()):
         shown = f"{default:g}" if isinstance(default, float) else str(default)
-        fields.append(_item(name + (f" ({shown})" if default is not MISSING else ""), docs.get(name, ""), 24))
-    lines += _section("FIELDS", *fields)
-    lines += _section("DENOMINATOR", _item("", known.denominator, 0) if axis == "weights" else "")
-    if axis == "kl" and not known.off:
-        place = "loss" if getattr(cls, "where", "") == "loss" else "reward"
-        gradients = (_item(name, f"{getattr(e, place)}.") for name, e in ABOUT_ESTIMATORS.items())
-        lines += _section("WHAT ITS GRADIENT IS", *gradients)
+        fields.append((name + (f" ({shown})" if default is not MISSING else ""), docs.get(name, "")))
+    place = "loss" if getattr(cls, "where", "") == "loss" else "reward"
+    gradients = [(name, f"{getattr(e, place)}.") for name, e in ABOUT_ESTIMATORS.items()]
     rows = [name for name, row in ALGORITHMS.items() if axis in MENU and type(getattr(row, axis)) is cls]
-    lines += _section("ALGORITHMS THAT USE IT", "" if known.off else _item("", ", ".join(rows), 0))
-    return "\n".join([*lines, *_elsewhere(known), *_try(_command(axis, cls, known.off))])
+    sections = (
+        Section("FIELDS", fields, 24),
+        Section("DENOMINATOR", [("", known.denominator if axis == "weights" else "")]),
+        Section("WHAT ITS GRADIENT IS", gradients if axis == "kl" and not known.off else ()),
+        Section("ALGORITHMS THAT USE IT", [("", "" if known.off else ", ".join(rows))]),
+        _elsewhere(known),
+        _try(_command(axis, cls, known.off)),
+    )
+    return Page(name_of(cls), kind, text=inspect.getdoc(cls) or first_line(cls), sections=sections)
 
 
-def _estimator(name: str) -> str:
+def _estimator(name: str) -> Page:
     estimator = ABOUT_ESTIMATORS[name]
     rows = [row for row, a in ALGORITHMS.items() if a.kl.where != "nowhere" and a.kl.estimator == name]
-    log_ratio = unicode_in(LOG_RATIO)
-    lines = [f"{name}: an estimator of KL(π ‖ π_ref), with {log_ratio} of a token drawn from π."]
-    lines += ["", f"  {name} = {unicode_in(estimator.formula)}"]
-    places = (_item(f"in the {place}", f"{getattr(estimator, place)}.", 15) for place in ("loss", "reward"))
-    lines += _section("BIAS", *places) + _section("ALGORITHMS THAT USE IT", _item("", ", ".join(rows), 0))
     place = "in-reward" if name == "k1" else "in-loss"
-    return "\n".join([*lines, *_try(f"sort --kl {place} --kl.estimator {name} --reference frozen")])
+    sections = (
+        Section("BIAS", [(f"in the {where}", f"{getattr(estimator, where)}.") for where in ("loss", "reward")], 15),
+        Section("ALGORITHMS THAT USE IT", [("", ", ".join(rows))]),
+        _try(f"sort --kl {place} --kl.estimator {name} --reference frozen"),
+    )
+    kind = f"an estimator of KL(π ‖ π_ref), with {LOG_RATIO} of a token drawn from π"
+    return Page(name, kind, text=f"{name} = {estimator.formula}", sections=sections)
 
 
-def _reward(name: str) -> str:
-    lines = [f"{name}: a reward of the sorting tasks.", "", _item("", sort.REWARDS[name], 0)]
-    return "\n".join([*lines, *_try(f"sort --reward {name}")])
+def _reward(name: str) -> Page:
+    text = textwrap.fill(sort.REWARDS[name], WIDTH - 2, break_on_hyphens=False)
+    return Page(name, "a reward of the sorting tasks", text=text, sections=(_try(f"sort --reward {name}"),))
 
 
-def _check(name: str) -> str:
-    lines = [f"{name}: a check of answers.", "", textwrap.indent(inspect.getdoc(CHECKS[name]) or "", "  ")]
-    return "\n".join([*lines, *_try(f"jsonl:FILE --model MODEL --check {name}")])
+def _check(name: str) -> Page:
+    command = _try(f"jsonl:FILE --model MODEL --check {name}")
+    return Page(name, "a check of answers", text=inspect.getdoc(CHECKS[name]) or "", sections=(command,))
 
 
 def explanation(name: str) -> str:
+    """Everything with this name, as a terminal shows it."""
+    return ("\n\n" + "─" * WIDTH + "\n").join(page.printed() for page in pages_of(name))
+
+
+def pages_of(name: str) -> list[Page]:
     """Everything with this name: an algorithm, choices, an estimator of the KL, a policy, a task, a reward, a check."""
     if name.startswith("python:"):
-        return _choice(load_python("explain", name), "your own choice")
+        return [_choice(load_python("explain", name), "your own choice")]
     wanted = name.strip().lower().replace("_", "-")
     menus = MENU | CHOICES
     pages = [_row(wanted)] if wanted in ALGORITHMS else []
@@ -281,7 +324,7 @@ def explanation(name: str) -> str:
         names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sort.REWARDS, *CHECKS]
         hint = f"{nearest(wanted, names)} `ascent list` shows every name"
         raise Refused(f"explain {name}: there is no algorithm or choice with this name.{hint}")
-    return ("\n\n" + "─" * WIDTH + "\n").join(pages)
+    return pages
 
 
 def menu_text() -> str:
