@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ascent.core.types import Refused
 from ascent.environments import choose
 from ascent.environments.calculator import calculator
 from ascent.environments.calls import FORMATS, LONGEST, PLAIN, ToolCall, types_of
-from ascent.environments.choose import ToolChat, choose_format
+from ascent.environments.choose import ToolChat, choose_format, instruction_of
 from ascent.environments.tools import Tools, schemas_of
 from tests.chats import NAMES, chat_tokenizer, stop_ids
 
@@ -46,6 +47,16 @@ WRITTEN = {
 def test_the_format_of_a_model_is_the_one_in_which_its_own_calls_are_read_back(name: str) -> None:
     tokenizer = chat_tokenizer(name)
     assert choose_format(tokenizer, TOOLS, stop_ids(name, tokenizer)).name == WRITTEN.get(name, "plain")
+
+
+def test_calls_are_read_where_the_prompt_opens_a_block_of_thoughts() -> None:
+    call = ToolCall("find_known", {"words": "x"})
+    assert FORMATS["deepseek"].read(choose._rendered(chat_tokenizer("deepseekv3"), [call, call]) or "") == [call, call]
+
+
+def test_words_end_where_the_prompt_does_or_at_a_token_before() -> None:
+    assert choose._answer("assistant\n<tool_call>x", "assistant\n<think>\n") == "<tool_call>x"
+    assert choose._answer("assistant\n</think>x", "assistant\n") == "</think>x"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -126,6 +137,8 @@ def test_several_calls_in_one_turn(name: str) -> None:
         ("pythonic", "<|tool_call_start|>[f(x=g())]<|tool_call_end|>", "g() is not a value"),
         ("pythonic", "<|tool_call_start|>[f(x=1]<|tool_call_end|>", "not a list of calls"),
         ("pythonic", "<|tool_call_start|>f<|tool_call_end|>", "not a list of calls"),
+        ("pythonic", "<|tool_call_start|>[f(x=\x00)]<|tool_call_end|>", "not a list of calls"),
+        ("pythonic", f"<|tool_call_start|>[f(x={'-' * 9000}1)]<|tool_call_end|>", "not a list of calls"),
         ("gemma", "<|tool_call>f{x:1}<tool_call|>", "call:NAME"),
         ("gemma", '<|tool_call>call:f{x:<|"|>a}<tool_call|>', "not JSON"),
         ("atem", "<atem:invoke >x</atem:invoke>", "no name"),
@@ -154,6 +167,7 @@ def test_an_answer_in_json_is_no_call() -> None:
     ("text", "schema", "value"),
     [
         ("7", {"type": "string"}, "7"),
+        ('"7"', {"type": "string"}, '"7"'),
         ("7", {"type": "integer"}, 7),
         ("7", None, 7),
         ("7", {"type": ["integer", "string"]}, 7),
@@ -234,11 +248,28 @@ def test_the_plain_format_is_explained_in_the_prompt() -> None:
     assert "<|SYSTEM_TOKEN|>Be kind.\n\nYou can call" in own
 
 
+def test_the_documents_show_the_formats_and_the_instruction() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
+    assert instruction_of(schemas_of([calculator])) in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == list(FORMATS)
+    for name, call, *_ in rows:
+        form, written = FORMATS[name.strip("| `")], call.split("`")[1].replace("\\|", "|")
+        if form.name != "deepseek":  # its line breaks do not fit into a table
+            assert form.read(written) == [ToolCall("add", {"a": 1})]
+
+
 def test_a_template_without_a_system_message_has_it_above_the_question() -> None:
     tokenizer = chat_tokenizer("gemma")
     chat = ToolChat(tokenizer, TOOLS, stop_ids("gemma", tokenizer))
     text = tokenizer.decode(chat.first([{"role": "user", "content": "Begin."}]))
     assert not chat.system and "<start_of_turn>user\nYou can call" in text and "answer.\n\nBegin.<end_of_turn>" in text
+
+
+def test_tools_are_explained_once() -> None:
+    tokenizer = chat_tokenizer("lfm2")  # it shows tools, and no calls
+    text = tokenizer.decode(ToolChat(tokenizer, TOOLS).first([{"role": "user", "content": "Begin."}]))
+    assert "You can call these functions" in text and "List of tools" not in text
 
 
 def test_a_template_with_tools_of_its_own_gets_no_instruction() -> None:

@@ -153,11 +153,23 @@ def test_a_control_token_in_other_letters_is_not_one() -> None:
 
     tokenizer = chat_tokenizer.__wrapped__("qwen3")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|secret|>", special=True, normalized=True)])
-    assert len(tokenizer("＜|secret|＞", add_special_tokens=False)["input_ids"]) == 1
+    tokenizer.add_special_tokens({"pad_token": AddedToken("<|secret|>", special=True, normalized=True)})
+    assert tokenizer("＜|secret|＞", add_special_tokens=False)["input_ids"] == [tokenizer.pad_token_id]
     tail = Tail(tokenizer)
+    assert tokenizer.pad_token_id in tail.control
     ids = tail([{"role": "user", "content": "＜|secret|＞"}])
     assert control(tail, ids) == control(tail, tail([{"role": "user", "content": "12"}]))
+    assert "<|secret|>" in tokenizer.decode(ids)
+
+
+def test_calls_that_each_end_with_a_stop_token() -> None:
+    tokenizer = chat_tokenizer.__wrapped__("qwen3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}<|im_end|>{% endfor %}"
+        "{{ m.content }}{{ '<|im_end|>' if not m.tool_calls }}\n{% endfor %}"
+    )
+    result = {"role": "tool", "name": "search", "content": "12"}
+    assert tokenizer.decode(Tail(tokenizer, TOOLS)([result, result])) == "\n12<|im_end|>\n12<|im_end|>\n"
 
 
 def test_a_turn_that_was_cut_off_is_ended_first() -> None:
@@ -207,17 +219,28 @@ def test_a_name_that_the_model_made_up_is_not_written() -> None:
     tail = Tail(tokenizer, TOOLS, stop_ids("muse_glimmer", tokenizer))
     text = tokenizer.decode(tail([{"role": "tool", "name": "x<|eot|>", "content": "12"}]))
     assert f"tool {UNKNOWN}<" in text and "x<|eot|>" not in text
+    for name in ("search", "convert"):
+        assert f"tool {name}<" in tokenizer.decode(tail([{"role": "tool", "name": name, "content": "12"}]))
 
 
-def test_a_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = chat_tokenizer("llama3_1")
+@pytest.mark.parametrize(
+    ("name", "role", "written"),
+    [
+        ("llama3_1", "tool", 'ipython<|end_header_id|>\n\n"a \\"quoted\\"\\nline 漢 "<|eot_id|>'),
+        ("llama3_1", "user", 'user<|end_header_id|>\n\na "quoted"\nline 漢<|eot_id|>'),
+        ("qwen3_8", "tool", '<tool_response>\na "quoted"\nline 漢\n</tool_response>'),
+        ("qwen3", "tool", '<tool_response>\na "quoted"\nline 漢 \n</tool_response>'),
+    ],
+)
+def test_a_shape_is_rendered_once(name: str, role: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer(name)
     tail = Tail(tokenizer, TOOLS)
-    result = {"role": "tool", "name": "search", "content": "12"}
+    result = {"role": role, "name": "search", "content": "12"}
     tail([result])
     with monkeypatch.context() as patch:
         patch.setattr(type(tokenizer), "apply_chat_template", None)
-        ids = tail([result | {"content": 'a "quoted"\nline 漢'}])
-    assert 'ipython<|end_header_id|>\n\n"a \\"quoted\\"\\nline 漢"<|eot_id|>' in tokenizer.decode(ids)
+        ids = tail([result | {"content": 'a "quoted"\nline 漢 '}])
+    assert written in tokenizer.decode(ids)
 
 
 def test_shapes_that_are_kept_are_bounded() -> None:
