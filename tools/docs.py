@@ -36,6 +36,7 @@ from ascent.tasks.text.answers import CHECKS
 ROOT = Path(__file__).parents[1]
 GUIDES = {
     "language-models": "Language models",
+    "environments": "Conversations and tools",
     "python": "Python and notebooks",
     "runs": "Runs",
     "learned-rewards": "SFT, DPO, reward models",
