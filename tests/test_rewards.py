@@ -76,8 +76,8 @@ def f(prompt, response, answer, **columns):
         time.sleep(60)
     if response == "more fields":
         import ascent.tasks.grader as workers
-        say = workers._say
-        workers._say = lambda pipe, answer: say(pipe, {**answer, "surprise": 1})
+        say = workers.say
+        workers.say = lambda pipe, answer: say(pipe, {**answer, "surprise": 1})
         return 1.0
     if response == "daemons":
         subprocess.Popen(SLEEP.split(), start_new_session=True)

@@ -2,9 +2,11 @@
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -137,3 +139,12 @@ def run_file(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (part of t
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load_code(source: str, sent: bytes | None = None) -> Any:
+    """The object of python:FILE:NAME or MODULE:NAME, or what the parent process sent."""
+    if sent is not None:
+        return pickle.loads(sent)
+    where, name = source.removeprefix("python:").rsplit(":", 1)
+    module = run_file(Path(where), 0) if source.startswith("python:") else importlib.import_module(where)
+    return functools.reduce(getattr, name.split("."), module)

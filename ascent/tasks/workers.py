@@ -6,7 +6,7 @@ job has a number that nobody can guess, and a process that answers with another 
 another response.
 
 Processes are started on first use, kept, and end with `close`, or with this process however it ends. All that they have
-started ends with them (grader.py). They see an allow-list of environment variables, and never import torch themselves.
+started ends with them (keeper.py). They see an allow-list of environment variables, and never import torch themselves.
 """
 
 import json
@@ -14,11 +14,8 @@ import math
 import os
 import pickle
 import secrets
-import signal
 import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -26,19 +23,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from ascent.tasks.calls import REASON, Job
-from ascent.tasks.grader import ENDING, FRAME, Grader
+from ascent.tasks.grader import Grader
+from ascent.tasks.keeper import FRAME, START, Kept, Limits, framed
 
-START = 120.0
-"""Seconds that a process may take to start and to import what its rewards need."""
 GRACE = 1.0
 """Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
 GLANCE = 0.5
 """Seconds after which to look whether a silent process is still there."""
-PASSED = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-"""The environment variables that a reward sees, beside LC_…, PYTHON… and those that its user names."""
 
 
 @dataclass(frozen=True)
@@ -66,43 +60,11 @@ Outcomes = list[list[Outcome] | None]
 """Of each call, once it is there."""
 
 
-class Limits(NamedTuple):
-    """What a grading process may use."""
-
-    seconds: float
-    """Wall-clock time of one reward."""
-    memory: float = 0.0
-    """GiB of each process; 0: as much as there is."""
-    env: tuple[str, ...] = ()
-    """Names of environment variables that it sees beside the usual ones."""
-
-    def environment(self) -> dict[str, str]:
-        """What it sees of this process's environment: nothing that may be a secret, unless its user named it."""
-        usual = {*PASSED, *self.env}
-        return {k: v for k, v in os.environ.items() if k in usual or k.startswith(("LC_", "PYTHON"))}
-
-
-class Worker:
+class Worker(Kept):
     """A grading process, seen from outside."""
 
     def __init__(self, graders: bytes, limits: Limits):
-        self.socket, theirs = socket.socketpair()
-        read, self.lifeline = os.pipe()
-        code = (
-            f"import sys; sys.path[:] = {[os.path.abspath(p) for p in sys.path]!r}; from ascent.tasks.grader "
-            f"import keep_grader; keep_grader({theirs.fileno()}, {read}, {int(limits.memory * 2**30)})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=limits.environment(),
-            pass_fds=(theirs.fileno(), read),
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(read)
+        super().__init__("ascent.tasks.grader:keep_grader", limits)
         self.job: int | None = None
         self.number = ""
         self.deadline = time.monotonic() + START
@@ -122,7 +84,7 @@ class Worker:
         """Whoever dies or does not listen is noticed by its silence."""
         self.socket.settimeout(max(0.1, self.deadline - time.monotonic()))
         with suppress(OSError):
-            self.socket.sendall(struct.pack("!Q", len(frame)) + frame)
+            self.socket.sendall(framed(frame))
 
     def answer(self) -> dict[str, Any] | None:
         """Its reply, once it is complete; or that it died, and how."""
@@ -145,26 +107,6 @@ class Worker:
         except (ValueError, RecursionError):
             reply = None
         return reply if isinstance(reply, dict) else {"number": "none"}
-
-    def ending(self) -> str:
-        code = self.process.poll()
-        if code is None or code >= 0:
-            return f"exit status {code}" if code is not None else "it closed its pipe"
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-
-    def end(self) -> None:
-        """Let its keeper kill it and whatever it started, and leave no zombie."""
-        os.close(self.lifeline)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(ENDING)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
-        self.socket.close()
 
 
 class Pool:

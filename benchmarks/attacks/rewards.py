@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ascent
-from ascent.tasks import workers
+from ascent.tasks import keeper, workers
 from ascent.tasks.files import load_python
 from ascent.tasks.grader import Grader, Job
 from ascent.tasks.small import sort
@@ -157,7 +157,7 @@ def any_number() -> None:
 
 def patch_graders(code: str) -> None:
     """Let every grading process run this first; `g` is the module that it runs."""
-    start = workers.subprocess.Popen
+    start = keeper.subprocess.Popen
 
     def patched(command: list[str], **more: Any) -> Any:
         first = f"import ascent.tasks.grader as g, os, sys; {code}; "
@@ -165,8 +165,8 @@ def patch_graders(code: str) -> None:
             [*command[:-1], command[-1].replace("from ascent.tasks.grader", f"{first}from ascent.tasks.grader")], **more
         )
 
-    workers.subprocess = type(sys)("subprocess")
-    vars(workers.subprocess).update(vars(__import__("subprocess")) | {"Popen": patched})
+    keeper.subprocess = type(sys)("subprocess")
+    vars(keeper.subprocess).update(vars(__import__("subprocess")) | {"Popen": patched})
 
 
 def no_deadline() -> None:
@@ -237,7 +237,7 @@ def outlives(ending: str) -> Callable[[Path], str | None]:
 
 
 def leave_children() -> None:
-    patch_graders("g._end_children = lambda grader: None; g._prctl = lambda *_: None")
+    patch_graders("import ascent.tasks.keeper as k; g.end_children = k.prctl = lambda *_: None")
 
 
 # ---- small tasks ---------------------------------------------------------------------------------------------
