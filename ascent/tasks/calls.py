@@ -189,10 +189,10 @@ def read_reward(returned: Any) -> dict[str, Any]:
     return {"value": read_number(value), "reason": str(reason)[:REASON]}
 
 
-def read_number(value: Any) -> float:
+def read_number(value: Any, form: str = FORM) -> float:
     """A finite number, or an error that says what it was instead."""
     if not hasattr(type(value), "__float__"):
-        raise Wrong(f"returned {type(value).__name__}: {FORM}")
+        raise Wrong(f"returned {type(value).__name__}: {form}")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST:
         raise Wrong(f"returned {number}: a reward is a finite number")
@@ -224,6 +224,11 @@ def compute(
     return [answer for answers in loop.run_until_complete(every()) for answer in answers]
 
 
+def whole_text(words: str) -> str:
+    """Words of somebody else's code as text: half a surrogate is none, and no file would take it."""
+    return words.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def error_words(error: BaseException) -> str:
     """What went wrong and, for an error in somebody's own code, in which line."""
     try:
@@ -231,8 +236,8 @@ def error_words(error: BaseException) -> str:
             return str(error)[:REASON]
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         files = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-        ours = Path(__file__).parent
-        own = [(file.name, line) for file, line in files if file.parent != ours and file.is_file()]
+        ours = (Path(__file__).parent, Path(__file__).parents[1] / "environments")
+        own = [(file.name, line) for file, line in files if file.parent not in ours and file.is_file()]
         return message[:REASON] + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
     except BaseException as worse:  # an error whose own words are broken
         return f"{type(error).__name__}, and {type(worse).__name__} when asked for its words"

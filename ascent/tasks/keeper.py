@@ -136,7 +136,7 @@ def say(pipe: socket.socket, answer: Mapping[str, Any]) -> None:
 # ---- the keeper --------------------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-GLANCE = 1.0
+GLANCE = 5.0
 """Seconds between two looks at orphans that have ended."""
 
 
@@ -199,6 +199,14 @@ def wait_for(child: int, ends: Sequence[int], pipe: int | None = None) -> int | 
         if any(end in spoke for end in ends) or time.monotonic() >= asked:
             return reaped(child)[0]
     return status
+
+
+def hung_up(ends: Sequence[int], seconds: float) -> bool:
+    """Whether one of these files says that it is time to end, after waiting for so long."""
+    poll = select.poll()
+    for end in ends:
+        poll.register(end, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def reaped(child: int) -> tuple[int | None, bool]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from ascent.tasks.calls import REASON, Job
+from ascent.tasks.calls import REASON, Job, whole_text
 from ascent.tasks.grader import Grader
 from ascent.tasks.keeper import FRAME, START, Kept, Limits, framed
 
@@ -50,10 +50,10 @@ class Outcome:
     """Of a task's rewards together: the value of each by its name, before its weight."""
 
     def __post_init__(self) -> None:
-        """Words of a reward or a judge are text from here on: half a surrogate is none, and no file would take it."""
+        """Words of a reward or a judge are text from here on."""
         for name in ("reason", "error"):
             if (words := getattr(self, name)) is not None:
-                object.__setattr__(self, name, words.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+                object.__setattr__(self, name, whole_text(words))
 
 
 Outcomes = list[list[Outcome] | None]
