@@ -336,18 +336,26 @@ class ExportCommand(CheckpointCommand):
     """Write a run's language model as an ordinary Hugging Face folder, with adapters merged.
 
       ascent export RUN FOLDER --best
+      ascent export RUN FOLDER --push USER/NAME
 
-    Then, in Python: AutoModelForCausalLM.from_pretrained("FOLDER").
+    Then, in Python: AutoModelForCausalLM.from_pretrained("FOLDER"). With --push the
+    same files are one commit of a repository on the Hugging Face hub. Its README
+    says what the run was, with figures and versions.
     """
 
     run: Path
     """The run's folder."""
     folder: Path
     """The folder to make."""
+    push: Annotated[str | None, "NAME"] = None
+    """Push it to this repository of the hub: USER/NAME, or NAME for your own. A new one is private."""
+    public: bool = False
+    """With --push: a new repository can be seen by everybody."""
 
     def execute(self) -> None:
-        folder = export(self.run, self.folder, step=self.step, best=self.best)
-        print(f'Written: {folder}\nTry it: ascent sample --model {folder} "…"')
+        folder = export(self.run, self.folder, step=self.step, best=self.best, push=self.push, public=self.public)
+        pushed = f"\nPushed: {self.push}" if self.push else ""
+        print(f'Written: {folder}{pushed}\nTry it: ascent sample --model {folder} "…"')
 
 
 COMMANDS = {"look at a run": (ShowCommand, ReportCommand, EvalCommand, SampleCommand, ExportCommand)}

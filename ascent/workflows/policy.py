@@ -16,13 +16,13 @@ from ascent.core.protocols import Sampler
 from ascent.core.types import Prompts, Refused, Rollouts, check_counts
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, BoundTask
 from ascent.engines.backends import backend_of
-from ascent.explain.explain import formula, objective_in_words
 from ascent.records import checkpoint
 from ascent.records.display import printable
-from ascent.records.run import Run, check_trains_policy, load_policy, run_label, task_name
+from ascent.records.run import Run, check_trains_policy, load_policy, task_name
 from ascent.rewards.reward_models import bind_task, check_rewards
 from ascent.settings import configure
 from ascent.tasks.text import TextTask
+from ascent.workflows.hub import Hub, model_card
 
 Row = dict[str, Any]
 Source = str | Path | None
@@ -270,21 +270,33 @@ def _score(row: Row) -> str:
 # ---- as a Hugging Face folder -----------------------------------------------------------------------
 
 
-def export(run: str | Path, folder: str | Path, *, step: int | None = None, best: bool = False) -> Path:
+def export(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    push: str | None = None,
+    public: bool = False,
+) -> Path:
     """The newest checkpoint of a run (or that of a step, or the best) as a folder that `from_pretrained` loads.
 
-    LoRA adapters are merged in. The folder is written aside and renamed, so it is there whole or not at all.
+    LoRA adapters are merged in. The folder is written aside and renamed, so it is there whole or not at all. `push` is
+    the name of a repository on the Hugging Face hub, which then gets the same files; a new one is private, or `public`.
     """
+    if public and push is None:
+        raise Refused("public is about what is pushed to the hub: set push too, to the repository's name")
     existing, folder = Run(run), Path(folder)
     path, config = existing.checkpoint(step, best), existing.config
     check_trains_policy(config, existing.folder)
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise Refused(f"{folder}: already there, and nothing is overwritten. Choose another folder")
+    hub = None if push is None else Hub(push)
     aside, params = folder.with_name(f".writing-{folder.name}-{os.getpid()}"), checkpoint.params(path)
     try:
         aside.mkdir(parents=True)
         backend_of(config).export(config, existing.folder, params, aside)
-        (aside / "README.md").write_text(_model_card(existing, checkpoint.step_of(path)))
+        (aside / "README.md").write_text(model_card(existing, checkpoint.step_of(path)))
         for file in [*aside.iterdir(), aside]:
             checkpoint.flush(file)
         os.replace(aside, folder)
@@ -293,24 +305,6 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None, best
         raise Refused(f"{folder}: cannot write there ({error.strerror or error})") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    if hub is not None:
+        hub.push(folder, public)
     return folder
-
-
-def _model_card(run: Run, step: int) -> str:
-    config, model = run.config, run.config.policy.model
-    lora = f", LoRA of rank {config.policy.lora}, merged" if config.policy.lora else ""
-    indented = "\n".join(f"    {line}" for line in formula(config.algorithm).splitlines())
-    accuracy = [
-        f"- held out, greedy: {line['eval/accuracy']:.3f} right after step {line['step'] + 1}\n"
-        for line in run.metrics[:step]
-        if line.get("eval/accuracy") is not None
-    ]
-    return (
-        f"---\nlibrary_name: transformers\n---\n\n# {Path(model).name}, trained on {task_name(config)}\n\n"
-        f"Written by Ascent {run.info['versions'].get('ascent-rl', '')} (`ascent export`).\n\n"
-        f"- run: {run.folder.resolve().name}, step {step} of {config.steps}, seed {config.seed}\n"
-        f"- model: {model}{lora}\n"
-        f"- task: {task_name(config)}\n"
-        f"- algorithm: {run_label(config)}\n{''.join(accuracy[-1:])}"
-        f"\n{objective_in_words(config.algorithm)}\n\n{indented}\n"
-    )
