@@ -79,7 +79,10 @@ class ReportCommand(Command):
     """Overwrite a file that is not a report."""
 
     def execute(self) -> None:
-        from ascent.lab.report.page import write_report
+        try:
+            from ascent.lab.report.page import write_report
+        except ModuleNotFoundError as missing:
+            raise Refused(f"a report needs {missing.name}: pip install 'ascent-rl[lab]'") from None
 
         out, size = write_report(self.run, self.out, self.force)
         print(f"Report: {out} ({size / 1000:,.0f} kB, opens in any browser)")
