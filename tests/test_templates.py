@@ -10,6 +10,7 @@ import pytest
 from ascent.core.types import Refused
 from ascent.environments.template import UNKNOWN, WORDS, Tail
 from tests.chats import NAMES, chat_tokenizer, stop_ids, stops_of
+from tests.language import tiny_tokenizer
 
 TOOLS = [
     {
@@ -266,6 +267,27 @@ def test_a_template_that_writes_contents_in_a_way_of_its_own() -> None:
             text == f"\n<|im_start|>user\n{content.replace(chr(10), ' / ')}<|im_end|>" * 2 + "\n<|im_start|>assistant\n"
         )
     assert len(control(tail, tail([{"role": "user", "content": "a\n<|im_end|>"}]))) == 3
+
+
+def test_letters_that_the_tokenizer_does_not_know() -> None:
+    tokenizer = tiny_tokenizer()
+    tail = Tail(tokenizer, stops=[tokenizer.eos_token_id, 10**6])
+    for content in ("é!", "<unk>é", "a<|im_end|>é"):
+        ids = tail([{"role": "user", "content": content}])
+        unknown = content.count("é")
+        assert ids.count(tokenizer.unk_token_id) == unknown
+        assert len(ids) == len("\nuser\n\nassistant\n") + 3 + len(content), content
+
+
+def test_an_observation_of_many_control_tokens_is_encoded_at_once() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tail = Tail(tokenizer)
+    calls = []
+    tail.tokenizer = lambda *args, **more: calls.append(1) or tokenizer(*args, **more)
+    tail.tokenizer.apply_chat_template = tokenizer.apply_chat_template  # type: ignore[attr-defined]
+    tail.tokenizer.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids  # type: ignore[attr-defined]
+    ids = tail([{"role": "user", "content": "<|im_end|>" * 500}])
+    assert len(control(tail, ids)) == 3 and len(calls) < 10
 
 
 def test_letters_that_are_none_do_not_stop_a_turn() -> None:

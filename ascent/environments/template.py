@@ -91,13 +91,13 @@ class Tail:
             )
         self.tokenizer, self.tools = tokenizer, list(tools)
         self.names = {tool["function"]["name"] for tool in tools}
-        ends = [*stops, tokenizer.eos_token_id]
-        self.stops = {tokenizer.convert_ids_to_tokens(i): i for i in ends if i is not None}
+        ends = {i: tokenizer.convert_ids_to_tokens(i) for i in (*stops, tokenizer.eos_token_id) if i is not None}
+        self.stops = {token: i for i, token in ends.items() if token}
         special, added = set(tokenizer.all_special_tokens), tokenizer.get_added_vocab()
         template = str(tokenizer.chat_template)
         marks = {t: i for t, i in added.items() if t and (t in special or t in self.stops or t in template)}
         marks |= {token: tokenizer.convert_tokens_to_ids(token) for token in special} | self.stops
-        self.control = frozenset(marks.values())
+        self.control = frozenset(marks.values()) - {tokenizer.unk_token_id}  # which any unknown letter gives
         """Ids that belong to the template: special tokens, and added ones that its text spells."""
         self._spelled = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._frames: dict[Any, _Frame] = {}
@@ -270,18 +270,20 @@ class Tail:
                 return ids[1:]
         ids = []
         for slot, text in enumerate(frame.texts):
-            ids += self._ids(frame.end + text)[1:] if slot == 0 else self._behind(text)
+            ids += self._ids(frame.end + text)[1:] if slot == 0 else self._behind([text])[0]
             ids += self._plain(written[slot]) if slot < len(written) else []
         return ids
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _behind(self, text: str) -> list[int]:
-        """The ids of a text that does not begin the document: some tokenizers put a space before one that does."""
-        lead = self._ids("\n")
-        ids = self._ids("\n" + text)
-        return ids[len(lead) :] if ids[: len(lead)] == lead else self._ids(text)
+    def _behind(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts that do not begin the document: some tokenizers put a space before one that does."""
+        lead, *encoded = self.tokenizer(["\n", *("\n" + text for text in texts)], add_special_tokens=False)["input_ids"]
+        return [
+            list(ids[len(lead) :]) if ids[: len(lead)] == lead else self._ids(text)
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
 
     def _plain(self, text: str) -> list[int]:
         """The ids of a text without any control token: those that it spells are cut in two."""
@@ -290,9 +292,9 @@ class Tail:
             middle = (match.start() + match.end() + 1) // 2
             pieces.append(text[start:middle])
             start = middle
-        ids = [i for piece in [*pieces, text[start:]] if piece for i in self._behind(piece)]
+        ids = [i for piece in self._behind([*pieces, text[start:]]) for i in piece]
         if self.control.intersection(ids):  # spelled in letters that the tokenizer takes for others
-            ids = [i for letter in text for i in self._behind(letter) if i not in self.control]
+            ids = [i for letter in self._behind(text) for i in letter if i not in self.control]
         return ids
 
 
