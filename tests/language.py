@@ -6,6 +6,7 @@ import json
 import string
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ascent.core.types import Batch, Prompts, Rollouts, to_batch
 from ascent.engines.language.learning.learner import LanguageLearner
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.environments.play import Answer
 from ascent.policies import LanguageModel
 
 VOCAB, END = 37, 3
@@ -126,6 +128,34 @@ def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, 
     temperature, stops = more.pop("temperature", 1.0), more.pop("stops", None)
     generator, support = torch.Generator().manual_seed(seed), Support(**more)
     return LanguageSampler(lm, limit, temperature, generator, support, rows, stops)
+
+
+class AtOnce:
+    """Episodes that a function answers: from a response and its tokens so far to what follows, or nothing."""
+
+    turn_tokens = 0
+
+    def __init__(self, answer: Callable[[int, list[int]], list[int]]):
+        self.answer = answer
+        self.so_far: dict[int, list[int]] = {}
+        self.ready: list[tuple[int, Answer]] = []
+
+    def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> AtOnce:
+        return AtOnce(self.answer)
+
+    def ask(self, response: int, turn: list[int]) -> None:
+        tokens = self.so_far.setdefault(response, [])
+        tokens += turn
+        following = list(self.answer(response, list(tokens)))
+        tokens += following
+        self.ready.append((response, Answer(following)))
+
+    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def close(self) -> None:
+        self.ready = []
 
 
 def batch_of(lm: LanguageModel, samples: int = 4, **more: Any) -> Batch:

@@ -35,7 +35,7 @@ from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
 from ascent.engines.small.engine import chosen, log_probs, values_of
 from ascent.lab.pages.completions.completions import of_row
 from ascent.records import responses as records
-from tests.language import END, VOCAB, model_of, prompts_of, sampler_of
+from tests.language import END, VOCAB, AtOnce, model_of, prompts_of, sampler_of
 from tests.language import gradient_of as language_gradient
 
 SPACE = Space(prompt_length=3, vocab=5, limit=8, end=4)
@@ -396,8 +396,7 @@ def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> Non
         asked.append(response)
         return [7] * 24
 
-    sampler.observe = observe
-    rollouts = sampler.generate(Prompts.of(prompts_of()), 4)
+    rollouts = sampler.generate(replace(Prompts.of(prompts_of()), play=AtOnce(observe)), 4)
     assert asked and len(asked) == len(set(asked)), "each is asked once"
     for response, mask in zip(rollouts.response.flatten(0, 1), rollouts.mask.flatten(0, 1), strict=True):
         assert END not in response[mask][:-1].tolist()
@@ -418,8 +417,7 @@ def test_a_decoder_extends_a_response(decoder: Any) -> None:
         turns[response] = turns.get(response, 0) + 1
         return [7, 8 + response % 5, 9] if turns[response] <= 2 else []
 
-    sampler.observe = observe
-    rollouts = sampler.generate(Prompts.of(prompts_of()), 4)
+    rollouts = sampler.generate(replace(Prompts.of(prompts_of()), play=AtOnce(observe)), 4)
     batch = to_batch(rollouts, reward=torch.zeros(3, 4, 1), valid=torch.ones(3, 4, dtype=torch.bool))
     observed_tokens = batch.present & ~batch.mask
     assert observed_tokens.any(-1).sum() > 3 and max(turns.values()) >= 2

@@ -28,7 +28,7 @@ from ascent.settings import config_from, configure
 from ascent.tasks.text import TextTask
 from ascent.tasks.text.base import Problem
 from ascent.tasks.text.tokenized import TokenizedTask
-from tests.language import END, VOCAB, model_of, prompts_of, rewarded, sampler_of, tiny_tokenizer, write_tiny
+from tests.language import END, VOCAB, AtOnce, model_of, prompts_of, rewarded, sampler_of, tiny_tokenizer, write_tiny
 from tests.test_cuda_decoder import same
 from tests.test_observations import language_logp
 
@@ -148,8 +148,8 @@ def drawn_by(decoder: Any, limits: list[int] | None = None, observe: Any = None,
     stops = Stops(strings, tokenizer_of(), VOCAB) if strings else None
     sampler = sampler_of(lm, rows=5, stops=stops, **{"limit": 24, **more})
     sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
-    sampler.observe = observe
-    prompts = replace(Prompts.of(prompts_of()), limits=None if limits is None else torch.tensor(limits))
+    play = None if observe is None else AtOnce(observe)
+    prompts = replace(Prompts.of(prompts_of()), limits=None if limits is None else torch.tensor(limits), play=play)
     return sampler.generate(prompts, 4, greedy)
 
 

@@ -50,16 +50,20 @@ class Episodes(Protocol):
 
 
 class Turns:
-    """What was asked and answered in one call: the fields that it adds to rollouts."""
+    """What was asked and answered in one call: how far each response may go, and the fields that rollouts get."""
 
-    def __init__(self, episodes: Episodes, count: int, limit: int):
-        self.episodes, self.limit = episodes, limit
-        self.observed = torch.zeros(count, limit, dtype=torch.bool)
+    def __init__(self, episodes: Episodes, limits: Tensor, most: int, width: int):
+        """`limits`: tokens of each response, observations counted. `most`: tokens of one that are drawn; 0: any."""
+        count = len(limits)
+        self.episodes, self.room, self.most = episodes, limits.tolist(), most or width
+        self.observed = torch.zeros(count, width, dtype=torch.bool)
         """Tokens that nobody drew."""
-        self.turn = torch.zeros(count, limit, dtype=torch.long)
-        self.reward = torch.zeros(count, limit)
+        self.turn = torch.zeros(count, width, dtype=torch.long)
+        self.reward = torch.zeros(count, width)
         self.begin = [0] * count
         """Where the latest turn of each response begins."""
+        self.given = [0] * count
+        """Tokens of each response that nobody drew."""
         self.asked: dict[int, int] = {}
         """Responses that wait for an answer, and how many tokens they have."""
         self.over: set[int] = set()
@@ -67,44 +71,55 @@ class Turns:
         self.errors: dict[int, str] = {}
         self.notes: dict[int, list[str]] = {}
 
+    def end(self, response: int) -> int:
+        """How many tokens a response may have for good, if nothing more is given to it."""
+        return min(self.room[response], self.given[response] + self.most)
+
+    def limit(self, response: int) -> int:
+        """Where its latest turn ends at the latest."""
+        turn = self.episodes.turn_tokens
+        return min(self.end(response), self.begin[response] + turn) if turn else self.end(response)
+
     def ask(self, response: int, turn: list[int]) -> None:
         """The latest turn of a response has ended, with these tokens."""
         self.asked[response] = self.begin[response] + len(turn)
         self.episodes.ask(response, turn)
 
     def answers(self, wait: bool = False) -> list[tuple[int, list[int]]]:
-        """Observations that have arrived, by response; empty ones end it, and so does one that leaves no room."""
+        """Observations that have arrived, by response; without one it is over, and so if none would leave room."""
         arrived = []
-        for response, answer in self.episodes.answers(wait and bool(self.asked)):
+        for response, answer in self.episodes.answers(wait) if self.asked else []:
             end = self.asked.pop(response)
             self.reward[response, end - 1] += answer.reward
             if answer.note:
                 self.notes.setdefault(response, []).append(answer.note)
+            tokens = answer.tokens
             if answer.error is not None:
-                self.errors[response] = answer.error
-            tokens = [] if answer.error is not None else answer.tokens
+                self.errors[response], tokens = answer.error, []
             if not tokens:
                 self.over.add(response)
-            elif end + len(tokens) >= self.limit:
+            elif end + len(tokens) >= min(self.room[response], self.given[response] + len(tokens) + self.most):
                 tokens = []
+            self.given[response] += len(tokens)
             self.begin[response] = behind = end + len(tokens)
             self.observed[response, end:behind] = True
             self.turn[response, behind:] += 1
             arrived.append((response, tokens))
         return arrived
 
-    def fields(self, shape: tuple[int, int], width: int, present: Tensor) -> dict[str, Any]:
-        """What rollouts of this width carry of it."""
-        words = np.empty(shape[0] * shape[1], dtype=object)
-        words[:] = [
-            "; ".join([*self.notes.get(i, []), *([self.errors[i]] if i in self.errors else [])])
-            for i in range(len(words))
-        ]
-        turn, reward = (part[:, :width].reshape(*shape, width) for part in (self.turn, self.reward))
-        valid = torch.tensor([i not in self.errors for i in range(len(words))]).view(shape)
+    def fields(self, shape: tuple[int, int], present: Tensor) -> dict[str, Any]:
+        """What rollouts of these responses carry of it."""
+        width, words = present.shape[-1], np.empty(shape[0] * shape[1], dtype=object)
+        for i in range(len(words)):
+            words[i] = "; ".join([*self.notes.get(i, []), *([self.errors[i]] if i in self.errors else [])])
+        observed, turn, reward = (
+            part[:, :width].reshape(*shape, width) for part in (self.observed, self.turn, self.reward)
+        )
         return {
+            "mask": present & ~observed,
+            "present": present,
             "turn": torch.where(present, turn, 0),
             "reward": reward,
-            "valid": valid,
+            "valid": torch.tensor([i not in self.errors for i in range(len(words))]).view(shape),
             "notes": words.reshape(shape),
         }

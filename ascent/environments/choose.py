@@ -43,7 +43,7 @@ class ToolChat:
     """How a model talks with tools: the format of its calls, its prompts, and the tails that bring it results."""
 
     def __init__(self, tokenizer: Any, tools: Sequence[Schema], stops: Collection[int] = ()):
-        self.format = choose_format(tokenizer, tools, stops)
+        self.format, self.schemas = choose_format(tokenizer, tools, stops), tools
         plain = self.format is PLAIN
         self.tail = Tail(tokenizer, () if plain else tools, stops)
         self.instruction = instruction_of(tools) if plain else ""

@@ -4,15 +4,27 @@ An episode begins with the first turn that it is asked about, so that responses 
 hold no process. Answers are handed on in the order in which they come.
 """
 
+import functools
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from ascent.core.types import Prompts
+import torch
+
+from ascent.core.types import Prompts, Rollouts, Scores, Trouble
+from ascent.environments.choose import ToolChat
+from ascent.environments.episode import Source
 from ascent.environments.local import LocalEpisodes, Reply
+from ascent.environments.processes import Episodes
+from ascent.environments.template import Tail
+from ascent.environments.tools import COUNTED, Tools, load_tool, read_counts, schemas_of
 from ascent.tasks.base import BoundBase
 from ascent.tasks.environment import Step
-from ascent.tasks.text.base import Problem
+from ascent.tasks.keeper import Limits
+from ascent.tasks.objects import PREFIX, pickled
+from ascent.tasks.text.base import Message, Problem
 
 GLANCE = 1.0
 """Seconds of one wait for environments; those that miss their own deadline answer with an error."""
@@ -45,6 +57,20 @@ class Player:
     numbered: int = 0
     """Episodes so far: each has a number of its own."""
 
+    def opening(self, problem: Problem) -> str:
+        """What the environment says before the first turn, to every response alike."""
+        episode = self.numbered
+        self.numbered += 1
+        self.pool.begin(episode, problem, shared_seed(problem), 0)
+        while True:
+            for reply in self.pool.answers(GLANCE):
+                if reply.episode != episode:
+                    continue
+                self.pool.end(episode)
+                if reply.step is None:
+                    raise Trouble(f"the environment cannot begin with the problem {problem.prompt!r:.80}: {reply.error}")
+                return str(reply.step.observation)
+
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> "Conversations":
         first = self.numbered
         self.numbered += len(seeds)
@@ -52,6 +78,11 @@ class Player:
 
     def close(self) -> None:
         self.pool.close()
+
+
+def shared_seed(problem: Problem) -> int:
+    """The seed of what all responses to a problem have in common: the same in every run."""
+    return int.from_bytes(hashlib.sha256(repr((problem.prompt, problem.answer)).encode()).digest()[:8])
 
 
 class Answer(NamedTuple):
@@ -81,10 +112,8 @@ class Conversations:
             return self.player.pool.step(self.first + response, self.player.words(turn))
         self.turns[response] = 0
         self.beginning.add(response)
-        place = response // self.samples
-        shared = int(self.prompts.problem[place]) & (2**63 - 1)
-        problem = self.player.problem(self.prompts, place)
-        self.player.pool.begin(self.first + response, problem, shared, self.seeds[response])
+        problem = self.player.problem(self.prompts, response // self.samples)
+        self.player.pool.begin(self.first + response, problem, shared_seed(problem), self.seeds[response])
 
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
         arrived: list[tuple[int, Answer]] = []
@@ -141,9 +170,30 @@ class PlayedTask(BoundBase):
         prompts, words = self.task.read_prompts(typed, plain)
         return replace(prompts, play=self.player), words
 
+    def score(self, rollouts: Rollouts) -> Scores:
+        """The task's own score, with the number of turns, and what was called in them."""
+        scores = self.task.score(rollouts)
+        if rollouts.turn is None:
+            return scores
+        turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
+        measures = {"turns": turns, **count_calls(rollouts.notes, turns)}
+        return replace(scores, measures={**scores.measures, **measures})
+
     def close(self) -> None:
         self.player.close()
         self.task.close()
+
+
+def count_calls(notes: Any, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Calls of tools in each response, and those of them that went wrong, where its notes have such counts."""
+    if notes is None:
+        return {}
+    counted = [Counter[str]() for _ in notes.flat]
+    for counts, note in zip(counted, notes.flat, strict=True):
+        for part in note.split("; "):
+            counts.update(read_counts(part.partition(": ")[2]))
+    names = [name for name in COUNTED if any(name in counts for counts in counted)]
+    return {f"tools/{name}": like.new_tensor([counts[name] for counts in counted]).view(like.shape) for name in names}
 
 
 def play_small(task: Any) -> Any:
@@ -158,3 +208,61 @@ def play_small(task: Any) -> Any:
         turn_tokens=task.turn_tokens,
     )
     return PlayedTask(task, player)
+
+
+def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
+    """A text task bound to a language model by `bind`, which takes an encoder; with its tools or its environment.
+
+    Tools are in the prompt, so that it is the encoder's to write them there.
+    """
+    if not task.plays:
+        return bind(model)
+    limits = Limits(task.turn_seconds, task.reward_memory, task.reward_env)
+    if task.tools:
+        functions = [load_tool(source) for source in task.tools]
+        chat = ToolChat(model.tokenizer, schemas_of(functions), model.ends)
+        bound, words, tail = bind(PromptEncoder(model, chat.first)), chat.words, chat.tail
+        source = tools_source(task.tools, functions, chat)
+    else:
+        bound, tail = bind(model), Tail(model.tokenizer, (), model.ends)
+        words, source = bound.words, environment_source(task.environment)
+
+    def problem(prompts: Any, place: int) -> Problem:
+        return bound.problem(int(prompts.problem[place]))
+
+    player = Player(
+        Episodes(source, limits),
+        problem,
+        words,
+        tokens=lambda step, turn: tail.answer(turn, step.observation),
+        turn_tokens=task.turn_tokens,
+        max_turns=task.max_turns,
+    )
+    if task.environment:
+        bound.opening = player.opening
+    return PlayedTask(bound, player)
+
+
+class PromptEncoder:
+    """A model's encoder, but for how it writes a prompt."""
+
+    def __init__(self, encoder: Any, encode: Callable[[Sequence[Message]], list[int]]):
+        self.encoder, self.encode = encoder, encode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.encoder, name)
+
+
+def tools_source(sources: Sequence[str], functions: Sequence[Any], chat: ToolChat) -> Source:
+    """Where the processes of episodes find the tools: in their files, or sent with what they hold."""
+    schemas, form = list(chat.schemas), chat.format.name
+    if any(source.startswith(PREFIX) for source in sources):
+        import cloudpickle
+
+        return Source("", {}, cloudpickle.dumps(functools.partial(Tools, functions, schemas, form)))
+    return Source("ascent.environments.tools:make_tools", {"sources": list(sources), "schemas": schemas, "form": form})
+
+
+def environment_source(source: str) -> Source:
+    """Where they find an environment of the user's own."""
+    return Source(source, {}, pickled(source, "environment") if source.startswith(PREFIX) else None)

@@ -30,7 +30,7 @@ from ascent.environments.calculator import calculator
 from ascent.environments.calls import FORMATS, Schema, ToolCall, kind_of, kinds_of, types_of
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.environment import Environment, Step
-from ascent.tasks.files import absolute_path, load_python
+from ascent.tasks.files import load_python
 from ascent.tasks.objects import PREFIX, find_object
 from ascent.tasks.text.base import Message, Problem
 
@@ -192,29 +192,6 @@ def _short(value: Any) -> str:
 # ---- functions and their schemas ----------------------------------------------------------------------------
 
 
-def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ...]:
-    """Each tool by a name of its own: `calculator`, python:/whole/path.py:search, or an object.
-
-    In python:FILE:search,convert the names behind the first are functions of the same file, unless they are built in.
-    """
-    sources: list[str] = []
-    file = ""
-    for entry in map(str.strip, ",".join(entries).split(",")):
-        if entry.startswith("python:") and entry.count(":") >= 2:
-            path, name = entry.removeprefix("python:").rsplit(":", 1)
-            file = f"python:{absolute_path(path)}"
-            sources.append(f"{file}:{name}")
-        elif entry in BUILT_IN or entry.startswith(PREFIX):
-            sources.append(entry)
-        elif file and entry.isidentifier():
-            sources.append(f"{file}:{entry}")
-        else:
-            refuse(
-                f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN)}.", entry, BUILT_IN
-            )
-    return tuple(sources)
-
-
 def load_tool(source: str, flag: str = "--tools") -> Callable[..., Any]:
     """The function of a source."""
     if source in BUILT_IN:
@@ -274,3 +251,8 @@ def schema_of(function: Callable[..., Any], flag: str = "--tools") -> Schema:
         if not text:
             del schema["function"]["parameters"]["properties"][each]["description"]
     return schema
+
+
+def make_tools(sources: Sequence[str], schemas: Sequence[Schema], form: str) -> Tools:
+    """An episode with the tools of these sources: what an episode's own process makes."""
+    return Tools([load_tool(source) for source in sources], schemas, form)

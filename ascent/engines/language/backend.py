@@ -25,6 +25,7 @@ from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
+from ascent.environments.play import play_text
 from ascent.policies.causal_lm import LanguageModel, pick_device
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.tasks.text.grading import rate_responses, self_test
@@ -98,7 +99,7 @@ class LanguageBackend(Backend):
         task, support = config.task, Support(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
-        return LanguageSampler(model, task.max_tokens, *how)
+        return LanguageSampler(model, task.room, *how, most=task.max_tokens if task.plays else 0)
 
     def timeline(self, sampler: Any) -> Timeline:
         return sampler.timeline
@@ -112,7 +113,7 @@ class LanguageBackend(Backend):
             source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
             for source, reward in rewards.items()
         }
-        return TokenizedTask(task, model, graders)
+        return play_text(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
 
     def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, Sampler]:
         task = OfflineTextTask(config.task, model, config.data)
@@ -123,12 +124,12 @@ class LanguageBackend(Backend):
     ) -> Report:
         """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
         report, limits = Report(arithmetic(config)), config.task
-        room, need = _positions(model), limits.max_prompt + limits.max_tokens
+        room, need = _positions(model), limits.max_prompt + limits.room
         if room is not None and need > room:
-            report.refusals.append(
-                f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions, and the "
-                f"model has {room}: lower one of them."
-            )
+            what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"
+            if limits.plays:
+                what = f"a conversation may have {need} tokens (--max-context)"
+            report.refusals.append(f"{what}, and the model has {room}: lower one of them.")
         _memory(config, learner, 0 if sampler is None else sampler.rows, report)
         _update(config, learner, report)
         report.lines += [f"note       {note}" for note in notes]
@@ -184,7 +185,7 @@ class LanguageBackend(Backend):
     def answering_sampler(
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
     ) -> LanguageSampler:
-        limit, width = config.task.max_tokens, prompts.prompt.shape[1]
+        limit, width = config.task.room, prompts.prompt.shape[1]
         room = _positions(policy) or width + limit
         if width + limit > room:
             raise Refused(
@@ -231,7 +232,7 @@ class LanguageBackend(Backend):
 
 def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
-    longest, share = config.task.max_prompt + config.task.max_tokens, config.policy.share_prompts
+    longest, share = config.task.max_prompt + config.task.room, config.policy.share_prompts
     why = prove(lm, longest, share, sampled=config.algorithm.loss.trains == "policy" and config.task.data == "samples")
     if why is None or not share:
         return ()
@@ -282,9 +283,9 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     channel = getattr(model, "head_dim", None) or width // heads
     shared = getattr(model, "num_key_value_heads", None) or heads
     rows = min(rows, config.prompts * config.samples)
-    tokens = config.task.max_tokens + config.task.max_prompt // max(config.samples, 1)
+    tokens = config.task.room + config.task.max_prompt // max(config.samples, 1)
     repeated = 1 if lm.shares else config.samples
-    longest = repeated * config.task.max_prompt + config.samples * config.task.max_tokens
+    longest = repeated * config.task.max_prompt + config.samples * config.task.room
     micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
     copies = weights if rows and lm.device.type == "cpu" else 0

@@ -98,6 +98,9 @@ def _insist(compare: Callable[[], float], tolerance: float, fault: str) -> None:
 class Forced:
     """In place of `Drawn`: the probe's tokens are drawn, whatever their probability, and the logits are kept."""
 
+    turns = None
+    asked = False
+
     def __init__(self, batch: Rollouts, head: Head):
         self.head, self.limit = head, batch.mask.shape[2]
         rows = zip(batch.response.flatten(0, 1), batch.mask.flatten(0, 1), strict=True)
@@ -105,7 +108,6 @@ class Forced:
         self.logits: dict[tuple[int, int], Tensor] = {}
         """By response and token."""
         self.length = [0] * len(self.tokens)
-        self.queue: dict[int, list[int]] = {}
         self.timeline = Timeline()
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
@@ -117,8 +119,11 @@ class Forced:
             self.length[response] += 1
         return torch.tensor(token, device=hidden.device)
 
-    def running(self, row: list[int]) -> list[bool]:
-        return [self.length[response] < len(self.tokens[response]) for response in row]
+    def ask(self, responses: list[int]) -> list[int]:
+        return [response for response in responses if self.length[response] == len(self.tokens[response])]
+
+    def answers(self, wait: bool) -> list[tuple[int, list[int]]]:
+        return []
 
 
 # ---- what a model says of itself ---------------------------------------------------------------------

@@ -82,7 +82,7 @@ class SmallSampler(Sampler):
         mask, end = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1), self.policy.space.end
         last = drawn.response.gather(-1, drawn.length.unsqueeze(-1) - 1).squeeze(-1)
         truncated = torch.zeros_like(drawn.length, dtype=torch.bool) if end is None else last != end
-        return self._rollouts(prompts, drawn, mask, truncated=truncated, ends=end is not None)
+        return self._rollouts(prompts, drawn, mask=mask, truncated=truncated, ends=end is not None)
 
     def _rollouts(self, prompts: Prompts, drawn: Sampled, mask: Tensor, **more: Any) -> Rollouts:
         return Rollouts(
@@ -104,17 +104,13 @@ class SmallSampler(Sampler):
         count = shape[0] * shape[1]
         seeds = torch.arange(count) if greedy else torch.randint(2**62, (count,), generator=stream)
         with closing(prompts.play(prompts, samples, seeds.tolist())) as episodes:
-            turns = Turns(episodes, count, self.limit)
+            turns = Turns(episodes, torch.full((count,), self.limit), 0, self.limit)
             follow = Conversation(turns, count, self.policy.space.end)
             random = None if greedy else stream
             drawn = self.policy.sample(prompts.prompt, samples, self.temperature, random, follow)
-        width = drawn.response.shape[2]
-        present = torch.arange(width) < drawn.length.unsqueeze(-1)
+        present = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1)
         cut = torch.tensor([i not in turns.over for i in range(count)]).view(shape)
-        mask = present & ~turns.observed[:, :width].view(present.shape)
-        return self._rollouts(
-            prompts, drawn, mask, truncated=cut, present=present, **turns.fields(shape, width, present)
-        )
+        return self._rollouts(prompts, drawn, truncated=cut, **turns.fields(shape, present))
 
 
 class Conversation:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from ascent.tasks.base import BaseTask, refuse
 from ascent.tasks.files import absolute_path, is_held_out
 from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, parse_rewards
+from ascent.tasks.tool_sources import tool_sources
 
 if TYPE_CHECKING:
     from ascent.core.types import Space
@@ -107,6 +108,19 @@ class TextTask(BaseTask):
     """Responses that a reward model rates at once. Memory only."""
     reward_device: str = "auto"
     """Where reward models run: cpu, cuda, cuda:1, …; auto: a GPU if there is one."""
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call in its turns: a list of calculator, python:FILE:FUNCTION,FUNCTION."""
+    environment: str = ""
+    """python:FILE:CLASS, an Environment that answers the policy's turns; its rewards are added to --reward."""
+    max_turns: int = 8
+    """The most turns of a response, with tools or an environment."""
+    turn_tokens: int = 0
+    """The most tokens of a turn; 0: as many as --max-tokens leaves."""
+    turn_seconds: float = 10.0
+    """Wall-clock limit of one answer of a tool or an environment. One that takes longer has failed."""
+    max_context: int = 0
+    """The most tokens of a conversation, its prompt and observations counted; 0: --max-prompt and twice --max-tokens.
+    --max-tokens counts what the policy draws."""
 
     kind = "text"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"default": TEXT_PRESET}
@@ -127,6 +141,7 @@ class TextTask(BaseTask):
         for string in self.stop:
             if not isinstance(string, str) or not string or "\N{REPLACEMENT CHARACTER}" in string:
                 refuse(f"--stop {string!r}: a stop string is text of one character or more, without U+FFFD")
+        self._check_turns()
         if not self.reward_seconds > 0:
             refuse(f"--reward-seconds is {self.reward_seconds:g}: it has to be above 0")
         if not self.reward_memory >= 0:
@@ -136,6 +151,35 @@ class TextTask(BaseTask):
             refuse(f"--reward-env {odd[0]}: name environment variables, without their values")
         if not 0 <= self.lenient <= 1:
             refuse(f"--lenient is {self.lenient:g}: a right answer in the wrong form earns from 0 to 1")
+
+    def _check_turns(self) -> None:
+        object.__setattr__(self, "tools", tool_sources(self.tools) if self.tools else ())
+        if self.environment.startswith("python:"):
+            object.__setattr__(self, "environment", absolute_source(self.environment))
+        if self.tools and self.environment:
+            refuse("--tools with --environment: one of them answers a turn. An environment can call functions itself")
+        if self.max_turns < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
+            refuse(
+                f"--max-turns {self.max_turns} --turn-tokens {self.turn_tokens} --turn-seconds {self.turn_seconds:g}: "
+                "there is at least one turn, 0 or more tokens of it, and some time to answer it"
+            )
+        if self.max_context and self.max_context <= self.max_prompt:
+            refuse(
+                f"--max-context {self.max_context} with --max-prompt {self.max_prompt}: it counts the prompt too, so "
+                "set it higher"
+            )
+
+    @property
+    def plays(self) -> bool:
+        """Does anything answer the turns of a response?"""
+        return bool(self.tools or self.environment)
+
+    @property
+    def room(self) -> int:
+        """The most tokens behind a prompt: those that are drawn, and in a conversation those that are observed."""
+        if not self.plays:
+            return self.max_tokens
+        return self.max_context - self.max_prompt if self.max_context else 2 * self.max_tokens
 
     # ---- what a task of your own defines
 
@@ -188,7 +232,7 @@ class TextTask(BaseTask):
         """Shapes as far as words go: the vocabulary and the end token are the encoder's, and 0 here."""
         from ascent.core.types import Space
 
-        return Space(self.max_prompt, 0, self.max_tokens, end=0)
+        return Space(self.max_prompt, 0, self.room, end=0)
 
     def messages(self, problem: Problem) -> list[Message]:
         """The chat that the policy reads."""
@@ -199,11 +243,11 @@ class TextTask(BaseTask):
         return [{"role": "system", "content": self.system}, *chat] if self.system is not None else chat
 
     def limit(self, problem: Problem) -> int:
-        """The most tokens of a response to this problem."""
+        """The most tokens of a response to this problem, in a conversation with those that are observed."""
         own = self.max_tokens if problem.max_tokens is None else min(problem.max_tokens, self.max_tokens)
         if own < max(self.min_tokens, 1):
             refuse(f"a problem has max_tokens {own}: it has to be at least {max(self.min_tokens, 1)} (--min-tokens)")
-        return own
+        return own + self.room - self.max_tokens
 
     def graded(self, strict: bool, lenient: bool, reason: str = "") -> Graded:
         """The grade of a response that is right or not, in the right form or not."""

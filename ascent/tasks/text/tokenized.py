@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -67,7 +67,7 @@ class TokenizedTask(BoundBase):
 
     def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
         self.task, self.encoder, self.graders = task, encoder, graders or {}
-        self.space = Space(task.max_prompt, encoder.vocab, task.max_tokens, encoder.end)
+        self.space = Space(task.max_prompt, encoder.vocab, task.room, encoder.end)
         self.ends, self.piece = encoder.ends, encoder.piece
         self.reward_parts = task.rewards
         """The parts of the reward that are measured apart, with their weights."""
@@ -79,6 +79,8 @@ class TokenizedTask(BoundBase):
         self.too_long: set[int] = set()
         self.empty: set[int] = set()
         """Hashes of the prompts that have too many tokens, or none."""
+        self.opening: Callable[[Problem], str] | None = None
+        """What an environment says before the first turn, where there is one."""
         self.grading: Grading | None = None
 
     @cached_property
@@ -162,8 +164,15 @@ class TokenizedTask(BoundBase):
             self.tests = self.task.test(-identity)
         return self.tests[-1 - identity]
 
+    def messages(self, problem: Problem) -> list[Message]:
+        """The chat that the policy reads, with what an environment says first."""
+        chat = self.task.messages(problem)
+        if self.opening is not None and (words := self.opening(problem)):
+            chat[-1] = {**chat[-1], "content": "\n\n".join(filter(None, [chat[-1]["content"], words]))}
+        return chat
+
     def _encode(self, problem: Problem) -> list[int] | None:
-        ids = self.encoder.encode(self.task.messages(problem))
+        ids = self.encoder.encode(self.messages(problem))
         if 0 < len(ids) <= self.task.max_prompt:
             return ids
         left_out = self.too_long if ids else self.empty
@@ -217,9 +226,12 @@ class TokenizedTask(BoundBase):
         """Every response in words, with its problem."""
         if rollouts.problem is None:
             raise Trouble("these rollouts do not say which problems they answer, so they cannot be graded")
-        pairs = []
+        pairs, answer = [], rollouts.mask
+        if rollouts.turn is not None:  # of a conversation the last turn is graded
+            last = torch.where(rollouts.mask, rollouts.turn, -1).amax(-1, keepdim=True)
+            answer = rollouts.mask & (rollouts.turn == last)
         for identity, group, masks in zip(
-            rollouts.problem.tolist(), rollouts.response.numpy(), rollouts.mask.numpy(), strict=True
+            rollouts.problem.tolist(), rollouts.response.numpy(), answer.numpy(), strict=True
         ):
             problem = self.problem(identity)
             pairs += [(problem, self.words(tokens[mask])) for tokens, mask in zip(group, masks, strict=True)]
@@ -237,7 +249,7 @@ class TokenizedTask(BoundBase):
     def question(self, prompts: Prompts | Rollouts, place: int) -> WrittenPrompt:
         assert prompts.problem is not None, "prompts of a text task carry the identity of their problems"
         problem = self.problem(int(prompts.problem[place]))
-        chat = self.task.messages(problem)
+        chat = self.messages(problem)
         return WrittenPrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
 
     def vote(self, response: str, answer: str | None) -> str:

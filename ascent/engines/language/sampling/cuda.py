@@ -23,7 +23,7 @@ from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Pair, Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.pages import Pages, Row, Schedule
+from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
 from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Llama, Unlike
 from ascent.policies.causal_lm import LanguageModel
 
@@ -208,10 +208,6 @@ class GraphDecoder:
         return float(torch.stack(apart).max())
 
 
-Longer = tuple[Row, int, list[int]]
-"""A row that is extended, its tokens before, and what is fed at each of its places."""
-
-
 class Run:
     """One call: what the schedule decides is written to the board, and what the card has drawn is read back."""
 
@@ -225,22 +221,25 @@ class Run:
         self.launches = 0
         self.flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
-        self.ended: dict[int, bool] = {}
-        """Of responses that could have been extended: did they end, or was there no room?"""
         self.kept: dict[int, list[Tensor]] = {}
-        """Tokens, log-probs and masses of responses that were evicted."""
+        """Tokens, log-probs and masses of responses that were evicted or are parked."""
+        self.held: dict[int, int] = {}
+        """Of parked responses, the tokens that they had when their turn ended."""
         self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
         """Responses, their lengths, and their tokens, log-probs and masses."""
 
     def __call__(self) -> None:
         with ours(self.decoder.lm.model):
             while True:
+                self._hear(wait=False)
                 self._admit()
                 launched = self._launch()
                 flight, self.flight = self.flight, launched
                 if flight is not None:
                     flight()
-                elif launched is None and not self.schedule.waiting:
+                elif launched is None and self.drawn.asked:
+                    self._hear(wait=True)
+                elif launched is None and not (self.schedule.waiting or self.schedule.ready):
                     break
         self.drawn.timeline.stop()
         self._collect()
@@ -256,8 +255,8 @@ class Run:
         return self.board.token, self.board.logp, self.board.mass
 
     def _admit(self) -> None:
-        """Waiting responses into free lanes: their pages, the prompt's last token or their own, the seed."""
-        schedule = self.schedule
+        """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
+        schedule, there = self.schedule, set(self.schedule.rows)
         entering = schedule.admit(ROUND)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
@@ -265,20 +264,39 @@ class Run:
         schedule.fresh = []
         if not entering:
             return
-        if back := [row for row in entering if row.length]:
-            self._encode(back, [0] * len(back), [self._restore(row) for row in back])
         last = [int(self.kept[row.response][0][-1]) if row.length else self.prompts[row.prompt][-1] for row in entering]
+        if back := [row for row in entering if row.length]:
+            # a parked row has idled on the last place of its pages, so that place is written again
+            starts = [self.held[row.response] - 1 if row.response in there else 0 for row in back]
+            fed = [self._restore(row)[start:] for row, start in zip(back, starts, strict=True)]
+            self._encode(back, starts, fed)
         self._set(list(zip(entering, last, strict=True)))
         for row in entering:
             self.begun[row.response] = self.launches
-            self.kept.pop(row.response, None)
+            self.held.pop(row.response, None)
         self._lay_out([(row, 0) for row in entering])
 
     def _restore(self, row: Row) -> list[int]:
-        """What an evicted response had drawn, back in the outputs of its lane; what it is fed at each place."""
-        for buffer, part in zip(self.buffers, self.kept[row.response], strict=True):
+        """What a response had, back in the outputs of its lane; what it is fed at each place."""
+        kept = self.kept.pop(row.response)
+        for buffer, part in zip(self.buffers, kept, strict=True):
             buffer[row.lane, : row.length] = part
-        return [self.prompts[row.prompt][-1], *self.kept[row.response][0].tolist()[:-1]]
+        return [self.prompts[row.prompt][-1], *kept[0].tolist()[:-1]]
+
+    def _hear(self, wait: bool) -> None:
+        """What environments have answered: behind what their responses had. They want a lane again, or are over."""
+        for response, tokens in self.drawn.answers(wait):
+            self.limits[response] = int(self.drawn.limits[response])
+            kept = self.kept[response]
+            if tokens:
+                more = (self.decoder.sent(tokens), kept[1].new_zeros(len(tokens)), kept[2].new_ones(len(tokens)))
+                self.kept[response] = [torch.cat(parts) for parts in zip(kept, more, strict=True)]
+                self.schedule.unpark(response, len(self.kept[response][0]))
+                continue
+            whole = [torch.nn.functional.pad(part, (0, self.limit - len(part)))[None] for part in kept]
+            self.out.append(([response], [len(kept[0])], whole))
+            del self.kept[response]
+            self.schedule.end(response)
 
     def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""
@@ -306,7 +324,8 @@ class Run:
         running = self.schedule.running
         before = {row.response: len(row.pages) for row in running}
         for row in self.schedule.grow(ROUND, running):
-            self._keep(row)
+            if row.lane != NOWHERE:  # of a parked one everything is kept already
+                self._keep(row)
         live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
         if not live:
             return None
@@ -349,63 +368,34 @@ class Run:
                 fresh = read[1][i] if len(read) > 1 else None
                 lengths[row.response] = self.drawn.over(row.response, start, stop, done[row.lane], fresh)
         over = [row for row, _, _ in ran if lengths.get(row.response)]
-        longer: list[Longer] = []
-        if self.drawn.observe is not None:
-            over, longer = self._ask(over, lengths)
+        if over and self.drawn.turns is not None:
+            over = self._ask(over, lengths)
         if over:
             where = self.decoder.sent([row.lane for row in over])
             found = [buffer[where, : self.limit] for buffer in self.buffers]
             self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
         for row in over:
             self.schedule.end(row.response)
-        if longer:
-            self._extend(longer)
 
-    def _ask(self, over: list[Row], lengths: dict[int, int]) -> tuple[list[Row], list[Longer]]:
-        """Who is over, and who is longer now: what follows a turn that has ended is put behind it in the outputs."""
-        drawn, board = self.drawn, self.board
-        finished, longer = [], []
-        for row in over:
+    def _ask(self, ended: list[Row], lengths: dict[int, int]) -> list[Row]:
+        """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""
+        drawn, width = self.drawn, max(lengths[row.response] for row in ended)
+        tokens = self.board.token[self.decoder.sent([row.lane for row in ended]), :width].cpu()
+        for row, own in zip(ended, tokens, strict=True):
             response, length = row.response, lengths[row.response]
-            tokens = board.token[row.lane, :length].cpu()
-            drawn.token[response, :length], drawn.length[response] = tokens, length
-            drawn.ended[response] = response in drawn.stopped or bool(torch.isin(tokens[-1], drawn.ends))
-            observation = drawn.extend(response)
-            if not observation:
-                self.ended[response] = bool(drawn.ended[response])
-                finished.append(row)
-                continue
-            drawn.stopped.discard(response)
-            row.length = end = length + len(observation)
-            board.token[row.lane, length:end] = self.decoder.sent(observation)
-            board.logp[row.lane, length:end], board.mass[row.lane, length:end] = 0.0, 1.0
-            longer.append((row, length, [self.prompts[row.prompt][-1], *tokens.tolist(), *observation]))
-            self.begun[response] = self.launches  # what is under way for it counts no more
-        return finished, longer
-
-    def _extend(self, longer: list[Longer]) -> None:
-        """The observations of these rows into their pages.
-
-        A finished lane has idled since, on the last place of its pages, so that place is written again. Nobody is
-        evicted while steps are under way: it may be over.
-        """
-        schedule, rows = self.schedule, [row for row, _, _ in longer]
-        if not schedule.fits(ROUND):
-            self._land()
-        old = {row.response: len(row.pages) for row in rows}
-        for row in schedule.grow(ROUND, [row for row in rows if row.response in schedule.rows]):
-            self._keep(row)
-        stay = [(row, length, every) for row, length, every in longer if schedule.rows.get(row.response) is row]
-        if not stay:
-            return
-        self._lay_out([(row, old[row.response]) for row, _, _ in stay if len(row.pages) > old[row.response]])
-        self._encode(
-            [row for row, _, _ in stay], [n - 1 for _, n, _ in stay], [every[n - 1 : -1] for _, n, every in stay]
-        )
-        self._set([(row, every[-1]) for row, _, every in stay])
+            drawn.token[response, :length], drawn.length[response] = own[:length], length
+            drawn.ended[response] = response in drawn.stopped or bool(torch.isin(own[length - 1], drawn.ends))
+        over = set(drawn.ask([row.response for row in ended]))
+        for row in ended:
+            if row.response not in over:
+                row.length = self.held[row.response] = lengths[row.response]
+                self.begun[row.response] = self.launches  # what is under way for it counts no more
+                self._keep(row)
+                self.schedule.park(row.response)
+        return [row for row in ended if row.response in over]
 
     def _keep(self, row: Row) -> None:
-        """What an evicted response has drawn, until it comes back."""
+        """What a response has so far, until it comes back."""
         self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
 
     def _set(self, rows: list[tuple[Row, int]]) -> None:
@@ -429,4 +419,5 @@ class Run:
         last = drawn.token[responses, length - 1]
         drawn.ended[responses] = torch.isin(last, drawn.ends)
         drawn.ended[list(drawn.stopped)] = True
-        drawn.ended[list(self.ended)] = torch.tensor(list(self.ended.values()), dtype=torch.bool)
+        if drawn.turns is not None:
+            drawn.ended = torch.tensor([response in drawn.turns.over for response in range(len(drawn.ended))])

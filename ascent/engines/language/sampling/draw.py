@@ -6,7 +6,6 @@ batches of other sizes round differently, and where the uniform number falls wit
 of a boundary between two tokens, the other one is drawn.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from ascent.core.types import Refused
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
+from ascent.engines.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,10 @@ def _invert(p: Tensor, u: Tensor) -> Tensor:
     return which * block + torch.minimum(torch.maximum(place, first), last)
 
 
-Observe = Callable[[int, list[int]], list[int]]
-"""From a response whose turn has ended, and its tokens so far, the tokens that follow; none: it is over."""
-
-
 class Drawn:
     """Everything that was drawn so far, one row per response, in the order in which they were asked for.
 
-    A response begins, may be extended by tokens that nobody drew (an observation, after a turn of its own), and ends.
+    A response begins, may be extended by tokens that nobody drew (an observation, behind a turn of its own), and ends.
     """
 
     def __init__(
@@ -145,13 +141,15 @@ class Drawn:
         seeds: Tensor | None,
         temperature: float,
         support: Support,
-        observe: Observe | None = None,
+        turns: Turns | None = None,
         stops: Stops | None = None,
         limits: Tensor | None = None,
     ):
-        self.limit, self.ends, self.observe, self.stops = limit, torch.tensor(sorted(ends)), observe, stops
+        self.limit, self.ends, self.turns, self.stops = limit, torch.tensor(sorted(ends)), turns, stops
         self.limits = torch.full((count,), limit) if limits is None else limits
-        """The most tokens of each response, none above `limit`."""
+        """The most tokens of each response, none above `limit`; of one with turns, up to the end of its latest."""
+        if turns is not None:
+            self.limits = torch.tensor([turns.limit(response) for response in range(count)])
         self.head, self.temperature, self.support = head, temperature, support
         self.seeds = seeds
         """One per response; None: the likeliest token is taken."""
@@ -160,35 +158,13 @@ class Drawn:
         self.mass = None if support.whole else torch.ones(count, limit)
         self.length = torch.zeros(count, dtype=torch.long)
         self.ended = torch.zeros(count, dtype=torch.bool)
-        self.cut = torch.zeros(count, dtype=torch.bool)
-        """Responses whose next observation did not fit."""
         self.stopped: set[int] = set()
         """Responses whose last token completed a stop string, where the decoder looked only later."""
-        self.turn: dict[int, int] = {}
-        """By response, where its latest turn begins, if that is not its first."""
         self.timeline = Timeline()
         """How many responses ran when; a decoder writes it."""
-        self.observed = torch.zeros(count, limit, dtype=torch.bool)
-        """Tokens that nobody drew."""
-        self.queue: dict[int, list[int]] = {}
-        """By response, the tokens of an observation that are still to be fed."""
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
-        """The next token of these responses, from their last hidden states: drawn, or one of an observation."""
-        if self.observe is None:
-            return self._draw(hidden, row)
-        drawing = [i for i, response in enumerate(row) if response not in self.queue]
-        fed = [self.queue[response].pop(0) if response in self.queue else 0 for response in row]
-        self.queue = {response: tokens for response, tokens in self.queue.items() if tokens}
-        token = torch.tensor(fed, device=hidden.device)
-        if drawing:
-            token[drawing] = self._draw(hidden[drawing], [row[i] for i in drawing])
-        for i in drawing:
-            if observation := self.extend(row[i]):
-                self.queue[row[i]] = observation
-        return token
-
-    def _draw(self, hidden: Tensor, row: list[int]) -> Tensor:
+        """The next token of these responses, drawn from their last hidden states."""
         t = self.length[row]
         u = None if self.seeds is None else uniform(self.seeds[row], t).to(hidden.device)
         early = t < self.support.min_tokens
@@ -206,7 +182,7 @@ class Drawn:
 
     def _stop(self, response: int, start: int, end: int) -> int:
         """How many tokens there are up to the one from `start` to `end` that completes a stop string; 0: none does."""
-        start, turn = max(start, self.support.min_tokens - 1), self.turn.get(response, 0)
+        start, turn = max(start, self.support.min_tokens - 1), self.begin(response)
         fresh = self.token[response, start:end].tolist()
         if self.stops is None or not any(self.stops.may_complete[token] for token in fresh):
             return 0
@@ -229,25 +205,41 @@ class Drawn:
                 return length
         return end if done or end == limit else 0
 
-    def extend(self, row: int) -> list[int]:
-        """The observation behind a turn that has ended, now part of its response; none: the response is over.
+    def begin(self, response: int) -> int:
+        """Where its latest turn begins."""
+        return 0 if self.turns is None else self.turns.begin[response]
 
-        One that leaves no room for another turn is not begun, and the response counts as cut off.
+    def ask(self, responses: list[int]) -> list[int]:
+        """Who of these, whose latest token is drawn, is over; of the others, those whose turn is over are asked about.
+
+        A turn ends with an end token or a stop string, or at its own limit. At any other limit the response ends.
         """
-        if self.observe is None or not self.ended[row]:
-            return []
-        start = int(self.length[row])
-        tokens = list(self.observe(row, self.token[row, :start].tolist()))
-        self.ended[row] = not tokens
-        if not tokens or start + len(tokens) >= self.limits[row]:
-            self.cut[row] = bool(tokens)
-            return []
-        self.token[row, start : start + len(tokens)] = torch.tensor(tokens)
-        self.observed[row, start : start + len(tokens)] = True
-        self.length[row] += len(tokens)
-        self.turn[row] = start + len(tokens)
-        return tokens
+        over = []
+        for response in responses:
+            length = int(self.length[response])
+            if not self.ended[response] and length < self.limits[response]:
+                continue
+            if self.turns is None or not (self.ended[response] or length < self.turns.end(response)):
+                over.append(response)
+            else:
+                self.turns.ask(response, self.token[response, self.begin(response) : length].tolist())
+        return over
 
-    def running(self, row: list[int]) -> list[bool]:
-        """Which of these responses continue."""
-        return (~self.ended[row] & ~self.cut[row] & (self.length[row] < self.limits[row])).tolist()
+    @property
+    def asked(self) -> bool:
+        """Does any response wait for its environment?"""
+        return self.turns is not None and bool(self.turns.asked)
+
+    def answers(self, wait: bool) -> list[tuple[int, list[int]]]:
+        """Observations that have arrived, now part of their responses; without tokens, the response is over."""
+        if self.turns is None:
+            return []
+        arrived = self.turns.answers(wait)
+        for response, tokens in arrived:
+            start = int(self.length[response])
+            self.ended[response] = response in self.turns.over
+            self.stopped.discard(response)
+            self.token[response, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+            self.length[response] += len(tokens)
+            self.limits[response] = self.turns.limit(response)
+        return arrived

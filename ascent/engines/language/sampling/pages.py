@@ -102,7 +102,7 @@ class Schedule:
         self.rows: dict[int, Row] = {}
         """Running and parked rows, by response, in the order in which they entered."""
         self.ready: deque[int] = deque()
-        """Parked rows that want a lane."""
+        """Parked rows that want a lane, and pages for what they were given."""
         self.away: set[int] = set()
         """Rows that were evicted while they were parked."""
         self.free_lanes = list(range(lanes))[::-1]
@@ -125,8 +125,8 @@ class Schedule:
     def admit(self, ahead: int = 1) -> list[Row]:
         """Rows that now get a lane, parked ones that are ready and then waiting ones, with room for `ahead` tokens."""
         entering: list[Row] = []
-        while self.free_lanes and self.ready:
-            row = self.rows[self.ready.popleft()]
+        while self.free_lanes and self.ready and self._widen(row := self.rows[self.ready[0]], ahead):
+            self.ready.popleft()
             row.lane = self.free_lanes.pop()
             entering.append(row)
         while self.free_lanes and self.waiting and (new := self._enter(self.waiting[0], ahead)) is not None:
@@ -134,6 +134,18 @@ class Schedule:
             new.lane = self.free_lanes.pop()
             entering.append(new)
         return entering
+
+    def _widen(self, row: Row, ahead: int) -> bool:
+        """Pages for what a parked row was given; others that do not run are evicted for it only if nobody runs."""
+        want = self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages)
+        if want > len(self.pages):
+            self._drop_idle()
+        while want > len(self.pages) and not self.running and row.response in self.rows:
+            self._evict()
+        if want > len(self.pages) or row.response not in self.rows:
+            return False
+        row.pages += self.pages.take(max(0, want))
+        return True
 
     def _enter(self, response: int, ahead: int) -> Row | None:
         prompt, length = response // self.samples, self.kept.get(response, 0)
@@ -210,21 +222,27 @@ class Schedule:
         self.free_lanes.append(row.lane)
         row.lane = NOWHERE
 
-    def unpark(self, response: int) -> None:
-        """A parked row may continue; one that was evicted meanwhile waits for pages first."""
+    def unpark(self, response: int, length: int) -> None:
+        """A parked row may continue with so many tokens; one that was evicted meanwhile waits for pages first."""
         if response in self.away:
             self.away.remove(response)
+            self.kept[response] = length
             self.waiting.appendleft(response)
         else:
+            self.rows[response].length = length
             self.ready.append(response)
 
     def end(self, response: int) -> None:
         """This response is over; with its prompt's last one the prompt's pages are free too."""
-        row = self.rows[response]
-        self._remove(row)
-        self.left[row.prompt] -= 1
-        if self.left[row.prompt] == 0:
-            self.pages.give(self.prompts.pop(row.prompt))
+        prompt = response // self.samples
+        if response in self.away:
+            self.away.remove(response)
+            del self.kept[response]
+        else:
+            self._remove(self.rows[response])
+        self.left[prompt] -= 1
+        if self.left[prompt] == 0:
+            self.pages.give(self.prompts.pop(prompt, []))
 
     def _remove(self, row: Row) -> None:
         del self.rows[row.response]

@@ -1,7 +1,7 @@
 """A sampler made for groups: prompts are encoded once, and finished responses make room for waiting ones."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Cache, Decoding, Segment, extend
-from ascent.engines.language.sampling.draw import Drawn, Observe, Support
+from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.pages import Pages, Row, Schedule
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
+from ascent.engines.turns import Turns
 from ascent.policies.causal_lm import LanguageModel
 
 ROWS = {"cpu": 64, "cuda": 1024}
@@ -40,11 +41,15 @@ class LanguageSampler(Sampler):
         rows: int = 0,
         stops: Stops | None = None,
         room: int = 0,
+        most: int = 0,
     ):
-        """`room`: tokens that the cache may hold; 0: as many as these rows can need, or as fit on the device."""
+        """`room`: tokens that the cache may hold; 0: as many as these rows can need, or as fit on the device.
+
+        `most`: tokens that are drawn of a response with turns; 0: as many as the limit, which counts observations.
+        """
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
         self.support, self.stops = support or Support(), stops
-        self.rows, self.room = rows or ROWS.get(lm.device.type, 64), room
+        self.rows, self.room, self.most = rows or ROWS.get(lm.device.type, 64), room, most
         self.version = -1
         self.decoder: Callable[..., Any] = GroupDecoder if lm.shares else PlainDecoder
         if lm.shares and lm.device.type == "cuda":
@@ -52,8 +57,6 @@ class LanguageSampler(Sampler):
 
             graphs, self.note = graph_decoder(lm)  # why it decodes without graphs, where it does
             self.decoder = graphs or GroupDecoder
-        self.observe: Observe | None = None
-        """What answers a turn that has ended; None: its end token ends a response."""
         self.timeline, self._tickets = Timeline(), []
         """How many responses ran when, of the tickets since it was last taken."""
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
@@ -78,13 +81,26 @@ class LanguageSampler(Sampler):
             seeds = torch.randint(2**62, (len(prompts), samples), generator=stream).flatten()
         ids = [row[row >= 0].tolist() for row in prompts.prompt]
         own = None if prompts.limits is None else prompts.limits.clamp(max=limit).repeat_interleave(samples)
-        with self._prepared() as head:
-            how = (self.temperature, self.support, self.observe, self.stops, own)
+        with self._prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
+            how = (self.temperature, self.support, turns, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
             self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
         if self._tickets:  # an evaluation is no part of a step's rollouts
             self.timeline.add(drawn.timeline)
         return self._rollouts(prompts, samples, drawn)
+
+    @contextmanager
+    def _turns(
+        self, prompts: Prompts, samples: int, seeds: Tensor | None, limits: Tensor | None, limit: int
+    ) -> Iterator[Turns | None]:
+        """What answers the turns of these responses, if anything does. A greedy answer has the same luck every time."""
+        if prompts.play is None:
+            yield None
+            return
+        count = len(prompts) * samples
+        luck = list(range(count)) if seeds is None else seeds.tolist()
+        with closing(prompts.play(prompts, samples, luck)) as episodes:
+            yield Turns(episodes, torch.full((count,), limit) if limits is None else limits, self.most, limit)
 
     @contextmanager
     def _prepared(self) -> Iterator[Head]:
@@ -117,13 +133,11 @@ class LanguageSampler(Sampler):
         width = int(drawn.length.max())
         shape = (len(prompts), samples)
         present = torch.arange(width) < drawn.length.view(shape).unsqueeze(-1)
-        mask = present & ~drawn.observed[:, :width].view(present.shape)
+        said = {"mask": present, "present": present} if drawn.turns is None else drawn.turns.fields(shape, present)
         return Rollouts(
             prompt=prompts.prompt,
             problem=prompts.problem,
             response=drawn.token[:, :width].reshape(*shape, width),
-            mask=mask,
-            present=mask if self.observe is None else present,
             logp_sampler=drawn.logp[:, :width].reshape(*shape, width),
             limit=drawn.limit,
             limits=prompts.limits,
@@ -131,6 +145,7 @@ class LanguageSampler(Sampler):
             temperature=self.temperature,
             version=torch.full((*shape, 1), self.version),
             mass=None if drawn.mass is None else drawn.mass[:, :width].reshape(*shape, width),
+            **said,
         )
 
 
@@ -156,21 +171,26 @@ class GroupDecoder:
         self.hidden: dict[int, Tensor] = {}
         """The last hidden state of each encoded prompt, from which its samples draw their first token."""
         self.last: dict[int, int] = {}
-        """The token that each response feeds next: the one drawn last, or one of an observation."""
+        """The token that each response feeds next: the one drawn last, or the last of an observation."""
+        self.given: dict[int, list[int]] = {}
+        """By response, the tokens before that one which are not in its pages yet, though it has pages."""
 
     def __call__(self) -> None:
         schedule, before = self.schedule, None
         with ours(self.lm.model):
             while True:
+                self._hear(wait=False)
                 self._admit()
                 schedule.grow(1)
                 rows = schedule.running
                 self.drawn.timeline.see(len(rows))
                 if not rows:
-                    if schedule.waiting:
-                        continue
-                    self.drawn.timeline.stop()
-                    return
+                    if self.drawn.asked:
+                        self._hear(wait=True)
+                    elif not (schedule.waiting or schedule.ready):
+                        self.drawn.timeline.stop()
+                        return
+                    continue
                 now = [(row.response, len(row.pages)) for row in rows]
                 if now != before:
                     self.decoding.arrange(rows, schedule)
@@ -183,28 +203,28 @@ class GroupDecoder:
                 self._draw(hidden[:, 0], [row.response for row in rows])
 
     def _draw(self, hidden: Tensor, responses: list[int]) -> None:
-        """The next token of these responses; those that are over leave, and those that are answered are extended."""
+        """The next token of these responses; those that are over leave, and those that ask for an answer are parked."""
         tokens = self.drawn.next(hidden, responses).tolist()
-        answered: list[int] = []
-        for response, token, on in zip(responses, tokens, self.drawn.running(responses), strict=True):
-            self.last[response] = token
-            if not on:
-                self.schedule.end(response)
-            elif response in self.drawn.queue:
-                answered.append(response)
-        if answered:
-            self._observe(answered)
+        self.last |= dict(zip(responses, tokens, strict=True))
+        for response in self.drawn.ask(responses):
+            self.schedule.end(response)
+        if self.drawn.turns is not None:
+            for response in responses:
+                if response in self.drawn.turns.asked:
+                    self.schedule.park(response)
 
-    def _observe(self, responses: list[int]) -> None:
-        """Observations join their rows' caches, all but the last token, which is fed next."""
-        schedule, rows = self.schedule, [self.schedule.rows[response] for response in responses]
-        given = [[self.last[row.response], *self.drawn.queue.pop(row.response)] for row in rows]
-        for row, tokens in zip(rows, given, strict=True):
-            self.last[row.response] = tokens.pop()
-            row.length += len(tokens)
-        schedule.grow(1, rows)
-        stay = [(row, tokens) for row, tokens in zip(rows, given, strict=True) if row.response in schedule.rows]
-        self._extend([row for row, _ in stay], [tokens for _, tokens in stay])
+    def _hear(self, wait: bool) -> None:
+        """Responses that were answered want a lane again, but for those that are over.
+
+        An observation joins its row's cache, all but its last token, which is fed next.
+        """
+        for response, tokens in self.drawn.answers(wait):
+            if not tokens:
+                self.schedule.end(response)
+                continue
+            self.given[response] = [self.last[response], *tokens[:-1]]
+            self.last[response] = tokens[-1]
+            self.schedule.unpark(response, int(self.drawn.length[response]) - 1)
 
     def _extend(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """These tokens are the last of what their rows hold: into their pages."""
@@ -218,10 +238,18 @@ class GroupDecoder:
 
     def _admit(self) -> None:
         """Let waiting responses in while there is room; their first tokens come from their prompts."""
-        while entering := self.schedule.admit():
+        schedule = self.schedule
+        while True:
+            there = set(schedule.rows)
+            if not (entering := schedule.admit()):
+                return
             self._encode()
-            back = [row for row in entering if row.length]  # they were evicted
-            self._extend(back, [self.drawn.token[row.response, : row.length].tolist() for row in back])
+            back = [row for row in entering if row.length]  # they were parked, or evicted
+            given = [self.given.pop(row.response, []) for row in back]
+            for i, row in enumerate(back):
+                if row.response not in there:
+                    given[i] = self.drawn.token[row.response, : row.length].tolist()
+            self._extend(back, given)
             new = [row.response for row in entering if row.response not in self.last]
             if new:
                 self._draw(torch.stack([self.hidden[i // self.samples] for i in new]), new)
@@ -265,14 +293,14 @@ class PlainDecoder:
         tokens = torch.tensor([[0] * (width - len(p)) + p for p in ids], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in ids], device=device)
         cache = DynamicCache(config=self.lm.model.config)
+        observed: dict[int, list[int]] = {}
         while row:
             self.drawn.timeline.see(len(row))
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             out = self.lm.backbone(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
-            token = self.drawn.next(out.last_hidden_state[:, -1], row)
-            going = self.drawn.running(row)
+            token, going = self._next(out.last_hidden_state[:, -1], row, observed)
             if not all(going):
                 keep = torch.tensor([i for i, on in enumerate(going) if on], dtype=torch.long, device=device)
                 row, token, mask = [row[i] for i in keep], token[keep], mask[keep]
@@ -280,3 +308,18 @@ class PlainDecoder:
                     cache.reorder_cache(keep)  # type: ignore[arg-type]
             tokens = token[:, None]
             mask = torch.cat([mask, mask.new_ones(len(row), 1)], -1)
+
+    def _next(self, hidden: Tensor, row: list[int], observed: dict[int, list[int]]) -> tuple[Tensor, list[bool]]:
+        """The next token of these responses, drawn or of an observation, and which of them continue."""
+        token = torch.tensor([observed[response].pop(0) if observed.get(response) else -1 for response in row])
+        drawing = (token < 0).nonzero().flatten().tolist()
+        over: set[int] = set()
+        if drawing:
+            responses = [row[i] for i in drawing]
+            token[drawing] = self.drawn.next(hidden[drawing], responses).cpu()
+            over.update(self.drawn.ask(responses))
+        while self.drawn.asked:  # without a cache of our own nobody can be parked
+            for response, tokens in self.drawn.answers(wait=True):
+                observed[response] = list(tokens)
+                over.update([] if tokens else [response])
+        return token.to(hidden.device), [response not in over for response in row]
