@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Advantage,
         BatchNormalized,
         BestOnly,
+        ByTurn,
         Centered,
         Greedy,
         LeaveOneOut,
@@ -46,8 +47,10 @@ if TYPE_CHECKING:
     from ascent.records.run import Run
     from ascent.tasks.base import SmallTask
     from ascent.tasks.calls import Reward, batch
+    from ascent.tasks.environment import Environment, Step
     from ascent.tasks.small.lecture import Lecture
     from ascent.tasks.small.sort import Sort
+    from ascent.tasks.small.turns import Guess, Swaps
     from ascent.tasks.text.base import Graded, Problem, TextTask
     from ascent.tasks.text.countdown import Countdown
     from ascent.tasks.text.gsm8k import Gsm8k
@@ -71,6 +74,7 @@ _MODULES = {
     "workflows.labels": "make_pairs",
     "workflows.policy": "export sample",
     "tasks.base": "SmallTask",
+    "tasks.environment": "Environment Step",
     "tasks.text.base": "TextTask Problem Graded",
     "tasks.calls": "Reward batch",
     "policies.small": "Policy PerPosition Transformer",
@@ -79,7 +83,7 @@ _MODULES = {
     "core.config": "Config",
     "core.algorithms": "Algorithm ALGORITHMS",
     "core.advantages": "Advantage Raw Centered LeaveOneOut Normalized BestOnly RunningMean Greedy OptimalBaseline "
-    "BatchNormalized",
+    "BatchNormalized ByTurn",
     "core.losses": "Loss LogProb Ratio Clipped SequenceRatio Cispo",
     "core.weights": "Weights TokenMean SequenceMean SequenceSum FixedLength",
     "core.kl": "KL NoKL InLoss InReward",
@@ -94,6 +98,7 @@ _MODULES = {
     "policies.causal_lm": "CausalLM",
     "tasks.small.lecture": "Lecture",
     "tasks.small.sort": "Sort",
+    "tasks.small.turns": "Guess Swaps",
     "tasks.text.countdown": "Countdown",
     "tasks.text.gsm8k": "Gsm8k",
     "tasks.text.reasoning_gym": "ReasoningGym",

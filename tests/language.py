@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import string
 import subprocess
 import sys
@@ -141,7 +142,9 @@ class AtOnce:
         self.ready: list[tuple[int, Answer]] = []
 
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> AtOnce:
-        return AtOnce(self.answer)
+        made = AtOnce(self.answer)
+        made.turn_tokens = self.turn_tokens
+        return made
 
     def ask(self, response: int, turn: list[int]) -> None:
         tokens = self.so_far.setdefault(response, [])
@@ -156,6 +159,23 @@ class AtOnce:
 
     def close(self) -> None:
         self.ready = []
+
+
+class InAnyOrder(AtOnce):
+    """The same answers, in an order and after a number of looks that a seed decides."""
+
+    def __init__(self, answer: Callable[[int, list[int]], list[int]], seed: int):
+        super().__init__(answer)
+        self.seed, self.rng = seed, random.Random(seed)
+
+    def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> InAnyOrder:
+        return InAnyOrder(self.answer, self.seed)
+
+    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+        self.rng.shuffle(self.ready)
+        count = max(int(wait), self.rng.randint(0, 2) if self.rng.random() < 0.3 else 0)
+        arrived, self.ready = self.ready[:count], self.ready[count:]
+        return arrived
 
 
 def batch_of(lm: LanguageModel, samples: int = 4, **more: Any) -> Batch:

@@ -15,7 +15,7 @@ from ascent.engines.language.sampling.cache import Cache, Segment, extend
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.pages import Pages, Schedule
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from tests.language import AtOnce, model_of, prompts_of, sampler_of
+from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of
 
 # ---- who gets pages -------------------------------------------------------------------------------
 
@@ -167,7 +167,9 @@ def test_rows_take_low_pages_and_prompts_high_ones() -> None:
 DECODERS = [GroupDecoder, "graphs"]
 
 
-def draws(decoder: Any, lm: Any, samples: int = 4, observe: Any = None, **more: Any) -> tuple[Rollouts, list[Schedule]]:
+def draws(
+    decoder: Any, lm: Any, samples: int = 4, observe: Any = None, order: int | None = None, **more: Any
+) -> tuple[Rollouts, list[Schedule]]:
     made = sampler_of(lm, **{name: value for name, value in more.items() if name != "room"})
     own = graph_decoder(lm)[0] if decoder == "graphs" else decoder
     schedules: list[Schedule] = []
@@ -178,7 +180,8 @@ def draws(decoder: Any, lm: Any, samples: int = 4, observe: Any = None, **more: 
         return run
 
     made.decoder, made.room = keep, more.get("room", 0)
-    prompts = replace(Prompts.of(prompts_of()), play=None if observe is None else AtOnce(observe))
+    play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
+    prompts = replace(Prompts.of(prompts_of()), play=None if observe is None else play)
     return made.generate(prompts, samples), schedules
 
 
@@ -241,6 +244,46 @@ def test_rows_are_extended_evicted_and_come_back(decoder: Any, monkeypatch: pyte
         assert (schedule.evictions > 0) == (room > 0)
         assert len(schedule.pages) == schedule.pages.count, "every page came back"
         same(got, want)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_who_answers_first_changes_nothing(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are parked while their environment works, evicted there too, and come back in any order."""
+    lm = model_of()
+    want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
+    evictions = 0
+    for order, (together, rows, room) in enumerate(((8, 12, 0), (1, 5, 48), (4, 12, 60))):
+        monkeypatch.setattr(cuda, "ROUND", together)
+        observe = observing(lm.ends)
+        got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
+        evictions += schedule.evictions
+        assert len(schedule.pages) == schedule.pages.count and not schedule.away, "every page came back"
+        same(got, want)
+    assert evictions > 3
+
+
+@pytest.mark.parametrize("decoder", [*DECODERS, PlainDecoder])
+def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
+    """A turn of five tokens is asked about though it did not end; after nine drawn tokens a response is cut off."""
+    lm, asked = model_of(), []
+
+    def observe(response: int, tokens: list[int]) -> list[int]:
+        asked.append((response, len(tokens)))
+        return [7, 8, 9, 10]
+
+    play = AtOnce(observe)
+    play.turn_tokens = 5
+    made = sampler_of(lm, limit=40, rows=5)
+    made.decoder, made.most = graph_decoder(lm)[0] if decoder == "graphs" else decoder, 9
+    rollouts = made.generate(replace(Prompts.of(prompts_of()), play=play), 4)
+    assert (rollouts.length <= 9).all() and (rollouts.length == 9).any()
+    assert rollouts.truncated.all()
+    assert asked
+    assert rollouts.turn is not None
+    for mask, turn in zip(rollouts.mask.flatten(0, 1), rollouts.turn.flatten(0, 1), strict=True):
+        assert torch.bincount(turn[mask]).max() <= 5
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma", "Phi3"])

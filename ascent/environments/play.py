@@ -68,7 +68,9 @@ class Player:
                     continue
                 self.pool.end(episode)
                 if reply.step is None:
-                    raise Trouble(f"the environment cannot begin with the problem {problem.prompt!r:.80}: {reply.error}")
+                    raise Trouble(
+                        f"the environment cannot begin with the problem {problem.prompt!r:.80}: {reply.error}"
+                    )
                 return str(reply.step.observation)
 
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> "Conversations":

@@ -28,6 +28,8 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
             sources.append(f"{file}:{entry}")
         else:
             refuse(
-                f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN_TOOLS)}.", entry, BUILT_IN_TOOLS
+                f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN_TOOLS)}.",
+                entry,
+                BUILT_IN_TOOLS,
             )
     return tuple(sources)

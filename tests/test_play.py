@@ -1,0 +1,234 @@
+"""Conversations of language models: environments and tools in processes of their own."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ascent
+from ascent.core.loop import scored
+from ascent.core.types import Refused, Trouble
+from ascent.engines.backends import BACKENDS
+from ascent.policies.causal_lm import CausalLM
+from ascent.tasks.text.rows import Jsonl
+from tests.language import write_tiny
+
+WORLDS = """
+import os, time
+from ascent import Environment, Step
+
+
+class Talk(Environment):
+    def begin(self, problem, rng):
+        self.rng, self.turns = rng, 0
+        return f"hint {rng.randint(100, 999)}"
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns == 3:
+            return Step("over", reward=1.0, done=True, reason="three turns")
+        return Step(f"no {self.rng.randint(0, 9)}", reward=len(action) / 100)
+
+
+class Falls(Talk):
+    def step(self, action):
+        if self.rng.random() < 0.4:
+            raise ValueError("fell over")
+        return super().step(action)
+
+
+class Hangs(Talk):
+    def step(self, action):
+        if self.rng.random() < 0.4:
+            time.sleep(60)
+        return super().step(action)
+
+
+class NeverBegins(Environment):
+    def begin(self, problem, rng):
+        raise RuntimeError("no world today")
+"""
+LIMITS = {"max_turns": 4, "turn_tokens": 9, "max_tokens": 40, "max_prompt": 64, "check": "number"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("play")
+    write_tiny(folder / "tiny")
+    (folder / "worlds.py").write_text(WORLDS)
+    rows = [{"prompt": f"{a} + {b}?", "answer": str(a + b)} for a in range(6) for b in range(4)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> Any:
+    return CausalLM(model=str(place / "tiny"), dtype="float32").load(0)
+
+
+def task_of(place: Path, world: str = "", **more: Any) -> Jsonl:
+    environment = f"python:{place / 'worlds.py'}:{world}" if world else ""
+    return Jsonl(**{"source": str(place / "sums.jsonl"), "environment": environment, **LIMITS, **more})
+
+
+def language() -> Any:
+    return next(backend for backend in BACKENDS if backend.name == "language")
+
+
+def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3, **more: Any) -> tuple[Any, Any]:
+    from tests.language import sampler_of
+
+    task = task_of(place, world, **more)
+    with closing(language().bind(task, model, {})) as bound:
+        sampler = sampler_of(model, limit=task.room, rows=5)
+        sampler.most = task.max_tokens
+        drawn = bound.draw(prompts, torch.Generator().manual_seed(0))
+        return scored(bound, sampler.generate(drawn, samples)), bound
+
+
+def said(model: Any, batch: Any, p: int, s: int) -> list[str]:
+    """The observations of a response, in words with their special tokens."""
+    observed = batch.present[p, s] & ~batch.mask[p, s]
+    turn = batch.turn[p, s]
+    return [
+        model.tokenizer.decode(batch.response[p, s][observed & (turn == k)])
+        for k in range(int(turn[observed].max()) + 1)
+    ]
+
+
+def test_an_environment_of_a_file_answers_turns_and_pays_for_them(place: Path, model: Any) -> None:
+    (batch, errors), bound = play(place, model, "Talk")
+    assert not errors and bool(batch.valid.all())
+    assert not bool(batch.truncated.any())
+    assert bound.task.opening is not None
+    for p in range(3):
+        question = bound.question(batch, p)
+        assert "hint " in question.words, "what is said first stands in the prompt"
+        for s in range(4):
+            answers = said(model, batch, p, s)
+            assert len(answers) == 2 and all("no " in answer for answer in answers)
+            assert "turn 3: three turns" in batch.notes[p, s]
+            turn, mask = batch.turn[p, s], batch.mask[p, s]
+            assert int(turn[mask].max()) == 2
+            paid = [float(batch.reward[p, s][turn == k].sum()) for k in range(3)]
+            assert paid[2] >= 1.0 and all(0 <= part < 0.2 for part in paid[:2])
+    everything = {answer for p in range(3) for s in range(4) for answer in said(model, batch, p, s)}
+    assert len(everything) > 3, "each episode has its own luck"
+    assert batch.measured[-1] == "turns" and bool((batch.measures[..., -1] == 3).all())
+
+
+def test_a_tail_is_the_templates_own_and_what_was_drawn_stays(place: Path, model: Any) -> None:
+    """Turn by turn: drawn tokens, the end token where the turn was cut off, and the template's words around."""
+    (batch, _), _ = play(place, model, "Talk")
+    for p in range(3):
+        for s in range(4):
+            words = model.tokenizer.decode(batch.response[p, s][batch.present[p, s]])
+            tail = model.tokenizer.apply_chat_template(
+                [{"role": "assistant", "content": "x"}, {"role": "user", "content": "no 1"}],
+                tokenize=False,
+                add_generation_prompt=True,
+            ).split("x", 1)[1]
+            before, after = tail.split("no 1")
+            assert words.count(after) == 2 and before.strip() and before in words
+
+
+def test_the_log_probs_of_a_conversation_are_those_of_one_forward_pass(place: Path, model: Any) -> None:
+    (batch, _), _ = play(place, model, "Talk")
+    with torch.no_grad():
+        for p in range(3):
+            prompt = batch.prompt[p][batch.prompt[p] >= 0]
+            for s in range(4):
+                there, mask = batch.present[p, s], batch.mask[p, s]
+                ids = torch.cat([prompt, batch.response[p, s][there]])
+                logp = torch.log_softmax(model.model(ids[None]).logits[0].double(), -1)[len(prompt) - 1 : -1]
+                want = logp.gather(-1, batch.response[p, s][there][:, None])[:, 0]
+                assert (batch.logp_sampler[p, s][there] - want)[mask[there]].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("world", "why"), [("Falls", "ValueError: fell over"), ("Hangs", "longer than 0.5 s")])
+def test_an_environment_that_fails_makes_its_response_invalid_with_the_reason(
+    place: Path, model: Any, world: str, why: str
+) -> None:
+    (batch, _), _ = play(place, model, world, turn_seconds=0.5)
+    failed = ~batch.valid.flatten()
+    assert 0 < int(failed.sum()) < 12
+    for bad, note in zip(failed.tolist(), batch.notes.flatten().tolist(), strict=True):
+        assert (why in note) == bad
+
+
+def test_a_world_that_never_begins_stops_the_run_with_its_reason(place: Path, model: Any) -> None:
+    with pytest.raises(Trouble, match="no world today"):
+        play(place, model, "NeverBegins")
+
+
+def test_a_run_with_an_environment_trains_evaluates_and_resumes_to_the_bit(place: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {
+        "model": str(place / "tiny"),
+        "policy": "causal-lm",
+        "lr": 1e-3,
+        "preflight": False,
+        **LIMITS,
+    }
+    how |= {"prompts": 2, "samples": 2, "eval_prompts": 2, "eval_every": 1, "record_every": 1}
+    how["environment"] = f"python:{place / 'worlds.py'}:Talk"
+    task = f"jsonl:{place / 'sums.jsonl'}"
+    whole = ascent.train(task, steps=2, out=tmp_path / "whole", **how)
+    ascent.train(task, steps=2, out=tmp_path / "part", **how, checkpoint_every=1)
+    last = max((tmp_path / "part" / "checkpoints").glob("step_*"))
+    last.rename(tmp_path / "gone")
+    part = ascent.resume(tmp_path / "part")
+    one, two = (torch.cat([p.flatten() for p in run.policy.trained().values()]) for run in (whole, part))
+    assert torch.equal(one, two)
+    assert {row["turns"] for row in whole.metrics} == {3.0}
+
+
+# ---- tools ------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_answered_and_a_turn_without_one_ends_the_response(place: Path, model: Any) -> None:
+    task = task_of(place, tools=("calculator",))
+    with closing(language().bind(task, model, {})) as bound:
+        prompts = bound.draw(1, torch.Generator().manual_seed(0))
+        assert "calculator" in model.tokenizer.decode(prompts.prompt[0]), "the prompt says which tools there are"
+        with closing(prompts.play(prompts, 3, [1, 2, 3])) as episodes:
+            turns = ['<call>calculator {"expression": "12*12"}</call>', "<call>calculator {</call>", "144"]
+            for response, words in enumerate(turns):
+                episodes.ask(response, [*model.tokenize(words), model.end])
+            found: dict[int, Any] = {}
+            while len(found) < 3:
+                found |= dict(episodes.answers(wait=True))
+    assert "144" in model.tokenizer.decode(found[0].tokens) and "calls=1 unparsed=0" in found[0].note
+    assert "error" in model.tokenizer.decode(found[1].tokens) and "unparsed=1" in found[1].note
+    assert found[2].tokens == [] and found[2].error is None
+
+
+def test_the_last_turn_is_graded(place: Path, model: Any) -> None:
+    (batch, _), bound = play(place, model, "Talk")
+    turn = torch.where(batch.mask, batch.turn, -1)
+    graded = bound.task._responses(replace(batch))
+    for (problem, words), tokens, turns in zip(graded, batch.response.flatten(0, 1), turn.flatten(0, 1), strict=True):
+        assert words == bound.words(tokens[turns == 2].tolist()) and problem.answer
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tools": ("calculator",), "environment": "python:x.py:Y"}, "one of them answers a turn"),
+        ({"tools": ("calclator",)}, "calculator"),
+        ({"max_turns": 0}, "at least one turn"),
+        ({"turn_seconds": 0.0}, "some time"),
+        ({"max_context": 10}, "counts the prompt too"),
+    ],
+)
+def test_conversations_that_cannot_be_are_refused(place: Path, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        task_of(place, **settings)
