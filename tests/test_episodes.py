@@ -17,8 +17,8 @@ import cloudpickle
 import pytest
 
 from ascent.environments import processes
-from ascent.environments.episode import OBSERVATION, Source
-from ascent.environments.processes import LONGEST, OVER, Answer, Episodes, LocalEpisodes
+from ascent.environments.episode import OBSERVATION, Source, load_environment
+from ascent.environments.processes import LONGEST, OVER, Episodes, LocalEpisodes, Reply
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
@@ -282,9 +282,9 @@ def pool(odd: str) -> Iterator[Episodes]:
         yield pool
 
 
-def heard(pool: Any, count: int) -> dict[int, Answer]:
+def heard(pool: Any, count: int) -> dict[int, Reply]:
     """The next answers, by their episode."""
-    answers: list[Answer] = []
+    answers: list[Reply] = []
     while len(answers) < count:
         some = pool.answers(60.0)
         assert some, f"{count - len(answers)} are missing"
@@ -293,21 +293,21 @@ def heard(pool: Any, count: int) -> dict[int, Answer]:
     return {answer.episode: answer for answer in answers}
 
 
-def begun(pool: Any, count: int, prompt: str = "p", first: int = 0) -> dict[int, Answer]:
+def begun(pool: Any, count: int, prompt: str = "p", first: int = 0) -> dict[int, Reply]:
     for episode in range(first, first + count):
         pool.begin(episode, Problem(prompt), 7, episode)
     return heard(pool, count)
 
 
 @pytest.fixture(scope="module")
-def attacks(pool: Episodes) -> Iterator[dict[str, Answer]]:
+def attacks(pool: Episodes) -> Iterator[dict[str, Reply]]:
     """All of them at once, with an episode that does nothing odd beside each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "READING", 0.5)
         yield attack(pool)
 
 
-def attack(pool: Episodes) -> dict[str, Answer]:
+def attack(pool: Episodes) -> dict[str, Reply]:
     acts = [*BAD, *GOOD]
     begun(pool, 2 * len(acts))
     for episode, act in enumerate(acts):
@@ -334,19 +334,19 @@ def attack(pool: Episodes) -> dict[str, Answer]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("act", [*BAD, *BEGINS])
-def test_a_failed_call_is_the_error_of_its_episode(act: str, attacks: dict[str, Answer]) -> None:
+def test_a_failed_call_is_the_error_of_its_episode(act: str, attacks: dict[str, Reply]) -> None:
     step, error = attacks[act].step, attacks[act].error
     assert step is None and error is not None and re.search((BAD | BEGINS)[act], error), attacks[act]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("act", GOOD)
-def test_a_step_that_does_odd_things_and_yet_is_one(act: str, attacks: dict[str, Answer]) -> None:
+def test_a_step_that_does_odd_things_and_yet_is_one(act: str, attacks: dict[str, Reply]) -> None:
     assert (attacks[act].step, attacks[act].error) == (GOOD[act], None)
 
 
 @pytest.mark.long
-def test_what_failed_or_ended_leaves_no_process(attacks: dict[str, Answer], pool: Episodes) -> None:
+def test_what_failed_or_ended_leaves_no_process(attacks: dict[str, Reply], pool: Episodes) -> None:
     """The warm process and its keeper alone are left."""
     assert soon(lambda: len(marked()) == 2), marked()
     assert not pool.rows and not pool.files
@@ -369,9 +369,9 @@ def test_a_group_shares_its_beginning_and_nothing_later(pool: Episodes) -> None:
         pool.end(episode)
 
 
-def played(pool: Any, together: bool, count: int = 10) -> dict[tuple[int, int], Answer]:
+def played(pool: Any, together: bool, count: int = 10) -> dict[tuple[int, int], Reply]:
     """Everything that episodes answer, asked one after the other or all at once."""
-    found: dict[tuple[int, int], Answer] = {}
+    found: dict[tuple[int, int], Reply] = {}
     parts = [range(count)] if together else [range(e, e + 1) for e in reversed(range(count))]
     for part in parts:
         for turn in range(4):
@@ -462,7 +462,7 @@ def test_what_an_episode_started_ends_with_it_and_its_environment_may_close(
 
 def test_calls_that_nobody_can_answer(pool: Episodes, odd: str) -> None:
     pool.step(77, "go")
-    assert pool.answers(1.0) == [Answer(77, None, OVER, 0.0)]
+    assert pool.answers(1.0) == [Reply(77, None, OVER, 0.0)]
     pool.begin(0, Problem("p", columns={"f": lambda: 1}), 7, 0)
     assert "cannot be sent" in str(heard(pool, 1)[0].error)
     begun(pool, 1)
@@ -525,9 +525,10 @@ def test_sources_a_function_settings_and_an_object_of_ours(odd: str) -> None:
         (Source(odd.replace("Odd", "Broken")), "Broken made a Broken: an environment has begin and step"),
         (Source("__main__:Notebook", {}, sent), "^sent$"),
     ):
-        kinds = (LocalEpisodes, Episodes) if source.sent or source.settings.get("what") else (LocalEpisodes,)
-        for kind in kinds:
-            with closing(kind(source, LIMITS)) as pool:
+        pools: list[Any] = [LocalEpisodes(load_environment(source))]
+        pools += [Episodes(source, LIMITS)] if source.sent or source.settings.get("what") else []
+        for each in pools:
+            with closing(each) as pool:
                 (answer,) = begun(pool, 1).values()
                 assert re.search(words, str(answer.step.observation if answer.step else answer.error)), answer
 
@@ -540,7 +541,7 @@ def test_a_variable_that_the_user_names_is_seen(odd: str) -> None:
 
 
 def test_episodes_in_this_process_answer_the_same(pool: Episodes, odd: str) -> None:
-    with closing(LocalEpisodes(Source(odd))) as local:
+    with closing(LocalEpisodes(load_environment(Source(odd)))) as local:
         begun(local, 3)
         for episode, action in enumerate(("go", "crash", "a tuple")):
             local.step(episode, action)
@@ -548,7 +549,7 @@ def test_episodes_in_this_process_answer_the_same(pool: Episodes, odd: str) -> N
         assert answers[0].error is None and answers[2].step == GOOD["a tuple"]
         assert answers[1].step is None and re.search(BAD["crash"], str(answers[1].error))
         local.step(1, "go")
-        assert local.answers(60.0) == [Answer(1, None, OVER, 0.0)]
+        assert local.answers(60.0) == [Reply(1, None, OVER, 0.0)]
         with pytest.raises(ValueError, match="has begun already"):
             local.begin(0, Problem("p"), 7, 0)
 

@@ -94,8 +94,9 @@ class Config:
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
             )
-        if self.old_logp == "auto" and self.algorithm.correction.on:
-            object.__setattr__(self, "old_logp", "learner")  # a correction weighs the gap between the two
+        if self.old_logp == "auto" and (self.algorithm.correction.on or self.task.plays):
+            # A correction weighs the gap between the two. Who is decoded beside whom depends on who answers first.
+            object.__setattr__(self, "old_logp", "learner")
         if self.old_logp == "sampler" and self.algorithm.correction.on:
             raise Refused(
                 f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "

@@ -46,6 +46,11 @@ class Task(Protocol):
         """How a wrong response can earn the whole reward, where that is known."""
         return None
 
+    @property
+    def plays(self) -> bool:
+        """Are turns of its responses answered by processes, each at its own speed?"""
+        return False
+
     def check_prompts(self, prompts: int) -> None:
         """Refuse a number of prompts per step that the task cannot draw."""
         return None

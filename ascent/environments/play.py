@@ -16,8 +16,7 @@ import torch
 from ascent.core.types import Prompts, Rollouts, Scores, Trouble
 from ascent.environments.choose import ToolChat
 from ascent.environments.episode import Source
-from ascent.environments.local import LocalEpisodes, Reply
-from ascent.environments.processes import Episodes
+from ascent.environments.processes import Episodes, LocalEpisodes, Reply
 from ascent.environments.template import Tail
 from ascent.environments.tools import COUNTED, Tools, load_tool, read_counts, schemas_of
 from ascent.tasks.base import BoundBase

@@ -22,11 +22,12 @@ import socket
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ascent.environments.episode import NUMBER, Player, Source, load_environment
+from ascent.environments.episode import NUMBER, Player, Source
 from ascent.tasks.calls import LARGEST, REASON, error_words, whole_text
 from ascent.tasks.environment import Step
 from ascent.tasks.keeper import START, Kept, Limits, framed, hang_up
@@ -39,7 +40,7 @@ READING = 5.0
 OVER = "its episode is over, or has not begun"
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What became of a call."""
 
     episode: int
@@ -64,7 +65,7 @@ class Episodes:
         """Those whose call is under way."""
         self.poll, self.files = select.poll(), dict[int, int]()
         """Whom to listen to: their files, and to which episode each belongs."""
-        self.done: list[Answer] = []
+        self.done: list[Reply] = []
         self.warm: _Warm | None = None
         self.kept: list[Kept] = []
         """The warm process, and before it in the list those that died."""
@@ -85,7 +86,7 @@ class Episodes:
     def step(self, episode: int, action: str) -> None:
         self._check_owner()
         if episode not in self.rows:
-            self.done.append(Answer(episode, None, OVER, 0.0))
+            self.done.append(Reply(episode, None, OVER, 0.0))
         elif self.rows[episode].frame:
             raise ValueError(f"episode {episode} has not answered yet")
         else:
@@ -102,7 +103,7 @@ class Episodes:
         if row is not None and row.line is not None:
             hang_up(row.line.socket)
 
-    def answers(self, wait: float) -> list[Answer]:
+    def answers(self, wait: float) -> list[Reply]:
         """What has been answered; waits at most so many seconds for the first, and not where nothing was asked."""
         self._check_owner()
         until = time.monotonic() + wait
@@ -254,7 +255,7 @@ class Episodes:
         else:
             row.frame = b""
             self._release(episode)
-            self.done.append(Answer(episode, step, None, seconds))
+            self.done.append(Reply(episode, step, None, seconds))
 
     def _hear_warm(self, warm: "_Warm", event: int) -> None:
         for reply in warm.line.hear(event):
@@ -298,7 +299,7 @@ class Episodes:
         """The error of an episode, which is over: its process ends."""
         took = time.monotonic() - self.rows[episode].asked if episode in self.busy else 0.0
         self.end(episode)
-        self.done.append(Answer(episode, None, error, took if seconds is None else seconds))
+        self.done.append(Reply(episode, None, error, took if seconds is None else seconds))
 
 
 def _end_all(rows: dict[int, "_Row"], kept: list[Kept], owner: int) -> None:
@@ -422,10 +423,10 @@ class _Warm(Kept):
 class LocalEpisodes:
     """The same for environments that are trusted, in this process: no limits, and every call is answered at once."""
 
-    def __init__(self, source: Source, limits: Limits | None = None, most: int = 0):
-        self.make = load_environment(source)
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
         self.players: dict[int, Player] = {}
-        self.done: list[Answer] = []
+        self.done: list[Reply] = []
 
     def begin(self, episode: int, problem: Problem, shared: int, own: int) -> None:
         if episode in self.players:
@@ -435,7 +436,7 @@ class LocalEpisodes:
 
     def step(self, episode: int, action: str) -> None:
         if episode not in self.players:
-            self.done.append(Answer(episode, None, OVER, 0.0))
+            self.done.append(Reply(episode, None, OVER, 0.0))
         else:
             self._call(episode, "step", action)
 
@@ -447,9 +448,9 @@ class LocalEpisodes:
             words = whole_text(error_words(error))
         if words is not None:
             self.end(episode)
-        self.done.append(Answer(episode, step, words, time.monotonic() - began))
+        self.done.append(Reply(episode, step, words, time.monotonic() - began))
 
-    def answers(self, wait: float) -> list[Answer]:
+    def answers(self, wait: float) -> list[Reply]:
         done, self.done = self.done, []
         return done
 

@@ -17,8 +17,10 @@ class BaseTask:
     in_order: ClassVar[bool] = False
     """Its problems come in one order, from a stream: each step takes the next ones."""
 
-    turn_tokens: ClassVar[int] = 0
-    """The most tokens of a turn, where responses have several; 0: no limit of its own."""
+    @property
+    def plays(self) -> bool:
+        """Are turns of its responses answered by processes, each at its own speed?"""
+        return False
 
     def episode(self) -> Any:
         """A new `tasks.environment.Environment` for a response of several turns; None: a response is one turn."""
