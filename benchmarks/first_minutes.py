@@ -92,7 +92,14 @@ def overhead(model: Path, folder: Path, calls: int) -> float:
                 begin = time.perf_counter()
                 gradings[name](problems)
                 times[name] += [time.perf_counter() - begin] if turn else []  # in the first, processes start
-    small = {"max_tokens": 16, "steps": 6, "eval_prompts": 1, "show": False, "preflight": False, "threads": 1}
+    small = {
+        "max_tokens": 16,
+        "steps": min(calls, 4) + 2,
+        "eval_prompts": 1,
+        "show": False,
+        "preflight": False,
+        "threads": 1,
+    }
     run = ascent.train(rows, model=model, reward=space["brevity"], algorithm="grpo", **small, out=folder / "run")
     step = statistics.median(line["time/step"] for line in run.metrics[1:-1])
     both = ", ".join(f"{name} {statistics.median(spent):.4f} s" for name, spent in times.items())

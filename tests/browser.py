@@ -6,11 +6,8 @@ import asyncio
 import io
 import os
 import re
-import select
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +18,11 @@ from typing import Any
 import pytest
 
 from ascent.lab.server import lab_server
+from ascent.records.folder import is_locked
 from ascent.web.guard import prefix_of
 from ascent.web.secret import kept_secret
 from benchmarks.labs import BROWSERS
+from tests.processes import ascent_process
 
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+/\?token=\S+)\n")
 MISSING = "no Chromium is installed: `make browser` installs it, or says how"
@@ -77,34 +76,23 @@ def until(what: Callable[[], Any], seconds: float = 60) -> None:
 
 
 class Lab:
-    """`ascent lab` as a process, which can be killed and started again on the same port."""
+    """`ascent lab` as a process, a fork of this one, which can be killed and started again on the same port."""
 
     def __init__(self, runs: Path, opening: str = "--no-open"):
         self.runs, self.port, self.opening = runs, 0, opening
         self.start()
 
     def start(self) -> None:
-        call = [sys.executable, "-m", "ascent", "lab", self.opening, "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [*call, "--runs", str(self.runs)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parents[1],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout is not None
-        self.said = ""
+        call = ["lab", self.opening, "--port", self.port, "--runs", self.runs]
+        self.process = ascent_process(self.runs.parent / "lab", *call)
         self.port = int(self.address.split(":")[2].partition("/")[0])
 
     @property
     def address(self) -> str:
         """The newest address: each opens one browser, and the lab prints another one before it answers."""
-        assert self.process.stdout is not None
-        pipe = self.process.stdout.fileno()
-        while not (printed := ADDRESS.findall(self.said)) or select.select([pipe], [], [], 0)[0]:
-            more = os.read(pipe, 4096).decode()
-            assert more, self.said
-            self.said += more
+        until(lambda: ADDRESS.search(self.process.stdout) or self.process.poll() is not None)
+        printed = ADDRESS.findall(self.process.stdout)
+        assert printed, self.process.stdout + self.process.stderr
         return printed[-1]
 
     @property
@@ -112,18 +100,14 @@ class Lab:
         return f"http://127.0.0.1:{self.port}{prefix_of(kept_secret(self.runs)[0], self.port)}"
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
     def stop_trainings(self) -> None:
         """End what trainings are left, each by its own pid."""
         for lock in self.runs.glob("*/.lock"):
-            with_pid = lock.read_text().strip()
-            command = Path(f"/proc/{with_pid}/cmdline")
-            if with_pid and command.exists() and b"ascent.lab.figures.training.trainings" in command.read_bytes():
-                os.kill(int(with_pid), signal.SIGKILL)
+            if is_locked(lock.parent):
+                os.kill(int(lock.read_text()), signal.SIGKILL)
 
 
 class ThreadLab(Lab):

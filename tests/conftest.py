@@ -51,6 +51,7 @@ from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
 from ascent.policies.small import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
 from ascent.tasks.base import BoundBase  # noqa: E402
 from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
+from tests.warm_python import warm_python  # noqa: E402, F401
 
 for protocol in (Task, Sampler, Learner, Records, BoundTask):  # Python 3.12 and later want it said of each
     runtime_checkable(protocol)

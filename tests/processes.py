@@ -16,38 +16,41 @@ from pathlib import Path
 from typing import Any
 
 
+def as_a_program(program: Callable[[], Any], *files: int) -> int:
+    """Run it in this process, a fork, as Python runs one in a session of its own, with these files as 0, 1 and 2."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
+    try:
+        return int(program() or 0)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # as Python does at its end: threads and workers end first
+
+
 class Forked:
     """A fork of this process that runs a program in a session of its own, as far as `subprocess.Popen` offers it."""
 
     def __init__(self, program: Callable[[], Any], folder: Path, cwd: Path | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.outputs = [folder / "stdout", folder / "stderr"]
+        for path in self.outputs:
+            path.write_bytes(b"")  # may be read at once, and holds nothing of an earlier process
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._live(program, cwd))
-
-    def _live(self, program: Callable[[], Any], cwd: Path | None) -> int:
-        os.setsid()
-        if cwd is not None:
-            os.chdir(cwd)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, path in enumerate(self.outputs, start=1):
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, number)
-        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-        sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), write_through=True)
-        try:
-            return int(program() or 0)
-        except SystemExit as ended:
-            return int(ended.code or 0)
-        except BaseException:
-            traceback.print_exc()
-            return 70
-        finally:
-            threading._shutdown()  # type: ignore[attr-defined]  # as Python does at its end: threads and workers end first
+            if cwd is not None:
+                os.chdir(cwd)
+            os._exit(as_a_program(program, 0, *(os.open(path, os.O_WRONLY) for path in self.outputs)))
 
     def poll(self) -> int | None:
         if self.returncode is None:

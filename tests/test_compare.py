@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -231,7 +232,8 @@ def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pyt
 def test_interrupted_on_all_cores_and_gone_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C reaches the command and its workers alike, as in a terminal."""
+    """Ctrl-C reaches the command and its workers alike, as in a terminal. Workers are forks, which load nothing."""
+    monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
     command = ["compare", "lecture", "--algorithms", "reinforce,grpo"]
     command += ["--seeds", "1", "--steps", "30", "--jobs", "2", "--out", "c"]
     process = ascent_process(tmp_path / "output", *command, cwd=tmp_path)

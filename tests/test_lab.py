@@ -63,11 +63,11 @@ def stranger(guard: Guard) -> TestClient:
 
 
 @pytest.fixture
-def client(guard: Guard) -> TestClient:
+def client(guard: Guard) -> Iterator[TestClient]:
     """Has been let in."""
-    found = TestClient(guard, base_url=BASE + guard.root, follow_redirects=False, headers={"origin": BASE})
-    assert found.get(guard.address).status_code == 200
-    return found
+    with TestClient(guard, base_url=BASE + guard.root, follow_redirects=False, headers={"origin": BASE}) as found:
+        assert found.get(guard.address).status_code == 200
+        yield found
 
 
 # ---- the guard ------------------------------------------------------------------------------------------

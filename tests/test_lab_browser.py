@@ -32,10 +32,12 @@ PAGES = ["/", *(f"/figure/{name}" for name in FIGURES), "/lesson/which-method"]
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, warm_python: Any) -> Iterator[Lab]:
     chromium()
-    found = Lab(tmp_path_factory.mktemp("lab") / "runs")
-    yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ascent.lab.figures.training.trainings.sys", warm_python)
+        found = Lab(tmp_path_factory.mktemp("lab") / "runs")
+        yield found
     found.stop_trainings()
     found.kill()
 
@@ -567,6 +569,7 @@ def test_the_token_is_on_no_command_line_and_its_file_leads_in(
     (tmp_path / "browser").write_text(f'#!/bin/sh\necho "$*" > {told}.new; mv {told}.new {told}; sleep 5\n')
     (tmp_path / "browser").chmod(0o700)
     monkeypatch.setenv("BROWSER", f"{tmp_path / 'browser'} %s &")
+    monkeypatch.setattr("webbrowser._tryorder", None)  # as in a new process: BROWSER is read on the first use
     lab = Lab(tmp_path / "runs", "--open")
     try:
         until(told.exists, 30)

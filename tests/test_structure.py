@@ -117,6 +117,7 @@ def first(*modules):  # imports these before the package itself, as if it were n
     return ascent
 ascent = first("ascent.api", "ascent.core.loop")
 print(ascent.train.__module__, ascent.Run.__name__)
+import ascent.lab.figures.training.trainings  # the lab starts it as a program
 ascent = first("ascent.workflows.evaluate", "ascent.records.evaluation")
 print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)
 """

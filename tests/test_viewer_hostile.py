@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from starlette.testclient import TestClient
 import ascent
 from ascent.core.types import Refused
 from ascent.lab.curves import Library, curves
+from ascent.lab.pages.compare import page as compare
 from ascent.lab.pages.compare.comparison import Comparison
 from ascent.lab.pages.runs.page import read_note, write_note
+from ascent.lab.report import page as report
 from ascent.lab.server import application
 from ascent.records.columns import Columns, bucket_starts, bucket_width, parse
 from ascent.records.folder import RunFolder, is_locked
@@ -229,11 +231,36 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(root: Path) -> TestClient:
+def client(root: Path) -> Iterator[TestClient]:
     guard = Guard(application(root), host_names("127.0.0.1", 8321), b"s" * 32, base := "http://127.0.0.1:8321")
     client = TestClient(guard, base_url=base + guard.root, headers={"origin": base}, raise_server_exceptions=False)
-    client.get(guard.address)
-    return client
+    with client:  # one event loop for all requests
+        client.get(guard.address)
+        yield client
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_picture_once() -> Iterator[None]:
+    """Most damages are not in the curves: a chart of lines that were drawn before is not drawn again."""
+    drawn: dict[str, Any] = {}
+
+    def chart(*given: Any) -> Any:
+        return kept(repr(given), lambda: draw_chart(*given))
+
+    def picture(found: Comparison, chosen: Any, *more: Any) -> bytes:
+        seen = repr((found.curves(*chosen), list(found.groups), chosen, more)) if chosen.metrics else ""
+        return kept(seen, lambda: draw(found, chosen, *more))
+
+    def kept(key: str, make: Callable[[], Any]) -> Any:
+        if key not in drawn:
+            drawn[key] = make()
+        return drawn[key]
+
+    draw, draw_chart = compare.picture, report.chart
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "chart", chart)
+        patch.setattr(compare, "picture", picture)
+        yield
 
 
 def test_one_damaged_run_costs_no_other_its_row(client: TestClient) -> None:
