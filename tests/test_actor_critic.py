@@ -32,21 +32,25 @@ def rise(run: Any) -> tuple[float, float]:
         ("ppo", {"critic": "shared-critic", "minibatches": 2}),
         ("ppo", {"reward": "process", "advantage.lam": 0.5, "minibatches": 2}),
         ("ppo", {"end": True, "advantage.bootstrap": True, "minibatches": 2, "critic.clip": 0.5}),
-        ("trpo", {"update.delta": 0.05}),
-        ("trpo", {"update.delta": 0.05, "advantage": "gae", "critic": "own-critic", "critic.steps": 5}),
+        ("trpo", {}),
+        ("trpo", {"advantage": "gae", "critic": "own-critic", "critic.steps": 5}),
     ],
     ids=str,
 )
 def test_the_transformer_learns(row: str, more: dict[str, Any], tmp_path: Path) -> None:
     """Three numbers out of four, in a few seconds: the reward rises by far more than chance would have it."""
-    size = {"steps": 25} if row == "trpo" else {"steps": 45, "lr": 5e-3}
-    run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm=row, **TINY_SORT, **size, **more)
+    sizes = {
+        "trpo": {"steps": 14, "prompts": 8, "update.delta": 0.1},
+        "ppo": {"steps": 30, "lr": 7e-3},
+        "actor-critic": {"steps": 45, "lr": 5e-3},
+    }
+    run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm=row, **TINY_SORT | sizes[row] | more)
     before, after = rise(run)
     assert after > before + 0.3, (before, after)
     if ("critic" in more or row != "trpo") and "advantage.bootstrap" not in more:
         assert run.metrics[-1]["value/loss"] < run.metrics[0]["value/loss"]
     if row == "trpo":
-        assert max(line["trust_region/kl"] for line in run.metrics) <= 0.05
+        assert max(line["trust_region/kl"] for line in run.metrics) <= 0.1
         assert all(line["trust_region/accepted"] == 1 for line in run.metrics if line["frac_reward_zero_std"] < 1)
 
 

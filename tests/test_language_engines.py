@@ -292,12 +292,15 @@ EXACT = replace(ALGORITHMS["grpo"], kl=InLoss("exact", 0.3), exploration=Constan
 @pytest.mark.parametrize("algorithm", [*(ALGORITHMS[r] for r in ROWS), EXACT], ids=[*ROWS, "exact KL and entropy"])
 def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
     """Any token budget, checkpointed or not, shared or plain: the same objective and the same gradient."""
+    budgets = (
+        (1, 7, 12, 20, 33) if algorithm in (ALGORITHMS["grpo"], EXACT) else (7,)
+    )  # no row is split in a way of its own
     lm = model_of()
     batch = awkward(lm)
     whole = None
     for budget, checkpointing, share in (
         (0, False, True),
-        *((n, False, True) for n in (1, 7, 12, 20, 33)),
+        *((n, False, True) for n in budgets),
         (12, True, True),
         (0, False, False),
         (12, True, False),
@@ -528,7 +531,7 @@ def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
 
 @pytest.mark.long
 @pytest.mark.unchecked
-@pytest.mark.parametrize(("seed", "delta"), [(0, 1e-4), (1, 1e-4), (2, 0.01), (3, 0.01), (0, 0.3), (1, 0.3)])
+@pytest.mark.parametrize(("seed", "delta"), [(0, 1e-4), (2, 0.01), (1, 0.3)])
 def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: float) -> None:
     """The KL is measured here by another way: whole distributions of the plain form."""
     lm = model_of(seed=seed)

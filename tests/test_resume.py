@@ -42,26 +42,28 @@ from ascent.settings import configure
 from tests.processes import Forked, ascent_process
 
 LECTURE = {"samples": 4, "epochs": 2, "minibatches": 3, "steps": 8, "checkpoint_every": 3, "record_every": 2}
+SHORT = LECTURE | {"steps": 5, "checkpoint_every": 2}
+"""Three checkpoints too, the last one at the end."""
 SORT = {"length": 3, "numbers": 4, "end": True, "prompts": 4, "samples": 3, "minibatches": 2, "eval_prompts": 5}
-SMALL = {"policy.width": 8, "policy.layers": 1, "policy.heads": 2, "steps": 7, "checkpoint_every": 3, "record_every": 3}
+SMALL = {"policy.width": 8, "policy.layers": 1, "policy.heads": 2, "steps": 5, "checkpoint_every": 2, "record_every": 3}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "running mean": ("lecture", {**LECTURE, "algorithm": "reinforce-baseline", "keep": 1}),
+    "running mean": ("lecture", {**SHORT, "algorithm": "reinforce-baseline", "keep": 1}),
     "adaptive KL in the loss, moving average": (
         "lecture",
         {**LECTURE, "algorithm": "grpo", "kl": "in-loss", "kl.target": 0.01, "reference": "moving-average"},
     ),
     "adaptive KL in the reward, renewed reference": (
         "lecture",
-        {**LECTURE, "algorithm": "rloo", "kl.target": 0.02, "reference": "every", "reference.n": 4},
+        {**SHORT, "algorithm": "rloo", "kl.target": 0.02, "reference": "every", "reference.n": 3},
     ),
     "PPO with a critic of its own": (
         "lecture",
-        {**LECTURE, "algorithm": "ppo", "critic.clip": 0.2, "critic.steps": 2, "reward": "process"},
+        {**SHORT, "algorithm": "ppo", "critic.clip": 0.2, "critic.steps": 2, "reward": "process"},
     ),
     "actor-critic on one backbone": ("sort", {**SORT, **SMALL, "algorithm": "actor-critic", "critic": "shared-critic"}),
     "a trust region with a critic": (
         "lecture",
-        {**LECTURE, "epochs": 1, "minibatches": 1, "algorithm": "trpo", "advantage": "gae", "critic": "own-critic"},
+        {**SHORT, "epochs": 1, "minibatches": 1, "algorithm": "trpo", "advantage": "gae", "critic": "own-critic"},
     ),
     "transformer that sorts": (
         "sort",

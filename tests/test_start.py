@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,32 @@ def world(kind: str, tmp_path: Path, model: Path) -> tuple[dict[str, str], dict[
 SOME = ("no reference", "a frozen reference", "a reward model")
 
 
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Writes a run to start from. Those with the same settings are trained once."""
+    made: dict[str, Path] = {}
+
+    def write(kind: str, task: str, folder: Path, settings: dict[str, Any], own: dict[str, Any]) -> None:
+        key = repr((kind, own))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("source") / "run"
+            ascent.train(task, out=made[key], **settings | own)
+        shutil.copytree(made[key], folder)
+
+    return write
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "case"), [*(("small", case) for case in SOME), *(("language", case) for case in CASES)]
 )
 def test_a_run_resumes_when_what_it_started_from_is_gone(
-    kind: str, case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source_of: Any
 ) -> None:
     (tasks, settings), own = world(kind, tmp_path, tiny_folder), CASES[case]
     first = {key: value for key, value in own.items() if key.startswith("policy.")}
-    ascent.train(
-        tasks["samples"],
-        out=tmp_path / "source",
-        **settings | first | {"algorithm": "reinforce", "samples": 2, "lr": 0.01},
-    )
+    first |= {"algorithm": "reinforce", "samples": 2, "lr": 0.01}
+    source_of(kind, tasks["samples"], tmp_path / "source", settings, first)
     settings = (
         settings | own | {"init": str(tmp_path / "source")} | ({} if own["algorithm"] in OFFLINE else {"samples": 2})
     )

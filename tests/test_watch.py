@@ -527,9 +527,15 @@ def test_the_course_is_stuck(tmp_path: Path) -> None:
 SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
     "the lecture": ("lecture", {}),
     "grpo": ("lecture", {"algorithm": "grpo", "seed": 2, "reference": "every", "steps": 60}),
-    "three numbers": ("sort", {"length": 3, "numbers": 4, "steps": 100, **SMALL}),
-    "all or nothing": ("sort", {"length": 2, "numbers": 4, "steps": 100, "reward": "exact", **SMALL}),
-    "a reward of one's own": ("sort", {"length": 3, "numbers": 4, "steps": 100, "reward": "own", **SMALL}),
+    "three numbers": ("sort", {"length": 3, "numbers": 4, "steps": 80, "eval_prompts": 200, **SMALL}),
+    "all or nothing": (
+        "sort",
+        {"length": 2, "numbers": 4, "steps": 80, "eval_prompts": 200, "reward": "exact", **SMALL},
+    ),
+    "a reward of one's own": (
+        "sort",
+        {"length": 3, "numbers": 4, "steps": 80, "eval_prompts": 200, "reward": "own", **SMALL},
+    ),
 }
 
 
