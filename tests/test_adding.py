@@ -70,7 +70,7 @@ def passed(files: list[str], keyword: str) -> dict[str, int]:
 
 def check_credit() -> None:
     """Its class with its bias, its About and its golden: the rest reads these."""
-    from ascent.explain.readme import with_menu
+    from ascent.explain.menu_page import with_menu
     from ascent.lab.figures import all_figures
     from ascent.settings import configure
 
@@ -78,8 +78,8 @@ def check_credit() -> None:
     page = printed("explain", "halved")
     assert "The reward minus a share of its group's mean." in page and "Bias: in length only, by the share" in page
     assert "\n  halved " in printed("list")
-    readme = Path("README.md").read_text()
-    assert "halved (share)" in with_menu(readme) and "halved (share)" not in readme
+    page = Path("docs/menu.md").read_text()
+    assert "halved (share)" in with_menu(page) and "halved (share)" not in page
     for name, control in (("trajectory", "credit"), ("variance", "baseline"), ("training", "a.credit")):
         controls = {c.name: c for c in all_figures()[name].controls}
         assert ("halved", "half of the mean") in controls[control].options  # type: ignore[union-attr]
@@ -147,8 +147,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     copy = tmp_path_factory.mktemp("house")
     for folder in ("ascent", "tests", "benchmarks"):
         shutil.copytree(HOUSE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "pyproject.toml"):
-        shutil.copy(HOUSE / name, copy)
+    (copy / "docs").mkdir()
+    for name in ("docs/menu.md", "pyproject.toml"):
+        shutil.copy(HOUSE / name, copy / name)
     for addition in ADDITIONS.values():
         for name, edits in addition.edits.items():
             path = copy / name

@@ -40,7 +40,7 @@ from ascent.explain import explain as module
 from ascent.explain.about import ABOUT_ALGORITHMS, bias_of
 from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS
 from ascent.explain.explain import explanation, formula, menu_text, objective_in_words, verdict
-from ascent.explain.readme import with_menu
+from ascent.explain.menu_page import with_menu
 from ascent.settings import configure
 from ascent.tasks.files import load_python
 
@@ -385,11 +385,11 @@ def test_menu_text_has_every_name_with_a_line() -> None:
     assert all(f"--{axis}" in text for axis in MENU) and "no description" not in text
 
 
-def test_the_readme_has_the_menu_of_today() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    assert with_menu(text) == text, "run python -m ascent.explain.readme README.md"
+def test_the_page_of_the_menu_has_the_menu_of_today() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "menu.md").read_text()
+    assert with_menu(text) == text, "run python -m ascent.explain.menu_page docs/menu.md"
     with pytest.raises(Refused, match="no place for the menu"):
-        with_menu("a README without markers")
+        with_menu("a page without markers")
 
 
 def test_lines_fit_a_terminal() -> None:

@@ -45,10 +45,10 @@ def test_every_axis_of_the_menu_has_a_public_base_class() -> None:
     assert [axis for axis, menu in MENU.items() if not any(set(cls.__mro__) & public for cls in menu)] == []
 
 
-def test_the_choice_that_readme_shows_works(tmp_path: Path) -> None:
+def test_the_choice_that_the_page_of_the_menu_shows_works(tmp_path: Path) -> None:
     """Its code block, as a file, chosen on the command line with its field set."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    block = re.search(r"```python\n(# my_credit\.py.*?)```", readme, re.DOTALL)
+    page = (Path(__file__).parent.parent / "docs" / "menu.md").read_text()
+    block = re.search(r"```python\n(# my_credit\.py.*?)```", page, re.DOTALL)
     assert block is not None
     (tmp_path / "my_credit.py").write_text(block[1])
     config = configure("sort", {"advantage": f"python:{tmp_path}/my_credit.py:Scaled", "advantage.factor": 0.1})

@@ -35,6 +35,8 @@ from ascent.tasks.text.answers import CHECKS
 
 ROOT = Path(__file__).parents[1]
 GUIDES = {
+    "command-line": "The command line",
+    "menu": "The menu in three tables",
     "language-models": "Language models",
     "environments": "Conversations and tools",
     "python": "Python and notebooks",
@@ -45,6 +47,7 @@ GUIDES = {
     "lab": "The lab",
     "viewer": "The viewer",
     "performance": "Performance",
+    "trust": "Why trust it",
 }
 ROOMS = {
     "api": "Training",

@@ -47,12 +47,12 @@ WORKS = [
     "show run",
     "eval run",
 ]
+CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def ascent_of(python: Path, command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     call = [str(python.parent / "ascent"), *command.split()]
-    return subprocess.run(call, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    return subprocess.run(call, cwd=folder, env=CLEAN, capture_output=True, text=True, check=False)
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
         python = folder / "env" / "bin" / "python"
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True)
+        subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True, env=CLEAN)
         for file, text in FILES.items():
             (folder / file).write_text(text)
         for command in [*WORKS, "demo"]:

@@ -1,4 +1,4 @@
-"""Writes the menu into README.md, between its two markers: python -m ascent.explain.readme README.md"""
+"""Writes the menu into docs/menu.md, between its two markers: python -m ascent.explain.menu_page docs/menu.md"""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from ascent.core.types import Refused
 from ascent.explain.explain import describe_choices, objective_in_words
 from ascent.settings import field_docs
 
-BEGIN = "<!-- menu: written by `python -m ascent.explain.readme README.md` -->"
+BEGIN = "<!-- menu: written by `python -m ascent.explain.menu_page docs/menu.md` -->"
 END = "<!-- end of the menu -->"
 DATA = {"demonstrations": "demonstrations", "pairs": "preference pairs", "steps": "labelled steps"}
 COLUMNS = ("advantage", "loss", "weights")
@@ -62,15 +62,15 @@ def menu_markdown() -> str:
     return "\n".join(lines)
 
 
-def with_menu(readme: str) -> str:
+def with_menu(page: str) -> str:
     """This text with the current menu between its markers."""
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise Refused(f"there is no place for the menu: add the lines {BEGIN} and {END} to the README")
+        raise Refused(f"there is no place for the menu: add the lines {BEGIN} and {END} to the page")
     return f"{before}{BEGIN}\n{menu_markdown()}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "README.md")
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/menu.md")
     path.write_text(with_menu(path.read_text()))
