@@ -201,10 +201,10 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers are forks of this process, which first loads everything where all tests are run."""
-    from tests.forked_workers import fork_workers, load_everything
+    from tests.forked_workers import fork_workers, load_tests
 
     if not config.option.file_or_dir:
-        load_everything()
+        load_tests(config)
     config.get_terminal_writer().flush()  # what waits to be written would be written by every fork
     fork_workers(len(specs))
 

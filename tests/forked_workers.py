@@ -13,8 +13,11 @@ import threading
 import traceback
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
+from _pytest.assertion import rewrite
+from _pytest.outcomes import Skipped
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
@@ -83,6 +86,35 @@ def load_everything() -> None:
             if not name.endswith("__main__"):
                 with contextlib.suppress(ImportError):  # a GPU's
                     importlib.import_module(name)
+
+
+def load_tests(config: Any) -> None:
+    """Every module of tests: each worker would rewrite its assertions anew, which takes longer than loading the rest.
+
+    Meanwhile a fork rewrites them on another core, and leaves them where pytest looks. What cannot be loaded here is
+    left to the workers, which say why.
+    """
+    paths = sorted(Path(__file__).parent.glob("test_*.py"))
+    helper = os.fork()
+    if helper == 0:
+        with contextlib.suppress(BaseException):
+            rewrite_tests(paths, config)
+        os._exit(0)
+    load_everything()
+    os.waitpid(helper, 0)
+    for path in paths:
+        with contextlib.suppress(Exception, Skipped):
+            importlib.import_module(path.stem)
+
+
+def rewrite_tests(paths: list[Path], config: Any) -> None:
+    """What pytest's import hook does with a module that has no bytecode yet."""
+    for path in paths:
+        kept = rewrite.get_cache_dir(path) / (path.name[:-3] + rewrite.PYC_TAIL)
+        if not sys.dont_write_bytecode and rewrite._read_pyc(path, kept) is None:
+            kept.parent.mkdir(exist_ok=True)
+            stat, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, kept)
 
 
 def fork_workers(count: int) -> None:

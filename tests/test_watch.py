@@ -528,10 +528,7 @@ SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
     "the lecture": ("lecture", {}),
     "grpo": ("lecture", {"algorithm": "grpo", "seed": 2, "reference": "every", "steps": 60}),
     "three numbers": ("sort", {"length": 3, "numbers": 4, "steps": 80, "eval_prompts": 200, **SMALL}),
-    "all or nothing": (
-        "sort",
-        {"length": 2, "numbers": 4, "steps": 80, "eval_prompts": 200, "reward": "exact", **SMALL},
-    ),
+    "all or nothing": ("sort", {"length": 2, "numbers": 4, "steps": 100, "reward": "exact", **SMALL}),
     "a reward of one's own": (
         "sort",
         {"length": 3, "numbers": 4, "steps": 80, "eval_prompts": 200, "reward": "own", **SMALL},
