@@ -1,11 +1,14 @@
 """Long and ragged answers on one GPU: responses of log-normal lengths through few lanes, against the memory's floor.
 
-    python -m benchmarks.ragged_gpu [--shape 1.5b] [--responses 2048] [--lanes 512] [--smoke]
+    python -m benchmarks.ragged_gpu [--shape 1.5b] [--responses 2048] [--lanes 512] [--floors] [--smoke]
 
 Every response has a fixed length of its own: log-normal with mean 1,000 and σ = 1, at most 8,192. The floor is the time
 in which the memory (4.3 TB/s) can move what an ideal schedule has to: for every step, the weights once and the keys and
 values of all live tokens. In an ideal schedule a finished response is replaced at once, and a group's prompt is held
-once. `reserved` is the largest number of tokens on pages over the largest sum of live tokens.
+once. `floor_with_arithmetic_s` also counts the operations: with many rows, the products with the weights take longer to
+compute (at 790 TFLOP/s) than the weights take to be read. `--floors` prints the two floors alone, which takes no GPU.
+`tail_s` are the seconds with fewer than half of the lanes busy. `reserved` is the largest number of tokens on pages
+over the largest sum of live tokens.
 
 A log-prob of every token is computed and returned. They are checked against a training forward of the first responses.
 """
@@ -16,6 +19,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -32,6 +36,8 @@ from benchmarks.common import close, show
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_of
 
 MEAN, SIGMA, LIMIT, SAMPLES = 1000, 1.0, 8192, 8
+ARITHMETIC = 790e12
+"""Operations per second of bfloat16 products on an H200, measured."""
 TIME, RESERVED = 1.6, 1.15
 """The figures to reach: time over the floor, and tokens on pages over live tokens."""
 
@@ -41,12 +47,12 @@ def lengths_of(count: int, mean: float, limit: int) -> Tensor:
     return torch.exp(math.log(mean) - SIGMA**2 / 2 + SIGMA * draws).long().clamp(1, limit)
 
 
-def ideal(lengths: list[int], prompts: list[int], lanes: int) -> tuple[int, float, int]:
-    """Steps, live tokens summed over all steps, and the most at once, where a finished response is replaced at once."""
+def ideal(lengths: list[int], prompts: list[int], lanes: int) -> tuple[Counter[int], float, int]:
+    """Where a finished response is replaced at once: steps by their rows, and live tokens, all steps' and the most."""
     waiting, running = list(range(len(lengths)))[::-1], {}
     left = [SAMPLES] * len(prompts)
     begun: set[int] = set()
-    steps, total, most = 0, 0.0, 0
+    steps, total, most = Counter[int](), 0.0, 0
     while waiting or running:
         while waiting and len(running) < lanes:
             response = waiting.pop()
@@ -55,7 +61,7 @@ def ideal(lengths: list[int], prompts: list[int], lanes: int) -> tuple[int, floa
         stride = min(lengths[r] - n for r, n in running.items())  # steps until the next one ends
         shared = sum(prompts[p] for p in begun)
         own = sum(running.values())
-        steps += stride
+        steps[len(running)] += stride
         total += stride * (shared + own) + len(running) * stride * (stride + 1) / 2
         most = max(most, shared + own + len(running) * stride)
         for r in list(running):
@@ -74,6 +80,22 @@ def bytes_of(lm: LanguageModel) -> tuple[int, int]:
     channel = config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * channel
     return sum(p.numel() for p in lm.model.parameters()) * size, token * size
+
+
+def floors(lm: LanguageModel, lengths: Tensor, prompts: list[int], lanes: int) -> dict[str, Any]:
+    """The least time by bytes alone, and where the products with the weights take as long as their operations."""
+    weights, token = bytes_of(lm)
+    steps, live, most = ideal(lengths.tolist(), prompts, lanes)
+    caches, count = live * token / BANDWIDTH, sum(p.numel() for p in lm.model.parameters())
+    products = sum(n * max(weights / BANDWIDTH, 2 * count * rows / ARITHMETIC) for rows, n in steps.items())
+    floor = steps.total() * weights / BANDWIDTH + caches
+    return {
+        "floor_s": floor,
+        "floor_with_arithmetic_s": products + caches,
+        "steps": steps.total(),
+        "steps_with_all_lanes": steps[lanes],
+        "live_most": most,
+    }
 
 
 @torch.no_grad()
@@ -111,21 +133,18 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             run()
         seconds.append(time.perf_counter() - begin)
     assert torch.equal(drawn.length, lengths)
-    weights, token = bytes_of(lm)
-    steps, live, most = ideal(lengths.tolist(), [len(p) for p in prompts], lanes)
-    floor = (steps * weights + live * token) / BANDWIDTH
-    schedule = run.schedule
+    least, schedule = floors(lm, lengths, [len(p) for p in prompts], lanes), run.schedule
     return {
         "seconds": seconds[-1],
         "first_call_s": seconds[0],
-        "floor_s": floor,
-        "over_floor": seconds[-1] / floor,
+        **least,
+        "over_floor": seconds[-1] / least["floor_s"],
+        "over_floor_with_arithmetic": seconds[-1] / least["floor_with_arithmetic_s"],
+        "tail_s": drawn.timeline.tail,
         "tokens_per_second": int(lengths.sum()) / seconds[-1],
         "tokens": int(lengths.sum()),
-        "steps": steps,
-        "launched_steps": run.launches,
-        "live_most": most,
-        "reserved": schedule.pages.most * PAGE / most,
+        "launches": run.launches,
+        "reserved": schedule.pages.most * PAGE / least["live_most"],
         "pages": schedule.pages.count,
         "evictions": schedule.evictions,
         "graphs": len(decoder.graphs),
@@ -139,8 +158,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
     parser.add_argument("--responses", type=int, default=2048)
     parser.add_argument("--lanes", type=int, default=512)
+    parser.add_argument("--floors", action="store_true", help="only the least times, computed on any machine")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
     options = parser.parse_args(argv)
+    if options.floors:
+        lm = model_of(SHAPES[options.shape], "meta")
+        lm.model.to(torch.bfloat16)
+        prompts = (prompts_of(options.responses // SAMPLES, lm.vocab, 50, 70) >= 0).sum(-1).tolist()
+        least = floors(lm, lengths_of(options.responses, MEAN, LIMIT), prompts, options.lanes)
+        show(list(least), [[f"{value:.4g}" for value in least.values()]])
+        return 0
     found = measure(options.shape, options)
     names = ["seconds", "floor_s", "over_floor", "tokens_per_second", "reserved", "evictions", "mismatch"]
     show(["shape", *names], [[options.shape, *(f"{found[name]:.4g}" for name in names)]])

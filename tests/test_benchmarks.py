@@ -51,7 +51,17 @@ SMALL = (
     "attacks",
     "first_minutes",
 )
-ON_GPU = ("rollouts_gpu", "ragged_gpu", "step_gpu", "memory_gpu", "update_gpu", "scaling_gpu", "mismatch", "learn")
+ON_GPU = (
+    "rollouts_gpu",
+    "pages_gpu",
+    "ragged_gpu",
+    "step_gpu",
+    "memory_gpu",
+    "update_gpu",
+    "scaling_gpu",
+    "mismatch",
+    "learn",
+)
 NAMES = SMALL + LANGUAGE + ON_GPU
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,9 +138,12 @@ def problems(tmp_path: Path) -> Path:
 def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_folder: Path) -> None:
     parts = assemble(configure(f"jsonl:{problems}", settings(tiny_folder, prompts=3, samples=4, check="number")))
     before = {name: state.clone() for name, state in parts.streams.state().items()}
+    weights = [p.clone() for p in parts.learner.trainable()]
     report = parts.preflight()
     parts.close()
     text = report.text()
+    assert re.search(r"time +per step about: sampling [\d.]+ s, update [\d.]+ s, for responses of \d+ tokens", text)
+    assert all(p.grad is None and torch.equal(p, w) for p, w in zip(parts.learner.trainable(), weights, strict=True))
     for words in ("3 prompts per step × 4 samples per prompt = 12 responses", "memory only", "right responses pass"):
         assert words in text
     assert "groups without signal" in text

@@ -43,7 +43,7 @@ class TrainCommand(Command):
 
 
 class PreflightCommand(TrainCommand):
-    """Check a training before it starts: batch sizes, memory, a self-test of the reward, a first sample."""
+    """Check a training before it starts: batch sizes, memory, the reward, a first sample, seconds per step."""
 
     def execute(self) -> None:
         with closing(assemble(self.config)) as parts:

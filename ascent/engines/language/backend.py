@@ -16,6 +16,7 @@ from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
+from ascent.engines.language import trials
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
 from ascent.engines.language.learning.plan import bytes_per_token, critic_bytes, update_operations, wider
@@ -138,7 +139,7 @@ class LanguageBackend(Backend):
             _reward(self_test(config.task, judges=judges), report)
         if config.data == "samples" and not report.refusals:
             probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
-            _sample(config, task, probe, report)
+            _seconds(config, learner, task, probe, _sample(config, task, probe, report), report)
         report.lines += [f"data       {line}" for line in task.report()]
         return report
 
@@ -366,10 +367,11 @@ def _reward(test: Any, report: Report) -> None:
         report.warnings.append("the reward failed part of its self-test, above")
 
 
-def _sample(config: Config, task: Any, probe: Sampler, report: Report) -> None:
-    """A few groups as a step would draw them, from random streams of their own."""
+def _sample(config: Config, task: Any, probe: LanguageSampler, report: Report) -> trials.Call:
+    """A few groups as a step would draw them, from random streams of their own; and how long that took."""
     prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
-    batch, errors = scored(task, probe.generate(prompts, config.samples))
+    rollouts, call = trials.timed(probe, prompts, config.samples)
+    batch, errors = scored(task, rollouts)
     groups, responses = len(prompts), batch.truncated.numel()
     silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
     right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else None
@@ -389,3 +391,34 @@ def _sample(config: Config, task: Any, probe: Sampler, report: Report) -> None:
         report.warnings.append(f"no group of the sample has signal, and nothing is learned from such groups: {advice}")
     if cut > responses / 2:
         report.warnings.append("most responses are cut off before they end: raise --max-tokens")
+    return call
+
+
+def _seconds(
+    config: Config, learner: LanguageLearner, task: Any, probe: LanguageSampler, sample: trials.Call, report: Report
+) -> None:
+    """How long a step takes, by short trials: with responses as in the sample, and with all of them at the limit."""
+    prompts, samples, limits = config.prompts, config.samples, config.task
+    rows = min(probe.rows, prompts * samples)
+    drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))
+    short, twice = min(trials.SHORT, limits.max_tokens), learner.lm.device.type == "cuda"
+    calls = [] if twice else [sample]
+    for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.max_tokens)] * twice):
+        for _ in range(1 + twice):  # on a GPU the first call captures its graphs
+            _, call = trials.timed(probe, drawn[torch.arange(min(groups, len(drawn)))], samples, limit)
+        calls.append(call)
+    costs, mean = trials.sampling_costs(calls), sample.tokens / (sample.prompts * samples)
+    lengths = ((mean, sample.steps), (limits.max_tokens, limits.max_tokens))
+    sampling = [trials.sampling_seconds(costs, prompts, samples, rows, *length) for length in lengths]
+    parts = [f"sampling {trials.duration(sampling[0])}"]
+    most = [trials.duration(sampling[1])]
+    if not config.algorithm.update.whole:
+        prompt = round(float((drawn.prompt >= 0).sum(-1).double().mean()))
+        rate = trials.update_rate(learner, prompt, limits.max_tokens)
+        both = ((prompt, round(mean)), (limits.max_prompt, limits.max_tokens))
+        update = [trials.update_seconds(config, learner, rate, *lengths) for lengths in both]
+        parts, most = [*parts, f"update {trials.duration(update[0])}"], [*most, trials.duration(update[1])]
+    report.lines.append(
+        f"time       per step about: {', '.join(parts)}, for responses of {mean:.0f} tokens as in the sample; at the "
+        f"limits {' and '.join(most)}. By short trials, ± half; rewards and evaluations come on top"
+    )
