@@ -35,6 +35,7 @@ from ascent.tasks.files import load_python
 from ascent.tasks.objects import find_object, label_of, name_class, names_in
 from ascent.tasks.reward_sources import name_rewards
 from ascent.tasks.text.given import given_task, name_rows
+from ascent.tasks.tool_sources import name_played
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model"}
@@ -238,6 +239,9 @@ def in_words(layer: Settings) -> dict[str, Any]:
     words = dict(layer)
     if "reward" in words:
         words["reward"] = name_rewards(words["reward"])
+    for setting in ("environment", "tools"):
+        if setting in words:
+            words[setting] = name_played(setting, words[setting])
     if words.get("eval") is not None and not isinstance(words["eval"], str):
         words["eval"] = name_rows("eval", words["eval"])
     if (config := words.pop("peft_config", None)) is not None:
@@ -253,19 +257,21 @@ def in_words(layer: Settings) -> dict[str, Any]:
 
 
 def name_given(objects: Settings) -> list[str]:
-    """The names of objects that a run is resumed or loaded with: rows, eval, reward, a task, a choice."""
+    """The names of objects that a run is resumed or loaded with: rows, eval, reward, tools, a task, a choice."""
     names: list[str] = []
     for setting, value in objects.items():
         if setting == "reward":
             names += names_in(name_rewards(value))
         elif setting in ("rows", "eval"):
             names.append(name_rows(setting, value))
+        elif setting in ("environment", "tools"):
+            names += names_in([name_played(setting, value)])
         elif setting == "task" or setting in CHOICES:
             cls = value if isinstance(value, type) else type(value)
             name_class(setting, cls)
             names.append(name_of(cls))
         else:
-            known = ["rows", "eval", "reward", "task", *CHOICES]
+            known = ["rows", "eval", "reward", "environment", "tools", "task", *CHOICES]
             raise Refused(f"{setting}: no such object of a run. There are {', '.join(known)}.{nearest(setting, known)}")
     return names
 

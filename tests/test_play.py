@@ -15,7 +15,11 @@ import ascent
 from ascent.core.loop import scored
 from ascent.core.types import Refused, Trouble
 from ascent.engines.backends import BACKENDS
+from ascent.environments.play import play_small
+from ascent.environments.processes import LocalEpisodes
 from ascent.policies.causal_lm import CausalLM
+from ascent.tasks.small.bound import BoundSmallTask
+from ascent.tasks.small.turns import Swaps
 from ascent.tasks.text.rows import Jsonl
 from tests.language import write_tiny
 
@@ -215,6 +219,75 @@ def test_the_last_turn_is_graded(place: Path, model: Any) -> None:
         assert words == bound.words(tokens[turns == 2].tolist()) and problem.answer
 
 
+def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: Path) -> None:
+    """A class and a function that lie in no file: sent to the processes, never read from the run folder."""
+    how: dict[str, Any] = {"model": str(place / "tiny"), "preflight": False, "steps": 1, "prompts": 2, "samples": 2}
+    how |= {
+        "eval_prompts": 2,
+        "max_tokens": 12,
+        "record_every": 1,
+        "check": "number",
+        "max_prompt": 1024,
+        "turn_tokens": 6,
+    }
+    rows = [{"prompt": f"{a} + 1?", "answer": str(a + 1)} for a in range(20)]
+    high = 7
+
+    class Higher(ascent.Environment):
+        def step(self, action: str) -> ascent.Step:
+            return ascent.Step("", float(high), done=True)
+
+    run = ascent.train(rows, environment=Higher, out=tmp_path / "environment", **how)
+    assert run.metrics[-1]["reward"] == pytest.approx(7.0)
+    assert run.config.task.environment.startswith("object:Higher@")
+
+    def double(number: int) -> int:
+        """Doubles a number.
+
+        Args:
+            number: Any.
+        """
+        return 2 * number
+
+    run = ascent.train(rows, tools=[double, "calculator"], out=tmp_path / "tools", **how)
+    assert [name.partition("@")[0] for name in run.config.task.tools] == ["object:double", "calculator"]
+    assert run.metrics[-1]["turns"] >= 1
+    with pytest.raises(Refused, match="a tool is a function"):
+        ascent.train(rows, tools=[3], out=tmp_path / "no", **how)
+
+
+def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Path, model: Any) -> None:
+    task = task_of(place, "Talk")
+    with closing(language().bind(task, model, {})) as bound:
+        prompts = bound.draw(1, torch.Generator().manual_seed(0))
+        one, two = (prompts.play(prompts, 2, [seed, seed + 1]) for seed in (1, 10))
+        one.ask(0, model.tokenize("a"))
+        two.ask(1, model.tokenize("b"))
+        assert bound.player.opening(bound.problem(3)).startswith("hint")
+        assert [response for response, _ in two.answers(wait=True)] == [1]
+        assert [response for response, _ in one.answers(wait=True)] == [0]
+        one.close()
+        two.close()
+
+
+def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place: Path, model: Any) -> None:
+    class Odd(ascent.Environment):
+        def step(self, action: str) -> ascent.Step:
+            return ascent.Step([{"role": "nobody", "content": "x"}] if action == "a" else "")
+
+    with closing(play_small(BoundSmallTask(replace(Swaps())))) as bound:
+        prompts = bound.held_out(1)
+        bound.player.pool = LocalEpisodes(Odd)
+        with closing(prompts.play(prompts, 2, [1, 2])) as episodes:
+            episodes.ask(0, [0])
+            ((_, answer),) = episodes.answers(wait=True)
+            assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)
+            bound.player.words = lambda turn: "a"
+            episodes.ask(1, [0])
+            ((_, answer),) = episodes.answers(wait=True)
+            assert "cannot be shown" in str(answer.error)
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +296,7 @@ def test_the_last_turn_is_graded(place: Path, model: Any) -> None:
     [
         ({"tools": ("calculator",), "environment": "python:x.py:Y"}, "one of them answers a turn"),
         ({"tools": ("calclator",)}, "calculator"),
+        ({"environment": "guess"}, "python:FILE:CLASS"),
         ({"max_turns": 0}, "at least one turn"),
         ({"turn_seconds": 0.0}, "some time"),
         ({"max_context": 10}, "counts the prompt too"),

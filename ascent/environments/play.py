@@ -7,13 +7,13 @@ hold no process. Answers are handed on in the order in which they come.
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ascent.core.types import Prompts, Rollouts, Scores, Trouble
+from ascent.core.types import Prompts, Refused, Rollouts, Scores, Trouble
 from ascent.environments.choose import ToolChat
 from ascent.environments.episode import Source
 from ascent.environments.processes import Episodes, LocalEpisodes, Reply
@@ -55,6 +55,23 @@ class Player:
     """The most turns of an episode; 0: as many as its environment wants."""
     numbered: int = 0
     """Episodes so far: each has a number of its own."""
+    mail: list[Reply] = field(default_factory=list)
+    """Replies that nobody has asked for yet: several calls may be under way."""
+
+    def replies(self, episodes: range, wait: float) -> list[Reply]:
+        """What was replied to these episodes; waits so long for the first reply, if there is none."""
+        here = any(reply.episode in episodes for reply in self.mail)
+        self.mail += self.pool.answers(0.0 if here else wait)
+        theirs = [reply for reply in self.mail if reply.episode in episodes]
+        self.mail = [reply for reply in self.mail if reply.episode not in episodes]
+        return theirs
+
+    def end(self, episodes: Iterable[int]) -> None:
+        """These episodes are over: nothing of them is left."""
+        gone = set(episodes)
+        for episode in gone:
+            self.pool.end(episode)
+        self.mail = [reply for reply in self.mail if reply.episode not in gone]
 
     def opening(self, problem: Problem) -> str:
         """What the environment says before the first turn, to every response alike."""
@@ -100,6 +117,7 @@ class Conversations:
 
     def __init__(self, player: Player, prompts: Prompts, samples: int, seeds: list[int], first: int):
         self.player, self.prompts, self.samples, self.seeds, self.first = player, prompts, samples, seeds, first
+        self.episodes = range(first, first + len(seeds))
         self.turn_tokens = player.turn_tokens
         self.turns: dict[int, int] = {}
         """Turns of each response that has begun."""
@@ -119,10 +137,8 @@ class Conversations:
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
         arrived: list[tuple[int, Answer]] = []
         while not arrived:
-            for reply in self.player.pool.answers(GLANCE if wait else 0.0):
+            for reply in self.player.replies(self.episodes, GLANCE if wait else 0.0):
                 response = reply.episode - self.first
-                if response not in self.latest:  # of a call that was given up
-                    continue
                 if response in self.beginning and reply.error is None:
                     self.beginning.remove(response)
                     self.player.pool.step(reply.episode, self.player.words(self.latest[response]))
@@ -133,23 +149,26 @@ class Conversations:
         return arrived
 
     def _answer(self, response: int, reply: Reply) -> Answer:
-        turn = self.latest.pop(response)
+        """An episode that failed, is over, or has had all its turns needs no process any more."""
+        turn, most, step = self.latest.pop(response), self.player.max_turns, reply.step
         self.turns[response] += 1
-        if reply.step is None:
-            self.player.pool.end(reply.episode)
-            return Answer([], error=reply.error or "its environment failed")
-        step, most = reply.step, self.player.max_turns
-        cut = not step.done and self.turns[response] == most
-        tokens = [] if step.done or cut else self.player.tokens(step, turn)
+        tokens, reward, error, note = list[int](), 0.0, reply.error, ""
+        if step is not None:
+            reward, note, more = step.reward, step.reason, not step.done
+            if more and self.turns[response] == most:
+                more, note = False, "; ".join(filter(None, [note, f"the limit of {most} turns"]))
+            try:
+                tokens = self.player.tokens(step, turn) if more else []
+            except (Refused, ValueError) as refused:  # a template that does not take such messages
+                error = f"its observation cannot be shown: {refused}"
+            if more and not tokens and error is None:
+                error = "its environment answered nothing, and was not over"
         if not tokens:
-            self.player.pool.end(reply.episode)
-        note = f"the limit of {most} turns" if cut else step.reason
-        return Answer(tokens, step.reward, None, f"turn {self.turns[response]}: {note}" if note else "")
+            self.player.end([reply.episode])
+        return Answer(tokens, reward, error, f"turn {self.turns[response]}: {note}" if note else "")
 
     def close(self) -> None:
-        for response in self.turns:
-            self.player.pool.end(self.first + response)
-        self.latest = {}
+        self.player.end([self.first + response for response in self.turns])
 
 
 class PlayedTask(BoundBase):

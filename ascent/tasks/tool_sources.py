@@ -1,10 +1,11 @@
-"""How settings name tools: `calculator`, python:FILE:FUNCTION, or an object of Python."""
+"""How settings name tools and environments: `calculator`, python:FILE:NAME, or an object of Python."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ascent.tasks.base import refuse
 from ascent.tasks.files import absolute_path
-from ascent.tasks.objects import PREFIX
+from ascent.tasks.objects import PREFIX, name_object
 
 BUILT_IN_TOOLS = ("calculator",)
 """Those of `environments.tools`."""
@@ -33,3 +34,20 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
                 BUILT_IN_TOOLS,
             )
     return tuple(sources)
+
+
+def name_played(setting: str, value: Any) -> Any:
+    """Tools or an environment as settings have them: functions and classes by their names. Text stays as it is."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if setting == "tools":
+        entries = list(value) if isinstance(value, list | tuple) else [value]
+        return tuple(entry if isinstance(entry, str) else _name(setting, entry) for entry in entries)
+    return _name(setting, value)
+
+
+def _name(setting: str, value: Any) -> str:
+    if not callable(value):
+        what = "a tool is a function" if setting == "tools" else "an environment is a class, which each episode makes"
+        refuse(f"{setting} {value!r:.60}: {what}")
+    return name_object(setting, value)

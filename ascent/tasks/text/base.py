@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ascent.tasks.base import BaseTask, refuse
-from ascent.tasks.files import absolute_path, is_held_out
+from ascent.tasks.files import absolute_path, is_held_out, load_python
 from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, parse_rewards
 from ascent.tasks.tool_sources import tool_sources
 
@@ -156,6 +156,8 @@ class TextTask(BaseTask):
         object.__setattr__(self, "tools", tool_sources(self.tools) if self.tools else ())
         if self.environment.startswith("python:"):
             object.__setattr__(self, "environment", absolute_source(self.environment))
+        elif self.environment and not self.environment.startswith("object:"):
+            refuse(f"--environment {self.environment}: name a class of a file of yours, python:FILE:CLASS")
         if self.tools and self.environment:
             refuse("--tools with --environment: one of them answers a turn. An environment can call functions itself")
         if self.max_turns < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
@@ -212,6 +214,9 @@ class TextTask(BaseTask):
     def verify(self) -> None:
         for entry in self.rewards:
             entry.verify()
+        for flag, source in [("--environment", self.environment), *(("--tools", tool) for tool in self.tools)]:
+            if source.startswith("python:") and not callable(load_python(flag, source)):
+                refuse(f"{flag} {source}: it cannot be called; a tool is a function, and an environment a class")
 
     def prepare(self) -> None:
         """Import what `grade` needs. A worker process does it before its first call, outside the time limit."""
