@@ -282,7 +282,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
             episodes.ask(0, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)
-            bound.player.words = lambda turn: "a"
+            bound.player.words = lambda _: "a"
             episodes.ask(1, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert "cannot be shown" in str(answer.error)

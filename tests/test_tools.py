@@ -18,16 +18,9 @@ from hypothesis import strategies as st
 from ascent.core.types import Refused
 from ascent.environments.calculator import calculator
 from ascent.environments.calls import FORMATS
-from ascent.environments.tools import (
-    Tools,
-    load_tool,
-    read_counts,
-    schema_of,
-    schemas_of,
-    tool_sources,
-    wrong_arguments,
-)
+from ascent.environments.tools import Tools, load_tool, read_counts, schema_of, schemas_of, wrong_arguments
 from ascent.tasks.text.base import Problem
+from ascent.tasks.tool_sources import tool_sources
 
 
 def search(words: str, most: int = 3, order: Literal["new", "old"] = "new") -> list[str]:

@@ -78,16 +78,12 @@ class Player:
         episode = self.numbered
         self.numbered += 1
         self.pool.begin(episode, problem, shared_seed(problem), 0)
-        while True:
-            for reply in self.pool.answers(GLANCE):
-                if reply.episode != episode:
-                    continue
-                self.pool.end(episode)
-                if reply.step is None:
-                    raise Trouble(
-                        f"the environment cannot begin with the problem {problem.prompt!r:.80}: {reply.error}"
-                    )
-                return str(reply.step.observation)
+        while not (replies := self.replies(range(episode, episode + 1), GLANCE)):
+            pass  # its own deadline is a reply too
+        self.end([episode])
+        if replies[0].step is None:
+            raise Trouble(f"the environment cannot begin with the problem {problem.prompt!r:.80}: {replies[0].error}")
+        return str(replies[0].step.observation)
 
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> "Conversations":
         first = self.numbered
