@@ -190,7 +190,7 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
 )
 def test_the_preflight_says_how_an_update_is_cut(plan: Plan, words: list[str]) -> None:
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
-    task, lm, report = SimpleNamespace(max_prompt=60, max_tokens=100), one_model("Llama"), Report()
+    task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), Report()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
     _update(config, SimpleNamespace(plan=plan, lm=lm), report)  # type: ignore[arg-type]
     for each in words:

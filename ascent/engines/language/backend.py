@@ -333,8 +333,8 @@ def _update(config: Config, learner: LanguageLearner, report: Report) -> None:
     """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
     plan, task, lm = learner.plan, config.task, learner.lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
-    every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.max_tokens] * samples] * prompts)
-    one = task.max_tokens + round((plan.repeat if lm.shares else 1) * task.max_prompt)
+    every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.room] * samples] * prompts)
+    one = task.room + round((plan.repeat if lm.shares else 1) * task.max_prompt)
     whole = task.max_prompt * lm.shares + samples * one
     parts = -(-prompts * whole // plan.tokens) if whole <= plan.tokens else prompts * -(-whole // plan.tokens)
     report.lines.append(
@@ -401,21 +401,21 @@ def _seconds(
     prompts, samples, limits = config.prompts, config.samples, config.task
     rows = min(probe.rows, prompts * samples)
     drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))
-    short, twice = min(trials.SHORT, limits.max_tokens), learner.lm.device.type == "cuda"
+    short, twice = min(trials.SHORT, limits.room), learner.lm.device.type == "cuda"
     calls = [] if twice else [sample]
-    for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.max_tokens)] * twice):
+    for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.room)] * twice):
         for _ in range(1 + twice):  # on a GPU the first call captures its graphs
             _, call = trials.timed(probe, drawn[torch.arange(min(groups, len(drawn)))], samples, limit)
         calls.append(call)
     costs, mean = trials.sampling_costs(calls), sample.tokens / (sample.prompts * samples)
-    lengths = ((mean, sample.steps), (limits.max_tokens, limits.max_tokens))
+    lengths = ((mean, sample.steps), (limits.room, limits.room))
     sampling = [trials.sampling_seconds(costs, prompts, samples, rows, *length) for length in lengths]
     parts = [f"sampling {trials.duration(sampling[0])}"]
     most = [trials.duration(sampling[1])]
     if not config.algorithm.update.whole:
         prompt = round(float((drawn.prompt >= 0).sum(-1).double().mean()))
-        rate = trials.update_rate(learner, prompt, limits.max_tokens)
-        both = ((prompt, round(mean)), (limits.max_prompt, limits.max_tokens))
+        rate = trials.update_rate(learner, prompt, limits.room)
+        both = ((prompt, round(mean)), (limits.max_prompt, limits.room))
         update = [trials.update_seconds(config, learner, rate, *lengths) for lengths in both]
         parts, most = [*parts, f"update {trials.duration(update[0])}"], [*most, trials.duration(update[1])]
     report.lines.append(

@@ -327,10 +327,10 @@ class Run:
             if row.lane != NOWHERE:  # of a parked one everything is kept already
                 self._keep(row)
         live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
+        self.drawn.timeline.see(len(live))
         if not live:
             return None
         self._lay_out([(row, before[row.response]) for row in live if len(row.pages) > before[row.response]])
-        self.drawn.timeline.see(len(live))
         live.sort(key=lambda row: row.lane)
         steps = min(ROUND, max(self.limits[row.response] - row.length for row in live))
         lanes = [row.lane for row in live]
