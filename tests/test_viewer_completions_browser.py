@@ -60,6 +60,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root / "old", {0: old})
     many = [row(g, s, float(s % 2), pieces=[" word"] * 512) for g in range(8) for s in range(16)]
     write_run(root / "large", {0: many})
+    talk = ["7", "</s>", "user: ", "higher", "8", "</s>"]
+    drawn = {"pieces": talk, "mask": [True, True, False, False, True, True], "turn": [0, 0, 0, 0, 1, 1]}
+    said = "turn 1: calls=1 unparsed=0 failed=0 repeated=0; turn 2: found"
+    write_run(root / "talk", {0: [row(0, s, float(s), reason=said, **drawn) for s in (0, 1)]})
     verl = root / "verl"
     verl.mkdir()
     lines = [{"input": "2 + 2?", "output": f"{EVIL} {s}", "gts": "4", "score": s / 4, "acc": s == 4} for s in range(5)]
@@ -342,6 +346,20 @@ def test_identical_responses_are_folded_and_opened_by_key(view: View) -> None:
     until(lambda: len(view.samples()[0]) == 8 and view.asked("fold") == "no")
     assert view.open("id=alike&fold=no&sort=sample").samples() == [list(range(8))] and not view.texts(".c-times")
     assert view.open("id=alike&sort=sample").samples() == [[0, 1]] and view.open("id=alike&q=no").samples() == [[0]]
+
+
+def test_a_conversation_shows_who_said_what(view: View) -> None:
+    view.open("id=talk&step=0").tokens()
+    page = view.page
+    page.wait_for_selector(".c-tokens .observed")
+    first = page.locator(".c-tokens").first
+    assert first.locator(".observed").all_text_contents() == ["user: ", "higher"]
+    assert first.locator("br").count() == 2, "a line of its own for each speaker"
+    first.locator(".observed").nth(1).hover()
+    assert "not drawn by the policy" in page.locator(".c-readout").inner_text()
+    first.locator(".t").nth(4).hover()
+    assert "turn 2" in page.locator(".c-readout").inner_text()
+    assert "calls=1" in page.locator(".c-reason").first.inner_text()
 
 
 def test_many_tokens_come_as_they_are_needed(view: View) -> None:

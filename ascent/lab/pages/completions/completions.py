@@ -350,8 +350,11 @@ def of_row(row: Row, loss: Any) -> Row:
             made |= _clips(loss, last, logp, advantage, drawn)
     if mask is None:
         return made
+    turn = row.get("turn")
+    if isinstance(turn, list) and len(turn) == len(ids) and all(type(number) is int for number in turn):
+        made["turn"] = turn
     for name, values in made.items():  # at observations there are no numbers: the policy did not write those tokens
-        if isinstance(values, list) and name not in ("ids", "pieces"):
+        if isinstance(values, list) and name not in ("ids", "pieces", "turn"):
             made[name] = [value if acted else None for value, acted in zip(values, mask, strict=True)]
     return made | {"mask": mask}
 

@@ -134,6 +134,8 @@ export class Tokens extends Component {
       span.dataset.i = i;
       fill(span, piece);
       if (found.has(i)) span.classList.add("hit");
+      if (row.mask?.[i] === false) span.classList.add("observed");
+      if (i && row.mask && row.mask[i] !== row.mask[i - 1]) all.append(document.createElement("br"));
       span.dataset.kept = span.className;
       all.append(span);
       return span;
@@ -209,9 +211,10 @@ export class Readout extends Component {
 
   render(_, { row, i, spoken }) {
     if (!row || i >= row.pieces.length) return html`<p class="c-readout note">Point at a token, or move to it with Tab and the arrows: its numbers stand here.</p>`;
-    const numbers = numbersOf(row, i);
+    const observed = row.mask?.[i] === false; // somebody else's words: the policy has no numbers for them
+    const numbers = observed ? [["observed", "not drawn by the policy, and not trained"]] : numbersOf(row, i);
     const token = row.pieces[i] === "" ? "(no text)" : `“${shownPiece(row.pieces[i])}”`;
-    const place = `token ${i + 1} of ${row.pieces.length}`;
+    const place = `token ${i + 1} of ${row.pieces.length}${row.turn ? `, turn ${row.turn[i] + 1}` : ""}`;
     return html`<div class="c-readout">
       <p><b class="piece">${token}</b> <span>${place}, id ${row.ids[i]}</span></p>
       <dl>${numbers.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
