@@ -20,7 +20,7 @@ from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
 from ascent.core.types import Batch, Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
-from ascent.policies.causal_lm import GIVEN, KEPT_MODEL
+from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.records import checkpoint
 from ascent.records.display import Display, numbers
 from ascent.records.folder import RunFolder, naming, refuse_taken, vacated, write_json
@@ -168,7 +168,8 @@ def resume(
 
     A finished run is left as it is. The records are not touched before the checkpoint is known to be whole. `objects`:
     those of Python that the run was made with. One that differs is refused with the difference, or taken `anyway`: the
-    run says so, and its numbers are others from there on.
+    run says so, and its numbers are others from there on. A model that was given may be given again (with `tokenizer`),
+    to be trained in place as before.
     """
     begun = reopen(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
     return Run(run) if begun is None else carry_out(begun)
@@ -180,7 +181,9 @@ def reopen(
     """A run as its checkpoint has it; None: it is finished."""
     if (left := LIVE.get(existing.folder.resolve())) is not None:
         left.close()
+    model = _model_given(existing, objects)
     if existing.status == "finished" and from_step is None:
+        existing.take_objects(objects, anyway, needed=False)
         return None
     existing.take_objects(objects, anyway)
     check_sinks(existing.config.track)
@@ -199,7 +202,10 @@ def reopen(
             groups, saved = checkpoint.load_checkpoint(chosen)
         first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_cut(sizes)
-        parts = assemble(existing.config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
+        config = existing.config
+        if model is not None:
+            config = replace(config, policy=give_again(config.policy, *model))
+        parts = assemble(config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
         if chosen is not None:
             with naming(chosen):
                 parts.streams.restore(groups.pop("rng"))
@@ -222,6 +228,19 @@ def reopen(
         folder.close()
         raise
     return Begun(parts, folder, display, first, state)
+
+
+def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Take a model and its tokenizer out of the objects; refused if the run was made with one by its name."""
+    given = model, tokenizer = objects.pop("model", None), objects.pop("tokenizer", None)
+    if model is None and tokenizer is None:
+        return None
+    policy = read_settings(run.folder / "config.json")["policy"]
+    if policy.get("model") != KEPT_MODEL:
+        name = policy.get("model", policy["name"])
+        raise Refused(f"model: this run was made with {name} by its name, and loads it from there. Give no model")
+    name_model(model, tokenizer)
+    return given
 
 
 def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:

@@ -200,7 +200,7 @@ def configure(task: Any, *layers: Settings) -> Config:
 
 def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
     """`recorded`: a run wrote down all its settings. One that it does not name is newer, and no preset sets it."""
-    task, source = find_task(task)
+    task, source = find_task(task, any(layer.get("reward") for layer in layers))
     cls: Any = task if isinstance(task, type) else type(task)
     layers = tuple(in_words({canonical(k): v for k, v in layer.items()}) for layer in (source, *layers))
     name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
@@ -354,13 +354,13 @@ def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
 # ---- the task -------------------------------------------------------------------------------------------------
 
 
-def find_task(task: Any) -> tuple[Any, Settings]:
+def find_task(task: Any, rewarded: bool = False) -> tuple[Any, Settings]:
     """A task's class or instance, from its name, and the settings that NAME:SOURCE brings along.
 
-    In config.json the two stand apart, as the task's name and its field `source`.
+    In config.json the two stand apart, as the task's name and its field `source`. `rewarded`: settings give rewards.
     """
     if not isinstance(task, str):
-        return given_task(task)
+        return given_task(task, rewarded)
     if task.startswith("python:"):
         return _own_task(task), {}
     if task.startswith("object:"):

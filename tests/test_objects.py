@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 
 import ascent
 from ascent.cli.main import main
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.menu import name_of
 from ascent.core.types import Refused
 from ascent.records.display import Display
 from ascent.records.run import Writer
@@ -26,6 +29,7 @@ from ascent.tasks import objects
 from ascent.tasks.calls import GROUP, ONE, TRL, Job, Wrong, compute, read_call
 from ascent.tasks.text.given import KEPT, Reader, Stream, given_task
 from ascent.tasks.text.grading import Grading
+from tests.language import config_of
 from tests.test_passes import stopping_after
 from tests.test_resume import bits, differing
 
@@ -241,6 +245,28 @@ def test_words_alone_are_prompts_and_a_dataset_with_splits_brings_its_test_rows(
     task = configure(splits, {}).task
     assert (task.size, len(task.test(100))) == (9, 11)
     assert configure(ANSWERED[:9], {"eval": ANSWERED[9:]}).task.test(100) == task.test(100)
+
+
+def test_a_frame_of_polars_is_read_by_its_rows_and_dates_count() -> None:
+    class Frame:
+        """As far as polars is looked at: it iterates over columns, and has its rows as dicts."""
+
+        def __init__(self, rows: list[dict[str, Any]]):
+            self.rows = rows
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(zip(*map(dict.values, self.rows), strict=True))
+
+        def to_dicts(self) -> list[dict[str, Any]]:
+            return self.rows
+
+    settings = {"reward": here(lambda response: 1)}
+    assert configure(Frame(ROWS), settings).task == configure(ROWS, settings).task
+    days = [[{"prompt": f"{i}", "day": date(2026, 1, day + i)} for i in range(4)] for day in (1, 2)]
+    assert configure(days[0], settings).task != configure(days[1], settings).task
 
 
 def test_missing_values_of_a_frame_are_none() -> None:
@@ -623,7 +649,6 @@ def test_a_model_that_cannot_be_trained_is_refused(given: Any, why: str) -> None
     [
         ({"lora_dropout": 0.1, "target_modules": "all-linear"}, "peft_config.lora_dropout is 0.1"),
         ({"use_rslora": True, "target_modules": "all-linear"}, "peft_config.use_rslora is True"),
-        ({}, "target_modules is None"),
     ],
 )
 def test_a_field_of_a_peft_config_without_counterpart_is_refused(fields: dict[str, Any], why: str) -> None:
@@ -646,3 +671,133 @@ def test_a_refused_run_leaves_no_model_behind(tiny_folder: Path, tmp_path: Path)
     with pytest.raises(Refused, match="asks for solution"):
         ascent.train(ROWS, model=model, tokenizer=tokenizer, reward=bad, **QUICK, out=tmp_path / "run")
     assert list(tmp_path.iterdir()) == [] and not (tmp_path / "run").exists()
+
+
+# ---- offline data as rows -----------------------------------------------------------------------------------
+
+PAIRS = [{"prompt": f"Say {i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(12)]
+SHOWN_RESPONSES = [{"prompt": f"Say {i}", "response": f"yes {i}"} for i in range(12)]
+LABELLED = [{"prompt": f"Say {i}", "steps": ["a", "b"], "labels": [1, 0]} for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "row"),
+    [(PAIRS, "preferences", "dpo"), (SHOWN_RESPONSES, "demonstrations", "sft"), (LABELLED, "steps", "process-reward")],
+)
+def test_the_columns_of_rows_say_that_they_are_offline_data(rows: Any, name: str, row: str) -> None:
+    import pandas
+
+    config = configure(rows, {"model": "x"})
+    assert name_of(config.task) == name and config.algorithm.loss == ALGORITHMS[row].loss
+    assert len(config.task.table.train) + len(config.task.table.test) == 12
+    assert configure(pandas.DataFrame(rows), {"model": "x"}).task == config.task
+    with pytest.raises(Refused, match="have to have a length"):
+        configure(lambda: iter(rows), {"model": "x"})
+    rewarded = configure(rows, {"model": "x", "reward": here(lambda response: 1)}).task
+    assert name_of(rewarded) == "rows", "with a reward they are prompts, whatever else they have"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [PAIRS, SHOWN_RESPONSES, LABELLED])
+def test_a_run_on_offline_rows_is_that_on_their_file_and_resumes(
+    rows: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: Any, own_process: Any
+) -> None:
+    quick = {name: value for name, value in QUICK.items() if name not in ("samples", "temperature")}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = name_of(configure(rows, {"model": "x"}).task)
+    named = ascent.train(f"{name}:{file}", model=tiny_folder, **quick, out=tmp_path / "named")
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "stopping", stopping_after(1))
+        assert ascent.train(rows, model=tiny_folder, **quick, out=tmp_path / "run").status == "interrupted"
+    own_process()
+    with pytest.raises(Refused, match=r"made with objects of Python.*rows=rows"):
+        ascent.resume(tmp_path / "run")
+    with pytest.raises(Refused, match="rows: 12 in the run, 11 now"):
+        ascent.resume(tmp_path / "run", rows=rows[1:])
+    again = ascent.resume(tmp_path / "run", Display(), rows=rows)
+    assert [line["loss"] for line in again.metrics] == [line["loss"] for line in named.metrics]
+    assert main(["show", str(again.folder)]) == 0 and main(["report", str(again.folder)]) == 0
+
+
+@pytest.mark.long
+def test_a_finished_run_checks_what_it_is_given_all_the_same(
+    tiny_folder: Path, tmp_path: Path, own_process: Any
+) -> None:
+    given = {"reward": here(cell(NOISE)["noise"])}
+    run = ascent.train(ROWS, **given, **QUICK | {"steps": 1}, model=tiny_folder, out=tmp_path / "run")
+    own_process()
+    assert ascent.resume(run.folder).status == "finished", "it needs none of them"
+    assert ascent.resume(run.folder, **given).status == "finished", "some are enough"
+    assert ascent.resume(run.folder, rows=ROWS, **given).status == "finished"
+    with pytest.raises(Refused, match="scale: 97 in the run, 3 now"):
+        ascent.resume(run.folder, reward=here(cell(NOISE.replace("97", "3"))["noise"]))
+    with pytest.raises(Refused, match="rows: 20 in the run, 19 now"):
+        ascent.resume(run.folder, rows=ROWS[1:])
+    with pytest.raises(Refused, match=r"rewrad: no such object of a run.*Did you mean reward"):
+        ascent.resume(run.folder, rewrad=1)
+    with pytest.raises(Refused, match=r"made with .*tiny by its name.*Give no model"):
+        ascent.resume(run.folder, model=object(), tokenizer=object())
+    assert ascent.resume(run.folder, rows=ROWS[1:], anyway=True).info == run.info
+
+
+@pytest.mark.long
+def test_a_model_that_is_given_again_is_trained_in_place_to_the_same_bits(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    import transformers
+
+    def fresh() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(tiny_folder)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_folder)
+    settings = QUICK | {"reward": here(cell(NOISE)["noise"]), "algorithm": "grpo", "lr": 1e-2, "tokenizer": tokenizer}
+    whole = ascent.train(ROWS, model=fresh(), **settings, out=tmp_path / "whole")
+    moved = fresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "stopping", stopping_after(1))
+        assert ascent.train(ROWS, model=moved, **settings, out=tmp_path / "run").status == "interrupted"
+    other = transformers.LlamaForCausalLM(config_of("Llama"))
+    with pytest.raises(Refused, match="model is not the one of this run"):
+        ascent.resume(tmp_path / "run", Display(), model=other, tokenizer=tokenizer)
+    with pytest.raises(Refused, match="needs its tokenizer"):
+        ascent.resume(tmp_path / "run", Display(), model=moved)
+    run = ascent.resume(tmp_path / "run", Display(), model=moved, tokenizer=tokenizer)
+    assert not differing(run.folder, bits(whole.folder)), "the reference is again the model of the first step"
+    now, trained = dict(moved.named_parameters()), run.policy.model.state_dict()
+    assert all(p.equal(trained[name]) for name, p in now.items()), "the object has the weights of the last step"
+    assert json.loads((run.folder / "config.json").read_text())["policy"]["model"] == "run:model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("Llama", "q_proj v_proj"), ("GPT2", "c_attn"), ("Bloom", "query_key_value")]
+)
+def test_a_peft_config_without_targets_adapts_what_peft_does(kind: str, targets: str) -> None:
+    import peft
+    import transformers
+
+    from tests.language import tiny_tokenizer
+
+    made = transformers.AutoModelForCausalLM.from_config
+    policy = configure(
+        ROWS,
+        {"peft_config": peft.LoraConfig(r=2), "model": made(config_of(kind)), "tokenizer": tiny_tokenizer()}
+        | {"reward": here(lambda response: 0)},
+    ).policy
+    ours = {name for name, _ in policy.load().model.named_parameters() if "lora_A" in name}
+    plain = peft.get_peft_model(made(config_of(kind)), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    theirs = {name.removeprefix("base_model.model.") for name, _ in plain.named_parameters() if "lora_A" in name}
+    assert ours == theirs and {name.split(".lora_A")[0].split(".")[-1] for name in ours} == set(targets.split())
+
+
+def test_an_architecture_that_peft_does_not_know_is_refused_with_what_to_set() -> None:
+    import peft
+    import transformers
+
+    from tests.language import tiny_tokenizer
+
+    model = transformers.LlamaForCausalLM(config_of("Llama"))
+    model.config.model_type = "brand-new"
+    given = {"peft_config": peft.LoraConfig(r=2), "model": model, "tokenizer": tiny_tokenizer()}
+    with pytest.raises(Refused, match=r"peft has no default for brand-new\. Set all-linear"):
+        configure(ROWS, given | {"reward": here(lambda response: 0)}).policy.load()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from pickle import PickleError
@@ -51,6 +51,27 @@ def name_model(model: Any, tokenizer: Any) -> str:
     return name
 
 
+def give_again(policy: CausalLM, model: Any, tokenizer: Any) -> CausalLM:
+    """The policy of a run that is resumed with the model that it was given: that object is trained in place again.
+
+    Its parameters become those of the first step, which the run keeps, because the reference is made of them; then the
+    checkpoint's are loaded. It has to be the same architecture in the same precision.
+    """
+    import transformers
+
+    name = name_model(model, tokenizer)
+    kept = transformers.AutoModelForCausalLM.from_pretrained(policy.model, dtype=model.dtype).state_dict()
+    now = model.state_dict()
+    odd = sorted(kept.keys() ^ now.keys()) or [key for key in kept if kept[key].shape != now[key].shape]
+    if odd:
+        there = [f"{tuple(state[odd[0]].shape) if odd[0] in state else 'missing'}" for state in (kept, now)]
+        raise Refused(f"model is not the one of this run: {odd[0]} is {there[0]} in the run, {there[1]} now")
+    if policy.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise Refused(f"model is in {model.dtype}, and this run in {policy.dtype}: model.to(torch.{policy.dtype})")
+    model.load_state_dict(kept)
+    return replace(policy, model=name)
+
+
 def lora_settings(config: Any) -> dict[str, Any]:
     """A LoraConfig of peft as settings of a policy; refused with the field that has no counterpart here."""
     values = config.to_dict()
@@ -64,9 +85,7 @@ def lora_settings(config: Any) -> dict[str, Any]:
         raise Refused(
             f"peft_config.{odd[0]} is {values[odd[0]]!r}: it has no counterpart here. Leave it at its default"
         )
-    if targets is None:
-        raise Refused('peft_config.target_modules is None: set "all-linear", or a list of names such as ["q_proj"]')
-    listed = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    listed = "peft" if targets is None else targets if isinstance(targets, str) else ",".join(sorted(targets))
     return {"policy.lora": values["r"], "policy.lora_alpha": float(values["lora_alpha"]), "policy.lora_targets": listed}
 
 
@@ -85,7 +104,8 @@ class CausalLM:
     lora_alpha: float = 32.0
     """LoRA's scale: the adapters' output is multiplied by alpha/rank."""
     lora_targets: str = "all-linear"
-    """Modules that get adapters: all-linear, or names separated by commas. The head for words gets none."""
+    """Modules that get adapters: all-linear, names separated by commas, or peft: those that peft takes by default for
+    the architecture. The head for words gets none."""
     last_layers: int = 0
     """Train only this many last layers and the norm after them; 0: every parameter (or LoRA's)."""
     checkpointing: bool = False
@@ -197,6 +217,7 @@ class CausalLM:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         inside = {names[module] for module in backbone_of(model).modules()}
         targets = [name.strip() for name in self.lora_targets.split(",")]
+        targets = _targets_of_peft(model) if targets == ["peft"] else targets
         for target in targets if targets != ["all-linear"] else []:
             places = {name for name in names.values() if f".{name}".endswith(f".{target}")} if target else set()
             wrong = None if places & inside else "the model has no part of this name that reads text"
@@ -210,6 +231,20 @@ class CausalLM:
             "target_modules": targets[0] if targets == ["all-linear"] else targets,
             "exclude_modules": [name for name in outside if name != names[head]] or None,
         }
+
+
+def _targets_of_peft(model: PreTrainedModel) -> list[str]:
+    """The modules that peft adapts where its config names none: for most architectures the queries and the values."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    kind = str(model.config.model_type)
+    targets = KNOWN.get(kind)
+    if not isinstance(targets, list):
+        raise Refused(
+            f"--policy.lora-targets peft (a peft_config without target_modules): peft has no default for {kind}. Set "
+            'all-linear, or names: target_modules="all-linear"'
+        )
+    return list(targets)
 
 
 def pick_device(name: str) -> torch.device:

@@ -105,10 +105,18 @@ class Run:
             here = {KEPT_MODEL: str(self.folder.resolve() / "model")}
             return config_from(renamed(settings, self.changed | here))
 
-    def take_objects(self, objects: Mapping[str, Any], anyway: bool = False) -> None:
-        """Find the objects of Python that it was made with among those given, or those of this process; or refuse."""
-        recorded = self.info.get("objects")
-        self.changed = match_objects(recorded if isinstance(recorded, dict) else {}, name_given(objects), anyway)
+    def take_objects(self, objects: Mapping[str, Any], anyway: bool = False, needed: bool = True) -> None:
+        """Find the objects of Python that it was made with among those given, or those of this process; or refuse.
+
+        `needed=False`: of a run that does not go on, only those that are given are compared.
+        """
+        recorded, given = self.info.get("objects"), name_given(objects)
+        recorded = recorded if isinstance(recorded, dict) else {}
+        if not needed:
+            recorded = {
+                n: was for n, was in recorded.items() if isinstance(was, dict) and was.get("setting") in objects
+            }
+        self.changed = match_objects(recorded, given, anyway)
 
     @property
     def max_reward(self) -> float | None:

@@ -130,8 +130,8 @@ class TextTask(BaseTask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", tuple(absolute_source(entry) for entry in self.reward))
         for name in self.paths:
-            if getattr(self, name):
-                object.__setattr__(self, name, absolute_path(getattr(self, name)))
+            if (value := getattr(self, name)) and not value.startswith("object:"):
+                object.__setattr__(self, name, absolute_path(value))
         for name in ("max_tokens", "max_prompt", "reward_workers", "reward_batch"):
             if getattr(self, name) < 1:
                 refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least 1")

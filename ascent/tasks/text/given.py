@@ -19,7 +19,7 @@ from ascent.tasks.base import BaseTask, refuse
 from ascent.tasks.files import is_held_out
 from ascent.tasks.reward_sources import call_of
 from ascent.tasks.text.base import TEXT_PRESET, Problem
-from ascent.tasks.text.rows import ColumnsTask
+from ascent.tasks.text.rows import ColumnsTask, Demonstrations, Preferences, Steps
 from ascent.tasks.text.rows import Rows as TableRows
 
 KEPT = 10_000
@@ -30,18 +30,37 @@ _FIRST = 32
 """Rows of a stream by which it is recognised."""
 
 
-def given_task(task: Any) -> tuple[Any, dict[str, Any]]:
-    """A task that was given as an object, or rows as a task; and settings that it brings along."""
+def given_task(task: Any, rewarded: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A task that was given as an object, or rows as a task; and settings that it brings along.
+
+    `rewarded`: rewards are given too, so the rows are prompts, whatever else they have.
+    """
     cls = task if isinstance(task, type) else type(task)
     if issubclass(cls, BaseTask):
         if not cls.__module__.startswith("ascent."):
             objects.name_class("task", cls)
         return task, {}
     if isinstance(task, Mapping) and "train" in task:  # a DatasetDict
-        made, brought = given_task(task["train"])
+        made, brought = given_task(task["train"], rewarded)
         return made, brought | ({"eval": task["test"]} if "test" in task else {})
     name = name_rows("rows", task)
-    return (RowStream if isinstance(objects.KNOWN[name], Stream) else Rows), {"source": name}
+    return _task_of(objects.KNOWN[name], rewarded), {"source": name}
+
+
+def _task_of(rows: Any, rewarded: bool) -> type:
+    """What rows are for: their columns say whether they are offline data. Of a stream the first row does."""
+    columns = {column for row in (rows if isinstance(rows, list) else itertools.islice(rows, 1)) for column in row}
+    kinds = (
+        (Preferences, {"chosen", "rejected"}),
+        (Steps, {"steps", "labels"}),
+        (Demonstrations, {"prompt", "response"}),
+    )
+    for kind, needed in kinds:
+        if needed <= columns and "answer" not in columns and not rewarded:
+            if isinstance(rows, Stream):
+                refuse(f"rows are a stream of {kind.data}, which have to have a length: give a list, list(function())")
+            return kind
+    return RowStream if isinstance(rows, Stream) else Rows
 
 
 def name_rows(setting: str, rows: Any) -> str:
@@ -99,7 +118,12 @@ def _records(frame: Any) -> Iterable[dict[str, Any]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, default=lambda value: objects.describe(value)["hash"])
+    return json.dumps(row, sort_keys=True, default=_spelled)
+
+
+def _spelled(value: Any) -> str:
+    """A value of a row that JSON has not: a date or a time as it is written, anything else by its hash."""
+    return value.isoformat() if hasattr(value, "isoformat") else objects.describe(value)["hash"]
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlparse
 
-from ascent.tasks import files
+from ascent.tasks import files, objects
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.reward_sources import OWN
 from ascent.tasks.text.answers import CHECKS, chosen_option, labelled_option
@@ -336,7 +336,15 @@ class OfflineFile(TableTask):
     def rows(self, part: str) -> Rows | None:
         if not self.source:
             refuse(self.usage)
-        return files.read_jsonl(self.source) if part == "train" else None
+        if part != "train":
+            return None
+        if not self.source.startswith(objects.PREFIX):
+            return files.read_jsonl(self.source)
+        return [(f"rows, row {i}", row) for i, row in enumerate(objects.find_object(self.source, "rows"))]
+
+    def stamp(self) -> object:
+        given = self.source.startswith(objects.PREFIX)
+        return self.source in objects.KNOWN if given else super().stamp()
 
     def tabulate(self) -> ProblemTable:
         train, test = files.split_held_out(self.problems("train") or [], lambda problem: problem.prompt, self.source)
