@@ -21,7 +21,7 @@ from ascent.policies.causal_lm import CausalLM
 from ascent.tasks.small.bound import BoundSmallTask
 from ascent.tasks.small.turns import Swaps
 from ascent.tasks.text.rows import Jsonl
-from tests.language import write_tiny
+from tests.language import sampler_of, write_tiny
 
 WORLDS = """
 import os, time
@@ -86,8 +86,6 @@ def language() -> Any:
 
 
 def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3, **more: Any) -> tuple[Any, Any]:
-    from tests.language import sampler_of
-
     task = task_of(place, world, **more)
     with closing(language().bind(task, model, {})) as bound:
         sampler = sampler_of(model, limit=task.room, rows=5)
@@ -286,6 +284,26 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
             episodes.ask(1, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert "cannot be shown" in str(answer.error)
+
+
+def test_a_prompt_that_was_typed_is_played_as_its_own_problem(place: Path, model: Any) -> None:
+    with closing(language().bind(task_of(place, "Talk"), model, {})) as bound:
+        prompts, words = bound.read_prompts(["so?"], False)
+        assert "so?" in words[0] and "hint " in words[0]
+        sampler = sampler_of(model, limit=80)
+        assert not sampler.generate(prompts, 2).truncated.any()
+
+
+def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_path: Path) -> None:
+    task, how = (
+        f"jsonl:{place / 'sums.jsonl'}",
+        {"model": str(place / "tiny"), "preflight": False, "tools": "calculator"},
+    )
+    with pytest.raises(Refused, match="answer what the policy samples"):
+        ascent.train(task, algorithm="sft", out=tmp_path / "sft", **how)
+    ascent.train("swaps", steps=1, out=tmp_path / "run", prompts=2, samples=2)
+    with pytest.raises(Refused, match="have several turns"):
+        ascent.make_pairs(tmp_path / "run", tmp_path / "pairs.jsonl", 2)
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

@@ -85,10 +85,14 @@ class Player:
             raise Trouble(f"the environment cannot begin with the problem {problem.prompt!r:.80}: {replies[0].error}")
         return str(replies[0].step.observation)
 
-    def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> "Conversations":
+    def __call__(
+        self, prompts: Prompts, samples: int, seeds: list[int], problems: Sequence[Problem] | None = None
+    ) -> "Conversations":
+        """`problems`: those of the prompts, where the task does not know them."""
         first = self.numbered
         self.numbered += len(seeds)
-        return Conversations(self, prompts, samples, seeds, first)
+        every = problems or [self.problem(prompts, place) for place in range(len(prompts))]
+        return Conversations(self, every, samples, seeds, first)
 
     def close(self) -> None:
         self.pool.close()
@@ -111,8 +115,8 @@ class Answer(NamedTuple):
 class Conversations:
     """The episodes of one call of a sampler (`engines.turns.Episodes`)."""
 
-    def __init__(self, player: Player, prompts: Prompts, samples: int, seeds: list[int], first: int):
-        self.player, self.prompts, self.samples, self.seeds, self.first = player, prompts, samples, seeds, first
+    def __init__(self, player: Player, problems: Sequence[Problem], samples: int, seeds: list[int], first: int):
+        self.player, self.problems, self.samples, self.seeds, self.first = player, problems, samples, seeds, first
         self.episodes = range(first, first + len(seeds))
         self.turn_tokens = player.turn_tokens
         self.turns: dict[int, int] = {}
@@ -127,7 +131,7 @@ class Conversations:
             return self.player.pool.step(self.first + response, self.player.words(turn))
         self.turns[response] = 0
         self.beginning.add(response)
-        problem = self.player.problem(self.prompts, response // self.samples)
+        problem = self.problems[response // self.samples]
         self.player.pool.begin(self.first + response, problem, shared_seed(problem), self.seeds[response])
 
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
@@ -170,8 +174,9 @@ class Conversations:
 class PlayedTask(BoundBase):
     """A bound task whose prompts bring what answers the turns of their responses."""
 
-    def __init__(self, task: Any, player: Player):
-        self.task, self.player = task, player
+    def __init__(self, task: Any, player: Player, words: bool):
+        """`words`: its prompts are words, and not numbers."""
+        self.task, self.player, self.in_words = task, player, words
 
     def draw(self, count: int, generator: Any) -> Prompts:
         return replace(self.task.draw(count, generator), play=self.player)
@@ -183,8 +188,10 @@ class PlayedTask(BoundBase):
         return replace(self.task.held_out(count), play=self.player)
 
     def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+        """Words that were typed are the whole problem."""
         prompts, words = self.task.read_prompts(typed, plain)
-        return replace(prompts, play=self.player), words
+        problems = [Problem(text) for text in typed] if self.in_words else None
+        return replace(prompts, play=functools.partial(self.player, problems=problems)), words
 
     def score(self, rollouts: Rollouts) -> Scores:
         """The task's own score, with the number of turns, and what was called in them."""
@@ -223,7 +230,7 @@ def play_small(task: Any) -> Any:
         tokens=lambda step, _: [int(number) for number in str(step.observation).split()],
         turn_tokens=task.turn_tokens,
     )
-    return PlayedTask(task, player)
+    return PlayedTask(task, player, words=False)
 
 
 def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
@@ -256,7 +263,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     )
     if task.environment:
         bound.opening = player.opening
-    return PlayedTask(bound, player)
+    return PlayedTask(bound, player, words=True)
 
 
 class PromptEncoder:

@@ -45,6 +45,12 @@ ROUNDS = 20
 """How many times the wanted number of prompts is tried, at most, before too few pairs are an error."""
 
 
+def refuse_turns(prompts: Prompts) -> None:
+    """Refuse conversations: a file of responses has no place for what was said in between."""
+    if prompts.play is not None:
+        raise Refused("this task's responses have several turns; pairs and labelled steps are of responses with one")
+
+
 def refuse_existing(out: Path) -> None:
     """Refuse a file that is already there, or whose folder is not."""
     if out.exists() or not out.parent.is_dir():
@@ -103,6 +109,7 @@ def _pairs(loaded: LoadedPolicy, task: BoundTask, count: int, seed: int, label: 
     sampler, once = None, min(PAIRS_AT_ONCE, 2 * count)
     for _ in range(-(-ROUNDS * count // once)):
         prompts = task.draw(once, generator)
+        refuse_turns(prompts)
         if sampler is None or loaded.backend.words:  # longer prompts may not fit
             sampler = loaded.sampler(prompts, int(torch.randint(2**31, (1,), generator=generator)))
         rollouts = sampler.generate(prompts, 2)
@@ -242,6 +249,7 @@ def draw_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: int)
     rows = []
     with closing(loaded.task()) as task:
         drawn = task.draw(prompts, torch.Generator().manual_seed(seed + 5_000_011))
+        refuse_turns(drawn)
         rollouts = loaded.sampler(drawn, seed).generate(drawn, samples)
         for i, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
             question = task.question(rollouts, i)
@@ -298,6 +306,7 @@ class Labeller:
         self, loaded: LoadedPolicy, task: BoundTask, prompts: Prompts, rollouts: int, separator: str, seed: int
     ):
         self.loaded, self.task, self.prompts, self.count, self.separator = loaded, task, prompts, rollouts, separator
+        refuse_turns(prompts)
         self.sampler = loaded.sampler(prompts, seed)
 
     def rows(self, samples: int) -> list[Row]:

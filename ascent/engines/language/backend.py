@@ -57,6 +57,11 @@ class LanguageBackend(Backend):
                 "a gradient per response, which is for small policies. Set --advantage.norm length"
             )
         offline, data = config.task.data, config.algorithm.loss.data
+        if config.task.plays and config.data != "samples":
+            raise Refused(
+                f"--tools and --environment answer what the policy samples, and this run learns from {config.data}: "
+                "leave them out"
+            )
         if offline == "demonstrations" and data == "samples" and type(config.algorithm.loss) is LogProb:
             return
         if offline == "demonstrations" and data != "demonstrations":

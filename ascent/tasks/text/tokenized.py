@@ -166,7 +166,9 @@ class TokenizedTask(BoundBase):
 
     def messages(self, problem: Problem) -> list[Message]:
         """The chat that the policy reads, with what an environment says first."""
-        chat = self.task.messages(problem)
+        return self._opened(self.task.messages(problem), problem)
+
+    def _opened(self, chat: list[Message], problem: Problem) -> list[Message]:
         if self.opening is not None and (words := self.opening(problem)):
             chat[-1] = {**chat[-1], "content": "\n\n".join(filter(None, [chat[-1]["content"], words]))}
         return chat
@@ -265,7 +267,7 @@ class TokenizedTask(BoundBase):
     def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
         """Prompts that a person typed, as in training. None can be scored."""
         task = replace(self.task, instruction="") if plain else self.task
-        chats = [task.messages(Problem(text)) for text in typed]
+        chats = [self._opened(task.messages(Problem(text)), Problem(text)) for text in typed]
         return Prompts.of(pad_prompts([self.encoder.encode(chat) for chat in chats])), [_words(chat) for chat in chats]
 
     def cut_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
