@@ -167,11 +167,11 @@ HOSTILE = ["answer" + " " * 30_000, "answer is " * 3_000, "a" + " " * 30_000 + "
 
 @pytest.mark.parametrize("check", ["exact", "number", "choice"])
 def test_hostile_text_is_read_in_time(check: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     for text in HOSTILE:
         CHECKS[check]("B", text)
     assert with_decimal_point("1" * 30_000 + "," + "2" * 30_000)
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
 
 
 def choices(folder: Path, *answers: object) -> Jsonl:
