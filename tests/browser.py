@@ -221,7 +221,15 @@ def contrast(first: tuple[int, ...], second: tuple[int, ...]) -> float:
 
 def serious(page: Any, part: str | None = None, rules: dict[str, Any] | None = None) -> list[tuple[str, str]]:
     """What axe calls serious or critical: each rule, and the first place where it is broken."""
-    from axe_playwright_python.sync_playwright import Axe
+    from axe_playwright_python.base import AXE_SCRIPT
 
-    found = Axe().run(page, part, {"resultTypes": ["violations"]} | (rules or {})).response["violations"]
-    return [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")]
+    if page.evaluate("!window.axe"):  # it takes long to compile: once a page
+        page.evaluate(AXE_SCRIPT)
+    found = page.evaluate(VIOLATIONS, [part, {"resultTypes": ["violations"]} | (rules or {})])
+    return [(name, html[:200]) for name, impact, html in found if impact in ("serious", "critical")]
+
+
+VIOLATIONS = """async ([part, rules]) => {
+  const found = await axe.run(part || document, rules);
+  return found.violations.map((v) => [v.id, v.impact, v.nodes[0].html]);
+}"""

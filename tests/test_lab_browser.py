@@ -417,35 +417,44 @@ def test_nothing_serious_for_axe_in_both_themes(browser: Any, lab: Lab) -> None:
     screen.page.context.close()
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_labels_of_charts_stand_out_and_nothing_is_wider_than_a_phone(
-    browser: Any, lab: Lab, known: str, theme: str
-) -> None:
-    screen = opened(browser, lab, color_scheme=theme, device_scale_factor=2, viewport={"width": 1280, "height": 1500})
+def test_the_labels_of_charts_stand_out_in_both_themes(browser: Any, lab: Lab, known: str) -> None:
+    screen = opened(browser, lab, device_scale_factor=2, viewport={"width": 1280, "height": 1500})
     for name in ("clip", "baselines", "variance"):
-        picture = screen.open(f"/figure/{name}").picture()
-        labels = screen.page.locator("svg.chart text").evaluate_all(BOXES)
-        assert len(labels) >= 10
-        for text, box in labels:
-            assert ink(picture.crop(box)) >= 4.5, (name, text)
+        screen.open(f"/figure/{name}")
+        for theme in ("light", "dark"):
+            screen.page.emulate_media(color_scheme=theme)
+            picture = screen.picture()
+            labels = screen.page.locator("svg.chart text").evaluate_all(BOXES)
+            assert len(labels) >= 10
+            for text, box in labels:
+                assert ink(picture.crop(box)) >= 4.5, (name, text, theme)
     screen.open(f"/figure/training?a.run={known}&b.run={known}")
     until(lambda: run_of(screen, "a") and run_of(screen, "b") and len(run_of(screen, "b")["steps"]) > 2)
-    screen.page.wait_for_timeout(300)
-    picture = screen.picture()
-    charts = screen.page.locator(".curves canvas").evaluate_all(BOXES)
-    captions = screen.page.locator(".curves figcaption li").evaluate_all(BOXES)
-    assert len(charts) == 5 and len(captions) == 12
-    for _, (left, top, _, bottom) in charts:
-        assert ink(picture.crop((left, top, left + 100, bottom))) >= 4.5
-    for text, box in captions:
-        assert ink(picture.crop(box)) >= 4.5, text
-    screen.page.set_viewport_size({"width": 360, "height": 740})
-    for path in PAGES if theme == "light" else PAGES[-1:]:  # colours make nothing wider
+    for theme in ("dark", "light"):
+        screen.page.emulate_media(color_scheme=theme)
+        screen.page.wait_for_timeout(300)
+        picture = screen.picture()
+        charts = screen.page.locator(".curves canvas").evaluate_all(BOXES)
+        captions = screen.page.locator(".curves figcaption li").evaluate_all(BOXES)
+        assert len(charts) == 5 and len(captions) == 12
+        for _, (left, top, _, bottom) in charts:
+            assert ink(picture.crop((left, top, left + 100, bottom))) >= 4.5, theme
+        for text, box in captions:
+            assert ink(picture.crop(box)) >= 4.5, (text, theme)
+    assert not screen.errors
+    screen.page.context.close()
+
+
+def test_nothing_is_wider_than_a_phone_and_the_theme_can_be_chosen(browser: Any, lab: Lab) -> None:
+    screen = opened(browser, lab, color_scheme="light", device_scale_factor=2, viewport={"width": 360, "height": 740})
+    for path in PAGES:  # colours make nothing wider
         screen.open(path)
         assert screen.page.evaluate("document.documentElement.scrollWidth") <= 360, path
-    screen.page.click("#theme")
-    other = {"light": "dark", "dark": "light"}[theme]
-    assert screen.page.evaluate("document.documentElement.dataset.theme") == other
+    for theme, other in (("light", "dark"), ("dark", "light")):
+        screen.page.emulate_media(color_scheme=theme)
+        screen.page.evaluate("localStorage.clear()")
+        screen.open(PAGES[-1]).page.click("#theme")
+        assert screen.page.evaluate("document.documentElement.dataset.theme") == other
     assert not screen.errors
     screen.page.context.close()
 

@@ -101,19 +101,24 @@ class View(Screen):
         )
 
 
-@pytest.fixture
-def view(browser: Any, lab: Lab) -> Iterator[View]:
-    """A page; it asked nobody else, no script of it failed, and nothing of a run was run."""
+@pytest.fixture(scope="module")
+def shared(browser: Any, lab: Lab) -> Iterator[View]:
     size = {"width": 1280, "height": 900}
     context = browser.new_context(viewport=size, permissions=["clipboard-read", "clipboard-write"])
     context.set_default_timeout(20_000)
-    screen = View(context.new_page(), lab)
-    screen.enter()
-    yield screen
-    assert {urlsplit(url).netloc for url in screen.requests} == {f"127.0.0.1:{lab.port}"}
-    assert not [error for error in screen.errors if "400" not in error], screen.errors
-    assert screen.page.evaluate("window.hacked") is None
+    yield View(context.new_page(), lab).enter()
     context.close()
+
+
+@pytest.fixture
+def view(shared: View) -> Iterator[View]:
+    """A page; it asked nobody else, no script of it failed, and nothing of a run was run."""
+    shared.requests.clear()
+    shared.errors.clear()
+    yield shared
+    assert {urlsplit(url).netloc for url in shared.requests} == {f"127.0.0.1:{shared.lab.port}"}
+    assert not [error for error in shared.errors if "400" not in error], shared.errors
+    assert shared.page.evaluate("window.hacked") is None
 
 
 def test_held_out_answers(view: View, runs: Path) -> None:
