@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory() as folder:
         if options.smoke:
-            model, words, least, limit = random_model(Path(folder), SMOKE), random_prompts(PROMPTS, 8, 128), 2, 40
+            model, words, least, limit = random_model(Path(folder), SMOKE), random_prompts(PROMPTS, 8, 128), 2, 16
         else:
             model, words, least, limit = smollm2(), sums(PROMPTS), LEAST, LIMIT
         lm = CausalLM(model, dtype="float32", device="cpu").load()
