@@ -35,6 +35,7 @@ from tests.test_resume import bits, differing
 ROWS = [{"prompt": f"What is {a} + {b}?", "level": a} for a in range(5) for b in range(4)]
 ANSWERED = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b), "level": a} for a in range(5) for b in range(4)]
 QUICK: dict[str, Any] = {"steps": 4, "prompts": 2, "samples": 2, "max_tokens": 4, "eval_every": 100, "eval_prompts": 1}
+QUICK |= {"reward_workers": 1}
 QUICK |= {"checkpoint_every": 2, "show": False, "preflight": False, "threads": 1, "temperature": 1.3}
 NOISE = """
 import zlib

@@ -145,7 +145,15 @@ def questions(tmp_path: Path) -> str:
 
 
 def settings_of(model: Path, **more: Any) -> dict[str, Any]:
-    shape = {"prompts": 2, "samples": 2, "steps": 2, "max_tokens": 4, "eval_prompts": 1, "checkpoint_every": 1}
+    shape = {
+        "prompts": 2,
+        "samples": 2,
+        "steps": 2,
+        "max_tokens": 4,
+        "eval_prompts": 1,
+        "checkpoint_every": 1,
+        "reward_workers": 1,
+    }
     return {"model": str(model), "algorithm": "gspo", "policy.dtype": "bfloat16", **shape, **more}
 
 
