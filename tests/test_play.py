@@ -94,6 +94,12 @@ def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3
         return scored(bound, sampler.generate(drawn, samples)), bound
 
 
+@pytest.fixture(scope="module")
+def talk(place: Path, model: Any) -> tuple[Any, Any]:
+    """Three prompts with four responses each, in the world that never fails."""
+    return play(place, model, "Talk")
+
+
 def said(model: Any, batch: Any, p: int, s: int) -> list[str]:
     """The observations of a response, in words with their special tokens."""
     observed = batch.present[p, s] & ~batch.mask[p, s]
@@ -104,8 +110,8 @@ def said(model: Any, batch: Any, p: int, s: int) -> list[str]:
     ]
 
 
-def test_an_environment_of_a_file_answers_turns_and_pays_for_them(place: Path, model: Any) -> None:
-    (batch, errors), bound = play(place, model, "Talk")
+def test_an_environment_of_a_file_answers_turns_and_pays_for_them(talk: Any, model: Any) -> None:
+    (batch, errors), bound = talk
     assert not errors and bool(batch.valid.all())
     assert not bool(batch.truncated.any())
     assert bound.task.opening is not None
@@ -125,9 +131,9 @@ def test_an_environment_of_a_file_answers_turns_and_pays_for_them(place: Path, m
     assert batch.measured[-1] == "turns" and bool((batch.measures[..., -1] == 3).all())
 
 
-def test_a_tail_is_the_templates_own_and_what_was_drawn_stays(place: Path, model: Any) -> None:
+def test_a_tail_is_the_templates_own_and_what_was_drawn_stays(talk: Any, model: Any) -> None:
     """Turn by turn: drawn tokens, the end token where the turn was cut off, and the template's words around."""
-    (batch, _), _ = play(place, model, "Talk")
+    (batch, _), _ = talk
     for p in range(3):
         for s in range(4):
             words = model.tokenizer.decode(batch.response[p, s][batch.present[p, s]])
@@ -140,8 +146,8 @@ def test_a_tail_is_the_templates_own_and_what_was_drawn_stays(place: Path, model
             assert words.count(after) == 2 and before.strip() and before in words
 
 
-def test_the_log_probs_of_a_conversation_are_those_of_one_forward_pass(place: Path, model: Any) -> None:
-    (batch, _), _ = play(place, model, "Talk")
+def test_the_log_probs_of_a_conversation_are_those_of_one_forward_pass(talk: Any, model: Any) -> None:
+    (batch, _), _ = talk
     with torch.no_grad():
         for p in range(3):
             prompt = batch.prompt[p][batch.prompt[p] >= 0]
@@ -209,8 +215,8 @@ def test_a_call_is_answered_and_a_turn_without_one_ends_the_response(place: Path
     assert found[2].tokens == [] and found[2].error is None
 
 
-def test_the_last_turn_is_graded(place: Path, model: Any) -> None:
-    (batch, _), bound = play(place, model, "Talk")
+def test_the_last_turn_is_graded(talk: Any) -> None:
+    (batch, _), bound = talk
     turn = torch.where(batch.mask, batch.turn, -1)
     graded = bound.task._responses(replace(batch))
     for (problem, words), tokens, turns in zip(graded, batch.response.flatten(0, 1), turn.flatten(0, 1), strict=True):
