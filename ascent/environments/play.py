@@ -23,7 +23,7 @@ from ascent.tasks.base import BoundBase
 from ascent.tasks.environment import Step
 from ascent.tasks.keeper import Limits
 from ascent.tasks.objects import PREFIX, pickled
-from ascent.tasks.text.base import Message, Problem
+from ascent.tasks.text.base import TEXTARENA, Message, Problem
 
 GLANCE = 1.0
 """Seconds of one wait for environments; those that miss their own deadline answer with an error."""
@@ -287,5 +287,7 @@ def tools_source(sources: Sequence[str], functions: Sequence[Any], chat: ToolCha
 
 
 def environment_source(source: str) -> Source:
-    """Where they find an environment of the user's own."""
+    """Where they find an environment: a game of textarena, or one of the user's own."""
+    if source.startswith(TEXTARENA):
+        return Source("ascent.environments.games:Game", {"game": source.removeprefix(TEXTARENA)})
     return Source(source, {}, pickled(source, "environment") if source.startswith(PREFIX) else None)

@@ -10,6 +10,7 @@ _MODULES = {
     "text.reasoning_gym": "ReasoningGym",
     "text.gsm8k": "Gsm8k",
     "text.countdown": "Countdown",
+    "text.textarena": "Textarena",
     "text.rows": "Jsonl Dataset Demonstrations Preferences Steps",
     "text.given": "Rows RowStream",
 }

@@ -47,6 +47,8 @@ _TRIES = 200
 """Problems in a row that may be on the wrong side of the held-out rule before a generated task gives up."""
 _HELD_OUT_ONE_IN = 4
 """A large share: to find the test set, four times as many problems have to be made; training never runs out."""
+TEXTARENA = "textarena:"
+"""How --environment names a game of textarena (environments/games.py)."""
 INDICES = 2**31
 """Indices are taken modulo this: several generators take no larger seed."""
 
@@ -111,7 +113,7 @@ class TextTask(BaseTask):
     tools: tuple[str, ...] = ()
     """Functions that the policy may call in its turns: a list of calculator, python:FILE:FUNCTION,FUNCTION."""
     environment: str = ""
-    """python:FILE:CLASS, an Environment that answers the policy's turns; its rewards are added to --reward."""
+    """python:FILE:CLASS or textarena:NAME: what answers the policy's turns. Its rewards are added to --reward."""
     max_turns: int = 8
     """The most turns of a response, with tools or an environment."""
     turn_tokens: int = 0
@@ -156,8 +158,11 @@ class TextTask(BaseTask):
         object.__setattr__(self, "tools", tool_sources(self.tools) if self.tools else ())
         if self.environment.startswith("python:"):
             object.__setattr__(self, "environment", absolute_source(self.environment))
-        elif self.environment and not self.environment.startswith("object:"):
-            refuse(f"--environment {self.environment}: name a class of a file of yours, python:FILE:CLASS")
+        elif self.environment and not self.environment.startswith(("object:", TEXTARENA)):
+            refuse(
+                f"--environment {self.environment}: name a class of a file of yours, python:FILE:CLASS, or a game, "
+                f"{TEXTARENA}NAME"
+            )
         if self.tools and self.environment:
             refuse("--tools with --environment: one of them answers a turn. An environment can call functions itself")
         if self.max_turns < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
