@@ -137,14 +137,15 @@ class Conversations:
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
         arrived: list[tuple[int, Answer]] = []
         while not arrived:
-            for reply in self.player.replies(self.episodes, GLANCE if wait else 0.0):
+            replies = self.player.replies(self.episodes, GLANCE if wait else 0.0)
+            for reply in replies:
                 response = reply.episode - self.first
                 if response in self.beginning and reply.error is None:
                     self.beginning.remove(response)
                     self.player.pool.step(reply.episode, self.player.words(self.latest[response]))
                 else:
                     arrived.append((response, self._answer(response, reply)))
-            if not wait and not self.beginning:
+            if not wait and not replies:
                 break
         return arrived
 
