@@ -274,6 +274,23 @@ def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Pat
         two.close()
 
 
+def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
+    class Slow(LocalEpisodes):
+        looks = 0
+
+        def answers(self, wait: float) -> list[Any]:
+            self.looks += 1
+            return super().answers(wait) if self.looks > 3 else []
+
+    with closing(play_small(BoundSmallTask(Swaps()))) as bound:
+        prompts = bound.held_out(1)
+        bound.player.pool = Slow(Swaps().episode)
+        with closing(prompts.play(prompts, 1, [1])) as episodes:
+            episodes.ask(0, [0])
+            assert [episodes.answers(wait=False) for _ in range(3)] == [[], [], []]
+            assert len(episodes.answers(wait=False)) == 1, "begun and answered"
+
+
 def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place: Path, model: Any) -> None:
     class Odd(ascent.Environment):
         def step(self, action: str) -> ascent.Step:
