@@ -255,7 +255,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
         return bound.problem(int(prompts.problem[place]))
 
     player = Player(
-        Episodes(source, limits),
+        Episodes(source, limits, task.turn_workers),
         problem,
         words,
         tokens=lambda step, turn: tail.answer(turn, step.observation),

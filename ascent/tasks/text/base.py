@@ -120,6 +120,8 @@ class TextTask(BaseTask):
     """The most tokens of a turn; 0: as many as --max-tokens leaves."""
     turn_seconds: float = 10.0
     """Wall-clock limit of one answer of a tool or an environment. One that takes longer has failed."""
+    turn_workers: int = 256
+    """The most answers of tools or environments that are computed at once, each in the process of its episode."""
     max_context: int = 0
     """The most tokens of a conversation, its prompt and observations counted; 0: --max-prompt and twice --max-tokens.
     --max-tokens counts what the policy draws."""
@@ -165,10 +167,11 @@ class TextTask(BaseTask):
             )
         if self.tools and self.environment:
             refuse("--tools with --environment: one of them answers a turn. An environment can call functions itself")
-        if self.max_turns < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
+        if min(self.max_turns, self.turn_workers) < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
             refuse(
-                f"--max-turns {self.max_turns} --turn-tokens {self.turn_tokens} --turn-seconds {self.turn_seconds:g}: "
-                "there is at least one turn, 0 or more tokens of it, and some time to answer it"
+                f"--max-turns {self.max_turns} --turn-tokens {self.turn_tokens} --turn-seconds {self.turn_seconds:g} "
+                f"--turn-workers {self.turn_workers}: there is at least one turn, 0 or more tokens of it, and some time "
+                "and at least one process to answer it"
             )
         if self.max_context and self.max_context <= self.max_prompt:
             refuse(
