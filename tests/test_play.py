@@ -338,7 +338,7 @@ def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_
         ({"tools": ("calculator",), "environment": "python:x.py:Y"}, "one of them answers a turn"),
         ({"tools": ("calclator",)}, "calculator"),
         ({"environment": "guess"}, "python:FILE:CLASS"),
-        ({"max_turns": 0}, "at least one turn"),
+        ({"max_turns": 0}, "one turn or more"),
         ({"turn_seconds": 0.0}, "some time"),
         ({"max_context": 10}, "counts the prompt too"),
     ],

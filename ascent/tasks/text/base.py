@@ -170,8 +170,8 @@ class TextTask(BaseTask):
         if min(self.max_turns, self.turn_workers) < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
             refuse(
                 f"--max-turns {self.max_turns} --turn-tokens {self.turn_tokens} --turn-seconds {self.turn_seconds:g} "
-                f"--turn-workers {self.turn_workers}: there is at least one turn, 0 or more tokens of it, and some time "
-                "and at least one process to answer it"
+                f"--turn-workers {self.turn_workers}: there is one turn or more, 0 or more tokens of it, and some time "
+                "and one process or more to answer it"
             )
         if self.max_context and self.max_context <= self.max_prompt:
             refuse(
