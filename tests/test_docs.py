@@ -92,6 +92,11 @@ def test_the_site_builds_strictly_and_its_search_works_as_a_file(site: Path, scr
         assert not loaded, path
     asked: list[str] = []
     screen.on("request", lambda request: asked.append(request.url))
+    for page in ("lessons/05-values", "lessons/06-gae", "docs/runs"):
+        screen.goto(f"file://{site}/{page}.html")
+        alone = """all => all.filter(e => !e.closest("p, li, td, th, h1, h2, h3, em")).map(e => e.textContent)"""
+        assert screen.locator("article math[display=inline]").count() > 5
+        assert screen.locator("article math[display=inline]").evaluate_all(alone) == [], "formulas stay in their text"
     screen.goto(f"file://{site}/menu/grpo.html")
     assert screen.locator("math").count() > 5
     screen.click(".md-search__input")

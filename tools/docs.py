@@ -66,6 +66,7 @@ mtd[columnalign="left"] { text-align: left; }
 mtd[columnalign="right"] { text-align: right; }
 mtd:nth-child(3) { text-align: left; padding-left: 1.6em; opacity: 0.75; font-size: 0.88em; }
 .md-typeset th:empty { display: none; }
+.md-typeset td:first-child code { white-space: nowrap; }
 .docstring { white-space: pre-wrap; margin: 1em 0; }
 .md-typeset pre > code { overflow-x: auto; }
 """
@@ -107,7 +108,7 @@ def with_mathematics(text: str) -> str:
 
     def inline(part: str) -> str:
         pieces = re.split(r"(`[^`\n]+`)", part)
-        return "".join(p if p.startswith("`") else INLINE.sub(lambda m: _guarded(mathml(m[1])), p) for p in pieces)
+        return "".join(p if p.startswith("`") else INLINE.sub(lambda m: _inline(m[1]), p) for p in pieces)
 
     def fence(match: re.Match[str]) -> str:
         return _guarded(block_of_math(match[2])) if match[1] == "math" else match[0]
@@ -116,6 +117,11 @@ def with_mathematics(text: str) -> str:
     return "".join(
         re.sub(r"\A```(\w*)\n(.*)```\Z", fence, p, flags=re.DOTALL) if i % 2 else inline(p) for i, p in enumerate(parts)
     )
+
+
+def _inline(latex: str) -> str:
+    """A formula within a line. The span is there because Markdown takes a line that begins with <math> for a block."""
+    return f"<span>{_guarded(mathml(latex))}</span>"
 
 
 def _guarded(made: str) -> str:
