@@ -24,7 +24,7 @@ from ascent.lab.figures import all_figures
 from ascent.lab.figures.training.figure import SIDES, metrics_in_words
 from ascent.lab.pages.lesson.page import BOUND, read_lessons, render
 from ascent.records.folder import read_lines
-from tests.browser import Lab, Screen, chromium, contrast, serious, until
+from tests.browser import Lab, Screen, chromium, contrast, luminance, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 FIGURES = all_figures()
@@ -424,6 +424,7 @@ def test_the_labels_of_charts_stand_out_in_both_themes(browser: Any, lab: Lab, k
         for theme in ("light", "dark"):
             screen.page.emulate_media(color_scheme=theme)
             picture = screen.picture()
+            assert (luminance(picture.getpixel((4, 4))) < 0.2) == (theme == "dark")
             labels = screen.page.locator("svg.chart text").evaluate_all(BOXES)
             assert len(labels) >= 10
             for text, box in labels:
