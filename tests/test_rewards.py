@@ -29,7 +29,12 @@ from ascent.tasks.text.grading import Grading, self_test
 from ascent.tasks.text.tokenized import TokenizedTask
 from ascent.tasks.workers import Limits, Outcome, Pool
 
-SLEEP = f"sleep {10**6 + os.getpid()}"
+
+def sleep() -> str:
+    """A command that only the rewards of this process start."""
+    return f"sleep {10**6 + os.getpid()}"
+
+
 """What rewards of this process leave behind: tests in other processes have other seconds."""
 REWARDS = """
 import os, subprocess, sys, time
@@ -174,7 +179,7 @@ GOOD: dict[str, tuple[float, str]] = {
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     file = tmp_path_factory.mktemp("own") / "r.py"
-    file.write_text(f"SLEEP = {SLEEP!r}\n{REWARDS}")
+    file.write_text(f"SLEEP = {sleep()!r}\n{REWARDS}")
     return lambda name: f"python:{file}:{name}"
 
 
@@ -216,7 +221,7 @@ def sleeping() -> int:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             found.append(path.read_bytes().rstrip(b"\0").replace(b"\0", b" "))
-    return found.count(SLEEP.encode())
+    return found.count(sleep().encode())
 
 
 def sleeping_soon(count: int) -> bool:
