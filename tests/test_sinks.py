@@ -103,20 +103,24 @@ def test_wandb_writes_offline_into_the_folder_and_a_resume_is_the_same_run(
     monkeypatch.setattr(trackers, "CLOSING", 300.0)
     (said,) = run(tmp_path, "wandb", range(3))
     assert "wandb sync" in said
-    run(tmp_path, "wandb", range(3, 5), resume_step=3)
+    (said,) = run(tmp_path, "wandb", range(3, 5), resume_step=3)
+    assert "wandb sync" in said
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     identity = (tmp_path / "wandb" / "id").read_text()
     assert len(files) == 2 and {file.stem for file in files} == {f"run-{identity}"}
-    assert [step for file in files for step in wandb_rewards(file)] == [(s, float(s)) for s in range(5)]
+    written = [(s, float(s)) for s in range(5)]  # by a process of its own, which may take its time
+    until(lambda: [step for file in files for step in wandb_rewards(file)] == written, 120)
 
 
 def wandb_rewards(file: Path) -> list[tuple[int, float]]:
-    """The steps and rewards in a run's file: protocol buffers in a LevelDB log, 7 bytes before each."""
+    """The steps and rewards in a run's file so far: protocol buffers in a LevelDB log, 7 bytes before each."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data):
+            break
         whole = (whole if kind in (3, 4) else b"") + data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
