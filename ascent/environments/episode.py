@@ -115,7 +115,7 @@ def load_environment(source: Source) -> Callable[[], Environment]:
     return make
 
 
-class Player:
+class EpisodePlayer:
     """One episode: its environment and its randomness."""
 
     def __init__(self, make: Callable[[], Environment]):
@@ -214,7 +214,7 @@ def _say_ending(pipe: socket.socket, status: int | None) -> None:
 
 def play(make: Callable[[], Environment], pipe: socket.socket) -> None:
     """The episode: it answers one call after the other, each with the call's own number."""
-    own, player = os.getpid(), Player(make)
+    own, player = os.getpid(), EpisodePlayer(make)
     say(pipe, {"began": time.monotonic()})
     while True:
         try:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ascent.environments.episode import NUMBER, Player, Source
+from ascent.environments.episode import NUMBER, EpisodePlayer, Source
 from ascent.tasks.calls import LARGEST, REASON, error_words, whole_text
 from ascent.tasks.environment import Step
 from ascent.tasks.keeper import START, Kept, Limits, framed, hang_up
@@ -425,13 +425,13 @@ class LocalEpisodes:
 
     def __init__(self, make: Callable[[], Any]):
         self.make = make
-        self.players: dict[int, Player] = {}
+        self.players: dict[int, EpisodePlayer] = {}
         self.done: list[Reply] = []
 
     def begin(self, episode: int, problem: Problem, shared: int, own: int) -> None:
         if episode in self.players:
             raise ValueError(f"episode {episode} has begun already")
-        self.players[episode] = Player(self.make)
+        self.players[episode] = EpisodePlayer(self.make)
         self._call(episode, "begin", problem, shared, own)
 
     def step(self, episode: int, action: str) -> None:
