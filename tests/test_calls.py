@@ -251,7 +251,8 @@ def test_the_plain_format_is_explained_in_the_prompt() -> None:
 def test_the_documents_show_the_formats_and_the_instruction() -> None:
     text = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
     assert instruction_of(schemas_of([calculator])) in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    table = text.partition("| format |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == list(FORMATS)
     for name, call, *_ in rows:
         form, written = FORMATS[name.strip("| `")], call.split("`")[1].replace("\\|", "|")

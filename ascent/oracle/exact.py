@@ -33,21 +33,13 @@ AT_ONCE = 100_000
 """Rows of a Jacobian that are computed at once, times its number of tokens."""
 
 
-class ScoredTask(Protocol):
-    """Responses, and what they earn."""
+class EnumerableTask(Protocol):
+    """What the oracle needs from a task. Where responses have turns, `episode` makes their environment too."""
 
     @property
     def space(self) -> Space: ...
 
     def score(self, rollouts: Rollouts) -> Scores: ...
-
-
-class EnumerableTask(ScoredTask, Protocol):
-    """What the oracle needs from a task. Derive from it, or from `SmallTask`."""
-
-    def episode(self) -> Any:
-        """A new environment, where responses have turns."""
-        return None
 
 
 class Responses(NamedTuple):
@@ -177,7 +169,7 @@ def _ways(environment: Any, going: list[Episode], actions: list[list[int]]) -> I
                 yield number, episode, action, way
 
 
-def reward_table(task: ScoredTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
+def reward_table(task: EnumerableTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
     """R(y) of every response to these prompts, NaN where the reward failed, for any policy."""
     scores = task.score(every_response(task.space, prompt))
     return torch.where(scores.valid, scores.reward.sum(-1), torch.nan)
@@ -228,7 +220,7 @@ class Table:
             p.requires_grad_(trained.requires_grad)
         self.sampler = self.old if sampler is None else _double(sampler)
         self.reference = None if reference is None else _double(reference)
-        if task.episode() is None:
+        if getattr(task, "episode", lambda: None)() is None:
             rollouts = every_response(policy.space, prompt.unsqueeze(0), temperature)
             self.chance = torch.ones(rollouts.mask.shape[1], dtype=torch.float64)
         else:
