@@ -23,6 +23,7 @@ from ascent.tasks.environment import Environment, Step
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
 
+pytestmark = pytest.mark.long
 MARK = f"EPISODES_OF_{os.getpid()}"
 """An environment variable of the processes of this test process: tests beside it have another."""
 ENVIRONMENT = '''

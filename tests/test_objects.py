@@ -166,6 +166,7 @@ def test_none_is_not_for_this_row_and_a_wrong_list_is_an_error() -> None:
         values(ascent.batch(lambda responses: 1.0), jobs())
 
 
+@pytest.mark.long
 def test_async_functions_run_at_the_same_time_each_with_its_own_limit() -> None:
     together: set[int] = set()
     most: list[int] = []

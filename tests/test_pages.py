@@ -323,6 +323,7 @@ def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
     assert schedule.pages.most * sampler.PAGE <= 12 * (longest + sampler.PAGE) + 3 * sampler.PAGE
 
 
+@pytest.mark.long
 def test_a_somewhat_longer_prompt_needs_no_new_board() -> None:
     """Making one anew captures the graphs again, which takes seconds."""
     lm, boards = model_of(), []

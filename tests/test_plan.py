@@ -64,6 +64,7 @@ def cost(part: Batch, shared: bool, repeat: float, padded: bool) -> float:
     return sum(p + len(n) * repeat * p + m for p, n, m in zip(prompts, responses, own, strict=True))
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(lengths(48), st.integers(1, 600), st.booleans(), st.sampled_from([0.0, 0.1, 2.0]), st.booleans())
 def test_no_part_is_above_the_budget_unless_it_is_one_response(

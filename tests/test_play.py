@@ -23,6 +23,7 @@ from ascent.tasks.small.turns import Swaps
 from ascent.tasks.text.rows import Jsonl
 from tests.language import sampler_of, write_tiny
 
+pytestmark = pytest.mark.long
 WORLDS = """
 import os, time
 from ascent import Environment, Step

@@ -275,6 +275,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(own: Callable[[str], s
     pool.close()
 
 
+@pytest.mark.long
 def test_workers_die_with_a_parent_that_is_killed(own: Callable[[str], str]) -> None:
     """Whatever they are doing: waiting, computing, or holding Python's lock inside C."""
     code = f"""

@@ -107,6 +107,7 @@ def bias(table: Table, credit: Advantage, samples: int = 2, scale: float = 1.0) 
 # ---- the exact gradient ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_unbiased_credit_has_the_exact_gradient_of_a_conversation(name: str) -> None:
     table = table_of(name)
@@ -153,6 +154,7 @@ class MeanOfThoseWhoGotThere(Advantage):
         return torch.where(batch.mask, δ, 0.0)
 
 
+@pytest.mark.long
 def test_the_mean_over_those_that_reached_a_turn_is_biased() -> None:
     for name in ("rambling", "guess"):
         assert bias(table_of(name), MeanOfThoseWhoGotThere()) > 0.2
@@ -242,6 +244,7 @@ def test_the_samplers_log_probs_are_those_of_a_plain_forward_pass() -> None:
     assert (rollouts.logp_sampler - want).abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_sampled_frequencies_are_the_enumerated_ones() -> None:
     task = WORLDS["rambling"][0]
     rollouts, _ = drawn(task, samples=2000)
