@@ -209,6 +209,13 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     fork_workers(len(specs))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test in a real browser on a busy machine gets a second chance, and the last lines name those that took it."""
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 def pytest_collection_finish() -> None:
     """What was imported is no litter, and need not be looked through again and again; nor is most of what follows."""
     gc.collect()

@@ -378,17 +378,6 @@ def test_a_long_run_is_drawn_in_means_and_exactly_when_zoomed(screen: Screen) ->
     assert screen.page.locator("#out").is_disabled()
 
 
-AT_REST = """new Promise((done) => {
-  const look = (last) => {
-    const now = scrollY;
-    if (now === last) done(now);
-    else setTimeout(() => requestAnimationFrame(() => look(now)), 300);
-  };
-  look(-1);
-})"""
-"""Where the page is, once it has stopped scrolling."""
-
-
 def test_back_undoes_a_zoom_and_comes_back_to_where_one_was(screen: Screen) -> None:
     opened(screen, "/run?id=long&from=-5&to=9999")
     until(lambda: "from" not in query(screen))  # more than the run has is all of it
@@ -405,14 +394,12 @@ def test_back_undoes_a_zoom_and_comes_back_to_where_one_was(screen: Screen) -> N
     until(lambda: (screen.page.input_value("#from"), screen.page.input_value("#to")) == ("0", "100"))
     screen.page.go_back()
     until(lambda: screen.page.input_value("#to") == str(STEPS - 1))
-    screen.page.mouse.wheel(0, 700)
-    until(lambda: screen.page.evaluate("scrollY") > 500)
-    before = screen.page.evaluate(AT_REST)
+    until(lambda: screen.page.evaluate("(scrollTo(0, 700), scrollY)") == 700)
     screen.page.evaluate("location.assign('completions?id=long&step=4')")
     screen.page.wait_for_selector(".c-group")
     screen.page.go_back()
     screen.page.wait_for_selector("body[data-ready] [data-chart]")
-    until(lambda: abs(screen.page.evaluate("scrollY") - before) < 3)
+    until(lambda: abs(screen.page.evaluate("scrollY") - 700) < 3)
 
 
 def test_a_flag_of_one_step_is_seen_with_what_is_around_it(screen: Screen, runs: Path) -> None:

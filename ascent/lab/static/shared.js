@@ -78,10 +78,11 @@ export function tell(changes, push = false) {
   if (address !== location.pathname + location.search) history[push ? "pushState" : "replaceState"](null, "", address);
 }
 
-const SETTLING = 600; // ms in which charts are drawn and captions filled, and the page still changes its height
+const SETTLING = 600; // ms in which captions are filled, and a page that is tall enough still changes its height
+const PATIENCE = 20000; // ms for the charts to come, on a busy machine
 
 // Where the reader was on the page, by address and tab: kept when the page is left. What it gives goes back there, once
-// the page is drawn, if the reader came by Back or reloaded.
+// the page is drawn, if the reader came by Back or reloaded; a reader who moves by then is left alone.
 export function keepScroll() {
   const key = () => `scroll ${location.pathname}${location.search}`;
   const came = performance.getEntriesByType("navigation")[0]?.type;
@@ -89,11 +90,13 @@ export function keepScroll() {
   addEventListener("pagehide", () => sessionStorage.setItem(key(), scrollY));
   const kept = came === "back_forward" || came === "reload" ? sessionStorage.getItem(key()) : null;
   return () => {
-    let until = kept == null ? 0 : Date.now() + SETTLING;
+    let until = kept == null ? 0 : performance.now() + PATIENCE;
+    let there = false;
     for (const own of ["wheel", "pointerdown", "keydown"]) addEventListener(own, () => (until = 0), { once: true, passive: true });
-    const again = () => {
-      if (Date.now() > until) return;
+    const again = (now) => {
+      if (now > until) return;
       scrollTo(0, +kept);
+      if (!there && Math.abs(scrollY - kept) < 1) [there, until] = [true, now + SETTLING];
       requestAnimationFrame(again);
     };
     requestAnimationFrame(again);
