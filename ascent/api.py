@@ -23,9 +23,10 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.records import checkpoint
 from ascent.records.display import Display, numbers
-from ascent.records.folder import RunFolder, naming, refuse_taken, vacated, write_json
+from ascent.records.folder import RunFolder, refuse_taken, vacated, write_json
 from ascent.records.notebook import Completions, for_stream
 from ascent.records.places import memory_ran_out
+from ascent.records.reading import naming
 from ascent.records.responses import sampled_rows
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
 from ascent.records.trackers import Sinks, check_sinks

@@ -159,10 +159,11 @@ def main(anew: bool) -> None:
     pinned = {} if anew else json.loads(PINS.read_text())
     lines = []
     for world in WORLDS:
-        rows = measure(world) | pinned.get(world, {})
+        known = pinned.get(world, {})
+        rows = known | {name: row for name, row in measure(world).items() if name not in known}
         written = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         lines.append(f"{json.dumps(world)}: {{\n{written}\n}}")
-        print(f"{world}: {len(rows)} rows, {len(rows) - len(pinned.get(world, {}))} of them new")
+        print(f"{world}: {len(rows)} rows, {len(rows) - len(known)} of them new")
     PINS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

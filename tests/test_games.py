@@ -15,7 +15,8 @@ from ascent.environments.play import environment_source
 from ascent.environments.processes import Episodes, Reply
 from ascent.settings import configure, flatten
 from ascent.tasks.keeper import Limits
-from ascent.tasks.text.base import Problem
+from ascent.tasks.text.base import Problem, TextTask
+from ascent.tasks.text.rows import Jsonl
 from ascent.tasks.text.textarena import Textarena
 
 pytestmark = pytest.mark.slow  # the process that games are forked from imports textarena for seconds
@@ -154,3 +155,6 @@ def test_the_task_is_a_number_of_a_game_and_its_environment() -> None:
         Textarena(source="Nim", environment="python:a.py:B")
     with pytest.raises(Refused, match="needs the name of a game"):
         Textarena().verify()
+    for task in (Textarena(source="Nimm"), Jsonl(source="x.jsonl", environment="textarena:Nimm")):
+        with pytest.raises(Refused, match=r"textarena has no game Nimm\. Did you mean Nim\?"):
+            TextTask.verify(task)

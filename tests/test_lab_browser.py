@@ -23,7 +23,7 @@ from ascent.cli import main as cli
 from ascent.lab.figures import all_figures
 from ascent.lab.figures.training.figure import SIDES, metrics_in_words
 from ascent.lab.pages.lesson.page import BOUND, read_lessons, render
-from ascent.records.folder import read_lines
+from ascent.records.reading import read_lines
 from tests.browser import Lab, Screen, chromium, contrast, luminance, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]

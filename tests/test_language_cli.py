@@ -21,7 +21,7 @@ from ascent.cli.main import guarded, main
 from ascent.core.types import Refused, Trouble
 from ascent.policies import CausalLM, LanguageModel
 from ascent.records.display import Lines, printable
-from ascent.records.folder import read_lines
+from ascent.records.reading import read_lines
 from ascent.records.responses import write_parquet
 from ascent.records.run import Run
 from ascent.records.statistics import pass_at, powers, prompt_mean, wilson

@@ -58,6 +58,16 @@ class Hangs(Talk):
 class NeverBegins(Environment):
     def begin(self, problem, rng):
         raise RuntimeError("no world today")
+
+
+class Small(Environment):
+    def begin(self, problem, rng):
+        if problem.prompt < "2":
+            raise RuntimeError("too small a world")
+        self.won = problem.prompt > "4"
+
+    def step(self, action):
+        return Step(reward=float(self.won), done=True)
 """
 LIMITS = {"max_turns": 4, "turn_tokens": 9, "max_tokens": 40, "max_prompt": 64, "check": "number"}
 
@@ -164,16 +174,48 @@ def test_the_log_probs_of_a_conversation_are_those_of_one_forward_pass(talk: Any
 def test_an_environment_that_fails_makes_its_response_invalid_with_the_reason(
     place: Path, model: Any, world: str, why: str
 ) -> None:
-    (batch, _), _ = play(place, model, world, turn_seconds=0.5)
+    (batch, errors), _ = play(place, model, world, turn_seconds=0.5)
     failed = ~batch.valid.flatten()
     assert 0 < int(failed.sum()) < 12
+    assert len(errors) == int(failed.sum()) and all(why in error for error in errors)
     for bad, note in zip(failed.tolist(), batch.notes.flatten().tolist(), strict=True):
         assert (why in note) == bad
 
 
-def test_a_world_that_never_begins_stops_the_run_with_its_reason(place: Path, model: Any) -> None:
-    with pytest.raises(Trouble, match="no world today"):
-        play(place, model, "NeverBegins")
+@pytest.fixture(scope="module")
+def small(place: Path, model: Any) -> tuple[Any, Any]:
+    """Eight prompts without answers, in a world that cannot begin with some of them."""
+    rows = [{"prompt": f"{a} and {b}?"} for a in range(6) for b in range(4)]
+    (place / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return play(place, model, "Small", 1, 8, source=str(place / "open.jsonl"), turn_tokens=2)
+
+
+def test_a_problem_that_an_environment_cannot_begin_with_fails_alone(small: Any) -> None:
+    (batch, errors), bound = small
+    failed = [bound.question(batch, p).words < "2" for p in range(8)]
+    assert 0 < sum(failed) < 8
+    assert (~batch.valid[:, 0]).tolist() == failed
+    assert len(errors) == sum(failed) and all("RuntimeError: too small a world" in error for error in errors)
+
+
+def test_without_an_answer_to_compare_with_what_earns_the_full_point_is_right(small: Any) -> None:
+    """Games have no answers: one that was won is right."""
+    (batch, _), bound = small
+    won = [bound.question(batch, p).words > "4" for p in range(8)]
+    assert 0 < sum(won) < 8
+    assert batch.correct[:, 0].tolist() == won
+    assert batch.measured[0] == "lenient" and (batch.measures[:, 0, 0] == 1).tolist() == won
+
+
+def test_a_world_that_never_begins_stops_the_run_with_its_reason(place: Path, tmp_path: Path) -> None:
+    how = {"model": str(place / "tiny"), "preflight": False, "prompts": 2, "samples": 2, **LIMITS}
+    with pytest.raises(Trouble, match=r"on 4 of 4 responses.*cannot begin with .*RuntimeError: no world today"):
+        ascent.train(
+            f"jsonl:{place / 'sums.jsonl'}",
+            environment=f"python:{place / 'worlds.py'}:NeverBegins",
+            out=tmp_path / "run",
+            **how,
+        )
 
 
 def test_a_run_with_an_environment_trains_evaluates_and_resumes_to_the_bit(place: Path, tmp_path: Path) -> None:

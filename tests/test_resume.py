@@ -37,6 +37,7 @@ from ascent.records import checkpoint, folder, places, responses
 from ascent.records import run as run_records
 from ascent.records.display import Display
 from ascent.records.folder import RunFolder
+from ascent.records.reading import read_lines
 from ascent.records.run import Run, Writer
 from ascent.settings import configure
 from tests.processes import Forked, ascent_process
@@ -91,7 +92,7 @@ def bits(run: Path) -> dict[str, Any]:
     """All that has to be the same: every record but its times, every tensor of the last checkpoint."""
     found: dict[str, Any] = {}
     for name in folder.LINES:
-        lines = folder.read_lines(run / name)
+        lines = read_lines(run / name)
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
     last = checkpoint.complete(run / "checkpoints")[-1]
     for path in last.glob("*.safetensors"):
@@ -595,7 +596,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_batch(
     batch = load_file(kept)
     assert batch["response"].shape == (3, 10, 3) and {"reward", "advantage", "logp_old"} <= batch.keys()
     assert Run(tmp_path / "run").status == "failed"
-    assert len(folder.read_lines(tmp_path / "run" / "metrics.jsonl")) == 0
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 0
 
 
 def test_an_unforeseen_error_is_kept_and_told_in_a_line(

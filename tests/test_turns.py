@@ -22,7 +22,8 @@ from ascent.engines.small.engine import SmallSampler, chosen, log_probs
 from ascent.environments.play import play_small
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table, every_episode
-from ascent.policies.small import PerPosition, Transformer
+from ascent.policies.small import Transformer
+from ascent.settings import configure
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.small.bound import BoundSmallTask
 from ascent.tasks.small.turns import Guess, Swaps, TurnsTask, fewest_questions
@@ -160,23 +161,31 @@ def test_the_mean_over_those_that_reached_a_turn_is_biased() -> None:
         assert bias(table_of(name), MeanOfThoseWhoGotThere()) > 0.2
 
 
+def group(mask: list[list[int]], turn: list[list[int]], reward: list[list[float]], **more: Any) -> Batch:
+    """One group of responses with these actions, turns and rewards."""
+    actions = torch.tensor([mask], dtype=torch.bool)
+    return Batch(
+        prompt=torch.zeros(1, 1, dtype=torch.long),
+        response=torch.zeros(actions.shape, dtype=torch.long),
+        mask=actions,
+        logp_sampler=torch.zeros(actions.shape),
+        limit=actions.shape[-1],
+        truncated=torch.zeros(actions.shape[:2], dtype=torch.bool),
+        turn=torch.tensor([turn]),
+        reward=torch.tensor([reward]),
+        valid=torch.ones(actions.shape[:2], dtype=torch.bool),
+        **more,
+    )
+
+
 def test_by_turn_compares_turns_and_not_places() -> None:
     """Two responses whose second turns begin at other tokens: each is compared with the other's second turn."""
-    turn = torch.tensor([[[0, 0, 1, 0], [0, 0, 0, 1]]])
-    mask = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
-    reward = torch.tensor([[[1.0, 0, 2, 0], [4.0, 0, 0, 8]]])
-    batch = Batch(
-        prompt=torch.zeros(1, 1, dtype=torch.long),
-        response=torch.zeros(1, 2, 4, dtype=torch.long),
-        mask=mask,
-        logp_sampler=torch.zeros(1, 2, 4),
-        limit=4,
-        truncated=torch.zeros(1, 2, dtype=torch.bool),
-        turn=turn,
-        reward=reward,
-        valid=torch.ones(1, 2, dtype=torch.bool),
+    batch = group(
+        mask=[[1, 0, 1, 0], [1, 0, 0, 1]],
+        turn=[[0, 0, 1, 0], [0, 0, 0, 1]],
+        reward=[[1.0, 0, 2, 0], [4.0, 0, 0, 8]],
     )
-    δ = torch.where(mask, ByTurn()(batch, {}), 0.0)
+    δ = torch.where(batch.mask, ByTurn()(batch, {}), 0.0)
     assert δ.tolist() == [[[3 - 12, 0, 2 - 8, 0], [12 - 3, 0, 0, 8 - 2]]]
     one = batch.add(turn=None, reward=torch.tensor([[[1.0], [5.0]]]))
     assert torch.equal(ByTurn()(one, {}).expand(-1, -1, 4), LeaveOneOut()(one, {}).expand(-1, -1, 4))
@@ -184,23 +193,12 @@ def test_by_turn_compares_turns_and_not_places() -> None:
 
 def test_gamma_and_lambda_per_turn_leave_a_turn_whole() -> None:
     """Three actions in turn 0 and one in turn 1, all observations stepped over: discounted once, between the turns."""
-    mask = torch.tensor([[[True, True, True, False, True]]])
-    batch = Batch(
-        prompt=torch.zeros(1, 1, dtype=torch.long),
-        response=torch.zeros(1, 1, 5, dtype=torch.long),
-        mask=mask,
-        logp_sampler=torch.zeros(1, 1, 5),
-        limit=5,
-        truncated=torch.zeros(1, 1, dtype=torch.bool),
-        turn=torch.tensor([[[0, 0, 0, 0, 1]]]),
-        reward=torch.tensor([[[0.0, 0, 1, 0, 10]]]),
-        value=torch.tensor([[[1.0, 2, 3, 0, 4, 0]]]),
-        valid=torch.ones(1, 1, dtype=torch.bool),
-    )
+    value = torch.tensor([[[1.0, 2, 3, 0, 4, 0]]])
+    batch = group([[1, 1, 1, 0, 1]], [[0, 0, 0, 0, 1]], [[0.0, 0, 1, 0, 10]], value=value)
     γ, λ = 0.5, 0.25
     last = 10 - 4
     third = (1 + γ * 4 - 3) + γ * λ * last
-    assert GAE(γ, λ, per="turn")(batch, {})[0, 0][mask[0, 0]].tolist() == pytest.approx(
+    assert GAE(γ, λ, per="turn")(batch, {})[batch.mask].tolist() == pytest.approx(
         [2 - 1 + (3 - 2) + third, 3 - 2 + third, third, last]
     )
     with pytest.raises(Refused, match="its k counts tokens"):
@@ -290,8 +288,9 @@ class FailingTask(Rambling):
 
 def test_an_environment_that_fails_makes_its_response_invalid_and_no_other() -> None:
     rollouts, bound = drawn(FailingTask(), samples=60)
-    batch, _ = scored(bound, rollouts)
+    batch, errors = scored(bound, rollouts)
     failed = ~batch.valid[0]
+    assert errors == batch.notes[0][failed.numpy()].tolist(), "each is counted, with its reason"  # type: ignore[index]
     assert 0 < int(failed.sum()) < 40
     for valid, note, reward in zip(batch.valid[0], batch.notes[0], batch.reward[0], strict=True):  # type: ignore[index]
         assert bool(valid) != ("ValueError: the world fell over" in note)
@@ -313,10 +312,11 @@ def test_an_observation_that_leaves_no_room_cuts_the_response_off() -> None:
 
 
 def test_a_policy_that_cannot_read_what_is_answered_is_refused() -> None:
-    task = Swaps()
-    sampler = SmallSampler(PerPosition()(task.space, torch.Generator()), 1.0, torch.Generator())
-    with pytest.raises(Refused, match="cannot read what an environment answers"):
-        sampler.generate(SmallBackend().bind(task, None, {}).held_out(2), 2)
+    """Before anything is made. Where a response is one turn, it may be trained."""
+    with pytest.raises(Refused, match=r"--policy per-position with swaps.*Use --policy transformer"):
+        SmallBackend().check(configure("swaps", {"policy": "per-position"}))
+    SmallBackend().check(configure("swaps", {}))
+    SmallBackend().check(configure("sort", {"policy": "per-position"}))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import ascent
-from ascent.records.folder import read_lines
+from ascent.records.reading import read_lines
 from tests.browser import Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]

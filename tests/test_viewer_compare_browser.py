@@ -15,8 +15,8 @@ import pytest
 
 import ascent
 from ascent.lab.report.page import report_of
-from ascent.records.folder import read_lines
 from ascent.records.places import Place
+from ascent.records.reading import read_lines
 from ascent.records.statistics import interval
 from tests.browser import Lab, Screen, chromium, serious, until
 

@@ -29,7 +29,7 @@ from ascent.lab.pages.completions.completions import (
     tokens,
 )
 from ascent.records import responses as recorded
-from ascent.records.folder import FileCache
+from ascent.records.reading import FileCache
 
 SOME = [
     row(0, 0, 0.0, "no idea", truncated=True),

@@ -22,7 +22,7 @@ from ascent.core.types import Refused
 from ascent.engines.backends import backend_of
 from ascent.explain.about import first_line
 from ascent.records.code import check_code
-from ascent.records.folder import read_json
+from ascent.records.reading import read_json
 from ascent.records.run import read_settings
 from ascent.rewards.reward_models import check_rewards
 from ascent.settings import (

@@ -11,9 +11,9 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of, nearest
 from ascent.core.types import Refused
 from ascent.records.display import cell_text, printable, table, width, wrapped
-from ascent.records.folder import naming, read_json
 from ascent.records.metrics import short_of
 from ascent.records.places import memory_ran_out
+from ascent.records.reading import naming, read_json
 from ascent.records.responses import path_of
 from ascent.records.run import Run, read_settings
 from ascent.settings import find_task, settings_of

@@ -209,15 +209,17 @@ def scored(task: Task, rollouts: Rollouts) -> tuple[Batch, list[str]]:
     What rollouts bring of reward, validity and notes stands; the task's score is added to it.
     """
     scores = task.score(rollouts)
-    reward, valid = total_reward(rollouts, scores.reward), scores.valid
+    reward, valid, errors = total_reward(rollouts, scores.reward), scores.valid, list(scores.errors)
+    notes = join_notes(rollouts.notes, scores.notes)
     if rollouts.valid is not None:
+        errors += [] if notes is None else notes[(valid & ~rollouts.valid).numpy()].tolist()
         valid = valid & rollouts.valid
     finite = scores.reward.isfinite().all(-1) & reward.isfinite().all(-1)
-    errors = [*scores.errors, *["the reward is not finite"] * int((valid & ~finite).sum())]
+    errors += ["the reward is not finite"] * int((valid & ~finite).sum())
     reward = torch.where(finite.unsqueeze(-1), reward, 0.0)
     known = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # whatever stood beside the actions
     rewards = {"reward": reward, "valid": valid & finite, "correct": scores.correct}
-    batch = to_batch(rollouts, logp_sampler=known, notes=join_notes(rollouts.notes, scores.notes), **rewards)
+    batch = to_batch(rollouts, logp_sampler=known, notes=notes, **rewards)
     if scores.measures:
         batch = batch.add(measures=torch.stack(list(scores.measures.values()), -1), measured=tuple(scores.measures))
     return batch, errors

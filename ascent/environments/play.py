@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ascent.core.types import Prompts, Refused, Rollouts, Scores, Trouble
+from ascent.core.types import Prompts, Refused, Rollouts, Scores
 from ascent.environments.choose import ToolChat
 from ascent.environments.episode import Source
 from ascent.environments.processes import Episodes, LocalEpisodes, Reply
@@ -57,6 +57,8 @@ class Player:
     """Episodes so far: each has a number of its own."""
     mail: list[Reply] = field(default_factory=list)
     """Replies that nobody has asked for yet: several calls may be under way."""
+    unopened: dict[str, str] = field(default_factory=dict)
+    """Problems that the environment could not begin with, and why: their prompts lack what it would have said."""
 
     def replies(self, episodes: range, wait: float) -> list[Reply]:
         """What was replied to these episodes; waits so long for the first reply, if there is none."""
@@ -74,7 +76,10 @@ class Player:
         self.mail = [reply for reply in self.mail if reply.episode not in gone]
 
     def opening(self, problem: Problem) -> str:
-        """What the environment says before the first turn, to every response alike."""
+        """What the environment says before the first turn, to every response alike.
+
+        Nothing, if it cannot begin with this problem: then all responses to it have failed, in this run for good.
+        """
         episode = self.numbered
         self.numbered += 1
         self.pool.begin(episode, problem, shared_seed(problem), 0)
@@ -82,7 +87,9 @@ class Player:
             pass  # its own deadline is a reply too
         self.end([episode])
         if replies[0].step is None:
-            raise Trouble(f"the environment cannot begin with the problem {problem.prompt!r:.80}: {replies[0].error}")
+            why = f"its environment cannot begin with the problem {problem.prompt!r:.80}: {replies[0].error}"
+            self.unopened.setdefault(repr(problem), why)
+            return ""
         return str(replies[0].step.observation)
 
     def __call__(
@@ -131,8 +138,10 @@ class Conversations:
             return self.player.pool.step(self.first + response, self.player.words(turn))
         self.turns[response] = 0
         self.beginning.add(response)
-        problem = self.problems[response // self.samples]
-        self.player.pool.begin(self.first + response, problem, shared_seed(problem), self.seeds[response])
+        problem, episode = self.problems[response // self.samples], self.first + response
+        if (why := self.player.unopened.get(repr(problem))) is not None:
+            return self.player.mail.append(Reply(episode, None, why, 0.0))
+        self.player.pool.begin(episode, problem, shared_seed(problem), self.seeds[response])
 
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
         arrived: list[tuple[int, Answer]] = []
@@ -195,13 +204,21 @@ class PlayedTask(BoundBase):
         return replace(prompts, play=functools.partial(self.player, problems=problems)), words
 
     def score(self, rollouts: Rollouts) -> Scores:
-        """The task's own score, with the number of turns, and what was called in them."""
+        """The task's own score, with the number of turns, and what was called in them.
+
+        Where there is no answer to compare with, what earns the full point is right: a game that was won.
+        """
         scores = self.task.score(rollouts)
         if rollouts.turn is None:
             return scores
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
-        measures = {"turns": turns, **count_calls(rollouts.notes, turns)}
-        return replace(scores, measures={**scores.measures, **measures})
+        measures, correct = {**scores.measures, "turns": turns, **count_calls(rollouts.notes, turns)}, scores.correct
+        if self.in_words and correct is not None and rollouts.reward is not None:
+            unanswered = [self.player.problem(rollouts, place).answer is None for place in range(len(rollouts.prompt))]
+            earned = scores.reward.sum(-1) + rollouts.reward.sum(-1) > 1 - 1e-5
+            correct = correct | (torch.tensor(unanswered).unsqueeze(-1) & earned)
+            measures["lenient"] = torch.maximum(measures["lenient"], correct.to(turns.dtype))
+        return replace(scores, measures=measures, correct=correct)
 
     def close(self) -> None:
         self.player.close()

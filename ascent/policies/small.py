@@ -28,9 +28,11 @@ Follow = Callable[[Int[Tensor, "row"]], tuple[Int[Tensor, "row"], Bool[Tensor, "
 
 
 class Policy(nn.Module):
-    """π(token | prompt, tokens so far), as a module with two methods."""
+    """π(token | prompt, tokens so far), as a module with two methods, or three if it reads what is answered."""
 
     space: Space
+    sample_turns: Callable[..., Sampled]
+    """`sample` with an environment: a last argument, a `Follow`, is called after each token."""
 
     def logits(
         self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]
@@ -38,18 +40,8 @@ class Policy(nn.Module):
         """Logits at every state of these responses (sample length 1 if they do not depend on the response)."""
         raise NotImplementedError
 
-    def sample(
-        self,
-        prompt: Tensor,
-        samples: int,
-        temperature: float,
-        generator: torch.Generator | None,
-        follow: Follow | None = None,
-    ) -> Sampled:
-        """`samples` responses per prompt, drawn with this generator, or greedy without one.
-
-        `follow` says after each token which one really stands there, where it is not what was drawn, and who goes on.
-        """
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+        """`samples` responses per prompt, drawn with this generator, or greedy without one."""
         raise NotImplementedError
 
 
@@ -101,6 +93,8 @@ class PerPosition:
     """Width of the embedding."""
 
     backend: ClassVar[str] = "small"
+    reads: ClassVar[bool] = False
+    """Does a token depend on those before it? Else it cannot know what an environment answers."""
 
     def __call__(self, space: Space, generator: torch.Generator) -> PerPositionPolicy:
         if space.end is not None:
@@ -145,19 +139,7 @@ class PerPositionPolicy(Policy):
         return self.all_logits(prompt).unsqueeze(1)
 
     @torch.no_grad()
-    def sample(
-        self,
-        prompt: Tensor,
-        samples: int,
-        temperature: float,
-        generator: torch.Generator | None,
-        follow: Follow | None = None,
-    ) -> Sampled:
-        if follow is not None:
-            raise Refused(
-                "--policy per-position draws every position independently, so it cannot read what an environment "
-                "answers: use --policy transformer"
-            )
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
         logits = self.all_logits(prompt) / temperature
         prompts, tokens, vocab = logits.shape
         if generator is None:
@@ -209,6 +191,7 @@ class Transformer:
     """Attention heads; the width must be a multiple."""
 
     backend: ClassVar[str] = "small"
+    reads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if min(self.width, self.layers, self.heads) < 1:
@@ -304,14 +287,13 @@ class TransformerPolicy(Policy):
     def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt sample token vocab"]:
         return self.states(prompt, response[:, :, :-1], self.head)
 
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
+        end = -1 if self.space.end is None else self.space.end
+        return self.sample_turns(prompt, samples, temperature, generator, lambda drawn: (drawn, drawn != end))
+
     @torch.no_grad()
-    def sample(
-        self,
-        prompt: Tensor,
-        samples: int,
-        temperature: float,
-        generator: torch.Generator | None,
-        follow: Follow | None = None,
+    def sample_turns(
+        self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None, follow: Follow
     ) -> Sampled:
         first, caches = self._encode(prompt)
         logits, caches = self.head(first).repeat_interleave(samples, 0), _repeat(caches, samples)
@@ -325,10 +307,8 @@ class TransformerPolicy(Policy):
                 logits = self.head(hidden[:, -1])
             token, logp = draw_next(logits, temperature, generator)
             length += running
-            if follow is not None:
-                token, running = follow(token)
-            elif self.space.end is not None:
-                running &= token != self.space.end
+            token, further = follow(token)
+            running &= further
             tokens.append(token)
             logps.append(logp)
             if not bool(running.any()):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ascent.core.types import Refused
-from ascent.records.folder import UNREADABLE as ODD
-from ascent.records.folder import numbered_files, open_regular, parse_json, read_regular
+from ascent.records.reading import UNREADABLE as ODD
+from ascent.records.reading import numbered_files, open_regular, parse_json, read_regular
 
 Groups = dict[str, dict[str, Tensor]]
 START = "start"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ascent.records.folder import open_regular, parse_json
+from ascent.records.reading import open_regular, parse_json
 
 CHUNK = 1 << 24
 """Bytes that are parsed at a time."""

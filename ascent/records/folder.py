@@ -9,14 +9,12 @@ held_out/      greedy answers to held-out prompts, one Parquet file per evaluati
 checkpoints/   step_000100/…          .lock          held while a process writes here
 .alive         which process writes here, and when it last did
 
-A folder may have come from anywhere, so only regular files inside it are opened, and no link in it is followed. The
-folder itself may be a link: whoever names runs/x and has linked it to another disk means what lies there. A file may
-have a second name elsewhere (a hard link, as in backups), so none is written over: it is copied or removed first.
+A file may have a second name elsewhere (a hard link, as in backups), so none is written over: it is copied or removed
+first. What a folder holds is read with `reading`: it may have come from anywhere.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import math
@@ -28,15 +26,12 @@ import stat
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
-from io import BufferedReader
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ascent.core.types import Refused
-from ascent.tasks.base import error_line
+from ascent.records.reading import open_regular, read_json
 
 LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl", "lanes.jsonl")
 BY_STEP = ("rollouts", "held_out")
@@ -44,6 +39,8 @@ BY_STEP = ("rollouts", "held_out")
 SIGN, SIGN_ASIDE = ".alive", ".alive.new"
 SIGN_EVERY = 5.0
 """Seconds between two signs of life."""
+OTHERS = frozenset({"tensorboard", "wandb", "mlflow"})
+"""What other programs write into a run's folder."""
 UNBEGUN = {".lock", SIGN, SIGN_ASIDE, "config.json", ".config.json.new", ".run.json.new"}
 """What a run leaves that was killed before it began, that is, before its run.json was written."""
 
@@ -58,40 +55,16 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(aside, path)
 
 
+def finite_line(values: dict[str, Any]) -> dict[str, Any]:
+    """A line of records. A number that is not finite becomes None, and is named in `nonfinite`."""
+    bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad} if bad else values
+
+
 def vacated(path: Path) -> Path:
     """This path, free for a new file: what a kill left is removed, or a link that would lead elsewhere."""
     path.unlink(missing_ok=True)
     return path
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return parse_json(read_regular(path))
-    except FileNotFoundError:
-        raise Refused(f"{path.parent}: there is no {path.name} here, so this is not a run folder") from None
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path} cannot be read: {error}") from None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, up to its last newline: an incomplete last line is still being written."""
-    try:
-        data = read_regular(path, MOST_LINES)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise Refused(f"{path} cannot be read: {error}") from None
-    lines = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            lines.append(parse_json(line))
-            if not isinstance(lines[-1], dict):
-                raise ValueError("it is not an object")
-        except ValueError as error:
-            raise Refused(
-                f"{path}, line {number}, is not valid JSON: {error}. Something other than Ascent has written there"
-            ) from None
-    return lines
 
 
 def out_of_memory() -> str | None:
@@ -100,25 +73,6 @@ def out_of_memory() -> str | None:
         count = next(line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill "))
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {count.split()[1]}"
     return None
-
-
-def is_metrics(line: Any) -> bool:
-    """Is this a step and its numbers?"""
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return False
-    values = [value for name, value in line.items() if name != "nonfinite" and value is not None]
-    return all(isinstance(value, int | float) and abs(value) < 1.7e308 for value in values)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl or updates.jsonl: each has a step, and its values are numbers."""
-    lines = read_lines(path)
-    for number, line in enumerate(lines, 1):
-        if not is_metrics(line):
-            raise Refused(
-                f"{path}, line {number}, is not a step and its numbers. Something other than Ascent has written there"
-            )
-    return lines
 
 
 class SignOfLife:
@@ -331,171 +285,9 @@ def refuse_ways_out(folder: Path, part: str = ".") -> None:
             with suppress(FileNotFoundError):  # a checkpoint that its run has dropped by now
                 mode = path.lstat().st_mode
                 if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
-                    raise Refused(f"{path} is a link that leads out of the run's folder, and not followed: {INSTEAD}")
+                    raise Refused(
+                        f"{path} is a link that leads out of the run's folder, and not followed: move what it leads to "
+                        "here, or link the whole run folder instead"
+                    )
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
                     raise Refused(f"{path} is neither a file nor a folder: remove it")
-
-
-# ---- reading what anyone may have written: links are never followed ----------------------------------------
-
-OTHERS = frozenset({"tensorboard", "wandb", "mlflow"})
-"""What other programs write into a run's folder."""
-INSTEAD = "move what it leads to here, or link the whole run folder instead"
-MOST_JSON, MOST_LINES = 1 << 26, 1 << 30
-"""Bytes of a file of JSON, and of one with a line per step, that are read."""
-DEEPEST = 64
-"""Lists and objects within one another; Ascent's own files have at most ten."""
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What reading a file may raise that holds anything; pyarrow's and torch's errors are among them."""
-
-
-def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
-    """A regular file, to be read; OSError for a link, a folder or a pipe, which could lead or hang anywhere.
-
-    No folder between the file and `within` (by default its own folder) may be a link either.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    within = path.parent if within is None else within
-    handle, parts = os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path.relative_to(within).parts
-    for part in parts:
-        above = handle
-        try:
-            handle = os.open(part, flags, dir_fd=above)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO):
-                raise
-            what = "a link, and links are not followed" if error.errno == errno.ELOOP else "not a regular file"
-            raise OSError(f"{part} is {what}") from None
-        finally:
-            os.close(above)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{path.name} is not a regular file")
-    return os.fdopen(handle, "rb")
-
-
-def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
-    """All of a regular file of bounded size."""
-    with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(f"{path.name} has more than {most >> 20} MiB")
-    return data
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Whatever is wrong with what a file holds becomes a refusal that names the file."""
-    try:
-        yield
-    except Refused:
-        raise
-    except FileNotFoundError:
-        raise Refused(f"{path.name} is gone: it was removed, or the run was set back") from None
-    except UNREADABLE as error:
-        raise Refused(f"{path.name} cannot be read: {error_line(error)[:160]}") from None
-
-
-def parse_json(data: bytes, **hooks: Any) -> Any:
-    """JSON; ValueError if it is none, or nested so deeply that whoever walks through it would fail."""
-    try:
-        value = json.loads(data, **hooks)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if data.count(b"[") + data.count(b"{") <= DEEPEST:
-        return value
-    level = [value]
-    for _ in range(DEEPEST):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for values in inner for one in values]
-    if level:
-        raise ValueError("it is nested too deeply")
-    return value
-
-
-def finite_json(data: bytes) -> Any:
-    """JSON in which every number is finite; others become None. ValueError as `parse_json`."""
-
-    def finite(text: str) -> float | None:
-        value = float(text)
-        return value if math.isfinite(value) else None
-
-    def whole(text: str) -> int | float | None:
-        return int(text) if len(text) <= 15 else finite(text)
-
-    return parse_json(data, parse_float=finite, parse_int=whole, parse_constant=lambda _: None)
-
-
-def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """A JSON object, or an empty one and what is wrong with its file."""
-    try:
-        held = finite_json(read_regular(path))
-    except FileNotFoundError:
-        return {}, f"{path.name} is missing"
-    except (OSError, ValueError) as error:
-        return {}, f"{path.name} cannot be read: {error}"
-    return (held, "") if isinstance(held, dict) else ({}, f"{path.name} is not a JSON object")
-
-
-def finite_number(value: Any) -> Any:
-    """A finite number; None for anything else."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
-    return value if known else None
-
-
-def finite_line(values: dict[str, Any]) -> dict[str, Any]:
-    """A line of records. A number that is not finite becomes None, and is named in `nonfinite`."""
-    bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad} if bad else values
-
-
-def numbered_files(folder: Path, name: str) -> dict[int, Path]:
-    """What a folder has under such names, by the number that the pattern captures; nothing if it cannot be listed."""
-    try:
-        paths = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(name, path.name))}
-    except OSError:
-        return {}
-    return dict(sorted(paths.items()))
-
-
-def printable(value: Any) -> str:
-    """A name that can be shown: what is not a character, such as half of a surrogate pair, is replaced."""
-    return str(value).encode("utf-8", "replace").decode()
-
-
-def modified_at(path: Path) -> float | None:
-    """When a file was last written; None if it is missing."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return None
-
-
-class FileCache:
-    """Keeps what was read of files until they change (size, time). Above a weight of `most`, the least used go."""
-
-    def __init__(self, most: int):
-        self.most, self.held = most, 0
-        self.entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self.lock = threading.Lock()
-
-    def __call__(
-        self, path: Path, make: Callable[[], Any], *which: Hashable, weight: Callable[[Any], int] = lambda _: 1
-    ) -> Any:
-        about = path.lstat()
-        key = (str(path), about.st_size, about.st_mtime_ns, *which)
-        with self.lock:
-            if key in self.entries:
-                self.entries.move_to_end(key)
-                return self.entries[key][0]
-        made = make()
-        heavy = weight(made)
-        if heavy > self.most:
-            return made
-        with self.lock:
-            if key not in self.entries:
-                self.entries[key] = (made, heavy)
-                self.held += heavy
-            while self.held > self.most:
-                self.held -= self.entries.popitem(last=False)[1][1]
-        return made

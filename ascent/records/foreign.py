@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ascent.core.types import Refused
-from ascent.records.folder import (
+from ascent.records.folder import finite_line
+from ascent.records.parquet import open_parquet
+from ascent.records.reading import (
     UNREADABLE,
     FileCache,
     finite_json,
-    finite_line,
     finite_number,
     naming,
     numbered_files,
@@ -25,7 +26,6 @@ from ascent.records.folder import (
     parse_json,
     read_regular,
 )
-from ascent.records.parquet import open_parquet
 from ascent.records.watch import flag_events
 from ascent.tasks.base import error_line
 

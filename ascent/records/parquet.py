@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ascent.core.types import Refused
-from ascent.records.folder import UNREADABLE, naming, open_regular
+from ascent.records.reading import UNREADABLE, naming, open_regular
 from ascent.tasks.base import error_line
 
 LEAST_BOUND, EXPANSION = 1 << 25, 64

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused
-from ascent.records.folder import SIGN, UNREADABLE, finite_number, is_locked, modified_at, out_of_memory, read_object
+from ascent.records.folder import SIGN, is_locked, out_of_memory
 from ascent.records.foreign import foreign_kind
+from ascent.records.reading import UNREADABLE, finite_number, modified_at, read_object
 
 DEEP = 4
 """Folders within folders in which runs are looked for: a comparison keeps its runs one level down."""

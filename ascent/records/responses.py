@@ -10,9 +10,10 @@ from typing import Any
 
 from ascent.core.protocols import Stepped
 from ascent.core.types import Batch, Refused
-from ascent.records.folder import BY_STEP, FileCache, naming, numbered_files, vacated
+from ascent.records.folder import BY_STEP, vacated
 from ascent.records.foreign import foreign_rows, reader_of
 from ascent.records.parquet import Parquet, is_plain, open_parquet
+from ascent.records.reading import FileCache, naming, numbered_files
 
 SAMPLED, HELD_OUT = SETS = ("sampled", "held-out")
 FOLDERS = dict(zip(SETS, BY_STEP, strict=True))

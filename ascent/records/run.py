@@ -26,22 +26,11 @@ from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
 from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display
-from ascent.records.folder import (
-    LINES,
-    RunFolder,
-    finite_line,
-    finite_number,
-    is_locked,
-    naming,
-    read_json,
-    read_lines,
-    read_metrics,
-    refuse_ways_out,
-    vacated,
-)
+from ascent.records.folder import LINES, RunFolder, finite_line, is_locked, refuse_ways_out, vacated
 from ascent.records.metrics import ALWAYS_WRITTEN
 from ascent.records.notebook import Completions, Picture, run_html
 from ascent.records.plot import draw_runs
+from ascent.records.reading import finite_number, naming, read_json, read_lines, read_metrics
 from ascent.records.responses import Pieces
 from ascent.records.trackers import Sinks
 from ascent.settings import config_from, name_given, row_label

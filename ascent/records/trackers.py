@@ -27,8 +27,9 @@ from typing import Any, ClassVar
 
 from ascent.core.menu import nearest
 from ascent.core.types import Refused
-from ascent.records.folder import read_regular, vacated
+from ascent.records.folder import vacated
 from ascent.records.metrics import CHARTS
+from ascent.records.reading import read_regular
 
 WAITING = 4096
 """Steps that may wait for a tracker. More are not sent to it."""

@@ -54,6 +54,23 @@ class BaseTask:
         """End the processes that the task has started."""
 
 
+SMALL_PRESET: dict[str, Any] = {
+    "policy": "transformer",
+    "algorithm": "dr-grpo",
+    "lr": 2e-3,
+    "update.schedule": "linear",
+    "update.max_norm": 1.0,
+    "prompts": 64,
+    "samples": 8,
+    "epochs": 1,
+    "seed": 0,
+    "eval_every": 50,
+    "record_every": 50,
+    "checkpoint_every": 100,
+}
+"""What the small tasks that ship train with by default."""
+
+
 class SmallTask(BaseTask):
     """A task whose prompts and responses are short lists of numbers: they are the tokens."""
 

@@ -1,6 +1,9 @@
 """How settings name tools and environments: `calculator`, python:FILE:NAME, or an object of Python."""
 
+import importlib.util
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ascent.tasks.base import refuse
@@ -51,3 +54,15 @@ def _name(setting: str, value: Any) -> str:
         what = "a tool is a function" if setting == "tools" else "an environment is a class, which each episode makes"
         refuse(f"{setting} {value!r:.60}: {what}")
     return name_object(setting, value)
+
+
+def check_game(name: str) -> None:
+    """Refuse a game that textarena lacks. Its list of games is read as text: importing it takes seconds."""
+    found = importlib.util.find_spec("textarena")
+    if found is None:
+        refuse(f"textarena:{name} needs textarena: pip install 'ascent-rl[gym]'")
+    lists = [Path(folder, "envs", "__init__.py") for folder in found.submodule_search_locations or ()]
+    text = "".join(file.read_text(encoding="utf-8") for file in lists if file.is_file())
+    games = re.findall(r"^register_with_versions\(\s*id=[\"']([^\"']+)", text, re.MULTILINE)
+    if games and name not in games and f"{name}-v0" not in games:
+        refuse(f"textarena has no game {name}.", name, [game.replace("-v0", "", 1) for game in games])

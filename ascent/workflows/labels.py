@@ -26,7 +26,7 @@ from ascent.core.loop import scored
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble, check_counts
 from ascent.engines.backend import BoundTask
 from ascent.records.display import progress
-from ascent.records.folder import read_lines
+from ascent.records.reading import read_lines
 from ascent.rewards.judge.client import JudgeClient, JudgeError, Unparsed
 from ascent.rewards.judge.settings import Judge
 from ascent.rewards.judge.verdicts import Pair, Preference, compare_responses

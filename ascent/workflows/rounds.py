@@ -29,8 +29,9 @@ from ascent.core.types import Refused, Trouble, check_counts
 from ascent.engines.backends import backend_of
 from ascent.records.code import check_code, code_hashes
 from ascent.records.display import Display
-from ascent.records.folder import RunFolder, read_json, write_json
+from ascent.records.folder import RunFolder, write_json
 from ascent.records.notebook import for_stream
+from ascent.records.reading import read_json
 from ascent.records.run import Run, init_folder, load_policy
 from ascent.rewards.judge.settings import read_judge
 from ascent.settings import config_from, configure, flatten

@@ -26,6 +26,7 @@ from ascent.records import checkpoint, responses
 from ascent.records import folder as folders
 from ascent.records import run as runs
 from ascent.records.display import Display
+from ascent.records.reading import read_lines
 from ascent.settings import configure
 from benchmarks.attacks.attempt import BROKEN, Attack, Fork, scratch
 
@@ -50,7 +51,7 @@ def bits(run: Path) -> dict[str, Any]:
     """All that has to be the same: every record but its times, and every tensor of the last checkpoint."""
     found: dict[str, Any] = {}
     for name in folders.LINES:
-        lines = folders.read_lines(run / name)
+        lines = read_lines(run / name)
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
     last = checkpoint.complete(run / "checkpoints")[-1]
     for path in last.glob("*.safetensors"):

@@ -17,8 +17,7 @@ from ascent.cli.main import main as command
 from ascent.core.types import Refused
 from ascent.lab.server import application
 from ascent.policies import CausalLM
-from ascent.records import code
-from ascent.records import folder as folders
+from ascent.records import code, reading
 from ascent.records import run as runs
 from ascent.settings import config_from
 from benchmarks.attacks.attempt import Attack
@@ -93,7 +92,7 @@ def by_page(stage: Path, path: str) -> Callable[[Path], str | None]:
 
 def build_to_look() -> None:
     """As it was: whoever reads the settings of a run or its largest reward builds its task."""
-    parse = folders.parse_json
+    parse = reading.parse_json
 
     def parse_and_build(data: bytes, **hooks: Any) -> Any:
         value = parse(data, **hooks)
@@ -102,7 +101,7 @@ def build_to_look() -> None:
                 config_from({k: v for k, v in value.items() if k not in ("objective", "formula", "label")})
         return value
 
-    folders.parse_json = parse_and_build
+    reading.parse_json = parse_and_build
     runs.check_code = lambda *_: None
     runs.Run.max_reward = property(lambda run: run.config.task.max_reward)  # type: ignore[assignment,method-assign]
     whole = runs.Run.__init__

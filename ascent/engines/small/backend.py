@@ -34,6 +34,11 @@ class SmallBackend(Backend):
     def check(self, config: Config) -> None:
         if config.top_k or config.top_p < 1 or config.min_p:
             raise Refused("--top-k, --top-p and --min-p are for language models: leave them out here")
+        if config.task.episode() is not None and not getattr(config.policy, "reads", False):
+            raise Refused(
+                f"--policy {name_of(config.policy)} with {name_of(config.task)}, which answers its turns: every "
+                "position is drawn by itself, whatever was answered before it. Use --policy transformer"
+            )
 
     def check_task(self, config: Config, task: Any, flag: str) -> None:
         if task.space != config.task.space:

@@ -107,7 +107,7 @@ class SmallSampler(Sampler):
             turns = Turns(episodes, torch.full((count,), self.limit), 0, self.limit)
             follow = Conversation(turns, count, self.policy.space.end)
             random = None if greedy else stream
-            drawn = self.policy.sample(prompts.prompt, samples, self.temperature, random, follow)
+            drawn = self.policy.sample_turns(prompts.prompt, samples, self.temperature, random, follow)
         present = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1)
         cut = torch.tensor([i not in turns.over for i in range(count)]).view(shape)
         return self._rollouts(prompts, drawn, truncated=cut, **turns.fields(shape, present))

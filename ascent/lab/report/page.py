@@ -22,9 +22,9 @@ from ascent.lab.pages.runs.page import part_of
 from ascent.lab.report.chart import Series, chart, number, plural, real, shown
 from ascent.records import responses as recorded
 from ascent.records.columns import Columns
-from ascent.records.folder import UNREADABLE, naming, open_regular
 from ascent.records.metrics import HEADLINES, SHARES, greedy_of, title_of
 from ascent.records.places import Place, run_kind
+from ascent.records.reading import UNREADABLE, naming, open_regular
 from ascent.tasks.base import error_line
 
 POINTS = 300

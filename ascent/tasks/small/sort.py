@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
-from ascent.tasks.base import SmallTask
+from ascent.tasks.base import SMALL_PRESET, SmallTask
 from ascent.tasks.calls import Job
 from ascent.tasks.files import absolute_path, file_stamp
 from ascent.tasks.grader import Grader
@@ -237,23 +237,7 @@ class Sort(SortingTask):
     wrong: float = 0.0
     """Share of demonstrations that are wrong, by habit, and of pairs whose label is swapped, by chance."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "default": {
-            "policy": "transformer",
-            "algorithm": "dr-grpo",
-            "lr": 2e-3,
-            "update.schedule": "linear",
-            "update.max_norm": 1.0,
-            "steps": 500,
-            "prompts": 64,
-            "samples": 8,
-            "epochs": 1,
-            "seed": 0,
-            "eval_every": 50,
-            "record_every": 50,
-            "checkpoint_every": 100,
-        }
-    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"default": {**SMALL_PRESET, "steps": 500}}
 
     def __post_init__(self) -> None:
         super().__post_init__()

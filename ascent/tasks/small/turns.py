@@ -13,25 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from ascent.core.types import Prompts, Rollouts, Scores, Space, check_counts
-from ascent.tasks.base import SmallTask, refuse
+from ascent.tasks.base import SMALL_PRESET, SmallTask, refuse
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.base import Problem
 
-_PRESET: dict[str, Any] = {
-    "policy": "transformer",
-    "algorithm": "dr-grpo",
-    "advantage": "by-turn",
-    "lr": 2e-3,
-    "update.schedule": "linear",
-    "update.max_norm": 1.0,
-    "prompts": 64,
-    "samples": 8,
-    "epochs": 1,
-    "seed": 0,
-    "eval_every": 50,
-    "record_every": 50,
-    "checkpoint_every": 100,
-}
+_PRESET = {**SMALL_PRESET, "advantage": "by-turn"}
 
 
 @dataclass(frozen=True)

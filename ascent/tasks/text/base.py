@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from ascent.tasks.base import BaseTask, refuse
 from ascent.tasks.files import absolute_path, is_held_out, load_python
 from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, parse_rewards
-from ascent.tasks.tool_sources import tool_sources
+from ascent.tasks.tool_sources import check_game, tool_sources
 
 if TYPE_CHECKING:
     from ascent.core.types import Space
@@ -225,6 +225,8 @@ class TextTask(BaseTask):
         for flag, source in [("--environment", self.environment), *(("--tools", tool) for tool in self.tools)]:
             if source.startswith("python:") and not callable(load_python(flag, source)):
                 refuse(f"{flag} {source}: it cannot be called; a tool is a function, and an environment a class")
+        if self.environment.startswith(TEXTARENA):
+            check_game(self.environment.removeprefix(TEXTARENA))
 
     def prepare(self) -> None:
         """Import what `grade` needs. A worker process does it before its first call, outside the time limit."""

@@ -111,13 +111,16 @@ class ColumnsTask(TableTask):
     prompt_column: str = "prompt"
     """Column with the prompt: text, or the messages of a chat."""
     answer_column: str = "answer"
-    """Column with the right answer. It may be missing if --reward leaves out the task's own check."""
+    """Column with the right answer. It may be missing if --reward leaves out the task's own check, or an environment
+    pays."""
     check: Literal["exact", "number", "math", "choice"] = "exact"
     """How an answer is compared: exact (text) | number | math (math-verify) | choice (the letter of an option)."""
     limit_column: str = ""
     """Column with a row's own limit on tokens, for a table that mixes several tasks. Empty: --max-tokens for all."""
 
     def grade(self, problem: Problem, response: str) -> Graded:
+        if problem.answer is None and self.environment:  # which pays by itself
+            return Graded(0.0, False, False)
         if problem.answer is None:
             raise ValueError("there is no answer to compare with")
         return self.graded(*CHECKS[self.check](problem.answer, response))
@@ -152,7 +155,7 @@ class ColumnsTask(TableTask):
     def problem(self, row: Mapping[str, Any], where: str) -> Problem:
         files.require_columns(row, [self.prompt_column], where, ". Set --prompt-column")
         answer = row.get(self.answer_column)
-        if any(entry.kind == OWN for entry in self.rewards) and answer is None:
+        if any(entry.kind == OWN for entry in self.rewards) and answer is None and not self.environment:
             refuse(
                 f"{where} has no {'value' if self.answer_column in row else 'column'} {self.answer_column}; there are: "
                 f"{', '.join(row)}. Set --answer-column, or a --reward of your own that needs none"

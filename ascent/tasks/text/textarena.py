@@ -4,7 +4,6 @@ The game is the environment (environments/games.py): it says its rules behind th
 the end. A problem is no more than the number of a game, which gives its seed. Nothing is graded besides.
 """
 
-import importlib.util
 from dataclasses import dataclass
 
 from ascent.tasks.base import refuse
@@ -30,8 +29,6 @@ class Textarena(Generated):
     def verify(self) -> None:
         if not self.source:
             refuse("textarena needs the name of a game: ascent train textarena:Nim")
-        if importlib.util.find_spec("textarena") is None:  # importing it takes seconds: its processes do
-            refuse(f"textarena:{self.source} needs textarena: pip install 'ascent-rl[gym]'")
         super().verify()
 
     def make(self, index: int) -> Problem:

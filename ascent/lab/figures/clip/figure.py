@@ -12,7 +12,7 @@ from torch import Tensor
 from ascent.core.losses import Clipped, Ratio
 from ascent.core.types import Refused
 from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
-from ascent.records.folder import modified_at, naming
+from ascent.records.reading import modified_at, naming
 from ascent.records.responses import path_of, read_rollouts, recorded_files
 
 _MOST_TRIED = 20

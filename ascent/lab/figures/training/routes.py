@@ -17,7 +17,7 @@ from ascent.core.types import Refused
 from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics_in_words, point_of, run_folder
 from ascent.lab.figures.training.trainings import ENDED, Trainings
 from ascent.lab.page import Lab, body, json_route, read_whole, whole_value
-from ascent.records.folder import is_metrics, naming, open_regular, parse_json
+from ascent.records.reading import is_metrics, naming, open_regular, parse_json
 from ascent.records.responses import path_of, recorded_steps
 from ascent.records.run import Run
 

@@ -31,8 +31,9 @@ from ascent.core.config import Config
 from ascent.core.types import Refused, Trouble
 from ascent.lab.figures.training.figure import config_of, run_folder, side_settings
 from ascent.records.display import Lines
-from ascent.records.folder import is_metrics, open_regular, parse_json, read_regular, write_json
+from ascent.records.folder import write_json
 from ascent.records.plot import plot_runs
+from ascent.records.reading import is_metrics, open_regular, parse_json, read_regular
 from ascent.records.run import Run, run_label
 from ascent.settings import configure
 

@@ -85,14 +85,7 @@ class Tabular(Policy):
         return self.table.expand(len(prompt), 1, -1, -1)
 
     @torch.no_grad()
-    def sample(
-        self,
-        prompt: Tensor,
-        samples: int,
-        temperature: float,
-        generator: torch.Generator | None,
-        follow: Any = None,
-    ) -> Sampled:
+    def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
         rows = len(prompt) * samples
         drawn = [draw_next(logits.expand(rows, -1), temperature, generator) for logits in self.table]
         response, logp = (torch.stack(part, -1).view(len(prompt), samples, -1) for part in zip(*drawn, strict=True))

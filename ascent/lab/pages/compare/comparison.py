@@ -18,9 +18,9 @@ from ascent.lab.curves import EVERYTHING, POINTS, Library, View, measured_metric
 from ascent.lab.pages.run.page import DESCRIPTION
 from ascent.lab.pages.runs.page import run_row
 from ascent.records.columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
-from ascent.records.folder import finite_number, read_object
 from ascent.records.metrics import COSTS, DRAWN, GREEDY, HEADLINES, chart_of, charts_of, greedy_of
 from ascent.records.places import Place, find_run
+from ascent.records.reading import finite_number, read_object
 from ascent.records.statistics import over_seeds, t_975
 
 MOST_COMPARED = 50

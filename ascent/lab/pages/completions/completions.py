@@ -13,7 +13,7 @@ from typing import Any
 from ascent.core.types import Refused
 from ascent.records import responses as recorded
 from ascent.records.columns import evenly
-from ascent.records.folder import FileCache, naming, read_object
+from ascent.records.reading import FileCache, naming, read_object
 
 Row = dict[str, Any]
 IS: dict[str, Callable[[Row], bool]] = {

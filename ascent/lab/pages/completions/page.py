@@ -7,9 +7,9 @@ from starlette.routing import BaseRoute, Route
 
 from ascent.lab.page import Lab, json_route, many_values, one_value, read_whole, viewer_page, whole_value
 from ascent.lab.pages.completions.completions import MOST_GROUPS, all_prompts, completions_page, prompt_history, tokens
-from ascent.records.folder import read_object
 from ascent.records.metrics import greedy_of
 from ascent.records.places import Place
+from ascent.records.reading import read_object
 from ascent.records.responses import SAMPLED
 
 

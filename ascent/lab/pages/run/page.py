@@ -10,10 +10,10 @@ from starlette.routing import BaseRoute, Route
 from ascent.lab.curves import Library, curves, measured_metrics
 from ascent.lab.page import Lab, json_route, view_of, viewer_page, whole_value
 from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
-from ascent.records.folder import finite_number, parse_json, read_object, read_regular
 from ascent.records.foreign import foreign_lines
 from ascent.records.metrics import charts_of, greedy_of
 from ascent.records.places import Place, how_to_resume
+from ascent.records.reading import finite_number, parse_json, read_object, read_regular
 from ascent.records.responses import HELD_OUT, recorded_steps
 
 MOST_SLICES = 256

@@ -17,21 +17,20 @@ from starlette.routing import BaseRoute, Route
 from ascent.core.types import Refused
 from ascent.lab.curves import spark
 from ascent.lab.page import MOST_ASKED, Json, Lab, body, json_route, many_values, viewer_page
-from ascent.records.folder import (
+from ascent.records.folder import is_locked, write_json
+from ascent.records.foreign import READERS, foreign_events, foreign_files, foreign_lines
+from ascent.records.metrics import greedy_of
+from ascent.records.places import MOST_RUNS, Place, find_run, runs_below, started_at, status_of, status_reason
+from ascent.records.reading import (
     FileCache,
     finite_json,
     finite_number,
-    is_locked,
     modified_at,
     open_regular,
     printable,
     read_object,
     read_regular,
-    write_json,
 )
-from ascent.records.foreign import READERS, foreign_events, foreign_files, foreign_lines
-from ascent.records.metrics import greedy_of
-from ascent.records.places import MOST_RUNS, Place, find_run, runs_below, started_at, status_of, status_reason
 
 MOST_EVENTS = 1 << 20
 """Bytes of events.jsonl that are read."""
