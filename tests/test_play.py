@@ -18,6 +18,7 @@ from ascent.engines.backends import BACKENDS
 from ascent.environments.play import play_small
 from ascent.environments.processes import LocalEpisodes
 from ascent.policies.causal_lm import CausalLM
+from ascent.records.conversation import conversation
 from ascent.tasks.small.bound import BoundSmallTask
 from ascent.tasks.small.turns import Swaps
 from ascent.tasks.text.rows import Jsonl
@@ -139,7 +140,28 @@ def test_an_environment_of_a_file_answers_turns_and_pays_for_them(talk: Any, mod
             assert paid[2] >= 1.0 and all(0 <= part < 0.2 for part in paid[:2])
     everything = {answer for p in range(3) for s in range(4) for answer in said(model, batch, p, s)}
     assert len(everything) > 3, "each episode has its own luck"
-    assert batch.measured[-1] == "turns" and bool((batch.measures[..., -1] == 3).all())
+    measured = dict(zip(batch.measured, batch.measures.unbind(-1), strict=True))
+    assert bool((measured["turns"] == 3).all())
+
+
+def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(talk: Any, model: Any) -> None:
+    (batch, _), _ = talk
+    measured = dict(zip(batch.measured, batch.measures.unbind(-1), strict=True))
+    for p in range(3):
+        for s in range(4):
+            turns = [batch.response[p, s][batch.mask[p, s] & (batch.turn[p, s] == k)] for k in range(3)]
+            cut = [k for k, turn in enumerate(turns) if len(turn) == 9 and int(turn[-1]) not in model.ends]
+            assert measured["turns/cut"][p, s] == len(cut)
+            noted = conversation({"reason": batch.notes[p, s], **row_of(batch, p, s)})
+            assert [said.turn - 1 for said in noted if "cut off at 9 tokens" in said.note] == cut
+    assert bool((measured["time/environment"] > 0).all()) and bool((batch.waited > 0).sum(-1).eq(3).all())
+    assert 0 < float(measured["turns/cut"].sum()) < 36, "some are cut off and some are not"
+
+
+def row_of(batch: Any, p: int, s: int) -> dict[str, Any]:
+    there = batch.present[p, s]
+    tokens, mask, turn = (part[p, s][there].tolist() for part in (batch.response, batch.mask, batch.turn))
+    return {"response": tokens, "pieces": list(map(str, tokens)), "mask": mask, "turn": turn}
 
 
 def test_a_tail_is_the_templates_own_and_what_was_drawn_stays(talk: Any, model: Any) -> None:

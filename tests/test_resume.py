@@ -102,7 +102,10 @@ def bits(run: Path) -> dict[str, Any]:
     state = json.loads((last / "state.json").read_text())
     found["state"] = (last.name, state["step"], state["state"])
     for where in folder.BY_STEP:
-        found |= {f"{where} {path.name}": pq.read_table(path).to_pylist() for path in (run / where).iterdir()}
+        for path in (run / where).iterdir():
+            table = pq.read_table(path)
+            times = [name for name in table.column_names if name.startswith("time/")]
+            found[f"{where} {path.name}"] = table.drop_columns(times).to_pylist()
     return found
 
 

@@ -62,6 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root / "large", {0: many})
     talk = ["7", "</s>", "user: ", "higher", "8", "</s>"]
     drawn = {"pieces": talk, "mask": [True, True, False, False, True, True], "turn": [0, 0, 0, 0, 1, 1]}
+    drawn |= {"turn_reward": [0.25, 0.75], "time/turns": [0.5, 0.0]}
     said = "turn 1: calls=1 unparsed=0 failed=0 repeated=0; turn 2: found"
     write_run(root / "talk", {0: [row(0, s, float(s), reason=said, **drawn) for s in (0, 1)]})
     verl = root / "verl"
@@ -359,7 +360,13 @@ def test_a_conversation_shows_who_said_what(view: View) -> None:
     page.wait_for_selector(".c-tokens .observed")
     first = page.locator(".c-tokens").first
     assert first.locator(".observed").all_text_contents() == ["user: ", "higher"]
-    assert first.locator("br").count() == 2, "a line of its own for each speaker"
+    heads = first.locator(".c-speech")
+    assert [heads.nth(i).get_attribute("data-words") for i in range(heads.count())] == [
+        "policy, turn 1, reward 0.25, δ +0.500, answered in 0.5 s, 1 call",
+        "tool, to turn 1",
+        "policy, turn 2, reward 0.75, δ +0.500",
+    ]
+    assert first.inner_text().count("turn") == 0, "what is copied is what was said"
     first.locator(".observed").nth(1).hover()
     assert "not drawn by the policy" in page.locator(".c-readout").inner_text()
     first.locator(".t").nth(4).hover()

@@ -10,6 +10,7 @@ from ascent.cli.flags import Command, is_task, leading, parse_train, plain_words
 from ascent.core.config import Config
 from ascent.core.menu import name_of, nearest
 from ascent.core.types import Refused
+from ascent.records.conversation import colour_wanted, conversation, conversation_lines, ending
 from ascent.records.display import cell_text, printable, table, width, wrapped
 from ascent.records.metrics import short_of
 from ascent.records.places import memory_ran_out
@@ -49,7 +50,7 @@ class ShowCommand(Command):
         if self.step is not None:
             rows = run.rollouts(self.step)
             with naming(path_of(run.folder, self.step)):
-                words = json.dumps(rows) if self.json else printable(responses(rows))
+                words = json.dumps(rows) if self.json else responses(rows, colour_wanted())
             print(words)
         elif self.json:
             config = read_json(run.folder / "config.json")
@@ -92,7 +93,15 @@ COLUMNS = (
     *("step", "reward", "reward_std", "accuracy", "eval/accuracy", "rewards/accuracies", "eval/pairs/accuracy"),
     *("eval/pairs/log_loss", "eval/pairs/ece", "steps/error", "eval/steps/error", "eval/steps/explained"),
     *("exact/reward", "entropy", "kl", "trust_region/kl", "value/explained_variance", "clip_ratio/high_mean"),
-    *("clip_ratio/low_mean", "frac_reward_zero_std", "completions/mean_length", "grad_norm", "reward_errors", "loss"),
+    *(
+        "clip_ratio/low_mean",
+        "frac_reward_zero_std",
+        "turns",
+        "completions/mean_length",
+        "grad_norm",
+        "reward_errors",
+        "loss",
+    ),
 )
 FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved", "pairs right", "ECE")
 """Columns that a narrow terminal can do without, in this order."""
@@ -134,18 +143,24 @@ def _fitting(columns: dict[str, list[str]]) -> list[str]:
     return _fitting({name: cells for name, cells in columns.items() if name != spare})
 
 
-def responses(rows: list[dict[str, Any]]) -> str:
-    """The recorded responses of a step, group by group: log-probs, rewards, δ."""
+def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
+    """The recorded responses of a step, group by group: log-probs, rewards, δ; conversations turn by turn."""
     lines: list[str] = []
     for row in rows:
         if row["sample"] == 0:
-            lines += ["", f"group {row['group']}: prompt {row['prompt_text']}"]
+            lines += ["", printable(f"group {row['group']}: prompt {row['prompt_text']}")]
+        failed = row.get("status", "ok" if row["valid"] else "failed") == "failed"
+        mark = "failed" if failed else "right" if row.get("correct") else ""
+        if speeches := conversation(row):
+            turns = f"{max(speech.turn for speech in speeches)} turns"
+            head = [f"response {row['sample']}: reward {row['reward']:g}", turns, *([mark] if mark else [])]
+            lines += ["", ", ".join(head), *conversation_lines(speeches, ending(row, speeches), colour)]
+            continue
         logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
         δ = row["advantage"]
         credit = f"{δ[0]:+.3f}" if len(set(δ)) <= 1 else " ".join(f"{x:+.3f}" for x in δ)
-        failed = row.get("status", "ok" if row["valid"] else "failed") == "failed"
-        mark = "failed" if failed else "right" if row.get("correct") else ""
-        lines.append(f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}".rstrip())
+        text = f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}"
+        lines.append(printable(text.rstrip()))
     return "\n".join(lines).strip()
 
 
@@ -268,7 +283,7 @@ class EvalCommand(PolicyCommand):
         evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
         if self.out is not None:
             evaluation.write(self.out)
-        print(json.dumps(evaluation.to_dict()) if self.json else evaluation.text())
+        print(json.dumps(evaluation.to_dict()) if self.json else evaluation.text(colour_wanted()))
         if self.out is not None and not self.json:
             print(f"Responses: {self.out}")
 
@@ -323,7 +338,7 @@ class SampleCommand(PolicyCommand):
         else:
             rows = ask(loaded, prompts, self.count or 1, self.greedy, self.plain, self.seed)
         piece = loaded.unscored_task().piece if self.logp else None
-        print(json.dumps(rows) if self.json else responses_text(rows, piece))
+        print(json.dumps(rows) if self.json else responses_text(rows, piece, colour_wanted()))
 
 
 def _from_stdin() -> list[str]:

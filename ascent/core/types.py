@@ -1,9 +1,8 @@
 """The vocabulary of Ascent: axes, rollouts, batches and the two kinds of error.
 
-Axes are words. A batch holds `prompt` prompts with `sample` responses each, and every response
-has up to `token` tokens. Index t of a per-token tensor is the t-th response token: its
-log-probability, or the value of the state before it. A tensor of token length 1 belongs to the
-whole response and broadcasts.
+Axes are words. A batch holds `prompt` prompts with `sample` responses each, and every response has up to `token`
+tokens. Index t of a per-token tensor is the t-th response token: its log-probability, or the value of the state
+before it. A tensor of token length 1 belongs to the whole response and broadcasts.
 
 Four log-probabilities have four names, and never stand in for one another:
 
@@ -164,6 +163,8 @@ class Rollouts:
     """Which turn of a conversation each token belongs to, counted from 0."""
     reward: Float[Tensor, "prompt sample #token"] | None = None
     """What an environment paid already; the task's score is added to it."""
+    waited: PerToken | None = None
+    """Seconds that an environment took to answer the turn which ends with each token."""
     valid: Bool[Tensor, "prompt sample"] | None = None
     """False where the rollout itself failed."""
     notes: np.ndarray | None = None
@@ -274,13 +275,12 @@ class Batch(Rollouts):
 
         An uncut batch is the same object in every pass, so that what is known of it is computed once.
         """
-        prompts = self.prompt.shape[0]
         for _ in range(epochs):
             if count == 1:
                 yield self
                 continue
-            order = torch.randperm(prompts, generator=rng)
-            for part in order.tensor_split(min(count, prompts)):
+            order = torch.randperm(len(self.prompt), generator=rng)
+            for part in order.tensor_split(min(count, len(order))):
                 yield self.select(part.sort().values)
 
     def microbatches(self, responses: int) -> Iterator[Batch]:
@@ -323,7 +323,7 @@ def join(batches: list[Batch]) -> Batch:
     return replace(batches[0], **joined)
 
 
-TOKENWISE = ("response", "mask", "present", "logp_sampler", "mass", "turn")
+TOKENWISE = ("response", "mask", "present", "logp_sampler", "mass", "turn", "waited")
 """Fields that always have one number per token."""
 
 

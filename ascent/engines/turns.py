@@ -29,6 +29,10 @@ class Answer(Protocol):
     def note(self) -> str:
         """What is to be said of the turn, in words."""
 
+    @property
+    def seconds(self) -> float:
+        """How long the environment took."""
+
 
 class Episodes(Protocol):
     """The environments of one call, one per response, by its place in the call."""
@@ -59,7 +63,7 @@ class Turns:
         self.observed = torch.zeros(count, width, dtype=torch.bool)
         """Tokens that nobody drew."""
         self.turn = torch.zeros(count, width, dtype=torch.long)
-        self.reward = torch.zeros(count, width)
+        self.reward, self.waited = torch.zeros(count, width), torch.zeros(count, width)
         self.begin = [0] * count
         """Where the latest turn of each response begins."""
         self.given = [0] * count
@@ -91,6 +95,7 @@ class Turns:
         for response, answer in self.episodes.answers(wait) if self.asked else []:
             end = self.asked.pop(response)
             self.reward[response, end - 1] += answer.reward
+            self.waited[response, end - 1] += answer.seconds
             if answer.note:
                 self.notes.setdefault(response, []).append(answer.note)
             tokens = answer.tokens
@@ -112,14 +117,15 @@ class Turns:
         width, words = present.shape[-1], np.empty(shape[0] * shape[1], dtype=object)
         for i in range(len(words)):
             words[i] = "; ".join([*self.notes.get(i, []), *([self.errors[i]] if i in self.errors else [])])
-        observed, turn, reward = (
-            part[:, :width].reshape(*shape, width) for part in (self.observed, self.turn, self.reward)
+        observed, turn, reward, waited = (
+            part[:, :width].reshape(*shape, width) for part in (self.observed, self.turn, self.reward, self.waited)
         )
         return {
             "mask": present & ~observed,
             "present": present,
             "turn": torch.where(present, turn, 0),
             "reward": reward,
+            "waited": waited,
             "valid": torch.tensor([i not in self.errors for i in range(len(words))]).view(shape),
             "notes": words.reshape(shape),
         }

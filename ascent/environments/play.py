@@ -7,7 +7,7 @@ hold no process. Answers are handed on in the order in which they come.
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,8 @@ from ascent.tasks.keeper import Limits
 from ascent.tasks.objects import PREFIX, pickled
 from ascent.tasks.text.base import TEXTARENA, Message, Problem
 
+CUT, FAILED = "cut off at ", "failed: "
+"""How notes begin: of a turn that its limit of tokens ended, and of one whose environment failed."""
 GLANCE = 1.0
 """Seconds of one wait for environments; those that miss their own deadline answer with an error."""
 
@@ -51,6 +53,8 @@ class Player:
     tokens: Callable[[Step, list[int]], list[int]]
     """What the policy is given of an answer to the turn with these tokens."""
     turn_tokens: int = 0
+    ends: Collection[int] = ()
+    """Tokens that end a turn; none: a turn always has as many tokens as it may."""
     max_turns: int = 0
     """The most turns of an episode; 0: as many as its environment wants."""
     numbered: int = 0
@@ -117,6 +121,7 @@ class Answer(NamedTuple):
     reward: float = 0.0
     error: str | None = None
     note: str = ""
+    seconds: float = 0.0
 
 
 class Conversations:
@@ -131,6 +136,8 @@ class Conversations:
         self.latest: dict[int, list[int]] = {}
         """The turn that each response waits with."""
         self.beginning: set[int] = set()
+        self.seconds: dict[int, float] = {}
+        """How long the environment of each response has worked on its latest turn."""
 
     def ask(self, response: int, turn: list[int]) -> None:
         self.latest[response] = turn
@@ -149,6 +156,7 @@ class Conversations:
             replies = self.player.replies(self.episodes, GLANCE if wait else 0.0)
             for reply in replies:
                 response = reply.episode - self.first
+                self.seconds[response] = self.seconds.get(response, 0.0) + reply.seconds
                 if response in self.beginning and reply.error is None:
                     self.beginning.remove(response)
                     self.player.pool.step(reply.episode, self.player.words(self.latest[response]))
@@ -164,9 +172,13 @@ class Conversations:
         self.turns[response] += 1
         tokens, reward, error, note = list[int](), 0.0, reply.error, ""
         if step is not None:
-            reward, note, more = step.reward, step.reason, not step.done
+            reward, more, limit = step.reward, not step.done, self.player.turn_tokens
+            notes = [step.reason] if step.reason else []
+            if self.player.ends and 0 < limit <= len(turn) and turn[-1] not in self.player.ends:
+                notes.append(f"{CUT}{limit} tokens")
             if more and self.turns[response] == most:
-                more, note = False, "; ".join(filter(None, [note, f"the limit of {most} turns"]))
+                more, notes = False, [*notes, f"the limit of {most} turns"]
+            note = "; ".join(notes)
             try:
                 tokens = self.player.tokens(step, turn) if more else []
             except (Refused, ValueError) as refused:  # a template that does not take such messages
@@ -175,7 +187,9 @@ class Conversations:
                 error = "its environment answered nothing, and was not over"
         if not tokens:
             self.player.end([reply.episode])
-        return Answer(tokens, reward, error, f"turn {self.turns[response]}: {note}" if note else "")
+        name = f"turn {self.turns[response]}: "
+        error = None if error is None else f"{name}{FAILED}{error}"
+        return Answer(tokens, reward, error, f"{name}{note}" if note else "", self.seconds.pop(response))
 
     def close(self) -> None:
         self.player.end([self.first + response for response in self.turns])
@@ -213,6 +227,9 @@ class PlayedTask(BoundBase):
             return scores
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
         measures, correct = {**scores.measures, "turns": turns, **count_calls(rollouts.notes, turns)}, scores.correct
+        if self.in_words and rollouts.notes is not None and rollouts.waited is not None:
+            cut = turns.new_tensor([note.count(CUT) for note in rollouts.notes.flat]).view(turns.shape)
+            measures |= {"turns/cut": cut + rollouts.truncated, "time/environment": rollouts.waited.sum(-1)}
         if self.in_words and correct is not None and rollouts.reward is not None:
             unanswered = [self.player.problem(rollouts, place).answer is None for place in range(len(rollouts.prompt))]
             earned = scores.reward.sum(-1) + rollouts.reward.sum(-1) > 1 - 1e-5
@@ -277,6 +294,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
         words,
         tokens=lambda step, turn: tail.answer(turn, step.observation),
         turn_tokens=task.turn_tokens,
+        ends=model.ends,
         max_turns=task.max_turns,
     )
     if task.environment:

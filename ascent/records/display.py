@@ -26,6 +26,8 @@ BOARD = {
     },
     "steps": {"steps/error": ".3f", "eval/steps/error": ".3f"},
     "length": {"completions/mean_length": ".1f", "completions/clipped_ratio": ".0%"},
+    "turns": {"turns": ".2f", "turns/cut": ".2f", "time/environment": ".2f"},
+    "tools": {f"tools/{name}": ".2f" for name in ("calls", "unparsed", "failed", "repeated")},
     "policy": {"entropy": ".3f", "kl": ".4f", "clip_ratio/low_mean": ".2%", "clip_ratio/high_mean": ".2%"},
     "critic": {"value/explained_variance": ".0%", "value/logp_shift": ".1e"},
     "update": {"grad_norm": ".3g", MISMATCH: ".1e"},

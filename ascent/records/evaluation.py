@@ -46,7 +46,7 @@ def sample_evaluator(
             if answers.measures is not None:
                 means = answers.measures[answers.valid].double().nanmean(0).tolist()
                 measured = zip(answers.measured, means, strict=True)
-                metrics |= {f"eval/{name}": mean for name, mean in measured if mean == mean}
+                metrics |= {f"eval/{k}": mean for k, mean in measured if mean == mean and not k.startswith("time/")}
         if table is not None:
             metrics["exact/reward"] = expected_reward(policy, prompts.prompt, table, config.temperature)
         return metrics

@@ -88,6 +88,17 @@ CHARTS = (
         ("completions/mean_length", "mean", "length"),
         ("completions/mean_characters", "mean, characters", "characters"),
     ),
+    _chart("turns", "Turns of a response", "turns", NOT_NEGATIVE, ("turns", "mean"), ("turns/cut", "cut off", "cut")),
+    _chart(
+        *("calls", "Calls of tools", "calls per response", NOT_NEGATIVE),
+        ("tools/calls", "all", "calls"),
+        ("tools/unparsed", "unparsed"),
+        ("tools/failed", "failed"),
+        ("tools/repeated", "repeated"),
+    ),
+    _chart(
+        "waiting", "Waiting for environments", "seconds per response", NOT_NEGATIVE, ("time/environment", "waiting")
+    ),
     _chart("truncated", "Cut off by the limit", "share of responses", SHARE, ("completions/clipped_ratio", "cut off")),
     _chart("entropy", "Entropy", f"nats per token, {UPDATES}", NOT_NEGATIVE, ("entropy", "entropy")),
     _chart("kl", "KL to the reference", f"per token, {UPDATES}", ANY, ("kl", "KL")),

@@ -10,6 +10,7 @@ from typing import Any
 
 from ascent.core.protocols import Stepped
 from ascent.core.types import Batch, Refused
+from ascent.records.conversation import TURN_REWARD, TURN_SECONDS
 from ascent.records.folder import BY_STEP, vacated
 from ascent.records.foreign import foreign_rows, reader_of
 from ascent.records.parquet import Parquet, is_plain, open_parquet
@@ -71,6 +72,10 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[R
     prompts, responses, rewards = (t[:groups].tolist() for t in (batch.prompt, batch.response, batch.reward))
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
     there, errors, rows = batch.present[:groups].tolist(), set(batch.errors), list[Row]()
+    paid: dict[str, list[Any]] = {}
+    if batch.turn is not None:
+        paid = {TURN_REWARD: rewards} | ({} if batch.waited is None else {TURN_SECONDS: batch.waited[:groups].tolist()})
+    masks = batch.mask[:groups].tolist() if paid else []
     # Where no group has signal, all responses are left out, though the reward of few or none failed.
     unused = not batch.valid.any() and len(batch.errors) < batch.valid.numel()
     for p in range(groups):
@@ -91,8 +96,19 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[R
             }
             row |= {} if batch.notes is None else {"reason": note}
             row |= {name: _at(present, lists[name][p][s]) for name in (*PER_TOKEN, "mask") if name in lists}
+            row |= {name: _by_turn(lists["turn"][p][s], values[p][s], masks[p][s]) for name, values in paid.items()}
             rows.append(row)
     return rows
+
+
+def _by_turn(turns: list[int], values: list[float], mask: list[bool]) -> list[float]:
+    """Numbers of tokens, summed over each turn; a number of the whole response is its last turn's."""
+    sums = [0.0] * (1 + max(compress(turns, mask), default=-1))
+    if len(values) == 1 and sums:
+        sums[-1] = values[0]
+    for turn, value, drawn in zip(turns, values, mask, strict=False):
+        sums[turn] += value if drawn and len(values) > 1 else 0.0
+    return sums
 
 
 def _at(present: list[bool], values: list[Any]) -> list[Any]:

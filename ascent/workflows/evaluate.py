@@ -15,10 +15,11 @@ import torch
 from ascent.core.protocols import Sampler
 from ascent.core.types import Prompts, Trouble, check_counts
 from ascent.engines.backend import BoundTask
+from ascent.records.conversation import POLICY, WAITED, calls_words, counts_of
 from ascent.records.display import progress, table, wrapped
 from ascent.records.responses import write_parquet
 from ascent.records.statistics import PromptMean, pass_at, powers, prompt_mean
-from ascent.workflows.policy import LoadedPolicy, Row, find_policy, scored_rows
+from ascent.workflows.policy import LoadedPolicy, Row, find_policy, response_lines, scored_rows
 
 MEASURES = ("strict", "lenient", "reward")
 
@@ -47,9 +48,16 @@ class Evaluation:
         """How long responses are, and how many the limit cut off."""
         count = len(self.rows)
         cut, length = sum(row["truncated"] for row in self.rows), sum(row["length"] for row in self.rows)
-        return {"responses": count, "truncated": cut / count, "mean_length": length / count}
+        shape = {"responses": count, "truncated": cut / count, "mean_length": length / count}
+        said = [[speech for speech in row.get("turns", ()) if speech["who"] == POLICY] for row in self.rows]
+        if not any(said):
+            return shape
+        calls = sum((Counter(counts_of(speech["note"])) for turns in said for speech in turns), Counter())
+        waited = sum(speech["seconds"] or 0.0 for turns in said for speech in turns)
+        shape |= {"mean_turns": sum(map(len, said)) / count, "mean_waited": waited / count}
+        return shape | ({"calls": dict(calls)} if calls else {})
 
-    def text(self) -> str:
+    def text(self, colour: bool = False) -> str:
         """For a terminal."""
         about, shape = self.about, self.shape()
         origin = about["model"] if about["run"] is None else f"{about['run']}, step {about['step']}"
@@ -64,13 +72,18 @@ class Evaluation:
         notes.append(
             f"{shape['responses']:,} responses of {shape['mean_length']:.1f} tokens{cut}; {self.seconds:.1f} s."
         )
+        if "mean_turns" in shape:
+            waited = f", {shape['mean_waited']:.2g} s of waiting" if shape["mean_waited"] >= WAITED else ""
+            called = f" {calls_words(shape['calls'])} of tools in all." if "calls" in shape else ""
+            notes.append(f"{shape['mean_turns']:.2f} turns per response{waited}.{called}")
         if self.errors:
             notes.append(
                 f"The reward failed on {len(self.errors)} responses, which are left out of every number. The first: "
                 f"{self.errors[0]}"
             )
         head = f"{origin}: {about['task']}, {about['prompts']} held-out prompts{drawn}"
-        return "\n".join([head, "", *table(["", *shown], lines), "", *map(wrapped, notes)])
+        first = ["", "The first one:", *response_lines(self.rows[0], colour)] if "mean_turns" in shape else []
+        return "\n".join([head, "", *table(["", *shown], lines), "", *map(wrapped, notes), *first])
 
     def write(self, path: str | Path) -> Path:
         """All responses as Parquet, one row each."""

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ascent.core.algorithms import Algorithm
 from ascent.core.config import Config
 from ascent.core.loop import scored
 from ascent.core.menu import name_of
 from ascent.core.protocols import Sampler
-from ascent.core.types import Prompts, Refused, Rollouts, check_counts
+from ascent.core.types import Batch, Prompts, Refused, Rollouts, check_counts, to_batch
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, BoundTask
 from ascent.engines.backends import backend_of
 from ascent.records import checkpoint
+from ascent.records.conversation import Speech, conversation, conversation_lines, ending
 from ascent.records.display import printable
+from ascent.records.responses import Pieces, sampled_rows
 from ascent.records.run import Run, check_trains_policy, load_policy, task_name
 from ascent.rewards.reward_models import bind_task, check_rewards
 from ascent.settings import configure
@@ -119,6 +123,14 @@ def for_asking(config: Config, **changes: Any) -> Config:
 # ---- responses, one dictionary each -----------------------------------------------------------------
 
 
+def conversations(task: BoundTask, batch: Batch) -> list[Row]:
+    """For each response of several turns, in order: its `turns`, one dictionary a speech, and why it `ended`."""
+    if batch.turn is None:
+        return [{} for _ in range(batch.valid.numel())]
+    rows = [(row, conversation(row)) for row in sampled_rows(0, batch, len(batch.prompt), Pieces(task))]
+    return [{"turns": [speech._asdict() for speech in said], "ended": ending(row, said)} for row, said in rows]
+
+
 def response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, group: int) -> list[Row]:
     """The responses to one prompt, in words and tokens with their log-probs."""
     rows = []
@@ -166,7 +178,7 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
             if lenient is not None and valid and batch.measures is not None:
                 row["lenient"] = bool(batch.measures[group, sample, lenient])
         every += rows
-    return every, errors
+    return [row | said for row, said in zip(every, conversations(task, batch), strict=True)], errors
 
 
 # ---- `ascent sample`: what a policy answers to a prompt ----------------------------------------------
@@ -222,7 +234,11 @@ def ask(loaded: LoadedPolicy, prompts: Sequence[str], count: int, greedy: bool, 
     typed, words = task.read_prompts(prompts, plain)
     rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
     if loaded.backend.words:  # a typed prompt has no answer to score by
-        return [row for i, prompt in enumerate(words) for row in response_rows(task, prompt, rollouts, i)]
+        rows = [row for i, prompt in enumerate(words) for row in response_rows(task, prompt, rollouts, i)]
+        valid = torch.ones_like(rollouts.truncated) if rollouts.valid is None else rollouts.valid
+        paid = rollouts.truncated.unsqueeze(-1) * 0.0 if rollouts.reward is None else rollouts.reward
+        talks = conversations(task, to_batch(rollouts, valid=valid, reward=paid))
+        return [row | said for row, said in zip(rows, talks, strict=True)]
     return scored_rows(task, rollouts)[0]
 
 
@@ -234,7 +250,7 @@ def problems(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -> list[
         return scored_rows(task, loaded.sampler(prompts, seed).generate(prompts, 1, greedy))[0]
 
 
-def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None) -> str:
+def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, colour: bool = False) -> str:
     """Responses below their prompts, for a terminal. With `piece`, which spells a token, every token's log-prob."""
     lines: list[str] = []
     for row in rows:
@@ -244,7 +260,7 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None) -
                 lines += _titled("answer", row["gold"])
         ended = "cut off at the limit" if row["truncated"] else "ended"
         head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
-        lines += ["", f"response {row['sample'] + 1}: {head}", printable(row["response"])]
+        lines += ["", f"response {row['sample'] + 1}: {head}", *response_lines(row, colour)]
         if "valid" in row:
             lines += ["", *_titled("score", _score(row))]
         if piece is not None:
@@ -253,13 +269,20 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None) -
     return "\n".join(lines).strip()
 
 
+def response_lines(row: Row, colour: bool) -> list[str]:
+    """The words of a response, or its conversation."""
+    if not row.get("turns"):
+        return [printable(row["response"])]
+    return conversation_lines([Speech(**said) for said in row["turns"]], row["ended"], colour)
+
+
 def _titled(title: str, words: str) -> list[str]:
     first, *more = printable(words).split("\n")
     return [f"{title:<8} {first}", *(f"{'':<8} {line}".rstrip() for line in more)]
 
 
 def _score(row: Row) -> str:
-    why = f" ({row['reason']})" if row["reason"] else ""
+    why = f" ({row['reason']})" if row["reason"] and not row.get("turns") else ""  # a conversation says why it ended
     if not row["valid"]:
         return f"the reward failed{why}"
     form = "right, but not in the form that was asked for" if row["lenient"] else "wrong"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -346,16 +347,20 @@ def _with_numbers(response: Row, largest: float) -> Row:
     known = [{n: v[i] for n, v in lists.items() if v[i] is not None} for i in range(len(pieces))]
     names = [name for name, *_ in WAYS if any(name in token for token in known)]
     both = list(zip(pieces, known, strict=True))
+    mask, speeches = response["row"].get("mask"), response["row"].get("speeches") or []
+    begins = accumulate((said["tokens"] for said in speeches), initial=0)
+    heads = {at: f"{said['who']}, {said['words']}" for at, said in zip(begins, speeches, strict=False)}
     return made | {
         "gap": " " if spaced else "",
         "rest": "".join(rest),
         "tokens": [
             {
                 "text": str(piece).replace("\n", "↵\n") or "∅",
-                "class": _shades(token, largest),
+                "class": "o" if mask and not mask[i] else _shades(token, largest),
+                "head": heads.get(i, ""),
                 "title": ", ".join(f"{LABELS[name]} {shown(value)}" for name, value in token.items()),
             }
-            for piece, token in both
+            for i, (piece, token) in enumerate(both)
         ],
         "head": ["token", *(LABELS[name] for name in names)] if names else [],
         "rows": [[repr(piece)[1:-1], *(shown(token.get(name)) for name in names)] for piece, token in both],

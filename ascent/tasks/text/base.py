@@ -237,8 +237,8 @@ class TextTask(BaseTask):
 
     @property
     def max_reward(self) -> float | None:
-        """The largest reward there is; unknown with rewards other than `own`."""
-        if any(entry.kind != OWN for entry in self.rewards):
+        """The largest reward there is; unknown with rewards other than `own`, and with those of an environment."""
+        if self.environment or any(entry.kind != OWN for entry in self.rewards):
             return None
         return sum(max(entry.weight, 0.0) for entry in self.rewards)
 

@@ -13,6 +13,7 @@ from typing import Any
 from ascent.core.types import Refused
 from ascent.records import responses as recorded
 from ascent.records.columns import evenly
+from ascent.records.conversation import OF_TURNS, conversation, drawn_tokens, turn_numbers, turn_words
 from ascent.records.reading import FileCache, naming, read_object
 
 Row = dict[str, Any]
@@ -287,7 +288,7 @@ ABSENT = {
     "entropy": f"No entropy: no update saw these responses, {OLD}, or the engine does not know it",
     "ratio": "No ratio: no update saw these responses",
 }
-OF_ANSWERS = ("group", "sample", "response", "pieces", "mask", "logp_sampler")
+OF_ANSWERS = ("group", "sample", "response", "pieces", "logp_sampler", "mask", "turn", *OF_TURNS, "reason")
 """All that is known of a greedy answer. Its only log-prob is the sampler's."""
 FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
 
@@ -339,9 +340,7 @@ def of_row(row: Row, loss: Any) -> Row:
     made["pieces"] = pieces if whole else None
     made |= {name: None if values is None else [json_number(v) for v in values] for name, values in lists.items()}
     made |= {"ratio": None, "clipped": None, "sequence_ratio": None, "updates": len(updates)}
-    mask = row.get("mask")
-    if not (isinstance(mask, list) and len(mask) == len(ids) and all(isinstance(drawn, bool) for drawn in mask)):
-        mask = None
+    mask = drawn_tokens(row)
     if logp is not None and last is not None:
         moved = [now - old for now, old in zip(last, logp, strict=True)]
         made["ratio"] = [json_number(math.inf if log > 709 else math.exp(log)) for log in moved]
@@ -350,11 +349,13 @@ def of_row(row: Row, loss: Any) -> Row:
             made |= _clips(loss, last, logp, advantage, drawn)
     if mask is None:
         return made
-    turn = row.get("turn")
-    if isinstance(turn, list) and len(turn) == len(ids) and all(type(number) is int for number in turn):
+    if (turn := turn_numbers(row)) is not None:
         made["turn"] = turn
+        made["speeches"] = [
+            {"who": said.who, "tokens": said.tokens, "words": turn_words(said)} for said in conversation(row)
+        ]
     for name, values in made.items():  # at observations there are no numbers: the policy did not write those tokens
-        if isinstance(values, list) and name not in ("ids", "pieces", "turn"):
+        if isinstance(values, list) and name not in ("ids", "pieces", "turn", "speeches"):
             made[name] = [value if acted else None for value, acted in zip(values, mask, strict=True)]
     return made | {"mask": mask}
 

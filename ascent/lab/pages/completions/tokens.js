@@ -102,6 +102,20 @@ function hits(pieces, q) {
   return found;
 }
 
+// Who speaks from which token on, and what the turn earned. The words are the style sheet's to show, so that nobody copies them.
+function headsOf(row) {
+  const heads = new Map();
+  let at = 0;
+  for (const { who, tokens, words } of row.speeches ?? []) {
+    const head = document.createElement("span");
+    head.className = `c-speech ${who}`;
+    head.dataset.words = `${who}, ${words}`;
+    heads.set(at, head);
+    at += tokens;
+  }
+  return heads;
+}
+
 const shownPiece = (piece) => piece.replaceAll(" ", "␣").replaceAll("\t", "⇥").replace(/\r?\n|\r/g, "↵");
 
 /* Props: row (of /api/view/tokens), scale, few (how many tokens), q, label, tell(row, i, keyboard) for the readout. */
@@ -128,6 +142,7 @@ export class Tokens extends Component {
     const shown = row.pieces.slice(0, few);
     const found = hits(shown, q);
     const all = document.createDocumentFragment();
+    const heads = headsOf(row);
     this.spans = shown.map((piece, i) => {
       const span = document.createElement("span");
       span.tabIndex = i === this.at ? 0 : -1;
@@ -135,7 +150,8 @@ export class Tokens extends Component {
       fill(span, piece);
       if (found.has(i)) span.classList.add("hit");
       if (row.mask?.[i] === false) span.classList.add("observed");
-      if (i && row.mask && row.mask[i] !== row.mask[i - 1]) all.append(document.createElement("br"));
+      if (heads.has(i)) all.append(heads.get(i));
+      else if (i && row.mask && row.mask[i] !== row.mask[i - 1]) all.append(document.createElement("br"));
       span.dataset.kept = span.className;
       all.append(span);
       return span;
