@@ -14,7 +14,9 @@ import torch
 import ascent
 from ascent.core.loop import scored
 from ascent.core.types import Refused, Trouble
+from ascent.engines.backend import Report
 from ascent.engines.backends import BACKENDS
+from ascent.engines.language.backend import _episodes
 from ascent.environments.play import play_small
 from ascent.environments.processes import LocalEpisodes
 from ascent.policies.causal_lm import CausalLM
@@ -156,6 +158,23 @@ def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(tal
             assert [said.turn - 1 for said in noted if "cut off at 9 tokens" in said.note] == cut
     assert bool((measured["time/environment"] > 0).all()) and bool((batch.waited > 0).sum(-1).eq(3).all())
     assert 0 < float(measured["turns/cut"].sum()) < 36, "some are cut off and some are not"
+
+
+def test_the_preflight_says_what_it_saw_of_the_episodes(talk: Any, place: Path) -> None:
+    (batch, _), _ = talk
+    cut = int(batch.measures[..., batch.measured.index("turns/cut")].sum())
+    report = Report()
+    _episodes(batch, task_of(place, "Talk"), report)
+    assert report.lines[0].startswith(f"episodes   12 played: 3.0 turns on average, 3 to 3; {cut} of 36 turns cut off")
+    assert bool(report.warnings) == (cut > 18)
+    _episodes(batch, task_of(place, tools=("calculator",)), report)
+    assert "no call of a tool" in report.lines[-1] and "nothing was called" in report.warnings[-1]
+    called = batch.add(
+        measures=torch.cat([batch.measures, torch.tensor([2.0, 1.5]).expand(3, 4, 2)], -1),
+        measured=(*batch.measured, "tools/calls", "tools/unparsed"),
+    )
+    _episodes(called, task_of(place, tools=("calculator",)), report)
+    assert "24 calls of tools: 18 unparsed" in report.lines[-1] and "do not parse" in report.warnings[-1]
 
 
 def row_of(batch: Any, p: int, s: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import ascent
 from ascent.core.metric_names import MISMATCH
 from ascent.engines.small import SmallSampler
 from ascent.records import watch as flags
+from ascent.records.conversation import environment_failed
 from ascent.records.watch import (
     BLOCKS,
     KEYS,
@@ -38,6 +39,7 @@ from ascent.records.watch import (
 )
 from ascent.tasks.small import sort
 from ascent.tasks.small.sort import Sort
+from ascent.tasks.small.turns import Swapping, Swaps
 
 Line = dict[str, Any]
 Shape = Callable[[float], float]
@@ -118,6 +120,16 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
     "mismatch-rising": [
         ({"mismatch": rising(0.004, 0.06)}, None, {}),
         ({"mismatch": rising(0.002, 0.2, 0.6, 0.65)}, None, {}),
+    ],
+    "unparsed-calls": [
+        ({"tools/calls": flat(1.5), "tools/unparsed": flat(0.6)}, None, {}),
+        ({"tools/calls": rising(0.5, 2.0), "tools/unparsed": rising(0.1, 1.2)}, None, {}),
+    ],
+    "repeated-calls": [({"tools/calls": rising(1.0, 4.0), "tools/repeated": rising(0.1, 3.0)}, None, {})],
+    "truncated-turns": [({"turns": flat(3.0), "turns/cut": rising(0.2, 2.0)}, None, {})],
+    "turns-growing": [
+        ({"turns": rising(2.0, 6.0)}, None, {}),
+        ({"turns": rising(2.0, 6.0), "reward": rising(0.6, 0.4)}, 1.0, {}),
     ],
 }
 
@@ -213,6 +225,32 @@ SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] 
     ),
     "a mismatch of rounding": ({"mismatch": rising(1e-8, 1e-5)}, 1.0, {}),
     "a mismatch that is large from the start": ({"mismatch": flat(0.08)}, 1.0, {}),
+    "calls are learned: fewer and fewer do not parse": (
+        {"tools/calls": rising(0.5, 1.5), "tools/unparsed": rising(0.45, 0.3, 0, 0.9), "turns": rising(1.5, 2.4)},
+        None,
+        {},
+    ),
+    "few calls do not parse, or are made again": (
+        {"tools/calls": flat(2.0), "tools/unparsed": flat(0.2), "tools/repeated": flat(0.3), "turns": flat(3.0)},
+        None,
+        {},
+    ),
+    "many calls are made again, and the task is solved": (
+        {"tools/calls": flat(2.0), "tools/repeated": flat(1.2), "accuracy": flat(0.96), "reward": flat(0.96)},
+        1.0,
+        {},
+    ),
+    "more turns, and more reward": (
+        {"turns": rising(1.2, 4.0), "reward": rising(0.2, 0.7), "accuracy": rising(0.2, 0.7)},
+        1.0,
+        {},
+    ),
+    "fewer turns: numbers are found sooner": (
+        {"turns": rising(6.0, 3.3), "reward": rising(-0.5, 0.66), "accuracy": rising(0.3, 1.0)},
+        1.0,
+        {},
+    ),
+    "a few more turns": ({"turns": rising(3.0, 3.8), "turns/cut": flat(0.3)}, 1.0, {}),
     "one step far off": ({"mismatch": lambda t: 2.0 if t == 0.5 else 0.004}, 1.0, {}),
 }
 
@@ -237,6 +275,37 @@ def test_noise_alone_raises_nothing() -> None:
             accuracy=lambda t, w=wave, x=turn: 0.3 + w * math.sin(9 * t + x),
         )
         assert names(lines, 1.0, {}) == set(), seed
+
+
+def test_the_evidence_of_wrong_calls_is_their_number_before_and_now() -> None:
+    watch = Watch()
+    lines = curve(**{"tools/calls": flat(2.0), "tools/unparsed": rising(0.5, 1.5)})  # type: ignore[arg-type]
+    flag = next(flag for line in lines for flag in watch.see(line))
+    assert flag.name == "unparsed-calls" and flag.metrics.keys() == {"tools/unparsed", "tools/calls"}
+    before, now = flag.metrics["tools/unparsed"]
+    assert before < now and "calls that do not parse: from steps 0–" in flag.text and "of all calls" in flag.text
+
+
+class Slippery(Swapping):
+    def step(self, action: str) -> ascent.Step:
+        step = super().step(action)
+        if "slipped" in step.reason:
+            raise ValueError("fell over")
+        return step
+
+
+class Falls(Swaps):
+    def episode(self) -> Slippery:
+        return Slippery(self.turns, self.slip, self.outcome)
+
+
+def test_environments_that_fail_are_flagged_apart_from_rewards(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"steps": 1, "prompts": 8, "samples": 4, "max_reward_errors": 1.0, "show": False}
+    (event,) = ascent.train(Falls(), out=tmp_path / "falls", **how).events
+    assert event["name"] == "environment-errors" and event["evidence"]["rollouts"]["show"] == "failed"
+    assert 0 < event["evidence"]["metrics"]["reward_errors"][0] < 32
+    assert re.search(r"the environment failed on \d+ of 32 responses.*failed: ValueError: fell over", event["text"])
+    assert not environment_failed("RuntimeError: failed: no") and environment_failed("turn 1: a; turn 2: failed: no")
 
 
 # ---- what the watch remembers -----------------------------------------------------------------------

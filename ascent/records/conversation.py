@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ascent.environments.play import CUT
+from ascent.environments.play import CUT, FAILED
 from ascent.environments.tools import COUNTED, read_counts
 from ascent.records.display import printable, width
 
@@ -117,6 +117,11 @@ def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
     """What the reason of a response says of each turn, by its number; with the last one, the rest of the reason."""
     _, *parts = _NOTE.split(str(row.get("reason") or ""))
     return {int(number): note for number, note in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def environment_failed(reason: str) -> bool:
+    """Does this reason say that the environment of a response failed?"""
+    return any(note.startswith(FAILED) for note in notes_of({"reason": reason}).values())
 
 
 def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:

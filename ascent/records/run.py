@@ -25,6 +25,7 @@ from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
 from ascent.records.code import check_code, code_hashes
+from ascent.records.conversation import environment_failed
 from ascent.records.display import Display
 from ascent.records.folder import LINES, RunFolder, finite_line, is_locked, refuse_ways_out, vacated
 from ascent.records.metrics import ALWAYS_WRITTEN
@@ -33,6 +34,7 @@ from ascent.records.plot import draw_runs
 from ascent.records.reading import finite_number, naming, read_json, read_lines, read_metrics
 from ascent.records.responses import Pieces
 from ascent.records.trackers import Sinks
+from ascent.records.windows import Flag
 from ascent.settings import config_from, name_given, row_label
 from ascent.tasks.objects import about_objects, label_of, match_objects, renamed
 
@@ -381,17 +383,22 @@ class Writer:
     def best(self) -> bool:
         return self._fresh_best
 
-    def _flags(self, step: int, line: dict[str, Any], batch: Batch) -> list[watch.Flag]:
+    def _flags(self, step: int, line: dict[str, Any], batch: Batch) -> list[Flag]:
         """The flags of this step, with their evidence."""
         first = self.watch.first if self.watch is not None else {}
         warnings = watch.metric_warnings(line, self.task)
-        if batch.errors:
-            text = (
-                f"the reward failed on {len(batch.errors)} of {line['num_responses']} responses, which are left out of "
-                f"credit and means; above a share of {self.config.max_reward_errors:g} the run stops "
-                f"(--max-reward-errors). The first: {batch.errors[0]}"
-            )
-            warnings.append(("reward-errors", text))
+        worlds = [error for error in batch.errors if environment_failed(error)]
+        for name, what, errors in (
+            ("environment-errors", "environment", worlds),
+            ("reward-errors", "reward", [error for error in batch.errors if error not in worlds]),
+        ):
+            if errors:
+                text = (
+                    f"the {what} failed on {len(errors)} of {line['num_responses']} responses, which are left out of "
+                    f"credit and means; above a share of {self.config.max_reward_errors:g} the run stops "
+                    f"(--max-reward-errors). The first: {errors[0]}"
+                )
+                warnings.append((name, text))
         flags = [watch.with_evidence(name, text, line, first) for name, text in warnings]
         if self.watch is None:
             return flags

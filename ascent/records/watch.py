@@ -11,12 +11,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ascent.core.metric_names import MISMATCH
+from ascent.records import turn_flags
+from ascent.records.windows import LEVEL, SOLVED, SURE, Change, Flag, StepBlock, joined, sums
 
 PROMPTS, SAME, UNKNOWN = 8, 2 / 3, 0.9
 """Least number of different prompts; share of responses with the same text; that share if correctness is unknown."""
@@ -33,32 +33,11 @@ Answer = tuple[Any, Any, bool | None]
 EVIDENCE: dict[str, tuple[tuple[str, ...], str]] = {
     "reward-without-accuracy": (("eval/reward", "eval/accuracy"), "wrong"),
     "reward-errors": (("reward_errors",), "failed"),
+    "environment-errors": (("reward_errors",), "failed"),
     "no-signal": (("frac_reward_zero_std", "reward"), "all"),
     "trust-region-refused": (("trust_region/too_far", "trust_region/no_gain"), "all"),
 }
 """For flags from a single line of metrics: the metrics to show, and which completions to look at."""
-
-
-@dataclass(frozen=True)
-class Flag:
-    """What was seen, and where to look."""
-
-    name: str
-    text: str
-    metrics: dict[str, list[float]]
-    """For each metric: its value before and now, or a single number for a single step."""
-    steps: tuple[int, int]
-    """First and last step of the comparison; the same step twice for a single step."""
-    show: str = "all"
-    q: str = ""
-    """Which completions to look at, and what to search for in them."""
-
-    def event(self, step: int, recorded: int | None) -> dict[str, Any]:
-        """The line of events.jsonl; `recorded` is the step whose completions show it."""
-        evidence: dict[str, Any] = {"metrics": self.metrics, "steps": list(self.steps)}
-        if recorded is not None:
-            evidence["rollouts"] = {"step": recorded, "show": self.show, "q": self.q}
-        return {"step": step, "event": "flag", "name": self.name, "text": self.text, "evidence": evidence}
 
 
 def metric_warnings(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, str]]:
@@ -178,21 +157,19 @@ def findings(last: Mapping[str, Any], task: Any, grouped: bool) -> list[str]:
 # ---- trends over many steps ---------------------------------------------------------------------------------------
 
 LENGTH = "completions/mean_length"
-KEYS = ("reward", "reward_std", "accuracy", "entropy", LENGTH, MISMATCH)
+KEYS = ("reward", "reward_std", "accuracy", "entropy", LENGTH, MISMATCH, *turn_flags.KEYS)
 FIRST, BLOCKS, LEAST = 4, 32, 8
 """Steps per block at first; number of blocks at which they are joined; least number of blocks to compare."""
-SURE, LIKELY = 5.0, 2.5
-"""Standard errors of a certain difference, and of a possible one."""
-SOLVED, HALF = 0.9, 0.5
-"""The accuracy of a solved task, and of an unsolved one."""
-EARNED, LEVEL, COUNTED = 0.6, 0.1, 0.02
-"""Most of what there was to gain, as a share; standard deviations that a level reward may move; a low accuracy."""
+HALF = 0.5
+"""The accuracy of an unsolved task."""
+EARNED, COUNTED = 0.6, 0.02
+"""Most of what there was to gain, as a share; a low accuracy."""
 BEHIND = 0.25
 """The accuracy does not follow if it has gained less than this share of what there was to gain."""
 DRIFT, TOKENS = 1.5, 5.0
 """Lengths have drifted if they changed by this factor and by this many tokens."""
-FLAT, COLLAPSED = 0.05, 0.1
-"""Maximum rise of a flat accuracy; share of the initial entropy."""
+COLLAPSED = 0.1
+"""Share of the initial entropy."""
 APART, TIMES = 0.02, 3.0
 """A mismatch counts from this many nats per token, and from this multiple of its initial value."""
 PART = r"rewards/[^/]*(/mean)?"
@@ -203,78 +180,6 @@ DECADES, USUAL = 5, 16
 """Powers of ten above the median that make a jump; least number of values for a median."""
 NEARLY_ALL, PATIENCE = 0.9, 64
 """Share of the reward's change that dominates it; least number of steps to judge that."""
-
-
-class MetricChange(NamedTuple):
-    """The mean of a metric in two windows of steps, and the standard error of its change."""
-
-    before: float
-    now: float
-    error: float
-
-    @property
-    def rise(self) -> float:
-        return self.now - self.before
-
-    def __format__(self, spec: str) -> str:
-        """f"{pair:.1%}" is "3.0% to 4.5%"."""
-        return f"{self.before:{spec}} to {self.now:{spec}}"
-
-
-class StepBlock(NamedTuple):
-    """Sums over some steps: for each metric its count, its total and the total of its squares."""
-
-    first: int
-    last: int
-    sums: list[float]
-
-
-def joined(blocks: Sequence[StepBlock]) -> StepBlock:
-    columns = zip(*(block.sums for block in blocks), strict=True)
-    return StepBlock(blocks[0].first, blocks[-1].last, [sum(column) for column in columns])
-
-
-def sums(values: Sequence[Any]) -> tuple[float, float, float]:
-    """How many of these are numbers, their total, and the total of their squares."""
-    numbers = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-    return float(len(numbers)), math.fsum(numbers), math.fsum(value * value for value in numbers)
-
-
-def mean_with_error(count: float, total: float, squares: float) -> tuple[float, float]:
-    mean = total / count
-    return mean, math.sqrt(max(0.0, squares / count - mean**2) / (count - 1))
-
-
-class Change:
-    """Two windows of a run, one before the other."""
-
-    def __init__(self, keys: Sequence[str], before: StepBlock, now: StepBlock):
-        self.steps = (before.first, now.last)
-        self.then = f"{before.first}–{before.last}"
-        self.words = f"from steps {self.then} to {now.first}–{now.last}"
-        self._sums = before.sums, now.sums
-        self._place = {key: 3 * i for i, key in enumerate(keys)}
-
-    def of(self, key: str) -> MetricChange | None:
-        """A metric before and now; None where it was measured less than twice."""
-        before, now = (sums[self._place[key] :][:3] for sums in self._sums)
-        if min(before[0], now[0]) < 2:
-            return None
-        (then, error), (late, late_error) = mean_with_error(*before), mean_with_error(*now)
-        return MetricChange(then, late, math.hypot(error, late_error))
-
-    def flag(self, name: str, text: str, *keys: str, show: str = "all") -> Flag:
-        """A flag whose evidence is these metrics, before and now."""
-        pairs = {key: pair for key in keys if (pair := self.of(key)) is not None}
-        return Flag(name, text, {key: [pair.before, pair.now] for key, pair in pairs.items()}, self.steps, show)
-
-    @cached_property
-    def flat(self) -> bool:
-        """Has the accuracy surely not risen by much, and shows no sign of beginning to?"""
-        pair = self.of("accuracy")
-        if pair is None:
-            return False
-        return pair.rise + 2 * pair.error <= FLAT and (pair.rise <= 0 or pair.rise < LIKELY * pair.error)
 
 
 class Watch:
@@ -344,6 +249,7 @@ class Watch:
             self._dominated(whole) or self._dominated(begun),
             self._collapsed(begun, late),
             self._apart(whole) or self._apart(begun),
+            *turn_flags.raised(whole, late, self._moved),
         ]
         before, self._held = self._held, {flag.name for flag in raised if flag is not None}
         return [flag for flag in raised if flag is not None and flag.name in before]

@@ -14,7 +14,7 @@ from ascent.core.loop import scored
 from ascent.core.losses import LogProb
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
-from ascent.core.types import Prompts, Refused, Streams
+from ascent.core.types import Batch, Prompts, Refused, Streams
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
 from ascent.engines.language import trials
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
@@ -388,8 +388,11 @@ def _sample(config: Config, task: Any, probe: LanguageSampler, report: Report) -
         f"without signal, {cut} of {responses} responses cut off at {limit}, mean reward "
         f"{float(batch.reward.sum(-1).mean()):.3g}"
     )
+    if batch.turn is not None:
+        _episodes(batch, config.task, report)
     if errors:
-        report.warnings.append(f"{len(errors)} rewards failed. The first: {errors[0]}")
+        what = "rewards or environments" if batch.turn is not None else "rewards"
+        report.warnings.append(f"{len(errors)} {what} failed. The first: {errors[0]}")
     if silent == groups and groups > 1:
         solved, advice = right == responses, "try an easier task, more --samples, or `ascent sft` first"
         advice = "the task is solved already" if solved else advice
@@ -397,6 +400,32 @@ def _sample(config: Config, task: Any, probe: LanguageSampler, report: Report) -
     if cut > responses / 2:
         report.warnings.append("most responses are cut off before they end: raise --max-tokens")
     return call
+
+
+def _episodes(batch: Batch, task: Any, report: Report) -> None:
+    """What was seen of the conversations that were played: turns, calls, and how long environments took."""
+    assert batch.turn is not None and batch.measures is not None and batch.waited is not None
+    sums = dict(zip(batch.measured, batch.measures.sum((0, 1)).tolist(), strict=True))
+    turns = torch.where(batch.mask, batch.turn + 1, 0).amax(-1)
+    total, responses, slowest = int(turns.sum()), turns.numel(), float(batch.waited.max())
+    report.lines.append(
+        f"episodes   {responses} played: {total / responses:.1f} turns on average, {int(turns.min())} to "
+        f"{int(turns.max())}; {sums['turns/cut']:.0f} of {total} turns cut off; an answer took "
+        f"{trials.duration(float(batch.waited.sum()) / max(total, 1))}, the slowest {trials.duration(slowest)}"
+    )
+    if sums["turns/cut"] > total / 2:
+        report.warnings.append("most turns are cut off before they end: raise --turn-tokens or --max-tokens")
+    if not task.tools:
+        return
+    calls, unparsed = sums.get("tools/calls", 0.0), sums.get("tools/unparsed", 0.0)
+    wrong = ", ".join(f"{sums.get(f'tools/{name}', 0.0):.0f} {name}" for name in ("unparsed", "failed", "repeated"))
+    report.lines.append(f"           {calls:.0f} calls of tools: {wrong}" if calls else "           no call of a tool")
+    if not calls:
+        report.warnings.append(f"in {responses} responses nothing was called: `ascent sft` on calls first may help")
+    elif unparsed > calls / 2:
+        report.warnings.append(
+            "most calls do not parse: look at them with `ascent sample`, or show calls by `ascent sft`"
+        )
 
 
 def _seconds(
