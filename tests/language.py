@@ -134,7 +134,7 @@ def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, 
 class AtOnce:
     """Episodes that a function answers: from a response and its tokens so far to what follows, or nothing."""
 
-    turn_tokens = 0
+    turn_tokens, pays = 0, True
 
     def __init__(self, answer: Callable[[int, list[int]], list[int]]):
         self.answer = answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +13,27 @@ import pytest
 import torch
 
 import ascent
+from ascent.cli.main import main
 from ascent.core.loop import scored
-from ascent.core.types import Refused, Trouble
+from ascent.core.types import Prompts, Refused, Trouble
 from ascent.engines.backend import Report
 from ascent.engines.backends import BACKENDS
 from ascent.engines.language.backend import _episodes
-from ascent.environments.play import play_small
+from ascent.environments.play import Player, play_small
 from ascent.environments.processes import LocalEpisodes
-from ascent.policies.causal_lm import CausalLM
+from ascent.environments.template import Tail
+from ascent.policies.causal_lm import CausalLM, LanguageModel
 from ascent.records.conversation import conversation
+from ascent.records.run import Run
 from ascent.tasks.small.bound import BoundSmallTask
 from ascent.tasks.small.turns import Swaps
+from ascent.tasks.text.base import Problem
 from ascent.tasks.text.rows import Jsonl
+from tests.browser import until
+from tests.chats import chat_tokenizer, stop_ids
 from tests.language import sampler_of, write_tiny
+from tests.processes import ascent_process
+from tests.test_resume import bits
 
 pytestmark = pytest.mark.long
 WORLDS = """
@@ -55,6 +64,16 @@ class Hangs(Talk):
     def step(self, action):
         if self.rng.random() < 0.4:
             time.sleep(60)
+        return super().step(action)
+
+
+class Waits(Talk):
+    def step(self, action):
+        place = os.path.dirname(__file__)
+        if self.turns == 1 and os.path.exists(f"{place}/part/checkpoints/step_000001"):
+            while not os.path.exists(f"{place}/go"):
+                open(f"{place}/waits", "w").close()
+                time.sleep(0.01)
         return super().step(action)
 
 
@@ -259,24 +278,40 @@ def test_a_world_that_never_begins_stops_the_run_with_its_reason(place: Path, tm
         )
 
 
-def test_a_run_with_an_environment_trains_evaluates_and_resumes_to_the_bit(place: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {
-        "model": str(place / "tiny"),
-        "policy": "causal-lm",
-        "lr": 1e-3,
-        "preflight": False,
-        **LIMITS,
-    }
-    how |= {"prompts": 2, "samples": 2, "eval_prompts": 2, "eval_every": 1, "record_every": 1}
-    how["environment"] = f"python:{place / 'worlds.py'}:Talk"
-    task = f"jsonl:{place / 'sums.jsonl'}"
-    whole = ascent.train(task, steps=2, out=tmp_path / "whole", **how)
-    for step in ascent.steps(task, steps=2, out=tmp_path / "part", **how):
-        step.stop()
-    part = ascent.resume(tmp_path / "part")
-    one, two = (torch.cat([p.flatten() for p in run.policy.trained().values()]) for run in (whole, part))
-    assert torch.equal(one, two)
-    assert {row["turns"] for row in whole.metrics} == {3.0}
+def decided(bits: dict[str, Any]) -> dict[str, Any]:
+    """Without what depends on who answers first: the last bits of the sampler's log-probs, and who ran beside whom."""
+    free = ("logp_sampler", "sampling/", "time/")
+
+    def settled(value: Any) -> Any:
+        rows = isinstance(value, list) and all(isinstance(row, dict) for row in value)
+        return [{k: v for k, v in row.items() if not k.startswith(free)} for row in value] if rows else value
+
+    return {name: settled(value) for name, value in bits.items() if name != "lanes.jsonl"}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_the_middle_of_a_conversation_resumes_to_the_bit(place: Path, tmp_path: Path) -> None:
+    """From the command line, with adapters, a critic, mini- and micro-batches and top-p, all at once.
+
+    Its environment stops in a second turn of the second step, until the trainer is killed.
+    """
+    flags: dict[str, Any] = {"model": place / "tiny", "lr": 1e-3, "steps": 2, "checkpoint-every": 1, **LIMITS}
+    flags |= {"prompts": 2, "samples": 2, "eval-prompts": 2, "eval-every": 1, "record-every": 1, "threads": 1}
+    flags |= {"algorithm": "ppo", "policy.lora": 2, "epochs": 2, "minibatches": 2, "micro-batch": 60, "top-p": 0.9}
+    flags["environment"] = f"python:{place / 'worlds.py'}:Waits"
+    rows = f"jsonl:{place / 'sums.jsonl'}"
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command, went = ["train", rows, *words, "--no-preflight", "--out"], place / "go"
+    trainer = ascent_process(tmp_path, *command, place / "part")
+    until(lambda: (place / "waits").exists() or trainer.poll() is not None, 120)
+    trainer.kill()
+    assert trainer.wait() == -signal.SIGKILL, trainer.stderr
+    assert [line["step"] for line in Run(place / "part").metrics] == [0]
+    went.touch()
+    assert main(["resume", str(place / "part")]) == main([*command, str(tmp_path / "whole")]) == 0
+    killed, whole = (decided(bits(run)) for run in (place / "part", tmp_path / "whole"))
+    assert killed.keys() == whole.keys() and [name for name in whole if killed[name] != whole[name]] == []
+    assert {row["turns"] for row in Run(place / "part").metrics} == {3.0}
 
 
 # ---- tools ------------------------------------------------------------------------------------------------------
@@ -294,6 +329,7 @@ def test_a_call_is_answered_and_a_turn_without_one_ends_the_response(place: Path
             found: dict[int, Any] = {}
             while len(found) < 3:
                 found |= dict(episodes.answers(wait=True))
+    assert not episodes.pays, "the reward is the outcome's, and not one per token"
     assert "144" in model.tokenizer.decode(found[0].tokens) and "calls=1 unparsed=0" in found[0].note
     assert "error" in model.tokenizer.decode(found[1].tokens) and "unparsed=1" in found[1].note
     assert found[2].tokens == [] and found[2].error is None
@@ -430,3 +466,76 @@ def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_
 def test_conversations_that_cannot_be_are_refused(place: Path, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(Refused, match=why):
         task_of(place, **settings)
+
+
+# ---- tokens that no tokenizer writes ----------------------------------------------------------------------------
+
+
+def scripted(tokenizer: Any, script: list[int], stops: list[int]) -> LanguageModel:
+    """A model that writes these tokens, each once, behind whatever stands before the first."""
+    import transformers
+
+    size = len(tokenizer)
+    shape = {"hidden_size": size, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=size,
+        **shape,
+        head_dim=8,
+        max_position_embeddings=2048,
+        eos_token_id=stops,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    follows = torch.full((size,), script[0])
+    follows[torch.tensor(script[:-1])] = torch.tensor(script[1:])
+    with torch.no_grad():
+        for matrix in (model.model.layers[0].self_attn.o_proj.weight, model.model.layers[0].mlp.down_proj.weight):
+            matrix.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.zero_()[follows, torch.arange(size)] = 40 / size**0.5
+    return LanguageModel(model, tokenizer)
+
+
+class Echo(ascent.Environment):
+    """Three turns; it says what it was told, and counts."""
+
+    turns = 0
+
+    def step(self, action: str) -> ascent.Step:
+        self.turns += 1
+        return ascent.Step(f"you said {action} {self.turns}", reward=self.turns, done=self.turns == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "bytes") for name in ("qwen3", "gemma3", "mistral", "gptoss", "glm4moe")), ("phi3", "spaces")],
+)
+def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str) -> None:
+    """Letter by letter, and half a character: what is written again from its words has other tokens."""
+    tokenizer = chat_tokenizer(name, kind)
+    stops = stop_ids(name, tokenizer)
+    half = "Ã" if kind == "bytes" else "<0xC3>"
+    script = [*tokenizer.convert_tokens_to_ids([*"power", half]), stops[0]]
+    lm = scripted(tokenizer, script, stops)
+    words = lm.decode(script[:-1])
+    assert lm.tokenize(words) != script[:-1] and None not in script
+    tail = Tail(tokenizer, (), stops)
+    player = Player(
+        LocalEpisodes(Echo),
+        lambda *_: Problem("?"),
+        lambda turn: lm.decode(turn[:-1]),
+        tokens=lambda step, turn: tail.answer(turn, step.observation),
+    )
+    prompt = lm.encode([{"role": "user", "content": "How high is it?"}])
+    prompts = replace(Prompts.of(torch.tensor([prompt])), play=player)
+    rollouts = sampler_of(lm, limit=300).generate(prompts, 2)
+    for s in range(2):
+        tokens, mask = rollouts.response[0, s][rollouts.present[0, s]], rollouts.mask[0, s][rollouts.present[0, s]]
+        observed = [tail.answer(script, f"you said {words} {turn}") for turn in (1, 2)]
+        assert tokens.tolist() == [*script, *observed[0], *script, *observed[1], *script]
+        assert tokens[mask].tolist() == script * 3 and not bool(rollouts.truncated[0, s])
+        assert f"you said {words} 2" in tokenizer.decode(tokens)
+        with torch.no_grad():
+            logits = lm.model(torch.cat([torch.tensor(prompt), tokens])[None]).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
+        assert torch.allclose(rollouts.logp_sampler[0, s][rollouts.mask[0, s]], logp[mask], atol=1e-4)

@@ -66,6 +66,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "lecture",
         {**SHORT, "epochs": 1, "minibatches": 1, "algorithm": "trpo", "advantage": "gae", "critic": "own-critic"},
     ),
+    "a conversation": (
+        "swaps",
+        {
+            **SMALL,
+            "prompts": 3,
+            "samples": 3,
+            "advantage": "gae",
+            "critic": "own-critic",
+            "epochs": 2,
+            "eval_prompts": 5,
+        },
+    ),
     "transformer that sorts": (
         "sort",
         {

@@ -39,6 +39,8 @@ class Episodes(Protocol):
 
     turn_tokens: int
     """The most tokens of a turn; 0: no limit of its own."""
+    pays: bool
+    """May an answer bring a reward? Without, a response has that of its outcome alone, as if it had one turn."""
 
     def ask(self, response: int, turn: list[int]) -> None:
         """A turn has ended, and these are its tokens."""
@@ -124,7 +126,7 @@ class Turns:
             "mask": present & ~observed,
             "present": present,
             "turn": torch.where(present, turn, 0),
-            "reward": reward,
+            "reward": reward if self.episodes.pays else None,
             "waited": waited,
             "valid": torch.tensor([i not in self.errors for i in range(len(words))]).view(shape),
             "notes": words.reshape(shape),

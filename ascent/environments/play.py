@@ -57,6 +57,8 @@ class Player:
     """Tokens that end a turn; none: a turn always has as many tokens as it may."""
     max_turns: int = 0
     """The most turns of an episode; 0: as many as its environment wants."""
+    pays: bool = True
+    """Tools answer, and pay nothing."""
     numbered: int = 0
     """Episodes so far: each has a number of its own."""
     mail: list[Reply] = field(default_factory=list)
@@ -130,7 +132,7 @@ class Conversations:
     def __init__(self, player: Player, problems: Sequence[Problem], samples: int, seeds: list[int], first: int):
         self.player, self.problems, self.samples, self.seeds, self.first = player, problems, samples, seeds, first
         self.episodes = range(first, first + len(seeds))
-        self.turn_tokens = player.turn_tokens
+        self.turn_tokens, self.pays = player.turn_tokens, player.pays
         self.turns: dict[int, int] = {}
         """Turns of each response that has begun."""
         self.latest: dict[int, list[int]] = {}
@@ -296,6 +298,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
         turn_tokens=task.turn_tokens,
         ends=model.ends,
         max_turns=task.max_turns,
+        pays=not task.tools,
     )
     if task.environment:
         bound.opening = player.opening
