@@ -341,7 +341,8 @@ def test_an_unknown_control_or_value_is_refused_with_what_there_is(client: TestC
 # ---- the figures ----------------------------------------------------------------------------------------
 
 STATES = {
-    "trajectory": ["", "step=4", "step=4&credit=gae&lam=0.5&seed=3", "step=2&prompt=2&temperature=2"],
+    "trajectory": ["", "step=4", "step=4&credit=gae&lam=0.5&seed=3", "step=2&prompt=2&temperature=2"]
+    + [f"step={step}&prompt={prompt}&credit=by-turn&seed=3" for step, prompt in ((2, 4), (3, 4), (3, 5), (4, 6))],
     "variance": ["", "baseline=raw&samples=2&rewarded=1", "baseline=optimal-baseline&samples=8", "baseline=greedy"],
     "baselines": ["", "b1=10&b2=1", "b1=20&b2=-9&p=0.8"],
     "clip": ["", "A=-0.5&ratio=0.65", "A=0", "A=-0.5&ratio=1.5", "A=1&low=0.9&high=0.02"],
@@ -440,6 +441,19 @@ def test_a_reward_comes_at_the_end_and_not_before() -> None:
     values = look["drawing"]["values"]
     assert look["drawing"]["credit"][0] == pytest.approx(look["drawing"]["reward"] - values[0])
     assert td["drawing"]["credit"][0] == pytest.approx(values[1] - values[0])
+
+
+def test_a_turn_is_paid_when_it_is_answered_and_observations_have_no_credit() -> None:
+    looks = [FIGURES["trajectory"].look(f"prompt=4&seed=3&credit=by-turn&step={step}") for step in range(4)]
+    assert [look["texts"]["reward"].split(":")[0] for look in looks] == ["0 so far", "0 so far", "1 so far", "2 of 2"]
+    assert [look["drawing"]["answered"] for look in looks] == [0, 0, 1, 2]
+    assert len(looks[3]["drawing"]["credit"]) == len(looks[3]["drawing"]["logp"]) == 2
+    assert looks[1]["texts"]["sum"] == looks[2]["texts"]["sum"], "an observation has no log-prob"
+    ways = looks[1]["drawing"]["next"]["ways"]
+    assert {way["label"]: round(way["p"], 9) for way in ways} == {"[0 2 1]": 0.8, "[2 0 1]": 0.2}
+    for step, prompt in ((3, 4), (3, 5), (4, 6)):
+        look = FIGURES["trajectory"].look(f"prompt={prompt}&seed=1&credit=gae&lam=1&step={step}")
+        assert look["drawing"]["credit"][0] == pytest.approx(look["drawing"]["reward"] - look["drawing"]["values"][0])
 
 
 def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:

@@ -236,6 +236,37 @@ def test_trajectory(screen: Screen) -> None:
     assert screen.state("step") == 0 and screen.query() == ""
 
 
+def test_a_trajectory_of_two_turns(screen: Screen) -> None:
+    """The environment's answer is drawn apart, is paid with, and has no credit; each turn has its own."""
+    screen.open("/figure/trajectory?prompt=4&credit=by-turn&seed=3")
+
+    def inside(selector: str) -> list[str]:
+        return list(screen.page.locator(selector).all_inner_texts())
+
+    def captions() -> list[str]:
+        return inside(".block > .caption:first-child")
+
+    assert captions() == ["prompt", "turn 1: swap at", "the environment answers", "turn 2: swap at"]
+    assert screen.numbers()["reward"] == "0 so far" and len(inside(".bar")) == 3
+    screen.press("ArrowRight")
+    assert inside(".token.there") == ["0"] and inside(".token.seen") == []
+    assert screen.text(".bars").startswith("P(list | state, swap)") and len(inside(".bar")) == 2
+    assert screen.numbers()["reward"] == "0 so far", "it comes with the answer"
+    screen.press("ArrowRight")
+    assert inside(".block.observed .token.seen") == ["0", "2", "1"] and inside(".paid") == ["r +1", ""]
+    assert screen.numbers()["reward"] == "1 so far" and screen.page.locator(".credit b").count() == 0
+    screen.press("ArrowRight")
+    assert inside(".token.there") == ["0", "1"] and inside(".credit b") == ["1.20", "0.20"]
+    assert screen.page.locator(".block.observed .credit").count() == 0 and screen.text("#play") == "Play"
+    assert screen.set("prompt", "5").page.locator(".credit b").all_inner_texts() == ["0.80", "0.80"], "paid at the end"
+    assert screen.page.locator("#step").is_disabled()
+    screen.set("prompt", "6").set("seed", 1)
+    assert inside(".group li span") == ["0 [1 0 2] 2", "0", "2 [1 0 2] 0", "0", "0", "2 [1 0 2] 0"]
+    screen.set("prompt", "0")
+    assert captions() == ["prompt", "response"] and len(inside(".token.there")) == 3
+    screen.press("r")
+
+
 # ---- figure 5 -------------------------------------------------------------------------------------------
 
 RUNS = """async (side) => {
@@ -405,7 +436,7 @@ def test_nothing_moves_by_itself(screen: Screen) -> None:
 
 def test_nothing_serious_for_axe_in_both_themes(browser: Any, lab: Lab) -> None:
     screen = opened(browser, lab, color_scheme="light", reduced_motion="reduce")
-    for path in [*PAGES, "/figure/trajectory?step=4"]:
+    for path in [*PAGES, "/figure/trajectory?step=4", "/figure/trajectory?prompt=4&step=3"]:
         screen.open(path)
         assert screen.page.evaluate("document.getAnimations().length") == 0
         part = "#figure" if "/figure/" in path else None  # the text has the same parts on every page

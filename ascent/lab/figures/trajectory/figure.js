@@ -1,4 +1,4 @@
-// Figure 1: a response grows token by token; the reward comes at the end, and credit is spread backwards.
+// Figure 1: a response grows token by token, in one turn or two; it is rewarded, and credit is spread backwards.
 import { html } from "../../shared.js";
 import { Number, Shell } from "../../figures.js";
 
@@ -35,40 +35,46 @@ export function reset(store) {
   store.set({ ...store.start }, true);
 }
 
+// A token that the policy wrote: below it its log-prob, what its turn was paid, and its credit.
+function Drawn({ store, token, event, action }) {
+  const { drawing } = store.look;
+  const step = Math.min(store.look.state.step, drawing.length);
+  const there = event < step;
+  const over = drawing.credit !== null;
+  const credit = over ? drawing.credit[action] : 0;
+  const largest = over ? Math.max(1, ...drawing.credit.map(Math.abs)) : 1;
+  return html`<div class="slot">
+    <span class=${`token ${there ? "there" : "empty"} ${event === step - 1 ? "newest" : ""}`}>${there ? token : "·"}</span>
+    <span class="logp">${there ? store.text(`l${action}`) : ""}</span>
+    ${drawing.turns ? html`<span class="paid">${action < drawing.answered ? `r ${store.text(`r${action}`)}` : ""}</span>` : ""}
+    <span class=${`credit ${over ? (credit > 0 ? "up" : credit < 0 ? "down" : "none") : "none"}`} data-height=${over ? Math.round((Math.abs(credit) / largest) * 10) : 0}>
+      ${over ? html`<i></i><b>${store.text(`c${action}`)}</b>` : ""}
+    </span>
+  </div>`;
+}
+
 function State({ store }) {
   const { drawing } = store.look;
   const step = Math.min(store.look.state.step, drawing.length);
-  const over = drawing.credit !== null;
-  const largest = over ? Math.max(1, ...drawing.credit.map(Math.abs)) : 1;
   return html`<div class="sequence" role="group" aria-label="The state: prompt and tokens so far">
     <div class="block"><div class="caption">prompt</div><div class="tokens">${drawing.prompt.map((n) => html`<span class="token prompt">${n}</span>`)}</div></div>
-    <div class="block"><div class="caption">response</div><div class="tokens">
-      ${drawing.tokens.map((n, t) => {
-        const there = t < step;
-        const credit = over ? drawing.credit[t] : 0;
-        return html`<div class="slot">
-          <span class=${`token ${there ? "there" : "empty"} ${t === step - 1 ? "newest" : ""}`}>${there ? n : "·"}</span>
-          <span class="logp">${there ? store.text(`l${t}`) : ""}</span>
-          <span class=${`credit ${over ? (credit > 0 ? "up" : credit < 0 ? "down" : "none") : "none"}`} data-height=${over ? Math.round((Math.abs(credit) / largest) * 10) : 0}>
-            ${over ? html`<i></i><b>${store.text(`c${t}`)}</b>` : ""}
-          </span>
-        </div>`;
-      })}
-    </div></div>
+    ${drawing.blocks.map((block) => html`<div class=${`block ${block.drawn ? "" : "observed"}`}><div class="caption">${block.caption}</div><div class="tokens">
+      ${block.tokens.map(([event, token], i) => (block.drawn
+        ? html`<${Drawn} store=${store} token=${token} event=${event} action=${block.action + i} />`
+        : html`<span class=${`token ${event < step ? "seen" : "empty"}`}>${event < step ? token : "·"}</span>`))}
+    </div>${block.drawn ? "" : html`<div class="caption">observed: no log-prob, no credit</div>`}</div>`)}
   </div>`;
 }
 
 function Bars({ store }) {
-  const { drawing } = store.look;
-  const step = Math.min(store.look.state.step, drawing.length);
-  if (step >= drawing.length) return null;
-  const chances = drawing.chances[step];
-  return html`<div class="bars" role="img" aria-label=${`Probabilities of the next number: ${chances.map((p, n) => `${n}: ${p.toFixed(2)}`).join(", ")}`}>
-    <div class="caption">π(next number | state)</div>
-    ${chances.map((p, n) => html`<div class="bar">
-      <span class="token small">${n}</span>
-      <svg width="100%" height="18" preserveAspectRatio="none" aria-hidden="true"><rect class="track" width="100%" height="18" rx="4" /><rect class="fill" width=${`${(p * 100).toFixed(1)}%`} height="18" rx="4" /></svg>
-      <span class="value">${p.toFixed(2)}</span>
+  const { next } = store.look.drawing;
+  if (!next) return null;
+  return html`<div class="bars" role="img" aria-label=${`${next.caption}: ${next.ways.map((w) => `${w.label}: ${w.p.toFixed(2)}`).join(", ")}`}>
+    <div class="caption">${next.caption}</div>
+    ${next.ways.map((w) => html`<div class=${`bar ${w.label.length > 1 ? "wide" : ""}`}>
+      <span class="token small">${w.label}</span>
+      <svg width="100%" height="18" preserveAspectRatio="none" aria-hidden="true"><rect class="track" width="100%" height="18" rx="4" /><rect class="fill" width=${`${(w.p * 100).toFixed(1)}%`} height="18" rx="4" /></svg>
+      <span class="value">${w.p.toFixed(2)}</span>
     </div>`)}
   </div>`;
 }
@@ -93,9 +99,9 @@ export function Figure({ store }) {
   </div>`;
   return html`<${Shell} store=${store}>
     <div class="numbers">
-      <${Number} label="log π of the last token" value=${s("logp")} note=${`token ${s("step")} of ${s("tokens")}`} kind="a" />
+      <${Number} label="log π of the last token" value=${s("logp")} note=${s("where")} kind="a" />
       <${Number} label="running sum = log π(response)" value=${s("sum")} kind="a" />
-      <${Number} label="reward" value=${s("reward").split(":")[0]} note=${s("verdict") || "it comes at the end"} kind="b" />
+      <${Number} label="reward" value=${s("reward").split(":")[0]} note=${s("verdict") || store.look.drawing.promise} kind="b" />
     </div>
     <${State} store=${store} />
     <div class="lower"><${Bars} store=${store} /><${Ending} store=${store} /></div>

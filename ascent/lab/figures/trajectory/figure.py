@@ -1,13 +1,21 @@
-"""Figure 1: one generation as a trajectory, its reward at the end, and the credit that each token then gets.
+"""Figure 1: one generation as a trajectory, its reward, and the credit that each token then gets.
 
-The policy is a transformer of 3,637 parameters that has half learned to sort four numbers (sorter.safetensors):
+The policies are transformers of about 3,600 parameters. One has half learned to sort four numbers (sorter.safetensors):
 
     ascent train sort --length 4 --numbers 5 --policy.width 16 --policy.layers 1 --policy.heads 2 \\
         --steps 90 --lr 0.006 --threads 1
+
+The other one has begun to sort three numbers by two swaps, where an environment answers turns (swapper.safetensors):
+
+    ascent train swaps --turns 2 --policy.width 16 --policy.layers 1 --policy.heads 2 \\
+        --steps 16 --lr 0.006 --threads 1
 """
 
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +25,7 @@ from ascent.core.loop import scored
 from ascent.core.menu import name_of
 from ascent.core.types import Batch, Prompts
 from ascent.core.values import GAE
+from ascent.engines.small.backend import SmallBackend
 from ascent.engines.small.engine import SmallSampler, log_probs
 from ascent.explain.explain import menu_label
 from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, short, signed
@@ -24,10 +33,37 @@ from ascent.oracle.exact import Table as Oracle
 from ascent.policies import Transformer
 from ascent.policies.small import Policy
 from ascent.tasks.small.sort import Sort
+from ascent.tasks.small.turns import Swaps
 
-_TASK = Sort(reward="positions", length=4, numbers=5)
-_PROMPTS = ((3, 1, 4, 0), (2, 4, 1, 3), (4, 0, 2, 2), (1, 3, 0, 1))
-_PROMPT_TEXTS = tuple((str(i), _TASK.text(list(prompt))) for i, prompt in enumerate(_PROMPTS))
+
+class World(NamedTuple):
+    """A prompt, and what pays for a response to it."""
+
+    task: Any
+    prompt: tuple[int, ...]
+    label: str
+    policy: str
+    best: float
+    """The largest reward."""
+    promise: str = "it comes at the end"
+    """When the reward comes."""
+
+    @property
+    def plays(self) -> bool:
+        """Has it turns?"""
+        return self.task.episode() is not None
+
+
+_SORT = Sort(reward="positions", length=4, numbers=5)
+_SWAPS, _OUTCOME = Swaps(turns=2), Swaps(turns=2, outcome=True)
+_PER_TURN = "each turn pays the order that it makes"
+_WORLDS = (
+    *(World(_SORT, p, "", "sorter", 4) for p in ((3, 1, 4, 0), (2, 4, 1, 3), (4, 0, 2, 2), (1, 3, 0, 1))),
+    World(_SWAPS, (2, 0, 1), ", two turns, paid per turn", "swapper", 2, _PER_TURN),
+    World(_OUTCOME, (2, 0, 1), ", two turns, paid at the end", "swapper", 1),
+    World(_SWAPS, (1, 0, 2), ", up to two turns, paid per turn", "swapper", 1, _PER_TURN),
+)
+_PROMPT_TEXTS = tuple((str(i), f"[{' '.join(map(str, w.prompt))}]{w.label}") for i, w in enumerate(_WORLDS))
 _GROUP = 6
 """Responses to the prompt; the first is the one that is followed."""
 _CREDITS = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().start())}
@@ -39,102 +75,205 @@ import torch
 from ascent.lab.figures.trajectory.figure import credit_of, group_of
 
 batch = group_of(prompt={prompt}, temperature={temperature}, seed={seed})
-print("response", batch.response[0, 0].tolist())
-print("log-probs", [round(x, 3) for x in batch.logp_sampler[0, 0].tolist()])
-print("reward", batch.reward[0, 0].item())
-print("credit", [round(x, 3) for x in credit_of(batch, "{credit}", {lam}).tolist()])
+drawn = batch.mask[0, 0]  # what the policy wrote
+print("response", batch.response[0, 0][batch.present[0, 0]].tolist())
+print("log-probs", [round(x, 3) for x in batch.logp_sampler[0, 0][drawn].tolist()])
+print("reward", batch.reward[0, 0].sum().item())
+print("credit", [round(x, 3) for x in credit_of(batch, "{credit}", {lam})[drawn].tolist()])
 """
 
 
-@lru_cache(maxsize=1)
-def _policy() -> Policy:
-    policy = Transformer(width=16, layers=1, heads=2)(_TASK.space, torch.Generator())
-    policy.load_state_dict(load_file(Path(__file__).with_name("sorter.safetensors")))
+@lru_cache(maxsize=2)
+def _policy(name: str) -> Policy:
+    space = _SORT.space if name == "sorter" else _SWAPS.space
+    policy = Transformer(width=16, layers=1, heads=2)(space, torch.Generator())
+    policy.load_state_dict(load_file(Path(__file__).with_name(f"{name}.safetensors")))
     return policy
 
 
 @lru_cache(maxsize=128)
 def group_of(prompt: int, temperature: float, seed: int) -> Batch:
     """A group of responses to the prompt with their rewards, and the exact value of every state that they pass."""
-    sampler = SmallSampler(_policy(), temperature, torch.Generator().manual_seed(seed))
-    batch, _ = scored(_TASK, sampler.generate(Prompts.of(torch.tensor([_PROMPTS[prompt]])), _GROUP))
+    world = _WORLDS[prompt]
+    sampler = SmallSampler(_policy(world.policy), temperature, torch.Generator().manual_seed(seed))
+    bound, prompts = SmallBackend().bind(world.task, None, {}), Prompts.of(torch.tensor([world.prompt]))
+    if world.plays:
+        prompts = replace(prompts, play=bound.player)
+    batch, _ = scored(bound, sampler.generate(prompts, _GROUP))
     table = _oracle(prompt, temperature)
-    code = _TASK.numbers ** torch.arange(_TASK.length).flip(0)
-    row = (batch.response[0] * code).sum(-1)  # responses are enumerated in this order
-    return batch.add(value=table.exact_value[row].unsqueeze(0), reward=batch.reward.double())
+    every = {_words(table.batch, row): row for row in range(table.batch.mask.shape[1])}
+    rows = torch.tensor([every[_words(batch, sample)] for sample in range(_GROUP)])
+    value = table.exact_value[rows, : batch.mask.shape[-1] + 1]
+    return batch.add(value=value.unsqueeze(0), reward=batch.reward.double())
+
+
+def _words(batch: Batch, sample: int) -> tuple[int, ...]:
+    """All tokens of a response, observed ones too."""
+    return tuple(batch.response[0, sample][batch.present[0, sample]].tolist())
 
 
 @lru_cache(maxsize=64)
 def _oracle(prompt: int, temperature: float) -> Oracle:
-    return Oracle(_policy(), torch.tensor(_PROMPTS[prompt]), _TASK, temperature)
+    world = _WORLDS[prompt]
+    return Oracle(_policy(world.policy), torch.tensor(world.prompt), world.task, temperature)
 
 
 def credit_of(batch: Batch, name: str, lam: float) -> torch.Tensor:
-    """δ of each token of the first response, by the library's own credit."""
+    """δ of each token of the first response, by the library's own credit. Observed tokens have none."""
     credit = GAE(lam=lam) if name == "gae" else _CREDITS[name]
     return credit(batch, {}).expand(batch.mask.shape)[0, 0]
 
 
+class Event(NamedTuple):
+    """What happens at once: the policy writes a token, or its environment answers with several."""
+
+    drawn: bool
+    turn: int
+    tokens: list[int]
+    start: int
+    """The place of the first of them."""
+
+
+def _events(batch: Batch, sample: int = 0) -> list[Event]:
+    tokens = list(_words(batch, sample))
+    drawn, turns = batch.mask[0, sample].tolist(), [0] * len(tokens)
+    if batch.turn is not None:
+        turns = batch.turn[0, sample].tolist()
+    places = groupby(range(len(tokens)), key=lambda t: t if drawn[t] else -1 - turns[t])
+    runs = [list(run) for _, run in places]
+    return [Event(drawn[run[0]], turns[run[0]], [tokens[t] for t in run], run[0]) for run in runs]
+
+
 def _compute(state: ControlState, _: Path | None) -> Look:
     state = state | {"prompt": int(state["prompt"])}
-    batch = group_of(state["prompt"], state["temperature"], state["seed"])
+    world, batch = _WORLDS[state["prompt"]], group_of(state["prompt"], state["temperature"], state["seed"])
+    events, drawn = _events(batch), batch.mask[0, 0]
+    step = min(state["step"], len(events))
     with torch.no_grad():  # π(· | s_t) at every state of the first response
-        chances = log_probs(_policy(), batch)[0, 0].exp().tolist()
-    step, prompt = state["step"], list(_PROMPTS[state["prompt"]])
-    tokens, length = batch.response[0, 0].tolist(), _TASK.length
-    logp = batch.logp_sampler[0, 0].double()
-    running, over, now = logp.cumsum(0).tolist(), step == length, min(step, length - 1)
-    credit = credit_of(batch, state["credit"], state["lam"]).tolist()
-    rewards, value = batch.reward[0].sum(-1).tolist(), batch.value
+        chances = log_probs(_policy(world.policy), batch)[0, 0].exp().tolist()
+    logp, credit = batch.logp_sampler[0, 0][drawn].double(), credit_of(batch, state["credit"], state["lam"])[drawn]
+    written, over = sum(event.drawn for event in events[:step]), step == len(events)
+    answered = written if over else step - written
+    running = [0.0, *logp.cumsum(0).tolist()]
+    paid, rewards = _paid(batch, events), batch.reward[0].sum(-1).tolist()
+    value = batch.value
     assert value is not None and batch.correct is not None
-    verdict = f"Not sorted, yet {rewards[0]:g} positions are right, and that is what it is paid for."
-    if batch.correct[0, 0]:
-        verdict = "Sorted: every position is right."
+    reward = f"{rewards[0]:g} of {world.best:g}" if over else f"not yet: {world.promise}"
+    if not over and world.promise == _PER_TURN:
+        reward = f"{sum(paid[:answered]):g} so far: {world.promise}"
     texts = {
         "step": str(step),
-        "tokens": str(length),
+        "tokens": str(len(events)),
+        "where": _where(events, step) if world.plays else f"token {step} of {len(events)}",
         "temperature": short(state["temperature"]),
-        "prompt": _TASK.text(prompt),
-        "response": _TASK.text(tokens[:step]) if step else "nothing yet",
-        "logp": signed(float(logp[step - 1])) if step else "–",
-        "sum": signed(running[step - 1]) if step else "0",
-        "reward": f"{rewards[0]:g} of {_TASK.max_reward:g}" if over else "not yet: it comes at the end",
+        "prompt": world.task.text(list(world.prompt)),
+        "response": _shown(world, events[:step]) if step else "nothing yet",
+        "logp": signed(float(logp[written - 1])) if step else "–",
+        "sum": signed(running[written]) if step else "0",
+        "reward": reward,
         "credit": _LABELS[state["credit"]],
         "lam": short(state["lam"]),
-        "mean": signed(float(batch.reward.mean()), 2),
+        "mean": signed(sum(rewards) / _GROUP, 2),
         "value0": signed(float(value[0, 0, 0]), 2),
-        "chance": f"{chances[now][tokens[now]]:.2f}",
-        "credits": ", ".join(signed(x, 2) for x in credit) if over else "not yet",
-        "verdict": verdict if over else "",
-        **{f"c{i}": signed(x, 2) for i, x in enumerate(credit) if over},
+        "chance": f"{float(logp[min(written, len(logp) - 1)].exp()):.2f}",
+        "credits": ", ".join(signed(x, 2) for x in credit.tolist()) if over else "not yet",
+        "verdict": _verdict(world, rewards[0], bool(batch.correct[0, 0])) if over else "",
+        **{f"c{i}": signed(x, 2) for i, x in enumerate(credit.tolist()) if over},
         **{f"l{i}": signed(x, 2) for i, x in enumerate(logp.tolist())},
+        **{f"r{i}": f"{x:+g}".replace("-", "−") for i, x in enumerate(paid)},
     }
-    others = zip(batch.response[0].tolist(), rewards, strict=True)
     drawing = {
-        "prompt": prompt,
-        "tokens": tokens,
-        "chances": chances,
+        "prompt": list(world.prompt),
+        "tokens": list(_words(batch, 0)),
+        "blocks": _blocks(world, events),
+        "next": _next(world, events, step, chances) if not over else None,
+        "promise": world.promise,
+        "turns": world.plays,
+        "answered": answered,
         "logp": logp.tolist(),
         "reward": rewards[0] if over else None,
-        "credit": credit if over else None,
+        "credit": credit.tolist() if over else None,
         "values": value[0, 0].tolist() if over and state["credit"] == "gae" else None,
-        "group": [{"text": _TASK.text(response), "reward": x} for response, x in others] if over else None,
-        "length": length,
+        "group": [{"text": _shown(world, _events(batch, i)), "reward": x} for i, x in enumerate(rewards)]
+        if over
+        else None,
+        "length": len(events),
     }
-    return Look(texts, drawing, _tables(batch, chances, running, credit, step), _SNIPPET.format(**state))
+    tables = _tables(events, chances, running, credit.tolist(), step, drawing["next"])
+    return Look(texts, drawing, tables, _SNIPPET.format(**state))
 
 
-def _tables(batch: Batch, chances: list, running: list[float], credit: list[float], step: int) -> list[DataTable]:
-    tokens, logp = batch.response[0, 0].tolist(), batch.logp_sampler[0, 0].tolist()
-    rows = []
-    for t in range(step):
-        numbers = (f"{chances[t][tokens[t]]:.3f}", signed(logp[t]), signed(running[t]))
-        rows.append([str(t + 1), str(tokens[t]), *numbers, signed(credit[t]) if step == len(credit) else "not yet"])
+def _paid(batch: Batch, events: list[Event]) -> list[float]:
+    """The reward on each token that was drawn; one of the whole response lies on the last."""
+    reward, actions = batch.reward[0, 0].tolist(), [event.start for event in events if event.drawn]
+    return [reward[t] for t in actions] if len(reward) > 1 else [0.0] * (len(actions) - 1) + reward
+
+
+def _shown(world: World, events: list[Event]) -> str:
+    """A response in words: of a conversation, the swaps and the lists that they led to."""
+    if not world.plays:
+        return str(world.task.text([token for event in events for token in event.tokens]))
+    return " ".join(str(event.tokens[0]) if event.drawn else world.task.text(event.tokens) for event in events)
+
+
+def _where(events: list[Event], step: int) -> str:
+    if not step:
+        return "before the first turn"
+    return f"turn {events[step - 1].turn + 1}" + ("" if events[step - 1].drawn else ", answered")
+
+
+def _verdict(world: World, reward: float, right: bool) -> str:
+    if world.plays:
+        return "Sorted." if right else "Not sorted when the turns were over."
+    if right:
+        return "Sorted: every position is right."
+    return f"Not sorted, yet {reward:g} positions are right, and that is what it is paid for."
+
+
+def _blocks(world: World, events: list[Event]) -> list[dict[str, Any]]:
+    """Turns, and the observations between them, each with the numbers of its events and of its first action."""
+    blocks, action = list[dict[str, Any]](), 0
+    for (turn, drawn), group in groupby(enumerate(events), key=lambda each: (each[1].turn, each[1].drawn)):
+        part = list(group)
+        tokens = [(number, token) for number, event in part for token in event.tokens]
+        caption = (f"turn {turn + 1}: swap at" if drawn else "the environment answers") if world.plays else "response"
+        blocks.append({"caption": caption, "drawn": drawn, "tokens": tokens, "action": action})
+        action += len(tokens) if drawn else 0
+    return blocks
+
+
+def _next(world: World, events: list[Event], step: int, chances: list[list[float]]) -> dict[str, Any]:
+    """What comes next: the policy's distribution, or that of its environment."""
+    if events[step].drawn:
+        ways = [{"label": str(n), "p": p} for n, p in enumerate(chances[events[step].start])]
+        caption = "π(place to swap at | state)" if world.plays else "π(next number | state)"
+        return {"caption": caption, "ways": ways}
+    answers: dict[str, float] = {}
+    before = [event.tokens for event in events[:step] if not event.drawn]
+    state = (tuple(before[-1]) if before else world.prompt, events[step].turn)
+    for chance, _, answer in world.task.episode().outcomes(state, str(events[step - 1].tokens[0])):
+        answers[f"[{answer.observation}]"] = answers.get(f"[{answer.observation}]", 0.0) + chance
+    caption = "P(list | state, swap), which is the environment's: one swap in five slips"
+    return {"caption": caption, "ways": [{"label": label, "p": p} for label, p in answers.items()]}
+
+
+def _tables(
+    events: list[Event], chances: list, running: list[float], credit: list[float], step: int, following: Any
+) -> list[DataTable]:
+    rows, action = [], 0
+    for number, event in enumerate(events[:step], 1):
+        if not event.drawn:
+            rows.append([str(number), " ".join(map(str, event.tokens)), *["observed"] * 3, "none"])
+            continue
+        token, logp = event.tokens[0], running[action + 1] - running[action]
+        numbers = (f"{chances[event.start][token]:.3f}", signed(logp), signed(running[action + 1]))
+        rows.append([str(number), str(token), *numbers, signed(credit[action]) if step == len(events) else "not yet"])
+        action += 1
     head = ("token", "number", "probability", "log-prob", "running sum", "credit δ")
     tables = [DataTable("The trajectory so far", head, rows)]
-    if step < len(credit):
-        coming = [[str(n), f"{p:.3f}"] for n, p in enumerate(chances[step])]
-        tables.append(DataTable("The next number", ("number", "probability"), coming))
+    if following is not None:
+        coming = [[way["label"], f"{way['p']:.3f}"] for way in following["ways"]]
+        tables.append(DataTable("What may come next", ("next", "probability"), coming))
     return tables
 
 
@@ -142,10 +281,12 @@ FIGURE = Figure(
     name="trajectory",
     place=1,
     title="Trajectory",
-    about="A response is written token by token; the reward comes once, at the end, and credit is spread backwards.",
+    about="A response is written token by token, in one turn or two; it is rewarded, and credit is spread backwards.",
     controls=(
-        Slider("step", "tokens written", 0, 0, _TASK.length, 1, "How far the response has been written."),
-        Choice("prompt", "prompt", "0", _PROMPT_TEXTS, "To be sorted."),
+        Slider("step", "tokens written", 0, 0, _SORT.length, 1, "How far the response has been written."),
+        Choice(
+            "prompt", "prompt", "0", _PROMPT_TEXTS, "To be sorted: written at once, or by swaps with answers between."
+        ),
         Slider("temperature", "temperature", 1.0, 0.2, 3.0, 0.1, "Divides the logits: low is greedy, high is even."),
         Slider("seed", "seed", 0, 0, 99, 1, "Another draw from the same policy."),
         Choice("credit", "credit", "centered", tuple(_LABELS.items()), "How R becomes δ."),
