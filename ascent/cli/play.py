@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 
 from ascent.cli.runs import LENGTHS, PolicyCommand
-from ascent.core.types import Prompts, Refused, Trouble, to_batch
+from ascent.core.types import Prompts, Refused, Trouble
 from ascent.engines.backends import backend_of
 from ascent.environments.choose import instruction_of
 from ascent.environments.episode import Source
@@ -30,7 +30,7 @@ from ascent.tasks.environment import Environment, Step
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
 from ascent.tasks.text.grading import Grading
-from ascent.workflows.policy import LoadedPolicy, conversations
+from ascent.workflows.policy import LoadedPolicy, conversations, unscored
 
 CHOSEN_FROM = 64
 """Held-out problems that one is chosen from."""
@@ -330,12 +330,12 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
             rollouts = loaded.sampler(prompts, seed).generate(prompts, 1)
         except Left:
             return terminal.note("The input is over: the episode was left.")
-        assert rollouts.reward is not None and rollouts.valid is not None and rollouts.notes is not None
-        (talk,) = conversations(bound, to_batch(rollouts))
+        batch = unscored(rollouts)
+        (talk,) = conversations(bound, batch)
     said = [speech for speech in talk["turns"] if speech["who"] == POLICY]
     if bool(rollouts.truncated.any()) and said:  # nobody was asked about the last turn
         terminal.say(POLICY, said[-1]["text"])
-    if not bool(rollouts.valid.all()):
+    if not bool(batch.valid.all()):
         raise Trouble(f"the episode failed: {talk['ended']}")
     rewards = [speech["reward"] or 0.0 for speech in said]
     terminal.note(f"The episode is over: {talk['ended']}.")

@@ -123,6 +123,13 @@ def for_asking(config: Config, **changes: Any) -> Config:
 # ---- responses, one dictionary each -----------------------------------------------------------------
 
 
+def unscored(rollouts: Rollouts) -> Batch:
+    """Rollouts with what their environments paid, and nothing besides."""
+    valid = torch.ones_like(rollouts.truncated) if rollouts.valid is None else rollouts.valid
+    nothing = torch.zeros(*rollouts.truncated.shape, 1)
+    return to_batch(rollouts, valid=valid, reward=nothing if rollouts.reward is None else rollouts.reward)
+
+
 def conversations(task: BoundTask, batch: Batch) -> list[Row]:
     """For each response of several turns, in order: its `turns`, one dictionary a speech, and why it `ended`."""
     if batch.turn is None:
@@ -235,9 +242,7 @@ def ask(loaded: LoadedPolicy, prompts: Sequence[str], count: int, greedy: bool, 
     rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
     if loaded.backend.words:  # a typed prompt has no answer to score by
         rows = [row for i, prompt in enumerate(words) for row in response_rows(task, prompt, rollouts, i)]
-        valid = torch.ones_like(rollouts.truncated) if rollouts.valid is None else rollouts.valid
-        paid = rollouts.truncated.unsqueeze(-1) * 0.0 if rollouts.reward is None else rollouts.reward
-        talks = conversations(task, to_batch(rollouts, valid=valid, reward=paid))
+        talks = conversations(task, unscored(rollouts))
         return [row | said for row, said in zip(rows, talks, strict=True)]
     return scored_rows(task, rollouts)[0]
 
