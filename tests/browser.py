@@ -25,6 +25,8 @@ from benchmarks.labs import BROWSERS
 from tests.processes import ascent_process
 
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+/\?token=\S+)\n")
+PATIENCE = 180
+"""Seconds to wait for something that has to come: a busy machine may take long for what takes a tenth of a second."""
 MISSING = "no Chromium is installed: `make browser` installs it, or says how"
 
 
@@ -67,9 +69,9 @@ def lab(runs: Path) -> Iterator[Lab]:
     found.kill()
 
 
-def until(what: Callable[[], Any], seconds: float = 60) -> None:
+def until(what: Callable[[], Any]) -> None:
     """Wait for something. (The page's own rules forbid the browser's waiting, which evaluates strings.)"""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE
     while not what():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.05)
@@ -195,14 +197,15 @@ class Screen:
     def text(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()
 
-    def picture(self) -> Any:
+    def picture(self, clip: Any = None) -> Any:
         from PIL import Image
 
-        return Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
+        return Image.open(io.BytesIO(self.page.screenshot(clip=clip))).convert("RGB")
 
     def query(self) -> str:
-        """What the address says, once it has been written."""
-        time.sleep(0.2)
+        """What the address says. A figure writes its state there a little later."""
+        written = "!window.lab?.address || lab.address() === location.pathname + location.search"
+        until(lambda: self.page.evaluate(written))
         return self.page.evaluate("location.search")
 
 

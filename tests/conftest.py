@@ -255,7 +255,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def smollm2_run(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 trained for two steps of a few tokens. Training it takes long, so all workers share one run."""
+    """SmolLM2 trained for a step of a few tokens. Training it takes long, so all workers share one run."""
     from tests.language import train_smollm2
 
     folder = tmp_path_factory.getbasetemp()

@@ -262,7 +262,7 @@ def smollm2_folder() -> str:
 
 
 def train_smollm2(model: str, folder: Path) -> None:
-    """A run of two steps in `folder/run`, with a reward that differs within a group, so that something is learned."""
+    """A run of one step in `folder/run`, with a reward that differs within a group, so that something is learned."""
     from ascent.cli.main import main
 
     folder.mkdir()
@@ -273,5 +273,5 @@ def train_smollm2(model: str, folder: Path) -> None:
     rewards.write_text(f"import zlib\n\n\ndef noise(prompt, response, answer, **columns):\n    {noise}\n")
     arguments = ["train", f"jsonl:{problems}", "--model", model, "--check", "number", "--record-every", "1"]
     arguments += ["--reward", f"python:{rewards}:noise", "--lr", "1e-4", "--temperature", "1.3", "--no-preflight"]
-    few = ["--steps", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "3", "--eval-prompts", "1"]
+    few = ["--steps", "1", "--prompts", "1", "--samples", "2", "--max-tokens", "3", "--eval-prompts", "1"]
     assert main([*arguments, *few, "--out", str(folder / "run")]) == 0

@@ -17,7 +17,7 @@ import pytest
 
 import ascent
 from ascent.records.reading import read_lines
-from tests.browser import Lab, Screen, chromium, serious, until
+from tests.browser import PATIENCE, Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<img src=x onerror=document.title=1><script>document.title=1<"
@@ -83,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared(browser: Any, lab: Lab) -> Iterator[Screen]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(1000 * PATIENCE)
     screen = Screen(context.new_page(), lab)
     screen.enter()
     yield screen
@@ -517,11 +517,11 @@ def test_a_run_grows_while_its_page_is_open_and_then_it_rests(screen: Screen, ru
     plots = screen.page.evaluate_handle("[...document.querySelectorAll('[data-chart] canvas')]")
     with open(folder / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(lines[i % 12] | {"step": i, "reward": 100 + i}) + "\n" for i in range(12, 20))
-    until(lambda: says(screen, "reward")["sampled"] == "119", 10)
+    until(lambda: says(screen, "reward")["sampled"] == "119")
     assert screen.page.input_value("#to") == "19"
     assert screen.page.evaluate("all => all.every((e) => e.isConnected)", plots), "the same canvases"
     changed(folder / "run.json", status="finished")
-    until(lambda: "finished" in screen.text(".title-row"), 12)
+    until(lambda: "finished" in screen.text(".title-row"))
     screen.page.wait_for_timeout(300)
     screen.requests.clear()
     screen.page.wait_for_timeout(2500)

