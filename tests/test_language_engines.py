@@ -536,7 +536,7 @@ def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: fl
     """The KL is measured here by another way: whole distributions of the plain form."""
     lm = model_of(seed=seed)
     algorithm = replace(ALGORITHMS["trpo"], update=replace(ALGORITHMS["trpo"].update, delta=delta))
-    learner = learner_of(lm, algorithm, micro_batch=25)
+    learner = learner_of(lm, algorithm, micro_batch=60)
     batch = credited(batch_of(lm), algorithm, learner)
     old = plain_log_probs(lm, batch)
     stepped = learner.step(batch, algorithm.objective, algorithm.update)

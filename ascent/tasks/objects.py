@@ -244,9 +244,9 @@ def _code_identity(value: Any, seen: set[int]) -> Any:
 
 
 def _is_own(value: Any) -> bool:
-    """Is this code of the user's, and not of an installed library?"""
+    """Is this code of the user's, and not of an installed library? What __main__ holds is, whatever file started it."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
-    file = getattr(module, "__file__", None) or ""
+    file = (getattr(module, "__file__", None) or "") if module is not sys.modules["__main__"] else ""
     return (
         "site-packages" not in file
         and not (module is not None and module.__name__.startswith("ascent."))
