@@ -22,10 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test cuts the power, and what was written outlives a killed process. Waiting for the disk, which all workers
-# share, takes longer than most tests.
-os.fsync = lambda file: os.fstat(file) and None
-
 import jaxtyping
 from jaxtyping import install_import_hook
 
@@ -68,9 +64,13 @@ settings.load_profile("ascent")
 
 @pytest.fixture(scope="session", autouse=True)
 def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What outlives a program is kept elsewhere than that of the user."""
+    """What outlives a program is kept elsewhere than that of the user; and nobody waits for the disk.
+
+    All workers share it, and what was written outlives a killed process without: only a power cut needs that.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
         yield
 
 

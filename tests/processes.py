@@ -15,6 +15,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ascent.records.run import Writer
+
 
 def as_a_program(program: Callable[[], Any], *files: int) -> int:
     """Run it in this process, a fork, as Python runs one in a session of its own, with these files as 0, 1 and 2."""
@@ -92,6 +96,18 @@ def ascent_process(folder: Path, *args: Any, cwd: Path | None = None) -> Forked:
         runpy.run_module("ascent", run_name="__main__")
 
     return Forked(program, folder, cwd)
+
+
+def wait_after(patch: pytest.MonkeyPatch, step: int, run: Path | None = None) -> None:
+    """Let runs, or this one, wait after a step until they are told to stop: a fork of this process is caught there."""
+    write = Writer.step
+
+    def waiting(writer: Writer, now: int, *args: Any) -> None:
+        write(writer, now, *args)
+        while now >= step and run in (None, writer.folder.path) and not writer.stopping():
+            time.sleep(0.01)
+
+    patch.setattr(Writer, "step", waiting)
 
 
 def write_sigint(_: Any, folder: str) -> None:

@@ -22,7 +22,7 @@ from ascent.records.run import Run
 from ascent.records.statistics import interval, t_975
 from ascent.settings import configure
 from ascent.workflows import compare as comparison
-from tests.processes import Here, ascent_process, write_sigint
+from tests.processes import Here, ascent_process, wait_after, write_sigint
 
 pytestmark = pytest.mark.unchecked  # whole trainings, whose shapes other tests check
 
@@ -235,9 +235,11 @@ def test_interrupted_on_all_cores_and_gone_on(
     """Ctrl-C reaches the command and its workers alike, as in a terminal. Workers are forks, which load nothing."""
     monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
     command = ["compare", "lecture", "--algorithms", "reinforce,grpo"]
-    command += ["--seeds", "1", "--steps", "30", "--jobs", "2", "--out", "c"]
-    process = ascent_process(tmp_path / "output", *command, cwd=tmp_path)
-    deadline = time.monotonic() + 120
+    command += ["--seeds", "1", "--steps", "12", "--jobs", "2", "--out", "c"]
+    with monkeypatch.context() as patch:
+        wait_after(patch, 5)
+        process = ascent_process(tmp_path / "output", *command, cwd=tmp_path)
+    deadline = time.monotonic() + 180
     first = tmp_path / "c" / "reinforce-s0" / "metrics.jsonl"
     while not first.exists() or first.read_bytes().count(b"\n") < 5:
         assert process.poll() is None and time.monotonic() < deadline

@@ -40,7 +40,7 @@ from ascent.records.folder import RunFolder
 from ascent.records.reading import read_lines
 from ascent.records.run import Run, Writer
 from ascent.settings import configure
-from tests.processes import Forked, ascent_process
+from tests.processes import Forked, ascent_process, wait_after
 
 LECTURE = {"samples": 4, "epochs": 2, "minibatches": 3, "steps": 8, "checkpoint_every": 3, "record_every": 2}
 SHORT = LECTURE | {"steps": 5, "checkpoint_every": 2}
@@ -664,23 +664,29 @@ def wait_for_steps(process: Forked, run: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_interrupted_then_killed_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["lecture", "--steps", 60, "--epochs", 2, "--minibatches", 3, "--checkpoint-every", 5]
+def test_the_command_interrupted_then_killed_then_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["lecture", "--steps", 25, "--epochs", 2, "--minibatches", 3, "--checkpoint-every", 5]
     flags += ["--threads", 1, "--seed", 3]
     run = tmp_path / "run"
 
-    process = ascent_process(tmp_path / "output", "train", *flags, "--out", run)
-    wait_for_steps(process, run, 8)
+    with monkeypatch.context() as patch:
+        wait_after(patch, 8)
+        process = ascent_process(tmp_path / "output", "train", *flags, "--out", run)
+    wait_for_steps(process, run, 9)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     text = process.stdout + process.stderr
     assert f"Resume it: ascent resume {run}" in text and "Traceback" not in text
     stopped = Run(run)
-    assert stopped.status == "interrupted" and 8 <= stopped.info["step"] < 50
+    assert stopped.status == "interrupted" and stopped.info["step"] == 9
     assert checkpoint.step_of(stopped.checkpoints[-1]) == stopped.info["step"] == len(stopped.metrics)
 
-    process = ascent_process(tmp_path / "output", "resume", run)
-    wait_for_steps(process, run, stopped.info["step"] + 8)
+    with monkeypatch.context() as patch:
+        wait_after(patch, 17)
+        process = ascent_process(tmp_path / "output", "resume", run)
+    wait_for_steps(process, run, 18)
     process.kill()
     process.wait()
     assert Run(run).status == "died"

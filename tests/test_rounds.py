@@ -18,13 +18,12 @@ from test_label import judge_file
 from test_text_tasks import sums
 
 from ascent.cli import main as cli
-from ascent.core import loop
 from ascent.core.types import Refused, Trouble
 from ascent.records.run import Run
 from ascent.settings import configure
 from ascent.workflows import labels, rounds
 from ascent.workflows.rounds import Rounds, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
-from tests.processes import Forked
+from tests.processes import Forked, wait_after
 
 SMALL: dict[str, Any] = {"length": 2, "numbers": 4, "policy.width": 16, "policy.layers": 1, "threads": 1}
 STEPS: dict[str, Any] = {"steps": 4, "prompts": 4, "samples": 4, "eval_every": 4, "checkpoint_every": 2, "seed": 3}
@@ -181,20 +180,18 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
     same(whole, folder)
 
 
-def slowed(folder: Path) -> None:
-    """The rounds of a folder, slowed down so that they can be caught."""
-    summarize = loop.summarize
-    loop.summarize = lambda *args: (time.sleep(0.05), summarize(*args))[1]  # type: ignore[assignment]
-    run_rounds(reopen_rounds(folder, show=False))
-
-
 @pytest.mark.slow
-def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
+def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed without warning in a reward model's run and in a policy's run."""
     folder = tmp_path / "killed"
     rounds_in(folder)
     for run, lines in (("round_1/reward-model", 3), ("round_2/policy", 3)):
-        child, deadline = Forked(lambda: slowed(folder), tmp_path / "output"), time.monotonic() + 60
+        with monkeypatch.context() as patch:
+            wait_after(patch, lines - 1, folder / run)
+            child = Forked(lambda: run_rounds(reopen_rounds(folder, show=False)), tmp_path / "output")
+        deadline = time.monotonic() + 180
         metrics = folder / run / "metrics.jsonl"
         while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= lines):
             assert time.monotonic() < deadline and child.poll() is None, "it ended too early"
