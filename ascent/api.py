@@ -376,6 +376,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
     sinks = Sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.sinks = sinks
     writer.timeline = parts.backend.timeline(parts.sampler) if config.data == "samples" else None
+    parts.backend.keep_logs(parts.judged[1] if parts.judged else parts.sampler, folder.path)
 
     def waiting(here: bool) -> AbstractContextManager[None]:
         return interruptible(writer, lambda: display.say(STOPPING)) if here else nullcontext()

@@ -38,7 +38,8 @@ from ascent.tasks.text.given import given_task, name_rows
 from ascent.tasks.tool_sources import name_played
 
 Settings = Mapping[str, Any]
-SHORT = {"lr": "update.lr", "model": "policy.model"}
+SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
+SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ("url", "python", "args", "deadline")}
 """Flags that stand for a field of a choice."""
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
 ROW_SETTINGS = ("samples", "epochs", "minibatches")
@@ -190,6 +191,8 @@ class Resolved:
                 f"--samples {samples}: {row_label(Algorithm(**axes))} samples nothing; its {axes['loss'].data} have "
                 f"{needed} per prompt. Leave --samples out, or set it to {needed}"
             )
+        if getattr(policy, "engine", "local") != "local" and self.plain.get("old_logp", "auto") == "auto":
+            self.plain["old_logp"] = "learner"  # another engine's rounding is not to pass for a ratio
         return Config(task=build("task", self.task, self.own), policy=policy, algorithm=Algorithm(**axes), **self.plain)
 
 

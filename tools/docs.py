@@ -39,6 +39,7 @@ GUIDES = {
     "menu": "The menu in three tables",
     "language-models": "Language models",
     "environments": "Conversations and tools",
+    "serving": "Rollouts from vLLM",
     "python": "Python and notebooks",
     "runs": "Runs",
     "learned-rewards": "SFT, DPO, reward models",

@@ -28,6 +28,7 @@ from ascent.rewards.reward_models import check_rewards
 from ascent.settings import (
     CHOICES,
     PLAIN,
+    SHORT,
     Resolved,
     Setting,
     Settings,
@@ -275,7 +276,7 @@ def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> t
         if axis in CHOICES:
             refuse_unknown_fields(axis, type(resolved.chosen[axis]), [name])
     plain_words(f"{prog} {task}", rest, settings, most=0)
-    values = {name: value for name, value in values.items() if not (name in ("lr", "model") and value is None)}
+    values = {name: value for name, value in values.items() if not (name in SHORT and value is None)}
     check_length(values)
     common = {name: value for name, value in (shared or {}).items() if name not in resolved.needs}
     config = configure(task, *layers, common, names, values)
@@ -352,9 +353,15 @@ def _groups(resolved: Resolved) -> list[Group]:
     task = [replace(s, default=resolved.own.get(n, s.default)) for n, s in settings_of(resolved.task).items()]
     records = [setting for name, setting in plain.items() if name.startswith(RECORDS)]
     run = [setting for setting in plain.values() if setting not in records]
+    policy = settings_of(type(resolved.chosen["policy"]), "policy")
     run.append(Setting("lr", float | None, None, "Learning rate: short for --update.lr."))
-    if "model" in hyperparameters(type(resolved.chosen["policy"])):
+    if "model" in policy:
         run.append(Setting("model", str | None, None, "Folder or hub name of the model: short for --policy.model."))
+    for short, name in SHORT.items():
+        setting = policy.get(name.removeprefix("policy.")) if short.startswith("engine") else None
+        if setting is not None:
+            first = setting.help.split(".")[0].split(",")[0]
+            run.append(Setting(short, setting.kind | None, None, f"{first}: short for {setting.flag}."))
     groups: list[Group] = [
         ("options", list(settings_of(TrainOptions).values())),
         (f"task: {first_line(resolved.task)}", task),

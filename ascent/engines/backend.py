@@ -161,6 +161,9 @@ class Backend(ABC):
         """Where its sampler notes how many responses it decodes at once; None: always all of them."""
         return None
 
+    def keep_logs(self, sampler: Sampler, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
+        """Tell a sampler that starts processes where their logs go: into the run's folder."""
+
     def dtype(self, model: Any) -> torch.dtype:
         """What log-probs are computed in: that of the sampler or of the learner, whichever is coarser."""
         return torch.float32

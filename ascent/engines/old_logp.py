@@ -63,6 +63,8 @@ def can_matter(config: Config, dtype: torch.dtype) -> bool:
     """
     if config.data != "samples" or config.algorithm.loss.trains != "policy":
         return False
+    if getattr(config.policy, "engine", "local") != "local":  # it starts with the first step, and is probed there
+        return False
     one = torch.zeros(1, 1, 1)
     has_ratio = Effect.of(config.algorithm.loss, one, one - 1, one == 0).changed > 0
     return config.algorithm.correction.on or (has_ratio and torch.finfo(dtype).bits < 32)

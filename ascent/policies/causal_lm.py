@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -114,6 +115,16 @@ class CausalLM:
     """Encode a prompt once for its whole group, also in training, if the architecture allows it."""
     rows: int = 0
     """Responses that are decoded at once; 0: chosen for the device. Changes memory, not the distribution."""
+    engine: Literal["local", "vllm"] = "local"
+    """Who samples: this process, or servers of vLLM. Short form: --engine; also of the following, as --engine.url."""
+    engine_url: tuple[str, ...] = ()
+    """Servers that run already on this machine, such as http://127.0.0.1:8000; several share the work."""
+    engine_python: str = ""
+    """The virtual environment that vLLM is in: Ascent starts a server from it, watches it and ends it."""
+    engine_args: str = ""
+    """More arguments for a server that Ascent starts, in one word: "--tensor-parallel-size 2"."""
+    engine_deadline: float = 600.0
+    """Seconds that a server may take for one response or one load of weights, and to come back after it is lost."""
 
     backend: ClassVar[str] = "language"
 
@@ -126,6 +137,29 @@ class CausalLM:
             )
         if self.lora and not self.lora_alpha > 0:
             raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so it must be above 0")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        if self.engine == "local":
+            if self.engine_url or self.engine_python or self.engine_args:
+                raise Refused("--engine.url, --engine.python and --engine.args are for --engine vllm: set that too")
+            return
+        if bool(self.engine_url) == bool(self.engine_python):
+            raise Refused(
+                f"--engine {self.engine}: say where it is, either by --engine.url (it runs already) or by "
+                "--engine.python (the environment to start it from, such as .engines/vllm, which `make engines` makes)"
+            )
+        if self.engine_args and self.engine_url:
+            raise Refused("--engine.args is for a server that Ascent starts, by --engine.python")
+        for url in self.engine_url:
+            parts = urlsplit(url)
+            if parts.scheme != "http" or parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+                raise Refused(
+                    f"--engine.url {url}: weights are handed over in shared memory, and a server in development mode "
+                    "must not be reachable from elsewhere. Set http://127.0.0.1:PORT"
+                )
+        if not self.engine_deadline > 0:
+            raise Refused(f"--engine.deadline is {self.engine_deadline:g}: set a number of seconds above 0")
 
     def load(self, seed: int = 0, exact: bool = False) -> LanguageModel:
         """The model and its tokenizer, with LoRA adapters (initialized from the seed) if they are set.

@@ -25,6 +25,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
 from ascent.policies.causal_lm import LanguageModel, pick_device
@@ -56,6 +57,8 @@ class LanguageBackend(Backend):
                 f"--advantage {name_of(config.algorithm.advantage)} with a language model: the exact ‖∇ log π‖² takes "
                 "a gradient per response, which is for small policies. Set --advantage.norm length"
             )
+        if config.policy.engine != "local":
+            check_engine(config)
         offline, data = config.task.data, config.algorithm.loss.data
         if config.task.plays and config.data != "samples":
             raise Refused(
@@ -101,7 +104,16 @@ class LanguageBackend(Backend):
             learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, model))
         return learner
 
-    def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
+    def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
+        """The engine's, if the run has one; the first load of weights starts it."""
+        if config.policy.engine == "local":
+            return self.local_sampler(config, model, generator)
+        task = config.task
+        stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        longest = task.max_prompt + task.room
+        return ServedSampler(config.policy, model, task.room, longest, config.temperature, generator, stops)
+
+    def local_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
         task, support = config.task, Support(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
@@ -109,6 +121,9 @@ class LanguageBackend(Backend):
 
     def timeline(self, sampler: Any) -> Timeline:
         return sampler.timeline
+
+    def keep_logs(self, sampler: Any, folder: Path) -> None:
+        sampler.folder = folder / "engine"
 
     def dtype(self, model: LanguageModel) -> torch.dtype:
         return model.model.dtype
@@ -136,13 +151,17 @@ class LanguageBackend(Backend):
             if limits.plays:
                 what = f"a conversation may have {need} tokens (--max-context)"
             report.refusals.append(f"{what}, and the model has {room}: lower one of them.")
-        _memory(config, learner, 0 if sampler is None else sampler.rows, report)
+        here = sampler if config.policy.engine == "local" else None
+        _memory(config, learner, 0 if here is None else here.rows, report)
         _update(config, learner, report)
         report.lines += [f"note       {note}" for note in notes]
         if config.data == "samples":
             judges = {source: grader for source, grader in task.graders.items() if source.startswith("judge:")}
             _reward(self_test(config.task, judges=judges), report)
-        if config.data == "samples" and not report.refusals:
+        if config.policy.engine != "local":
+            where = " ".join(config.policy.engine_url) or f"started from {config.policy.engine_python}"
+            report.lines.append(f"engine     {config.policy.engine}, {where}: probed after each load of weights")
+        elif config.data == "samples" and not report.refusals:
             probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
             _seconds(config, learner, task, probe, _sample(config, task, probe, report), report)
         report.lines += [f"data       {line}" for line in task.report()]
@@ -201,7 +220,7 @@ class LanguageBackend(Backend):
                 else f"the prompt has {width} tokens, and the model {room} positions: shorten it"
             )
         prove(policy, width + limit, config.policy.share_prompts)
-        sampler = self.sampler(config, policy, torch.Generator().manual_seed(seed))
+        sampler = self.local_sampler(config, policy, torch.Generator().manual_seed(seed))
         sampler.load({}, version)
         return sampler
 
@@ -250,6 +269,20 @@ def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
 def _positions(lm: LanguageModel) -> int | None:
     """The most tokens that the model can read, where its config says it."""
     return getattr(lm.config, "max_position_embeddings", None)
+
+
+def check_engine(config: Config) -> None:
+    """Refuse what a serving engine cannot do, or cannot say what it did."""
+    engine = f"--engine {config.policy.engine}"
+    if (config.top_k, config.top_p, config.min_p, config.task.min_tokens) != (0, 1.0, 0.0, 0):
+        raise Refused(
+            f"--top-k, --top-p, --min-p or --min-tokens with {engine}: it does not say which probability they kept, "
+            "so the log-probs over the full vocabulary cannot be known. Leave them out, or set --engine local"
+        )
+    if config.task.plays:
+        raise Refused(f"--tools and --environment with {engine}: only the local engine plays turns; set --engine local")
+    if config.data != "samples":
+        raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
 
 
 # ---- before training ---------------------------------------------------------------------------------

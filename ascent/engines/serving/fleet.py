@@ -1,0 +1,183 @@
+"""The servers of a run. They get each version's weights and a probe before any request; a lost one is brought back."""
+
+import shutil
+import time
+import uuid
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascent.core.types import Trouble
+from ascent.engines.serving.client import Answer, Calls, Client, Lost
+from ascent.engines.serving.probe import Probe
+from ascent.engines.serving.process import Process, Serving
+from ascent.engines.serving.weights import checkpoint_tensors, weights_folder, write_weights
+from ascent.policies.causal_lm import CausalLM, LanguageModel
+
+TRIES = 3
+"""How often in a row a server may be lost, with no response in between, before the run stops."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One server, and what it owes."""
+
+    client: Client
+    process: Process | None = None
+    """None: somebody else has started it."""
+    owed: "set[Future[Answer]]" = field(default_factory=set)
+    lost: int = 0
+    """How often in a row it was lost."""
+    down: bool = False
+    """Is it left alone until the next load, because others serve?"""
+
+    def words(self) -> str:
+        return "" if self.process is None else f". {self.process.last_words()}"
+
+
+class Fleet:
+    """One server that Ascent starts, or those that run already."""
+
+    def __init__(self, policy: CausalLM, lm: LanguageModel, rows: int, length: int, temperature: float):
+        self.lm, self.rows, self.deadline = lm, rows, policy.engine_deadline
+        self.probe, self.version = Probe(lm, temperature), -1
+        self.calls, self._salt = Calls(), uuid.uuid4().hex
+        self._policy, self._length = policy, max(length, self.probe.length)
+        self.servers: list[Server] = []
+
+    def start(self, folder: Path) -> None:
+        """Know the servers; `folder` is for what belongs to one that Ascent starts, its log above all."""
+        policy = self._policy
+        if policy.engine_url:
+            self.servers = [Server(self._client(url)) for url in policy.engine_url]
+            return
+        described = self.lm.model.config.to_dict() | {"architectures": [type(self.lm.model).__name__]}
+        dtype = str(self.lm.model.dtype).removeprefix("torch.")
+        serving = Serving(described, dtype, self._length, self.rows, self.lm.device.type == "cpu")
+        process = Process(policy.engine_python, serving, policy.engine_args, folder)
+        self.servers = [Server(self._client(process.url), process)]
+
+    def _client(self, url: str) -> Client:
+        return Client(url, self.rows, self.deadline)
+
+    # ---- requests
+
+    def ask(self, place: int, body: dict[str, Any]) -> "tuple[Server, Future[Answer]]":
+        """One response. All samples of a prompt, which share its place, go to the server that has encoded it."""
+        up = [server for server in self.servers if not server.down]
+        server = up[place % len(up)]
+        future = self.calls.start(server.client.generate(self._salted(body)))
+        server.owed.add(future)
+        return server, future
+
+    def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The prefix cache of another version is then out of reach, even if the server has kept it."""
+        return body | {"cache_salt": f"{self._salt}-{self.version}"}
+
+    # ---- weights
+
+    def load(self, version: int) -> None:
+        self.version = version
+        for server in self.servers:
+            server.down = False
+            if server.process is not None and not server.process.running:
+                self._start(server)
+        self._send(self.servers)
+
+    def _send(self, servers: list[Server]) -> None:
+        """This version's weights to these servers, and a probe of each. One that is lost meanwhile is brought back."""
+        tensors = checkpoint_tensors(self.lm)
+        folder = weights_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        try:
+            weights, left = write_weights(tensors, folder), servers
+            while left:
+                lost = self._lost(left, [server.client.load(weights, self.version) for server in left])
+                left = [server for server, why in lost if self._bring_back(server, why)]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for server in servers:
+            if not server.down:
+                self._check(server)
+
+    def _lost(self, servers: list[Server], calls: list[Coroutine[Any, Any, None]]) -> list[tuple[Server, str]]:
+        """Which of the servers were lost during these calls, and how."""
+
+        async def outcome(call: Coroutine[Any, Any, None]) -> str:
+            try:
+                await call
+            except Lost as error:
+                return str(error)
+            return ""
+
+        words = self.calls.together([outcome(call) for call in calls])
+        return [(server, why) for server, why in zip(servers, words, strict=True) if why]
+
+    def _check(self, server: Server) -> None:
+        """Probe it. A response to a probe ends at no token."""
+        drawn = {"temperature": self.probe.temperature, "max_tokens": self.probe.tokens, "ignore_eos": True}
+        drawn |= {"logprobs": 0, "detokenize": False}
+        bodies = [
+            {"token_ids": prompt, "sampling_params": drawn | {"seed": place}}
+            for place, prompt in enumerate(self.probe.prompts)
+        ]
+        try:
+            answers = self.calls.together([server.client.generate(self._salted(body)) for body in bodies])
+        except Lost as error:
+            raise Trouble(f"the engine was lost while it was probed: {error}{server.words()}") from None
+        self.probe.check(answers, server.client.url, self.version)
+
+    # ---- servers that are lost
+
+    def silent(self) -> list[Server]:
+        """Servers that owe responses and do not say that they live."""
+        busy = [server for server in self.servers if server.owed]
+        alive = self.calls.together([server.client.alive() for server in busy])
+        return [server for server, answers in zip(busy, alive, strict=True) if not answers]
+
+    def recover(self, server: Server, why: str) -> None:
+        """Bring a lost server back, with this version's weights and a probe; or leave it alone, if others serve."""
+        if self._bring_back(server, why):
+            self._send([server])
+
+    def _bring_back(self, server: Server, why: str) -> bool:
+        """Start it again if it is ours; else leave it to the others, or wait until it answers. True: it is back."""
+        server.lost += 1
+        if server.lost > TRIES:
+            raise Trouble(f"the engine was lost {server.lost} times in a row. The last time: {why}{server.words()}")
+        if server.process is not None:
+            self._start(server)
+            return True
+        if any(not other.down for other in self.servers if other is not server):
+            server.down = True
+            return False
+        until = time.monotonic() + self.deadline
+        while not self.calls.together([server.client.alive()])[0]:
+            if time.monotonic() > until:
+                raise Trouble(
+                    f"the engine is gone: {why}. It has not come back within {self.deadline:g} seconds "
+                    "(--engine.deadline). Start it again, and then: ascent resume RUN"
+                )
+            time.sleep(0.2)
+        return True
+
+    def _start(self, server: Server) -> None:
+        assert server.process is not None
+        server.process.end()
+        server.process.start()
+        old, server.client = server.client, self._client(server.process.url)
+        self.calls.together([old.close()])
+        server.process.wait(lambda: self.calls.together([server.client.alive()])[0])
+
+    def close(self) -> None:
+        if self.calls.loop.is_closed():
+            return
+        for server in self.servers:
+            for future in list(server.owed):
+                future.cancel()
+            if server.process is not None:
+                server.process.end()
+        self.calls.together([server.client.close() for server in self.servers])
+        self.servers = []
+        self.calls.close()

@@ -1,0 +1,96 @@
+"""What runs inside vLLM: weights from a file in shared memory, as one more of vLLM's own ways to transfer them.
+
+vLLM imports this module by name (`--worker-extension-cls ascent_worker.Worker`), in its own environment. So it imports
+nothing of Ascent. `--weight-transfer-config '{"backend": "file"}'` then finds the transfer that is registered below.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+NAME = "file"
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """There is nothing to agree upon."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    path: str = ""
+    """A safetensors file with every parameter, by its name in the checkpoint."""
+
+
+class FileTransfer(WeightTransferEngine):
+    """Loads a whole checkpoint in place, and remembers what it read and what it left alone."""
+
+    init_info_cls, update_info_cls = FileInit, FileUpdate
+    received: dict[str, list[Any]]
+    """Of the latest update, by name: shape and checksum."""
+    untouched: list[str]
+    """The model's parameters that it has not reached."""
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        self.received, self.untouched = {}, []
+
+    def start_weight_update(self) -> None:
+        names = [name for name, _ in self.model.named_parameters()]
+        self.received, self.untouched = {}, [name for name in names if not (self._tied and "lm_head" in name)]
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        tensors = load_file(update_info.path)
+        self.received |= {name: [list(tensor.shape), checksum(tensor)] for name, tensor in tensors.items()}
+        loaded = self.model.load_weights(iter(tensors.items())) or set()
+        self.untouched = [name for name in self.untouched if name not in loaded]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self._tied:  # loading anew makes two tensors of one
+            for head, embedding in self._heads():
+                head.weight = embedding.weight
+                head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        pass
+
+    @property
+    def _tied(self) -> bool:
+        config = self.model_config.hf_config
+        return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+
+    def _heads(self) -> Iterator[tuple[Any, Any]]:
+        """The head of the model that shares its embedding's weight, if it has one of its own."""
+        modules = dict(self.model.named_modules())
+        embedding = next((module for name, module in modules.items() if name.endswith("embed_tokens")), None)
+        for name, module in modules.items():
+            if name.rpartition(".")[2] == "lm_head" and embedding is not None and module is not embedding:
+                yield module, embedding
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of its bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+if NAME not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(NAME, FileTransfer)
+
+
+class Worker:
+    """Methods that every worker of vLLM gains, to be called over HTTP (`/collective_rpc`)."""
+
+    weight_transfer_engine: Any
+
+    def ascent_received(self) -> dict[str, Any]:
+        """The tensors of the last update, by name: shape and checksum; and the parameters that it left alone."""
+        engine = self.weight_transfer_engine
+        return {"tensors": engine.received, "untouched": engine.untouched}

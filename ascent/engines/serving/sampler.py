@@ -1,0 +1,278 @@
+"""A sampler whose responses come from servers of vLLM: requests out, groups back as they finish.
+
+One request per response, with a seed of its own, drawn as the local sampler draws it. Who answers, when, and how often
+it had to be asked decides nothing else: a response that a dead server owed is asked for again with the same seed.
+"""
+
+import queue
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascent.core.protocols import Finished, Sampler, Ticket
+from ascent.core.types import Prompts, Rollouts, Trouble
+from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.serving.client import Answer, Client, Lost
+from ascent.engines.serving.fleet import Fleet, Server
+from ascent.engines.timeline import Timeline
+from ascent.policies.causal_lm import CausalLM, LanguageModel
+
+ROWS = 256
+"""Responses that one server decodes at once where nobody says otherwise."""
+LOOK = 5.0
+"""Seconds without any response after which servers are asked whether they live."""
+WHOLE = 3600.0
+"""Seconds that responses outside of a step, such as an evaluation's, may take."""
+
+
+@dataclass(eq=False)
+class Open:
+    """A ticket under way."""
+
+    ticket: Ticket
+    limit: int
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    """By prompt and sample."""
+    missing: list[int] = field(default_factory=list)
+    """By prompt, how many of its responses are not there yet."""
+    ready: deque[int] = field(default_factory=deque)
+    """Prompts whose groups are whole and were not handed over."""
+    handed: int = 0
+
+    def __post_init__(self) -> None:
+        self.missing = [self.ticket.samples] * len(self.ticket.prompts)
+
+    def take(self, place: tuple[int, int], answer: Answer) -> None:
+        self.answers[place] = answer
+        self.missing[place[0]] -= 1
+        if not self.missing[place[0]]:
+            self.ready.append(place[0])
+
+    def group(self, prompt: int) -> list[Answer]:
+        return [self.answers[prompt, sample] for sample in range(self.ticket.samples)]
+
+
+@dataclass(eq=False)
+class Asked:
+    """One response that was asked for."""
+
+    of: Open
+    place: tuple[int, int]
+    body: dict[str, Any]
+    server: Server | None = None
+    client: Client | None = None
+    """The server's, when it was asked: one that is started again has another."""
+    version: int = -1
+
+
+class ServedSampler(Sampler):
+    """Draws from servers, which get the learner's weights at each load and are probed before any ticket."""
+
+    fills = frozenset({"reward_greedy"})
+
+    def __init__(
+        self,
+        policy: CausalLM,
+        lm: LanguageModel,
+        limit: int,
+        longest: int,
+        temperature: float,
+        generator: torch.Generator,
+        stops: Stops | None = None,
+    ):
+        """`longest`: the most tokens of a prompt with its response. Servers are started when weights are loaded."""
+        self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
+        self.stops, self.rows, self.version = stops, policy.rows or ROWS, -1
+        self.fleet = Fleet(policy, lm, self.rows, longest, temperature)
+        self.timeline, self.look = Timeline(), LOOK
+        self.folder: Path | None = None
+        """Where a server that Ascent starts keeps its log; None: in a folder that is removed at the end."""
+        self._temporary: Path | None = None
+        self._open: dict[Ticket, Open] = {}
+        self._arrived: queue.SimpleQueue[tuple[Asked, Future[Answer]]] = queue.SimpleQueue()
+
+    @torch.no_grad()
+    def load(self, params: dict[str, Tensor], version: int) -> None:
+        own = self.lm.trained()
+        for name, tensor in params.items():
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+        if not self.fleet.servers:
+            if self.folder is None:
+                self._temporary = Path(tempfile.mkdtemp(prefix="ascent-engine-"))
+            self.fleet.start(self.folder or self._temporary or Path())
+        self.version = version
+        self.fleet.load(version)
+
+    # ---- tickets
+
+    def submit(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._begin(ticket, self.limit)
+
+    def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+        wanted = [each for ticket, each in self._open.items() if ticket.step == step]
+        for each, prompt in self._groups(wanted, deadline, self.timeline):
+            yield Finished(each.ticket, torch.tensor([prompt]), self._rollouts(each, [prompt]))
+
+    def generate(
+        self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
+    ) -> Rollouts:
+        each = self._begin(Ticket(-1, prompts, samples, greedy, seed), limit or self.limit)
+        count = sum(1 for _ in self._groups([each], WHOLE, Timeline()))  # not part of a step's rollouts
+        if count < len(prompts):
+            raise Trouble(f"the engine has finished {count} of {len(prompts)} groups within {WHOLE:g} seconds")
+        return self._rollouts(each, list(range(len(prompts))))
+
+    def _begin(self, ticket: Ticket, limit: int) -> Open:
+        """Ask for all responses of a ticket, prompt by prompt, with seeds as the local sampler draws them."""
+        prompts, samples, each = ticket.prompts, ticket.samples, Open(ticket, limit)
+        seeds = torch.zeros(len(prompts), samples, dtype=torch.long)
+        if not ticket.greedy:
+            stream = self.generator if ticket.seed is None else torch.Generator().manual_seed(ticket.seed)
+            seeds = torch.randint(2**62, (len(prompts), samples), generator=stream)
+        self._open[ticket] = each
+        for i, row in enumerate(prompts.prompt):
+            ids = row[row >= 0].tolist()
+            most = limit if prompts.limits is None else min(limit, int(prompts.limits[i]))
+            for k in range(samples):
+                self._ask(Asked(each, (i, k), self._body(ids, most, int(seeds[i, k]), ticket.greedy)))
+        return each
+
+    def _body(self, ids: list[int], most: int, seed: int, greedy: bool) -> dict[str, Any]:
+        how = {"temperature": 0.0} if greedy else {"temperature": self.temperature, "seed": seed}
+        ends = {"stop_token_ids": sorted(self.lm.ends), "ignore_eos": True}  # just these, whatever the server knows
+        return {
+            "token_ids": ids,
+            "sampling_params": {"max_tokens": most, "logprobs": 0, "detokenize": False} | how | ends,
+        }
+
+    def _ask(self, asked: Asked) -> None:
+        asked.version = self.version
+        asked.server, future = self.fleet.ask(asked.place[0], asked.body)
+        asked.client = asked.server.client
+        future.add_done_callback(lambda done: self._arrived.put((asked, done)))
+
+    # ---- answers
+
+    def _groups(self, wanted: list[Open], deadline: float, timeline: Timeline) -> Iterator[tuple[Open, int]]:
+        """Groups as they finish, until all have or the time is over. What else arrives meanwhile is kept."""
+        until = time.monotonic() + deadline
+        servers = self.fleet.servers
+        try:
+            while True:
+                for each in wanted:
+                    while each.ready:
+                        each.handed += 1
+                        timeline.stop()
+                        yield each, each.ready.popleft()
+                if all(each.handed == len(each.ticket.prompts) for each in wanted) or time.monotonic() > until:
+                    return
+                timeline.lanes = max(1, sum(not server.down for server in servers)) * self.rows
+                timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
+                self._receive(until)
+        finally:
+            timeline.stop()
+            for each in wanted:
+                self._open.pop(each.ticket, None)
+
+    def _receive(self, until: float) -> None:
+        """The next response that arrives. Where none does, give up on servers that do not say that they live."""
+        left = max(until - time.monotonic(), 0.0)
+        try:
+            asked, future = self._arrived.get(timeout=min(self.look, left))
+        except queue.Empty:
+            for server in self.fleet.silent() if left > self.look else ():
+                for future in list(server.owed):
+                    future.cancel()
+            return
+        assert asked.server is not None
+        server = asked.server
+        server.owed.discard(future)
+        if asked.of.ticket not in self._open:  # nobody waits for it any more
+            return
+        try:
+            answer = future.result()
+        except (Lost, CancelledError) as error:
+            if asked.client is not server.client:  # it was brought back already
+                self._ask(asked)
+                return
+            self._give_back(server, asked, str(error) or f"{server.client.url} does not answer")
+            return
+        if answer.aborted:
+            self._ask(asked)
+            return
+        if not asked.version <= min(answer.versions) <= max(answer.versions) <= self.version:
+            raise Trouble(
+                f"{server.client.url} says that versions {sorted(set(answer.versions))} drew a response that was asked "
+                f"of version {asked.version}"
+            )
+        server.lost = 0
+        asked.of.take(asked.place, self._cut(answer))
+
+    def _cut(self, answer: Answer) -> Answer:
+        """The answer up to the token that completes a stop string: what was drawn behind it does not exist."""
+        end = self.stops.end(answer.tokens) if self.stops is not None else 0
+        if end:
+            return Answer(answer.tokens[:end], answer.logp[:end], answer.versions[:end], ended=True)
+        return answer._replace(ended=answer.tokens[-1] in self.lm.ends)
+
+    def _give_back(self, server: Server, asked: Asked, why: str) -> None:
+        """The server is lost: all that it owes is asked for again, of it or of the others, with the same seeds."""
+        owed, others = [asked], []
+        for future in list(server.owed):
+            future.cancel()
+        while server.owed:  # each of them arrives, for it is over one way or another
+            arrived = each, future = self._arrived.get()
+            if each.server is server and (future.cancelled() or isinstance(future.exception(), Lost)):
+                owed.append(each)
+            else:
+                others.append(arrived)
+            if each.server is server:
+                server.owed.discard(future)
+        for arrived in others:
+            self._arrived.put(arrived)
+        self.fleet.recover(server, why)
+        for each in owed:
+            if each.of.ticket in self._open:
+                self._ask(each)
+
+    def _rollouts(self, each: Open, which: list[int]) -> Rollouts:
+        ticket, groups = each.ticket, [each.group(prompt) for prompt in which]
+        prompts = ticket.prompts[torch.tensor(which)]
+        width = max(len(answer.tokens) for group in groups for answer in group)
+
+        def padded(name: str, dtype: torch.dtype) -> Tensor:
+            rows = [[[*getattr(a, name), *[0] * (width - len(a.tokens))] for a in group] for group in groups]
+            return torch.tensor(rows, dtype=dtype)
+
+        length = torch.tensor([[len(answer.tokens) for answer in group] for group in groups])
+        present, version = torch.arange(width) < length.unsqueeze(-1), padded("versions", torch.long)
+        constant = bool(((version == version[..., :1]) | ~present).all())
+        return Rollouts(
+            prompt=prompts.prompt,
+            problem=prompts.problem,
+            response=padded("tokens", torch.long),
+            mask=present,
+            present=present,
+            logp_sampler=padded("logp", torch.float32),
+            limit=each.limit,
+            limits=prompts.limits,
+            truncated=~torch.tensor([[answer.ended for answer in group] for group in groups]),
+            temperature=1.0 if ticket.greedy else self.temperature,  # the engine's greedy log-probs have none
+            version=version[..., :1] if constant else version,
+        )
+
+    def close(self) -> None:
+        self.fleet.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)

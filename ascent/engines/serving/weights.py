@@ -1,0 +1,75 @@
+"""The policy's weights as a serving engine loads them: by their names in a checkpoint, with adapters merged."""
+
+import os
+import shutil
+import tempfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ascent.policies.causal_lm import LanguageModel
+
+SHARED = Path("/dev/shm")
+PREFIX = "ascent-weights-"
+
+
+class Manifest(NamedTuple):
+    """What a file of weights holds."""
+
+    path: Path
+    tensors: dict[str, list[Any]]
+    """By name: shape and checksum, as the worker inside the engine reports what it has read."""
+
+
+@torch.no_grad()
+def checkpoint_tensors(lm: LanguageModel) -> dict[str, Tensor]:
+    """Every tensor of the model by its name in a Hugging Face checkpoint. Tied ones are there once."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    modules, tensors, seen = dict(lm.model.named_modules()), {}, set()
+    for name, tensor in lm.model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or ".lora_" in name:
+            continue
+        seen.add(id(tensor))
+        merged, parts = tensor.detach(), name.split(".")
+        for i, part in enumerate(parts):
+            layer: Any = modules[".".join(parts[:i])]
+            if part == "base_layer" and getattr(layer, "parameter_name", "weight") == parts[-1]:
+                for adapter in layer.active_adapters:
+                    merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
+        tensors[".".join(part for part in parts if part != "base_layer")] = merged
+    return revert_weight_conversion(lm.model, tensors)
+
+
+def write_weights(tensors: dict[str, Tensor], folder: Path) -> Manifest:
+    """All of them in one safetensors file."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    path = folder / "weights.safetensors"
+    save_file(held, path)
+    return Manifest(path, {name: [list(tensor.shape), checksum(tensor)] for name, tensor in held.items()})
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of its bytes."""
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def weights_folder(size: int) -> Path:
+    """A new folder for a file of this many bytes: in shared memory, or on the disk where that has no room.
+
+    What a killed process has left there is removed: it takes memory.
+    """
+    for left in SHARED.glob(f"{PREFIX}*-*"):
+        process = left.name.removeprefix(PREFIX).split("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    where = None
+    with suppress(OSError):
+        room = os.statvfs(SHARED)
+        where = SHARED if room.f_bavail * room.f_frsize > 1.1 * size + 2**20 else None
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))

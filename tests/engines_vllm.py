@@ -1,0 +1,164 @@
+"""What the stand-in server is taken for, asked of a real vLLM: `make engines-test`. Not part of `make test`.
+
+One server of a model with tied embeddings, one of a model without. Starting each takes a minute or two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from subprocess import run
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from ascent.core.protocols import Ticket
+from ascent.core.types import Prompts, Trouble
+from ascent.engines.serving.sampler import ServedSampler
+from ascent.engines.serving.weights import checkpoint_tensors
+from ascent.policies import CausalLM
+from tests.language import sampler_of, write_tiny
+from tests.test_serving import gap, group_of, same
+
+ENVIRONMENT = Path(__file__).parents[1] / ".engines" / "vllm"
+SYNCS = 20
+pytestmark = pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make engines")
+
+
+class Served:
+    """A tiny model, a server of it, and a sampler on that."""
+
+    def __init__(self, folder: Path, tied: bool):
+        self.model = write_tiny(folder / "model", tie_word_embeddings=tied, hidden_size=128, head_dim=32)
+        policy = CausalLM(str(self.model), device="cpu", engine="vllm", engine_python=str(ENVIRONMENT))
+        self.lm = policy.load()
+        with torch.no_grad():
+            for p in self.lm.model.parameters():  # log-probs of ordinary size, so that rounding is too
+                p.mul_(0.4 if p.dim() > 1 else 1.0)
+        self.log = folder / "engine" / "vllm.log"
+        self.sampler = ServedSampler(policy, self.lm, 40, 512, 0.7, torch.Generator().manual_seed(1))
+        self.sampler.folder = folder / "engine"
+        self.sampler.load({}, 0)
+
+    @property
+    def url(self) -> str:
+        return self.sampler.fleet.servers[0].client.url
+
+    def move(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in self.lm.model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * 0.01)
+
+    def prompts(self, length: int = 200) -> Prompts:
+        return Prompts.of(torch.randint(99, (2, length), generator=torch.Generator().manual_seed(length)))
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp(request.param), request.param == "tied")
+    yield served
+    served.sampler.close()
+
+
+def test_log_probs_agree_after_each_of_twenty_loads(served: Served) -> None:
+    for version in range(1, SYNCS + 1):
+        served.move(version)
+        served.sampler.load({}, version)
+        rollouts = served.sampler.generate(served.prompts(), 2, seed=version, limit=16)
+        assert gap(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
+
+
+def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(served: Served) -> None:
+    """What sampling ahead will need: each token's log-prob is that of its own version's weights."""
+    sampler, old = served.sampler, deepcopy(served.lm)
+    version, limit = sampler.version, sampler.limit
+    sampler.limit = 250
+    sampler.submit([Ticket(5, served.prompts(), 4, seed=1)])
+    while "vllm:num_requests_running{" not in (
+        text := urlopen(f"{served.url}/metrics", timeout=60).read().decode()
+    ) or (max(float(x) for x in re.findall(r"vllm:num_requests_running\{.*\} (\S+)", text)) < 1):
+        pass
+    served.move(99)
+    sampler.load({}, version + 1)
+    sampler.limit = limit
+    done, crossed = list(sampler.finished(5, 600.0)), 0
+    for each in done:
+        rollouts = each.rollouts
+        versions = rollouts.version.expand(rollouts.mask.shape)
+        crossed += int((versions != versions[..., :1])[rollouts.mask].any())
+        for drawn, lm in ((version, old), (version + 1, served.lm)):
+            assert gap(lm, rollouts, (versions == drawn) & rollouts.mask) <= 1e-4
+    assert len(done) == 2 and crossed, "some were under way"
+
+
+def test_seeds_ends_and_greedy_answers(served: Served) -> None:
+    prompts = served.prompts(20)
+    same(served.sampler.generate(prompts, 4, seed=3), served.sampler.generate(prompts, 4, seed=3))
+    rollouts = served.sampler.generate(prompts, 16, seed=4)
+    last = rollouts.response.gather(-1, (rollouts.length - 1).unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(rollouts.truncated, ~torch.isin(last, torch.tensor(sorted(served.lm.ends))))
+    assert rollouts.truncated.any() and not rollouts.truncated.all()
+    greedy = served.sampler.generate(prompts, 1, greedy=True)
+    same(greedy, sampler_of(served.lm, limit=40, temperature=0.7).generate(prompts, 1, greedy=True))
+    assert gap(served.lm, greedy) <= 1e-4, "at temperature 1, as it says"
+
+
+@pytest.mark.parametrize("what", ["left out", "old head"])
+def test_a_sabotaged_load_is_caught(served: Served, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = served.sampler.version + 1
+    served.move(version)
+    now, head = checkpoint_tensors(served.lm), "lm_head.weight"
+    if what == "left out":
+        sent: dict[str, Any] = {k: v for k, v in now.items() if k != "model.layers.1.mlp.up_proj.weight"}
+    elif head in now:
+        sent = now | {head: now[head] + 0.05 * torch.randn(now[head].shape)}
+    else:
+        pytest.skip("its head is its embedding")
+    monkeypatch.setattr("ascent.engines.serving.fleet.checkpoint_tensors", lambda _: sent)
+    with pytest.raises(Trouble, match=r"nothing was loaded into|does not draw from this policy"):
+        served.sampler.load({}, version)
+    monkeypatch.undo()
+    served.sampler.load({}, version)
+    assert gap(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
+
+
+def test_two_steps_of_training_on_the_command_line(served: Served, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    size = ["--steps", "2", "--prompts", "2", "--samples", "2", "--max-tokens", "8", "--eval-prompts", "4"]
+    engine = ["--engine", "vllm", "--engine.url", served.url, "--policy.device", "cpu", "--out", str(tmp_path / "run")]
+    task = [f"jsonl:{tmp_path}/rows.jsonl", "--model", str(served.model), "--max-prompt", "64"]
+    done = run(
+        [sys.executable, "-m", "ascent", "train", *task, *size, *engine], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in lines)
+    served.sampler.load({}, served.sampler.version + 1)
+
+
+def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(served: Served) -> None:
+    """The last test of each server, which it ends."""
+    prompts, (server,) = served.prompts(20), served.sampler.fleet.servers
+    expected = served.sampler.generate(prompts, 4, seed=5)
+    assert server.process is not None and server.process._running is not None
+    first = server.process._running.pid
+    served.sampler.submit([Ticket(9, prompts, 4, seed=5)])
+    os.killpg(first, signal.SIGKILL)
+    done = {int(each.place[0]): each.rollouts for each in served.sampler.finished(9, 900.0)}
+    assert sorted(done) == [0, 1]
+    for place, rollouts in done.items():
+        width = rollouts.mask.shape[-1]
+        assert torch.equal(rollouts.response, expected.response[place : place + 1, :, :width] * rollouts.mask)
+    second = server.process._running.pid
+    served.sampler.close()
+    assert second != first and not group_of(first) and not group_of(second)

@@ -1,0 +1,550 @@
+"""Rollouts from a serving engine: tickets, weights, the probe, and every way a server was seen to fail.
+
+The server here is a stand-in (tests/stand_in.py); tests/engines_vllm.py asks a real vLLM the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ascent
+from ascent.core.protocols import Ticket
+from ascent.core.types import Prompts, Refused, Rollouts, Trouble
+from ascent.engines.language.learning.head import Head, token_stats
+from ascent.engines.serving import probe, weights
+from ascent.engines.serving.process import Process, Serving, find_python
+from ascent.engines.serving.sampler import ServedSampler
+from ascent.engines.serving.weights import checkpoint_tensors
+from ascent.policies import CausalLM, LanguageModel
+from ascent.settings import configure
+from tests.language import model_of, prompts_of, sampler_of, write_tiny
+from tests.stand_in import StandIn, serving
+
+SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_layers": 2}
+"""The probe then has prompts of 24 tokens, and 8 behind each."""
+
+
+class World:
+    """A model, its stand-ins and a sampler on them."""
+
+    def __init__(self, stack: ExitStack, servers: int = 1, temperature: float = 0.7, limit: int = 5, **more: Any):
+        deadline = more.pop("deadline", 20.0)
+        self.lm = model_of(**SMALL | more)
+        self.servers = [stack.enter_context(serving(deepcopy(self.lm.model))) for _ in range(servers)]
+        policy = CausalLM(
+            "tiny", engine="vllm", engine_url=tuple(s.url for s in self.servers), engine_deadline=deadline
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.sampler = ServedSampler(policy, self.lm, limit, 32, temperature, generator)
+        self.sampler.look = 0.05
+        stack.callback(self.sampler.close)
+
+    @property
+    def server(self) -> StandIn:
+        return self.servers[0]
+
+    def move(self, scale: float = 0.05) -> None:
+        """A step of training, so to say."""
+        generator = torch.Generator().manual_seed(self.sampler.version)
+        with torch.no_grad():
+            for p in self.lm.model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * scale)
+
+    def load(self, version: int) -> None:
+        self.sampler.load({}, version)
+
+    def generate(self, samples: int = 2, seed: int = 5, **more: Any) -> Rollouts:
+        return self.sampler.generate(Prompts.of(prompts_of()), samples, seed=seed, **more)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@torch.no_grad()
+def gap(lm: LanguageModel, rollouts: Rollouts, some: torch.Tensor | None = None) -> float:
+    """How far the rollouts' log-probs (or some of them) are from the model's own, at most."""
+    far, some = 0.0, rollouts.mask if some is None else some
+    for i, row in enumerate(rollouts.prompt):
+        ids = row[row >= 0]
+        for mask, tokens, logp, which in zip(
+            rollouts.mask[i], rollouts.response[i], rollouts.logp_sampler[i], some[i], strict=True
+        ):
+            tokens = tokens[mask]
+            hidden = lm.backbone(input_ids=torch.cat([ids, tokens])[None]).last_hidden_state[0, len(ids) - 1 : -1]
+            own = token_stats(Head.of(lm.model), hidden, tokens, rollouts.temperature)[0]
+            far = max([far, *(own - logp[mask])[which[mask]].abs().tolist()])
+    return far
+
+
+def same(one: Rollouts, other: Rollouts) -> None:
+    assert torch.equal(one.mask, other.mask) and torch.equal(one.response, other.response)
+
+
+# ---- what the loop gets ------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [True, False])
+def test_after_every_load_the_log_probs_are_those_of_the_learner(stack: ExitStack, tied: bool) -> None:
+    world = World(stack, tie_word_embeddings=tied)
+    for version in (3, 4):
+        world.load(version)
+        rollouts = world.generate()
+        assert gap(world.lm, rollouts) < 1e-5
+        assert (rollouts.version == version).all() and rollouts.version.shape == (3, 2, 1)
+        world.move()
+    assert ("lm_head.weight" in world.server.received) is not tied
+    assert gap(world.lm, rollouts) > 1e-3, "a version behind"
+
+
+@pytest.mark.long
+def test_a_seed_alone_decides_what_is_drawn_and_it_is_drawn_as_the_local_sampler_draws_it(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    same(world.generate(seed=5), world.generate(seed=5))
+    world.server.asked.clear()
+    world.sampler.generate(Prompts.of(prompts_of()), 2)
+    drawn = torch.randint(2**62, (3, 2), generator=torch.Generator().manual_seed(1))
+    assert sorted(body["sampling_params"]["seed"] for body in world.server.asked) == sorted(drawn.flatten().tolist())
+    assert all(body["sampling_params"]["ignore_eos"] for body in world.server.asked), "our end tokens, and no others"
+    assert all(body["sampling_params"]["stop_token_ids"] == [3] for body in world.server.asked)
+
+
+@pytest.mark.long
+def test_ends_cut_offs_and_limits_per_prompt(stack: ExitStack) -> None:
+    world = World(stack, temperature=1.0)
+    world.load(0)
+    prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([9, 1, 3]))
+    rollouts = world.sampler.generate(prompts, 8, seed=0, limit=4)
+    last = rollouts.response.gather(-1, (rollouts.length - 1).unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(rollouts.truncated, last != 3) and rollouts.truncated.any() and not rollouts.truncated.all()
+    assert rollouts.length.amax(1).tolist() == [4, 1, 3] and rollouts.limit == 4
+    assert torch.equal(rollouts.present, rollouts.mask)
+
+
+@pytest.mark.long
+def test_greedy_answers_are_those_of_the_local_sampler(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    local = sampler_of(world.lm, limit=5, temperature=0.7)
+    same(world.generate(1, greedy=True), local.generate(Prompts.of(prompts_of()), 1, greedy=True))
+
+
+@pytest.mark.long
+def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(stack: ExitStack) -> None:
+    world = World(stack, servers=2)
+    world.load(2)
+    prompts = Prompts.of(prompts_of())
+    tickets = [Ticket(2, prompts, 3, seed=7), Ticket(2, prompts, 1, greedy=True), Ticket(3, prompts, 2, seed=8)]
+    world.sampler.submit(tickets)
+    evaluated = world.generate(1, greedy=True)
+    done = list(world.sampler.finished(2, 60.0))
+    for ticket in tickets[:2]:
+        places = sorted(int(each.place[0]) for each in done if each.ticket is ticket)
+        assert places == [0, 1, 2]
+    later = list(world.sampler.finished(3, 60.0))
+    assert sorted(int(each.place[0]) for each in later) == [0, 1, 2] and len(done) == 6
+    whole = world.generate(3, seed=7)
+    for each in done:
+        if each.ticket is tickets[0]:
+            picked = whole.select(each.place)
+            width = each.rollouts.mask.shape[-1]
+            assert torch.equal(each.rollouts.response, picked.response[..., :width] * each.rollouts.mask)
+    assert evaluated.mask.shape[:2] == (3, 1)
+
+
+@pytest.mark.long
+def test_an_aborted_answer_is_asked_for_again(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    expected = world.generate()
+    world.server.abort_once = True
+    same(world.generate(), expected)
+
+
+# ---- weights -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "lora"), [("Llama", 4), ("GPT2", 4), ("Mixtral", 4), ("Mixtral", 0), ("Gemma3", 0)])
+def test_weights_are_sent_by_the_names_and_with_the_values_of_an_exported_checkpoint(
+    kind: str, lora: int, tmp_path: Path
+) -> None:
+    write_tiny(tmp_path / "model", kind=kind)
+    lm = CausalLM(str(tmp_path / "model"), lora=lora, device="cpu").load()
+    with torch.no_grad():
+        for p in lm.trained().values():
+            p.add_(torch.randn(p.shape) * 0.05)
+    lm.save(tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    sent = checkpoint_tensors(lm)
+    assert sent.keys() == exported.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.long
+def test_weights_leave_nothing_behind_and_what_a_killed_process_left_is_removed(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    gone, ours = tmp_path / "ascent-weights-4194305-x", tmp_path / f"ascent-weights-{os.getpid()}-y"
+    gone.mkdir(), ours.mkdir()
+    world = World(stack)
+    world.load(0)
+    assert [path.name for path in tmp_path.iterdir()] == [ours.name]
+
+
+def test_where_shared_memory_has_no_room_weights_go_through_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = weights.weights_folder(1 << 60)
+    assert folder.parent != weights.SHARED
+    folder.rmdir()
+
+
+# ---- a sabotaged load --------------------------------------------------------------------------------
+
+SABOTAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor is forgotten": ({"forget": "model.layers.1.mlp.up_proj.weight"}, "does not draw from this policy"),
+    "the old head is kept": ({"forget": "lm_head.weight"}, "does not draw from this policy"),
+    "a tensor arrives wrong": ({"corrupt": "model.norm.weight"}, r"model\.norm\.weight differs from what was sent"),
+    "the old cache is kept": ({"keep_cache": True, "ignore_salt": True}, "keeps its prefix cache"),
+    "log-probs have no temperature": ({"raw_logprobs": True}, "processed_logprobs"),
+    "the version is another": ({"old_version": True}, "says that version 0 drew"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", SABOTAGE)
+def test_a_sabotaged_load_is_caught(stack: ExitStack, what: str) -> None:
+    faults, words = SABOTAGE[what]
+    world = World(stack)
+    world.server.ignore_salt = faults.get("ignore_salt", False)
+    world.load(0)
+    world.move()
+    for name, value in faults.items():
+        setattr(world.server, name, value)
+    with pytest.raises(Trouble, match=words):
+        world.load(1)
+
+
+@pytest.mark.long
+def test_of_two_locks_on_the_cache_either_alone_is_enough(stack: ExitStack) -> None:
+    world = World(stack)
+    world.server.keep_cache = True
+    for version in (0, 1):
+        world.load(version)
+        world.move()
+    world.server.keep_cache, world.server.ignore_salt = False, True
+    world.load(2)
+
+
+def test_a_parameter_that_nothing_reaches_is_named(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(stack)
+    every = weights.checkpoint_tensors
+    some = lambda lm: {k: v for k, v in every(lm).items() if k != "model.norm.weight"}  # noqa: E731
+    monkeypatch.setattr("ascent.engines.serving.fleet.checkpoint_tensors", some)
+    with pytest.raises(Trouble, match=r"nothing was loaded into model\.norm\.weight"):
+        world.load(0)
+
+
+@pytest.mark.long
+def test_weights_that_a_server_could_not_load_at_first_are_sent_again(stack: ExitStack) -> None:
+    world = World(stack)
+    world.server.refuse_weights = 2
+    world.load(0)
+    assert gap(world.lm, world.generate()) < 1e-5
+    world.server.refuse_weights = 9
+    with pytest.raises(Trouble, match="no such file"):
+        world.load(1)
+
+
+# ---- a server that fails -----------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [0, 4])
+def test_what_a_dead_server_owed_is_drawn_by_the_others_with_the_same_seeds(stack: ExitStack, after: int) -> None:
+    world = World(stack, servers=2)
+    world.load(0)
+    expected = world.generate(samples=4)
+    world.server.die_after = len(world.server.asked) + after
+    same(world.generate(samples=4), expected)
+    assert world.sampler.fleet.servers[0].down
+    world.server.dead, world.server.die_after = False, -1
+    world.move()
+    world.load(1)
+    before = len(world.server.asked)
+    assert gap(world.lm, world.generate()) < 1e-5
+    assert len(world.server.asked) > before, "it serves again after the next load"
+
+
+@pytest.mark.long
+def test_a_server_that_comes_back_gets_weights_and_a_probe_before_any_ticket(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    expected = world.generate(samples=4)
+    world.server.die_after = len(world.server.asked) + 3
+    revived, known = stack.enter_context(reviving(world.server)), len(world.server.calls)
+    world.sampler.submit([Ticket(0, Prompts.of(prompts_of()), 4, seed=5)])
+    done = list(world.sampler.finished(0, 60.0))
+    assert revived and sorted(int(each.place[0]) for each in done) == [0, 1, 2]
+    for each in done:
+        width = each.rollouts.mask.shape[-1]
+        assert torch.equal(each.rollouts.response, expected.select(each.place).response[..., :width])
+    calls = world.server.calls[known:]
+    assert calls.count("/finish_weight_update") == 1 and calls.count("probe") == 2
+    assert calls.index("/resume") < calls.index("probe")
+    world.server.forget, world.server.die_after = "model.norm.weight", len(world.server.asked)
+    with reviving(world.server), pytest.raises(Trouble, match="does not draw from this policy"):
+        world.generate()
+
+
+@contextmanager
+def reviving(server: StandIn) -> Iterator[list[bool]]:
+    """Inside, a stand-in that dies is started again, and has no weights then."""
+    done: list[bool] = []
+
+    def watch() -> None:
+        while not done:
+            if server.dead:
+                with server.lock:
+                    for p in server.model.parameters():
+                        p.data = torch.zeros_like(p)
+                    server.die_after, server.dead = -1, False
+                done.append(True)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield done
+    finally:
+        done.append(True)
+        thread.join()
+
+
+@pytest.mark.long
+def test_a_server_that_never_comes_back_is_trouble_within_the_deadline(stack: ExitStack) -> None:
+    world = World(stack, deadline=0.4)
+    world.sampler.fleet.deadline = 20.0
+    world.load(0)
+    world.sampler.fleet.deadline = 0.4
+    world.server.die_after = len(world.server.asked) + 2
+    with pytest.raises(Trouble, match=r"the engine is gone.*has not come back within 0\.4 seconds"):
+        world.generate()
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_is_given_up_and_the_others_do_its_work(stack: ExitStack) -> None:
+    world = World(stack, servers=2)
+    world.load(0)
+    expected = world.generate(samples=4)
+    world.sampler.fleet.servers[0].client.deadline = 1.0
+    world.server.hang_after = len(world.server.asked) + 1
+    same(world.generate(samples=4), expected)
+
+
+@pytest.mark.long
+def test_late_answers_are_waited_for(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    expected = world.generate()
+    world.server.late = 0.2
+    same(world.generate(), expected)
+
+
+@pytest.mark.long
+def test_after_the_loops_deadline_the_missing_groups_stay_missing(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    world.server.hang_after = len(world.server.asked)
+    world.sampler.look = 60.0
+    world.sampler.submit([Ticket(0, Prompts.of(prompts_of()), 2, seed=5)])
+    assert list(world.sampler.finished(0, 0.1)) == []
+
+
+@pytest.mark.long
+def test_an_answer_that_is_not_vllms_is_trouble(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    real = world.server.respond
+    for odd in ({}, {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None, "weight_versions": None}]}):
+        world.server.respond = lambda _, odd=odd: odd  # type: ignore[method-assign, misc]
+        with pytest.raises(Trouble, match=r"vLLM 0\.32"):
+            world.generate(1)
+    world.server.respond = real  # type: ignore[method-assign]
+    world.server.answer = lambda *_: (404, {"detail": "Not Found"})  # type: ignore[method-assign]
+    with pytest.raises(Trouble, match="--enable-scale-out"):
+        world.generate(1)
+
+
+# ---- a server that Ascent starts ---------------------------------------------------------------------
+
+
+def fake_environment(folder: Path) -> Path:
+    """A virtual environment whose interpreter runs the stand-in wherever vLLM is meant."""
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    stand_in = Path(__file__).parent / "stand_in.py"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\nshift 2\n'
+        f'exec {sys.executable} {stand_in} "$@"\n'
+    )
+    python.chmod(0o755)
+    return folder / "venv"
+
+
+def group_of(pid: int) -> list[int]:
+    """The processes of a group that are there, zombies aside."""
+    there = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == pid and fields[0] != "Z":
+            there.append(int(stat.parent.name))
+    return there
+
+
+@pytest.mark.slow
+def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_path: Path) -> None:
+    lm = model_of(**SMALL)
+    policy = CausalLM("tiny", engine="vllm", engine_python=str(fake_environment(tmp_path)), engine_deadline=120.0)
+    sampler = ServedSampler(policy, lm, 5, 32, 0.7, torch.Generator())
+    sampler.folder = tmp_path / "engine"
+    try:
+        sampler.load({}, 0)
+        (server,) = sampler.fleet.servers
+        assert server.process is not None and server.process._running is not None
+        first = server.process._running.pid
+        expected = sampler.generate(Prompts.of(prompts_of()), 4, seed=5)
+        sampler.submit([Ticket(0, Prompts.of(prompts_of()), 4, seed=5)])
+        os.killpg(first, signal.SIGKILL)
+        done = {int(each.place[0]): each.rollouts for each in sampler.finished(0, 300.0)}
+        assert sorted(done) == [0, 1, 2]
+        for place, rollouts in done.items():
+            width = rollouts.mask.shape[-1]
+            assert torch.equal(rollouts.response, expected.response[place : place + 1, :, :width] * rollouts.mask)
+        second = server.process._running.pid
+        assert second != first and group_of(second)
+        assert (tmp_path / "engine" / "vllm.log").read_text().count("the stand-in listens") == 2
+    finally:
+        sampler.close()
+    assert not group_of(first) and not group_of(second)
+
+
+def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 3\n")
+    python.chmod(0o755)
+    process = Process(str(python), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process.start()
+    with pytest.raises(Trouble, match=r"(?s)ended with 3\..*no module named vllm"):
+        process.wait(lambda: False)
+
+
+def test_what_a_server_is_started_with(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("")
+    python.chmod(0o755)
+    process = Process(str(tmp_path), Serving({}, "bfloat16", 512, 64, False), "--tensor-parallel-size 2", tmp_path)
+    arguments = process._arguments(tmp_path)
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert arguments[-2:] == ["--tensor-parallel-size", "2"] and "--enforce-eager" not in arguments
+    assert "processed_logprobs" in arguments and "ascent_worker.Worker" in arguments
+    with pytest.raises(Refused, match="make engines"):
+        find_python(str(tmp_path / "nothing"))
+
+
+def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
+    from ascent.engines.serving.process import INSIDE
+
+    assert [path.name for path in INSIDE.glob("*.py")] == ["ascent_worker.py"]
+    assert "import ascent" not in (source := (INSIDE / "ascent_worker.py").read_text()) and "from ascent" not in source
+
+
+# ---- settings, and a whole run -----------------------------------------------------------------------
+
+WRONG: dict[str, dict[str, Any]] = {
+    "say where it is": {"engine": "vllm"},
+    "either by --engine.url": {"engine": "vllm", "engine.url": "http://localhost:1", "engine.python": "x"},
+    "are for --engine vllm": {"engine.url": "http://localhost:1"},
+    "must not be reachable": {"engine": "vllm", "engine.url": "http://10.0.0.7:8000"},
+    "seconds above 0": {"engine": "vllm", "engine.python": "x", "engine.deadline": 0.0},
+    "for a server that Ascent starts": {"engine": "vllm", "engine.url": "http://[::1]:1", "engine.args": "--x"},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_engines_that_cannot_be_are_refused(words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        configure("countdown", {"model": "tiny"} | WRONG[words])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"top_p": 0.9}, "which probability they kept"),
+        ({"top_k": 3}, "which probability they kept"),
+        ({"min_tokens": 2}, "which probability they kept"),
+        ({"tools": "calculator"}, "only the local engine plays turns"),
+    ],
+)
+def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[str, Any], words: str) -> None:
+    from ascent.engines.backends import backend_of
+
+    config = configure("countdown", {"model": "tiny", "engine": "vllm", "engine.url": "http://localhost:1"} | more)
+    with pytest.raises(Refused, match=words):
+        backend_of(config).check(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"algorithm": "ppo", "policy.lora": 4}], ids=["grpo", "ppo with adapters"])
+def test_a_run_is_trained_through_an_engine_and_resumed_to_the_same_numbers(
+    stack: ExitStack, tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "PROMPT", 24), monkeypatch.setattr(probe, "TOKENS", 8)
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=128)
+    rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import transformers
+
+    quiet = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    server = stack.enter_context(serving(quiet))
+    how = {
+        "steps": 2,
+        "prompts": 2,
+        "samples": 2,
+        "max_tokens": 4,
+        "eval_prompts": 2,
+        "checkpoint_every": 1,
+        "lr": 1e-3,
+    }
+    engine = {"engine": "vllm", "engine.url": server.url, "max_prompt": 64, "threads": 1, "policy.device": "cpu"}
+    settings = {"model": str(model), **how, **engine, **more}
+    run = ascent.train(f"jsonl:{tmp_path}/rows.jsonl", out=tmp_path / "run", show=False, **settings)
+    assert run.status == "finished" and run.config.policy.engine == "vllm" and run.config.old_logp == "learner"
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in run.metrics)
+    assert server.calls.count("/update_weights") == 3
+    before = [line["reward"] for line in run.metrics]
+    again = ascent.resume(run.folder, from_step=1)
+    assert [line["reward"] for line in again.metrics] == before
