@@ -233,11 +233,16 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     fork_workers(len(specs))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test in a real browser on a busy machine gets a second chance, and the last lines name those that took it."""
     for item in items:
         if item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        from tests.forked_workers import in_shares
+
+        items[:] = in_shares(items, workers)
 
 
 def pytest_collection_finish() -> None:

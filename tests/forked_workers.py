@@ -133,3 +133,36 @@ def fork_workers(count: int) -> None:
     gateway_io.create_io = create_io
     for _ in range(count):
         WAITING.append(ForkedWorker())
+
+
+LONGEST = {
+    **{"benchmarks": 75, "lab_browser": 60, "viewer_completions_browser": 50, "viewer_browser": 35, "resume": 35},
+    **{"watch": 35, "language_engines": 33, "viewer_compare_browser": 32, "oracle": 30, "pages": 26, "cli": 24},
+    **{"architectures": 24, "language_cli": 24, "start": 18, "actor_critic": 18, "rewards": 18, "language_rows": 16},
+    **{"objects": 16, "demo": 16, "smollm2": 16, "notebooks": 15, "lessons": 14, "stops": 14, "docs": 12},
+}
+"""The modules of tests that take longest, and roughly how many seconds of a core. It matters for nothing but time."""
+
+
+def in_shares(items: list[Any], workers: int) -> list[Any]:
+    """The tests in an order that pytest-xdist cuts into equal shares: each share begins with modules that take long.
+
+    So their fixtures are made by one worker, and what is left in the end, to be taken from others, is short. Every
+    worker has to find the same order.
+    """
+    modules: dict[str, list[Any]] = {}
+    for item in items:
+        modules.setdefault(item.path.stem.removeprefix("test_"), []).append(item)
+    shares: list[list[Any]] = [[] for _ in range(workers)]
+    seconds = [0] * workers
+    for name in sorted(modules.keys() & LONGEST, key=lambda name: (-LONGEST[name], name)):
+        least = min(range(workers), key=seconds.__getitem__)
+        if len(shares[least]) + len(modules[name]) <= len(items) // workers:
+            shares[least] += modules.pop(name)
+            seconds[least] += LONGEST[name]
+    short = [item for of_module in modules.values() for item in of_module]
+    for i, share in enumerate(shares):
+        missing = (len(items) - sum(map(len, shares[:i]))) // (workers - i) - len(share)
+        share += short[:missing]
+        short = short[missing:]
+    return [item for share in shares for item in share]

@@ -246,12 +246,10 @@ def test_pages_are_measured_in_a_browser(
     monkeypatch: pytest.MonkeyPatch,
     warm_python: Any,
 ) -> None:
-    """The second starts its lab as a user does, in a new Python."""
     from tests.browser import chromium
 
     chromium()
-    if name == "lab_overlay":
-        monkeypatch.setattr("benchmarks.labs.sys", warm_python)
+    monkeypatch.setattr("benchmarks.labs.sys", warm_python)
     closing, _ = run(name, capsys, *flags)
     assert closing["value"] > 0
 

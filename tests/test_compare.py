@@ -252,6 +252,7 @@ def test_interrupted_on_all_cores_and_gone_on(
     assert not (tmp_path / "c" / "compare.json").exists()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr("ascent.records.plot.save_figure", lambda _, path: path)
     assert main([*command, "--jobs", "1"]) == 0 and "grpo" in capsys.readouterr().out
     statuses = {path.name: Run(path).status for path in (tmp_path / "c").iterdir() if path.is_dir()}
     assert set(statuses.values()) == {"finished"} and len(statuses) == 2
