@@ -65,6 +65,14 @@ def test_what_an_environment_says_is_never_obeyed_by_the_terminal() -> None:
     assert "\x1b" not in responses([row])
 
 
+def test_a_turn_without_words_says_so() -> None:
+    row = row_of(
+        response=[0], pieces=[""], turn=[0], mask=[True], advantage=[0.5], turn_reward=[0.0], reason="turn 1: x"
+    )
+    shown = responses([row])
+    assert "response 0: reward 1.25, 1 turn\n  policy       (no words)  · turn 1, reward 0, δ +0.500" in shown
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -152,7 +152,8 @@ def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
         failed = row.get("status", "ok" if row["valid"] else "failed") == "failed"
         mark = "failed" if failed else "right" if row.get("correct") else ""
         if speeches := conversation(row):
-            turns = f"{max(speech.turn for speech in speeches)} turns"
+            count = max(speech.turn for speech in speeches)
+            turns = f"{count} turn" if count == 1 else f"{count} turns"
             head = [f"response {row['sample']}: reward {row['reward']:g}", turns, *([mark] if mark else [])]
             lines += ["", ", ".join(head), *conversation_lines(speeches, ending(row, speeches), colour)]
             continue

@@ -150,6 +150,7 @@ def speech_lines(who: str, text: str, colour: bool) -> list[str]:
     """What somebody says, as text whatever is in it; the speaker's name stands before the first line."""
     room = max(20, min(width(), 120) - 15)
     lines = [part for line in printable(text).strip().split("\n") for part in textwrap.wrap(line, room) or [""]]
+    lines = lines if any(lines) else ["(no words)"]
     names = [f"  {who:<11}  ", *[" " * 15] * (len(lines) - 1)]
     return [
         painted((name + line).rstrip(), _COLOURS.get(who, ""), colour) for name, line in zip(names, lines, strict=True)
