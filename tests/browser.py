@@ -69,9 +69,9 @@ def lab(runs: Path) -> Iterator[Lab]:
     found.kill()
 
 
-def until(what: Callable[[], Any]) -> None:
+def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait for something. (The page's own rules forbid the browser's waiting, which evaluates strings.)"""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.05)
