@@ -190,7 +190,7 @@ def test_a_person_answers_a_language_model_with_an_environment_with_tools_or_wit
     _, shown, _ = play(*task(place, *how, "--environment", world), typed="\n/end\n")
     assert "hint 5" not in shown and "Total reward 0: 1 turn (0)." in shown
     _, shown, _ = play(*task(place, *how, "--tools", "calculator"), typed="")
-    assert "The episode is over: a turn without a call." in shown
+    assert "The episode is over: a turn without a call." in shown and "Type what each call returns" in shown
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,8 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
     with closing(bound):
         bound.player.pool = LocalEpisodes(_stand_in(task, bound, words, terminal))
         try:
-            prompts = _first_words(bound, words and not task.tools, seed, terminal)
+            tools = words and bool(task.tools)
+            prompts = _first_words(bound, words and not tools, tools, seed, terminal)
             rollouts = loaded.sampler(prompts, seed).generate(prompts, 1)
         except Left:
             return terminal.note("The input is over: the episode was left.")
@@ -377,8 +378,8 @@ def _stand_in(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callabl
     return lambda: AskedTools([tool(name) for name in names], settings["schemas"], settings["form"])
 
 
-def _first_words(bound: Any, opens: bool, seed: int, terminal: Terminal) -> Prompts:
-    """One held-out prompt, with what the environment says before the first turn."""
+def _first_words(bound: Any, opens: bool, tools: bool, seed: int, terminal: Terminal) -> Prompts:
+    """One held-out prompt, with what the environment says before the first turn if it `opens` the episode."""
     if opens:
         bound.task.opening = None
     prompts = bound.held_out(CHOSEN_FROM)
@@ -388,7 +389,8 @@ def _first_words(bound: Any, opens: bool, seed: int, terminal: Terminal) -> Prom
     terminal.say("prompt", question.words)
     if problem.answer is not None:
         terminal.note(f"The right answer: {problem.answer}")
-    terminal.note("Type what the policy reads next. /reward X pays for its turn; /end [X] ends the episode.")
+    hint = "Type what the policy reads next. /reward X pays for its turn; /end [X] ends the episode."
+    terminal.note("Type what each call returns. A turn without a call ends the episode." if tools else hint)
     if opens:
         terminal.note("Before its first turn (empty: nothing):")
         first = terminal.ask(YOU)
