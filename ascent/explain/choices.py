@@ -216,8 +216,9 @@ ABOUTS: dict[type, About] = {
         label="others, turn by turn",
         gradient="exact",
         others="Code for multi-turn GRPO often takes, at each turn, the mean (and std) over only those responses that "
-        "reached it. Whether a response gets there depends on its own actions, so that baseline is biased: by 55 to "
-        "66 % of the gradient on a world of three turns that can be enumerated.",
+        "reached it. Whether a response gets there depends on its own actions, so that baseline is biased: by 10 to "
+        "24 % of the gradient on small worlds that can be enumerated (lesson 15), beside the share that any mean "
+        "takes off which includes the response itself.",
     ),
     advantages.BatchNormalized: About(
         formula=r"\frac{R_t - \text{mean}}{\text{std} + {eps:g}}, " + DDOF + "1",
