@@ -22,6 +22,7 @@ from ascent.core.types import Batch, Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.records import checkpoint
+from ascent.records.ahead import put_together
 from ascent.records.display import Display, numbers
 from ascent.records.folder import RunFolder, refuse_taken, vacated, write_json
 from ascent.records.notebook import Completions, for_stream
@@ -210,6 +211,7 @@ def reopen(
         if chosen is not None:
             with naming(chosen):
                 parts.streams.restore(groups.pop("rng"))
+                parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []))
                 parts.learner.restore(groups)
             if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
                 parts.notes += (DREW_ANEW,)

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
 from ascent.core.config import Config
+from ascent.core.correction import Truncated
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.preferences import SHOWN
 from ascent.core.types import Refused
@@ -234,7 +235,14 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
                 raise Refused(f"{flag}: there is no such setting for {name_of(cls)}.{nearest(flag, flags)}")
     given = {key for layer in layers for key in layer}  # what a preset sets, a row may replace
     resolved.plain |= {name: value for name, value in resolved.needs.items() if name not in given}
+    if resolved.plain.get("ahead") and cls.kind == "text" and not given & {"correction", "old_logp"}:
+        chosen["correction"] = _weighed(chosen["correction"])
     return resolved
+
+
+def _weighed(correction: Any) -> Any:
+    """The correction of a run that samples ahead, where nobody chose one: older policies drew some of its tokens."""
+    return correction if correction.on else Truncated()
 
 
 def in_words(layer: Settings) -> dict[str, Any]:

@@ -519,7 +519,7 @@ class Memory:
     def step(self, step: int, metrics: dict[str, float], *rest: Any) -> None:
         self.metrics.append({k: v for k, v in metrics.items() if not k.startswith("time/")})
 
-    def checkpoint(self, step: int, learner: Any, streams: Streams, state: dict[str, float]) -> None:
+    def checkpoint(self, step: int, learner: Any, streams: Streams, state: dict[str, float], ahead: Any) -> None:
         tensors = {group: {k: v.clone() for k, v in named.items()} for group, named in learner.state().items()}
         self.saved[step] = (tensors, {k: v.clone() for k, v in streams.state().items()}, dict(state))
 

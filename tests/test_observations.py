@@ -232,6 +232,7 @@ def test_the_lag_between_versions_is_no_mismatch() -> None:
     close(measured["sampling/sampling_logp_difference/max"], 0.01)
     close(measured["sampling/lag"], (before + 2 * long_ago) / (now + before + long_ago))
     close(measured["sampling/lag/logp_difference"], 0.5)
+    close(torch.stack([measured[f"sampling/lag/logp_difference/{age}"] for age in (1, 2)]), [0.5, 0.5])
     fresh = mismatch(batch.logp_sampler, batch.add(version=torch.full((2, 3, 1), 5)), 5)
     assert not any("lag" in name for name in fresh), "reported only where versions differ"
     unknown = mismatch(batch.logp_sampler, batch.add(version=torch.full((2, 3, 1), -1)), 5)

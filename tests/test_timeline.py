@@ -62,6 +62,6 @@ def test_every_decoder_notes_the_rollouts_of_a_step_and_not_those_of_an_evaluati
     assert sampler.timeline.lanes == 5 and {lanes for _, _, lanes in spans} == {5}
     rows = [rows for _, rows, _ in spans if rows]
     assert rows[0] == 5 == max(rows) and rows[-1] < 5, "they end at different times"
-    assert sampler.timeline.tail > 0 and done.rollouts.mask.shape[:2] == (3, 4)
+    assert sampler.timeline.seconds > 0 and done.rollouts.mask.shape[:2] == (3, 4)
     sampler.generate(prompts, 1)
     assert sampler.timeline.spans == spans

@@ -27,6 +27,8 @@ class Config:
     """Prompts per step."""
     samples: int = 8
     """Responses per prompt: G, the size of a group."""
+    ahead: int = 0
+    """Steps by which sampling may run ahead of training: a token may then be drawn by a policy so many updates old."""
     epochs: int = 1
     """Passes over a rollout batch before new rollouts."""
     minibatches: int = 1
@@ -102,6 +104,8 @@ class Config:
                 f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "
                 "the two, which is then 0 by definition. Set --old-logp learner"
             )
+        if self.ahead:
+            self._check_ahead()
         if not (self.record_rollouts in ("all", "none") or self.record_rollouts.isdigit()):
             raise Refused(f"--record-rollouts {self.record_rollouts}: a number of groups, `all` or `none`")
         self.task.check_prompts(self.prompts)
@@ -111,6 +115,21 @@ class Config:
                 f"--shaping.margin {shaping.margin} with a limit of {limit} tokens: every response would be punished. "
                 f"Set it below {limit}, or --shaping no-shaping"
             )
+
+    def _check_ahead(self) -> None:
+        """Refuse to sample ahead where nothing would weigh that older policies drew the tokens."""
+        algorithm, set_it = self.algorithm, "Set --correction truncated (with --old-logp learner)"
+        if self.data != "samples":
+            raise Refused(f"--ahead {self.ahead}: this run learns from {self.data}, and samples nothing. Leave it out")
+        if algorithm.correction.on:
+            return
+        if algorithm.loss.high is None:
+            why = "nothing bounds or weighs how far older policies are from the one that is trained"
+            raise Refused(f"--ahead {self.ahead} with --loss {name_of(algorithm.loss)}: {why}. {set_it}")
+        if self.old_logp == "learner":
+            why = "its ratio begins at 1 whoever drew the tokens"
+            raise Refused(f"--ahead {self.ahead} with --old-logp learner and no correction: {why}. {set_it}")
+        object.__setattr__(self, "old_logp", "sampler")
 
     @property
     def data(self) -> str:
@@ -127,4 +146,4 @@ class Config:
 
 _COUNTS = ("steps", "prompts", "samples", "epochs", "minibatches")
 _ONE_OR_MORE = (*_COUNTS, "eval_every", "eval_prompts", "checkpoint_every", "keep", "record_every")
-_NOT_NEGATIVE = ("micro_batch", "seed", "max_reward_errors", "threads")
+_NOT_NEGATIVE = ("ahead", "micro_batch", "seed", "max_reward_errors", "threads")

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.core.metric_names import MISMATCH
+from ascent.core.metric_names import LAG, MISMATCH
 from ascent.core.types import Batch, PerToken, Refused
 
 Factor = Float[Tensor, "prompt sample #token"]
@@ -42,7 +42,7 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
     The mean and largest |logp − logp_sampler| of the tokens that this version drew (None: of all), the effective
     sample size (Σw)²/Σw² as a share of all tokens, and KL(sampler ‖ trainer) as the mean of k3 over them. Where
     other versions drew tokens too, `lag` is how many steps ago the tokens were drawn on average, and
-    `lag/logp_difference` the mean |logp − logp_sampler| of those that other versions drew.
+    `lag/logp_difference` the mean |logp − logp_sampler| of those that other versions drew, and of each age apart.
     """
     counted = batch.counted
     behind = torch.where(batch.version >= 0, (0 if version is None else version) - batch.version, 0)
@@ -58,8 +58,10 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
         "sampling/kl": (torch.expm1(gap) - gap).sum() / tokens,
     }
     if stale:
-        measured["sampling/lag"] = torch.where(counted, behind, 0).sum().to(gap.dtype) / tokens
-        measured["sampling/lag/logp_difference"] = torch.where(older, gap.abs(), 0.0).sum() / stale
+        measured[LAG] = torch.where(counted, behind, 0).sum().to(gap.dtype) / tokens
+        measured[f"{LAG}/logp_difference"] = torch.where(older, gap.abs(), 0.0).sum() / stale
+        for age in behind.expand(older.shape)[older].unique().tolist():
+            measured[f"{LAG}/logp_difference/{age}"] = gap[older & (behind == age)].abs().mean()
     return measured
 
 

@@ -23,6 +23,7 @@ from ascent.core.protocols import Learner, Records, Sampler, Stepped, Task, Tick
 from ascent.core.types import (
     Batch,
     Metrics,
+    Prompts,
     Refused,
     Rollouts,
     State,
@@ -111,7 +112,7 @@ def train(
         config = (yield step) or config
         stopping = records.stopping()
         if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            records.checkpoint(step + 1, learner, streams, state)
+            records.checkpoint(step + 1, learner, streams, state, sampler.pending)
         if stopping:
             return
 
@@ -133,13 +134,20 @@ def collect(
     sampled: list[Batch] = []
     kept: list[Batch] = []
     missing, errors = config.prompts, []
-    first = prompts = task.step_prompts(step, missing, config.seed, rng)
+    greedy = "reward_greedy" in algorithm.needs
+    begun = {one.ticket.step for one in sampler.pending}
+    for later in range(step, min(step + config.ahead, config.steps - 1) + 1):
+        if later not in begun:
+            sampler.submit(tickets(later, task.step_prompts(later, missing, config.seed, rng), config.samples, greedy))
+    asked = [one.ticket for one in sampler.pending if one.ticket.step == step]
+    epoch = asked[0].prompts.epoch
     for again in range(algorithm.groups.rounds):
-        seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
         if again:
+            seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
             prompts = task.draw(missing, Generator().manual_seed(int(seeds[0])))
-        ticket = Ticket(step, prompts, config.samples, seed=int(seeds[1]) if again else None)
-        batch, reasons = answered(ticket, task, sampler, clock, "reward_greedy" in algorithm.needs)
+            asked = tickets(step, prompts, config.samples, greedy, int(seeds[1]))
+            sampler.submit(asked)
+        batch, reasons = answered(asked, task, sampler, clock)
         errors += reasons
         sampled.append(batch)
         keep = algorithm.groups(batch).nonzero().flatten()[:missing]
@@ -150,7 +158,7 @@ def collect(
     everything = join(sampled)
     metrics = describe(everything)
     metrics["reward_errors"] = len(errors)
-    metrics |= {} if first.epoch is None else {"epoch": first.epoch}
+    metrics |= {} if epoch is None else {"epoch": epoch}
     failed = max(len(errors), int((~everything.valid).sum()))
     if failed > config.max_reward_errors * metrics["num_responses"]:
         raise Trouble(
@@ -163,16 +171,20 @@ def collect(
     return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
 
 
-def answered(ticket: Ticket, task: Task, sampler: Sampler, clock: Clock, greedy: bool) -> tuple[Batch, list[str]]:
-    """The groups of a ticket with their rewards: scored as they arrive, and then put in the ticket's order.
+def tickets(step: int, prompts: Prompts, samples: int, greedy: bool, seed: int | None = None) -> list[Ticket]:
+    """What a step asks of its sampler: responses to these prompts and, with `greedy`, one greedy response to each."""
+    asked = Ticket(step, prompts, samples, seed=seed)
+    return [asked, replace(asked, samples=1, greedy=True)] if greedy else [asked]
 
-    With `greedy`, one greedy response per prompt is scored too. Without its baseline a group has no credit: it is
-    left out as if its own rewards had failed.
+
+def answered(asked: list[Ticket], task: Task, sampler: Sampler, clock: Clock) -> tuple[Batch, list[str]]:
+    """The groups of the first ticket with their rewards: scored as they arrive, and then put in the ticket's order.
+
+    The second, if there is one, asks for the greedy response to each prompt. Without that baseline a group has no
+    credit: it is left out as if its own rewards had failed.
     """
-    baseline = replace(ticket, samples=1, greedy=True)
-    tickets = [ticket, baseline] if greedy else [ticket]
-    scores: dict[Ticket, list[tuple[Tensor, Batch, list[str]]]] = {each: [] for each in tickets}
-    sampler.submit(tickets)
+    ticket, *baseline = asked
+    scores: dict[Ticket, list[tuple[Tensor, Batch, list[str]]]] = {each: [] for each in asked}
     arrivals = sampler.finished(ticket.step, DEADLINE)
     while True:
         with clock("generate"):
@@ -182,8 +194,8 @@ def answered(ticket: Ticket, task: Task, sampler: Sampler, clock: Clock, greedy:
         with clock("reward"):
             scores[done.ticket].append((done.place, *scored(task, done.rollouts)))
     batch, errors = _in_order(ticket, scores[ticket])
-    if greedy:
-        one, reasons = _in_order(baseline, scores[baseline])
+    if baseline:
+        one, reasons = _in_order(baseline[0], scores[baseline[0]])
         batch = batch.add(reward_greedy=one.reward.sum(-1, keepdim=True), valid=batch.valid & one.valid)
         errors += [f"the greedy response, the baseline of its group: {reason}" for reason in reasons]
     return batch, errors

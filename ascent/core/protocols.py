@@ -4,11 +4,11 @@ Derive from them: what a protocol can do by itself, it does.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ascent.core.types import Batch, Metrics, Outputs, Prompts, Rollouts, Scores, Space, State, Streams, Terms
@@ -105,6 +105,19 @@ class Ticket:
     """Of all responses to this ticket; None: the sampler's own stream continues."""
 
 
+@dataclass(frozen=True, eq=False)
+class Open:
+    """A ticket that is not trained on yet, and what was drawn for it so far."""
+
+    ticket: Ticket
+    drawn: Rollouts | None = None
+    """Its responses, each as far as it has come; None: not begun."""
+    going: Bool[Tensor, "prompt sample"] | None = None
+    """Which of them go on; None: none does."""
+    seeds: Int[Tensor, "prompt sample"] | None = None
+    """That of each response, where the sampler has one for each."""
+
+
 @dataclass(frozen=True)
 class Finished:
     """Groups of a ticket that are done."""
@@ -130,10 +143,12 @@ class Sampler(Protocol):
     """Responses that it draws at once."""
     note: str | None = None
     """What its user should know of how it works here."""
-    _tickets: list[Ticket]
+    pending: tuple[Open, ...] = ()
+    """Tickets that were submitted and not yet handed over, in the order of their steps."""
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        """Use these parameters from now on; rollouts carry `version`."""
+        """Use these parameters from now on; tokens carry `version`. A response that is under way goes on with them,
+        and so with keys and values that are computed anew."""
 
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
@@ -142,15 +157,22 @@ class Sampler(Protocol):
         raise NotImplementedError
 
     def submit(self, tickets: list[Ticket]) -> None:
-        """Begin with these tickets."""
-        self._tickets = tickets
+        """Take these tickets. Any of them may be begun at once, also one of a later step."""
+        self.pending += tuple(map(Open, tickets))
 
     def finished(self, step: int, deadline: float) -> Iterator[Finished]:
-        """The groups of this step as they finish, in any order; it ends when all have, or after `deadline` seconds."""
-        for ticket in self._tickets:
-            rollouts = self.generate(ticket.prompts, ticket.samples, ticket.greedy, seed=ticket.seed)
-            yield Finished(ticket, torch.arange(len(ticket.prompts)), rollouts)
-        self._tickets = []
+        """The groups of this step as they finish, in any order; it ends when all have, or after `deadline` seconds.
+
+        Here every ticket is drawn whole. Those of later steps, if there are any, come behind, in their order.
+        """
+        later = tuple(one for one in self.pending if one.ticket.step != step)
+        for one in [one for one in self.pending if one.ticket.step == step]:
+            yield Finished(one.ticket, torch.arange(len(one.ticket.prompts)), self._whole(one))
+        self.pending = tuple(replace(one, drawn=self._whole(one)) for one in later)
+
+    def _whole(self, one: Open) -> Rollouts:
+        ticket = one.ticket
+        return one.drawn or self.generate(ticket.prompts, ticket.samples, ticket.greedy, seed=ticket.seed)
 
     def close(self) -> None:
         """End what it started."""
@@ -216,8 +238,8 @@ class Records(Protocol):
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None: ...
 
-    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State) -> None:
-        """Save all that a resume needs to continue with `step`."""
+    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State, ahead: tuple[Open, ...]) -> None:
+        """Save all that a resume needs to continue with `step`: `ahead` is what was drawn for later steps."""
 
     def dump(self, step: int, batch: Batch) -> str:
         """Keep the batch that made trouble; say where."""

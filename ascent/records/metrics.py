@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ascent.core.metric_names import MISMATCH
+from ascent.core.metric_names import LAG, MISMATCH
 
 GREEDY = "greedy answers"
 """What an evaluation is called where nobody knows whether its prompts were held out."""
@@ -126,6 +126,12 @@ CHARTS = (
         ("value/logp_shift", "shift", "moves the policy"),
     ),
     _chart("mismatch", "Sampler mismatch", "mean |logp − logp_sampler|", NOT_NEGATIVE, (MISMATCH, "mismatch")),
+    _chart("age", "Age of the tokens", "mean, in updates", NOT_NEGATIVE, (LAG, "age")),
+    _chart(
+        *("drift", "Drift since tokens were drawn", "mean |logp − logp_sampler|, by age", NOT_NEGATIVE),
+        (f"{LAG}/logp_difference", "older tokens", "drift"),
+        *((f"{LAG}/logp_difference/{age}", f"age {age}", f"drift {age}") for age in range(1, 9)),
+    ),
     _chart(
         *("speed", "Speed", "tokens per second", NOT_NEGATIVE),
         ("time/tokens_per_second", "sampled tokens", "tokens/s"),

@@ -68,6 +68,8 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[R
     columns = {name: getattr(batch, name) for name in ("valid", "correct", "truncated", *PER_TOKEN)}
     if bool((batch.present & ~batch.mask).any()):  # which tokens are actions, where observations are among them
         columns["mask"] = batch.mask
+    if bool((batch.mask & (batch.version >= 0) & (batch.version < step)).any()):  # older policies drew some tokens
+        columns["version"] = batch.version
     lists = {name: tensor[:groups].tolist() for name, tensor in columns.items() if tensor is not None}
     prompts, responses, rewards = (t[:groups].tolist() for t in (batch.prompt, batch.response, batch.reward))
     measures = [] if batch.measures is None else batch.measures[:groups].tolist()
@@ -95,7 +97,7 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[R
                 name: value if (value := measures[p][s][i]) == value else None for i, name in enumerate(batch.measured)
             }
             row |= {} if batch.notes is None else {"reason": note}
-            row |= {name: _at(present, lists[name][p][s]) for name in (*PER_TOKEN, "mask") if name in lists}
+            row |= {name: _at(present, lists[name][p][s]) for name in (*PER_TOKEN, "mask", "version") if name in lists}
             row |= {name: _by_turn(lists["turn"][p][s], values[p][s], masks[p][s]) for name, values in paid.items()}
             rows.append(row)
     return rows

@@ -18,12 +18,13 @@ from torch import Tensor, contiguous_format
 
 from ascent.core.config import Config
 from ascent.core.menu import name_of
-from ascent.core.protocols import Learner, Stepped, Task
+from ascent.core.protocols import Learner, Open, Stepped, Task
 from ascent.core.types import Batch, Metrics, Refused, State, Streams
 from ascent.engines.backends import backend_of
 from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
+from ascent.records.ahead import take_apart
 from ascent.records.code import check_code, code_hashes
 from ascent.records.conversation import environment_failed
 from ascent.records.display import Display
@@ -418,13 +419,15 @@ class Writer:
     def _line(self, name: str, values: dict[str, Any]) -> None:
         self.files[name].write(json.dumps(finite_line(values)) + "\n")
 
-    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State) -> None:
+    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State, ahead: tuple[Open, ...]) -> None:
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
         sizes = {name: file.tell() for name, file in self.files.items()}
         groups = {**learner.state(), "rng": streams.state()}
         saved = {"step": step, "state": state, "records": sizes}
+        if ahead:
+            groups["ahead"], saved["ahead"] = take_apart(ahead)
         best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
         checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep, best)
         self.folder.run["best"] = best

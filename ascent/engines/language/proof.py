@@ -16,8 +16,8 @@ from ascent.core.types import Refused, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.states import hidden_states, targets
+from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import LanguageModel
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -95,35 +95,24 @@ def _insist(compare: Callable[[], float], tolerance: float, fault: str) -> None:
         raise Refused(f"{fault} (they are {apart:.2g} apart)")
 
 
-class Forced:
-    """In place of `Drawn`: the probe's tokens are drawn, whatever their probability, and the logits are kept."""
-
-    turns = None
-    asked = False
+class Forced(Drawn):
+    """The probe's tokens are drawn, whatever their probability, and the logits are kept."""
 
     def __init__(self, batch: Rollouts, head: Head):
-        self.head, self.limit = head, batch.mask.shape[2]
         rows = zip(batch.response.flatten(0, 1), batch.mask.flatten(0, 1), strict=True)
         self.tokens = [row[mask].tolist() for row, mask in rows]
+        lengths = torch.tensor([len(row) for row in self.tokens])
+        super().__init__(len(lengths), batch.mask.shape[2], frozenset(), head, None, 1.0, Support(), limits=lengths)
         self.logits: dict[tuple[int, int], Tensor] = {}
         """By response and token."""
-        self.length = [0] * len(self.tokens)
-        self.timeline = Timeline()
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         token = []
-        for response, logits in zip(row, self.head.logits(hidden), strict=True):
-            t = self.length[response]
+        for response, t, logits in zip(row, self.length[row].tolist(), self.head.logits(hidden), strict=True):
             self.logits[response, t] = logits
             token.append(self.tokens[response][t])
-            self.length[response] += 1
+        self.length[row] += 1
         return torch.tensor(token, device=hidden.device)
-
-    def ask(self, responses: list[int]) -> list[int]:
-        return [response for response in responses if self.length[response] == len(self.tokens[response])]
-
-    def answers(self, wait: bool) -> list[tuple[int, list[int]]]:
-        return []
 
 
 # ---- what a model says of itself ---------------------------------------------------------------------

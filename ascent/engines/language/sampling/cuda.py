@@ -96,7 +96,9 @@ class GraphDecoder:
         self.board.temperature.fill_(drawn.temperature)
         self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
         drawn.timeline.lanes = rows
-        schedule = Schedule(keys, samples, rows, drawn.limit, Pages(pages, PAGE), TOGETHER)
+        schedule = Schedule(
+            keys, samples, rows, drawn.limit, Pages(pages, PAGE), TOGETHER, begun=drawn.begun, over=drawn.before
+        )
         return Run(self, prompts, schedule, drawn)
 
     def _pages(self, wanted: int, least: int) -> int:
@@ -222,7 +224,11 @@ class Run:
         self.flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
         self.kept: dict[int, list[Tensor]] = {}
-        """Tokens, log-probs and masses of responses that were evicted or are parked."""
+        """Tokens, log-probs and masses of responses that were evicted or are parked, or that an earlier call began."""
+        for response, length in drawn.begun.items():
+            mass = torch.ones(length) if drawn.mass is None else drawn.mass[response, :length]
+            parts = (drawn.token[response, :length], drawn.logp[response, :length], mass)
+            self.kept[response] = [part.to(buffer) for part, buffer in zip(parts, self.buffers, strict=True)]
         self.held: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
         self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
@@ -230,7 +236,7 @@ class Run:
 
     def __call__(self) -> None:
         with ours(self.decoder.lm.model):
-            while True:
+            while self.drawn.missing:
                 self._hear(wait=False)
                 self._admit()
                 launched = self._launch()
@@ -239,8 +245,7 @@ class Run:
                     flight()
                 elif launched is None and self.drawn.asked:
                     self._hear(wait=True)
-                elif launched is None and not (self.schedule.waiting or self.schedule.ready):
-                    break
+            self._land()
         self.drawn.timeline.stop()
         self._collect()
 
@@ -293,10 +298,10 @@ class Run:
                 self.kept[response] = [torch.cat(parts) for parts in zip(kept, more, strict=True)]
                 self.schedule.unpark(response, len(self.kept[response][0]))
                 continue
-            whole = [torch.nn.functional.pad(part, (0, self.limit - len(part)))[None] for part in kept]
+            whole = [F.pad(part, (0, self.limit - len(part)))[None] for part in kept]
             self.out.append(([response], [len(kept[0])], whole))
             del self.kept[response]
-            self.schedule.end(response)
+            self._end(response)
 
     def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""
@@ -375,7 +380,11 @@ class Run:
             found = [buffer[where, : self.limit] for buffer in self.buffers]
             self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
         for row in over:
-            self.schedule.end(row.response)
+            self._end(row.response)
+
+    def _end(self, response: int) -> None:
+        self.schedule.end(response)
+        self.drawn.missing.discard(response)
 
     def _ask(self, ended: list[Row], lengths: dict[int, int]) -> list[Row]:
         """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""
@@ -407,6 +416,11 @@ class Run:
     def _collect(self) -> None:
         """Everything to the host at once, in the order in which it was asked for. A greedy draw has no mass."""
         drawn = self.drawn
+        for row in self.schedule.running:  # they belong to a later step, and come as far as they have come
+            self._keep(row)
+        for response, parts in self.kept.items():
+            whole = [F.pad(part, (0, self.limit - len(part)))[None] for part in parts]
+            self.out.append(([response], [len(parts[0])], whole))
         responses = torch.tensor([r for part in self.out for r in part[0]])
         length = torch.tensor([n for part in self.out for n in part[1]])
         inside = torch.arange(self.limit) < length[:, None]

@@ -6,6 +6,7 @@ batches of other sizes round differently, and where the uniform number falls wit
 of a boundary between two tokens, the other one is drawn.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -160,8 +161,30 @@ class Drawn:
         self.ended = torch.zeros(count, dtype=torch.bool)
         self.stopped: set[int] = set()
         """Responses whose last token completed a stop string, where the decoder looked only later."""
+        self.missing = set(range(count))
+        """Responses that are not over and that the call is there for: it ends when none is left."""
+        self.before: Collection[int] = ()
+        """Responses that were over before the call."""
         self.timeline = Timeline()
         """How many responses ran when; a decoder writes it."""
+
+    def go_on(self, drawn: Mapping[str, Tensor], going: Tensor, wanted: Tensor) -> None:
+        """Go on from what earlier calls have drawn: `token`, `logp`, `mass`, `length` and `ended`, by response.
+
+        `going`: which are not over; `wanted`: those that the call is there for. The others go as far as they come.
+        """
+        width = drawn["token"].shape[1]
+        for into, name in ((self.token, "token"), (self.logp, "logp"), (self.mass, "mass")):
+            if into is not None:
+                into[:, :width] = drawn[name]
+        self.length, self.ended = drawn["length"].clone(), drawn["ended"].clone()
+        self.before = frozenset((~going).nonzero().flatten().tolist())
+        self.missing = set((going & wanted).nonzero().flatten().tolist())
+
+    @property
+    def begun(self) -> dict[int, int]:
+        """Of responses that have come some way and are not over, how far."""
+        return {i: n for i, n in enumerate(self.length.tolist()) if n and i not in self.before}
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         """The next token of these responses, drawn from their last hidden states."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ascent.core.types import Refused
@@ -85,10 +85,21 @@ class Schedule:
     (`Row.length` > 0), draws, and says what came of it.
     """
 
-    def __init__(self, prompts: Sequence[int], samples: int, lanes: int, limit: int, pages: Pages, together: int = 1):
+    def __init__(
+        self,
+        prompts: Sequence[int],
+        samples: int,
+        lanes: int,
+        limit: int,
+        pages: Pages,
+        together: int = 1,
+        begun: Mapping[int, int] | None = None,
+        over: Collection[int] = (),
+    ):
         """`prompts`: keys of each prompt. `limit`: tokens that a row's own pages must be able to hold.
 
-        `together`: prompts that get pages at once, where there is room, because they are encoded together.
+        `together`: prompts that get pages at once, where there is room, because they are encoded together. `begun`: of
+        responses that an earlier call began, the tokens to encode when they come back; `over`: those that it ended.
         """
         self.keys, self.samples, self.pages, self.together = prompts, samples, pages, together
         least = pages.need(max(prompts, default=0)) + pages.need(limit)
@@ -98,7 +109,7 @@ class Schedule:
                 f"{least * pages.size}: set a lower --max-tokens, or free memory"
             )
         self.limit = limit
-        self.waiting = deque(range(len(prompts) * samples))
+        self.waiting = deque(i for i in range(len(prompts) * samples) if i not in over)
         self.rows: dict[int, Row] = {}
         """Running and parked rows, by response, in the order in which they entered."""
         self.ready: deque[int] = deque()
@@ -110,10 +121,12 @@ class Schedule:
         """The pages of each prompt that is encoded."""
         self.fresh: list[int] = []
         """Prompts that have pages and nothing on them: the caller encodes them and empties this list."""
-        self.kept: dict[int, int] = {}
+        self.kept: dict[int, int] = dict(begun or {})
         """Of responses that were evicted, the tokens to encode when they come back."""
         self.left = dict.fromkeys(range(len(prompts)), samples)
         """Responses of each prompt that have not ended."""
+        for response in over:
+            self.left[response // samples] -= 1
         self.readers = dict.fromkeys(range(len(prompts)), 0)
         """Rows on each prompt's pages."""
         self.evictions = 0

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.core.protocols import Sampler
+from ascent.core.protocols import Finished, Open, Sampler
 from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
@@ -57,8 +58,10 @@ class LanguageSampler(Sampler):
 
             graphs, self.note = graph_decoder(lm)  # why it decodes without graphs, where it does
             self.decoder = graphs or GroupDecoder
-        self.timeline, self._tickets = Timeline(), []
+        self.timeline = Timeline()
         """How many responses ran when, of the tickets since it was last taken."""
+        self._latest = Timeline()
+        """That of the latest call."""
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
 
@@ -75,23 +78,93 @@ class LanguageSampler(Sampler):
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
         count, limit = len(prompts) * samples, limit or self.limit
-        seeds = None
-        if not greedy:
-            stream = self.generator if seed is None else torch.Generator().manual_seed(seed)
-            seeds = torch.randint(2**62, (len(prompts), samples), generator=stream).flatten()
-        ids = [row[row >= 0].tolist() for row in prompts.prompt]
-        own = None if prompts.limits is None else prompts.limits.clamp(max=limit).repeat_interleave(samples)
+        seeds = None if greedy else self._seeds(len(prompts), samples, seed).flatten()
+        own = self.limits(prompts, samples, limit)
         with self._prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
             how = (self.temperature, self.support, turns, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
-            self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
-        if self._tickets:  # an evaluation is no part of a step's rollouts
-            self.timeline.add(drawn.timeline)
+            self.decoder(self.lm, _ids(prompts), samples, self.rows, drawn, self.room)()
+        self._latest = drawn.timeline
         return self._rollouts(prompts, samples, drawn)
+
+    def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
+        """The most tokens of each response."""
+        count = len(prompts) * samples
+        own = None if prompts.limits is None else prompts.limits.clamp(max=limit).repeat_interleave(samples)
+        return torch.full((count,), limit) if own is None else own
+
+    def _seeds(self, prompts: int, samples: int, seed: int | None) -> Tensor:
+        """One per response, from the stream of this seed or from the sampler's own."""
+        stream = self.generator if seed is None else torch.Generator().manual_seed(seed)
+        return torch.randint(2**62, (prompts, samples), generator=stream)
+
+    # ---- ahead of a step: responses of later steps fill the lanes that its own leave free
+
+    def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+        later = any(one.ticket.step != step or one.going is not None for one in self.pending)
+        if later and self.lm.shares and all(one.ticket.prompts.play is None for one in self.pending):
+            self._go_on(step)
+            mine = [one for one in self.pending if one.ticket.step == step]
+            self.pending = tuple(one for one in self.pending if one.ticket.step != step)
+            for one in mine:
+                yield Finished(one.ticket, torch.arange(len(one.ticket.prompts)), self._whole(one))
+        else:
+            yield from super().finished(step, deadline)
+
+    def _whole(self, one: Open) -> Rollouts:
+        rollouts = super()._whole(one)
+        if rollouts is not one.drawn:  # an evaluation is no part of a step's rollouts
+            self.timeline.add(self._latest)
+        return rollouts
+
+    @torch.no_grad()
+    def _go_on(self, step: int) -> None:
+        """Decode until every response of this step is over; those of later steps come as far as they come.
+
+        Keys and values are computed anew from what was drawn so far: the parameters are others than in the last step.
+        """
+        greedy = tuple(one for one in self.pending if one.ticket.greedy)
+        tickets = [one for one in self.pending if not one.ticket.greedy]
+        if not any(one.ticket.step == step and (one.drawn is None or one.going is not None) for one in tickets):
+            return
+        opened = [self._opened(one) for one in sorted(tickets, key=lambda one: one.ticket.step)]
+        samples, each = opened[0].ticket.samples, [_so_far(one) for one in opened]
+        width, rows = max(part["token"].shape[1] for part in each), [len(part["token"]) for part in each]
+        before = {name: torch.cat([_widened(name, part[name], width) for part in each]) for name in each[0]}
+        limits = torch.cat([self.limits(one.ticket.prompts, samples, self.limit) for one in opened])
+        wanted = torch.cat([torch.full((n,), one.ticket.step == step) for n, one in zip(rows, opened, strict=True)])
+        with self._prepared() as head:
+            how = (self.temperature, self.support, None, self.stops, limits)
+            drawn = Drawn(len(limits), self.limit, self.lm.ends, head, before["seed"], *how)
+            drawn.go_on(before, before["going"], wanted)
+            ids = [prompt for one in opened for prompt in _ids(one.ticket.prompts)]
+            self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
+        self.timeline.add(drawn.timeline)
+        place = torch.arange(self.limit)
+        new = (place >= before["length"][:, None]) & (place < drawn.length[:, None])
+        version = torch.full(new.shape, -1)
+        version[:, : before["version"].shape[1]] = before["version"]
+        version[new] = self.version
+        going = before["going"] & ~drawn.ended & (drawn.length < limits)
+        done, at = [], 0
+        for one, count in zip(opened, rows, strict=True):
+            part = slice(at, at + count)
+            rollouts = self._rollouts(one.ticket.prompts, samples, drawn, part, version[part])
+            left = going[part].view(-1, samples)
+            done.append(replace(one, drawn=rollouts, going=left if bool(left.any()) else None))
+            at += count
+        self.pending = (*done, *greedy)
+
+    def _opened(self, one: Open) -> Open:
+        """The ticket with a seed for each response, all going if they are new."""
+        if one.seeds is not None:
+            return one
+        seeds = self._seeds(len(one.ticket.prompts), one.ticket.samples, one.ticket.seed)
+        return replace(one, seeds=seeds, going=torch.ones(seeds.shape, dtype=torch.bool))
 
     @contextmanager
     def _turns(
-        self, prompts: Prompts, samples: int, seeds: Tensor | None, limits: Tensor | None, limit: int
+        self, prompts: Prompts, samples: int, seeds: Tensor | None, limits: Tensor, limit: int
     ) -> Iterator[Turns | None]:
         """What answers the turns of these responses, if anything does. A greedy answer has the same luck every time."""
         if prompts.play is None:
@@ -100,7 +173,7 @@ class LanguageSampler(Sampler):
         count = len(prompts) * samples
         luck = list(range(count)) if seeds is None else seeds.tolist()
         with closing(prompts.play(prompts, samples, luck)) as episodes:
-            yield Turns(episodes, torch.full((count,), limit) if limits is None else limits, self.most, limit)
+            yield Turns(episodes, limits, self.most, limit)
 
     @contextmanager
     def _prepared(self) -> Iterator[Head]:
@@ -129,24 +202,57 @@ class LanguageSampler(Sampler):
             for layer, data in zip(layers, own, strict=True):
                 layer.weight.data = data
 
-    def _rollouts(self, prompts: Prompts, samples: int, drawn: Drawn) -> Rollouts:
-        width = int(drawn.length.max())
-        shape = (len(prompts), samples)
-        present = torch.arange(width) < drawn.length.view(shape).unsqueeze(-1)
+    def _rollouts(
+        self, prompts: Prompts, samples: int, drawn: Drawn, rows: slice = slice(None), version: Tensor | None = None
+    ) -> Rollouts:
+        """These rows of what was drawn; `version`: of each token, where more than one drew them."""
+        length = drawn.length[rows]
+        width, shape = int(length.max()), (len(prompts), samples)
+        present = torch.arange(width) < length.view(shape).unsqueeze(-1)
         said = {"mask": present, "present": present} if drawn.turns is None else drawn.turns.fields(shape, present)
+
+        def part(values: Tensor) -> Tensor:
+            return values[rows, :width].reshape(*shape, width)
+
         return Rollouts(
             prompt=prompts.prompt,
             problem=prompts.problem,
-            response=drawn.token[:, :width].reshape(*shape, width),
-            logp_sampler=drawn.logp[:, :width].reshape(*shape, width),
+            response=part(drawn.token),
+            logp_sampler=part(drawn.logp),
             limit=drawn.limit,
             limits=prompts.limits,
-            truncated=~drawn.ended.view(shape),
+            truncated=~drawn.ended[rows].view(shape),
             temperature=self.temperature,
-            version=torch.full((*shape, 1), self.version),
-            mass=None if drawn.mass is None else drawn.mass[:, :width].reshape(*shape, width),
+            version=torch.full((*shape, 1), self.version) if version is None else version[:, :width].view(*shape, -1),
+            mass=None if drawn.mass is None else part(drawn.mass),
             **said,
         )
+
+
+def _ids(prompts: Prompts) -> list[list[int]]:
+    return [row[row >= 0].tolist() for row in prompts.prompt]
+
+
+def _so_far(one: Open) -> dict[str, Tensor]:
+    """What was drawn for a ticket, one row per response."""
+    assert one.seeds is not None
+    count, drawn = one.seeds.numel(), one.drawn
+    going = torch.zeros(count, dtype=torch.bool) if one.going is None else one.going.flatten()
+    if drawn is None:
+        nothing = torch.zeros(count, 0)
+        tokens, length, ended = (nothing.long(), nothing, nothing, nothing.long()), torch.zeros(count).long(), ~going
+    else:
+        mass = torch.ones(drawn.mask.shape) if drawn.mass is None else drawn.mass
+        parts = (drawn.response, drawn.logp_sampler, mass, drawn.version.expand(drawn.mask.shape))
+        tokens = tuple(part.flatten(0, 1) for part in parts)  # type: ignore[assignment]
+        length, ended = drawn.length.flatten(), ~drawn.truncated.flatten()
+    by_token = dict(zip(("token", "logp", "mass", "version"), tokens, strict=True))
+    return by_token | {"length": length, "ended": ended, "going": going, "seed": one.seeds.flatten()}
+
+
+def _widened(name: str, part: Tensor, width: int) -> Tensor:
+    nothing = {"mass": 1.0, "version": -1}.get(name, 0)
+    return part if part.dim() == 1 else F.pad(part, (0, width - part.shape[1]), value=nothing)
 
 
 class GroupDecoder:
@@ -164,13 +270,14 @@ class GroupDecoder:
         slots = min(len(prompts), -(-rows // samples) + 1)
         most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths) // PAGE)
         pages = Pages(min(most, -(-room // PAGE)) if room else most, PAGE)
-        self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages)
+        begun = {response: length - 1 for response, length in drawn.begun.items()}
+        self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages, begun=begun, over=drawn.before)
         drawn.timeline.lanes = rows
         self.cache = Cache(pages.count, PAGE)
         self.decoding = Decoding(self.cache, lm.device)
         self.hidden: dict[int, Tensor] = {}
         """The last hidden state of each encoded prompt, from which its samples draw their first token."""
-        self.last: dict[int, int] = {}
+        self.last = {response: int(drawn.token[response, before]) for response, before in begun.items()}
         """The token that each response feeds next: the one drawn last, or the last of an observation."""
         self.given: dict[int, list[int]] = {}
         """By response, the tokens before that one which are not in its pages yet, though it has pages."""
@@ -178,7 +285,7 @@ class GroupDecoder:
     def __call__(self) -> None:
         schedule, before = self.schedule, None
         with ours(self.lm.model):
-            while True:
+            while self.drawn.missing:
                 self._hear(wait=False)
                 self._admit()
                 schedule.grow(1)
@@ -187,9 +294,6 @@ class GroupDecoder:
                 if not rows:
                     if self.drawn.asked:
                         self._hear(wait=True)
-                    elif not (schedule.waiting or schedule.ready):
-                        self.drawn.timeline.stop()
-                        return
                     continue
                 now = [(row.response, len(row.pages)) for row in rows]
                 if now != before:
@@ -201,13 +305,18 @@ class GroupDecoder:
                 for row in rows:
                     row.length += 1
                 self._draw(hidden[:, 0], [row.response for row in rows])
+        self.drawn.timeline.stop()
+
+    def _end(self, response: int) -> None:
+        self.schedule.end(response)
+        self.drawn.missing.discard(response)
 
     def _draw(self, hidden: Tensor, responses: list[int]) -> None:
         """The next token of these responses; those that are over leave, and those that ask for an answer are parked."""
         tokens = self.drawn.next(hidden, responses).tolist()
         self.last |= dict(zip(responses, tokens, strict=True))
         for response in self.drawn.ask(responses):
-            self.schedule.end(response)
+            self._end(response)
         if self.drawn.turns is not None:
             for response in responses:
                 if response in self.drawn.turns.asked:
@@ -220,7 +329,7 @@ class GroupDecoder:
         """
         for response, tokens in self.drawn.answers(wait):
             if not tokens:
-                self.schedule.end(response)
+                self._end(response)
                 continue
             self.given[response] = [self.last[response], *tokens[:-1]]
             self.last[response] = tokens[-1]

@@ -1,0 +1,63 @@
+"""What was drawn for later steps, in a checkpoint: tensors in ahead.safetensors, everything else in state.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ascent.core.protocols import Open, Ticket
+from ascent.core.types import Prompts, Rollouts
+
+Plain = dict[str, Any]
+OF_TICKET = ("step", "samples", "greedy", "seed")
+
+
+def take_apart(pending: Sequence[Open]) -> tuple[dict[str, Tensor], list[Plain]]:
+    """Open tickets as named tensors, and what of each is no tensor.
+
+    What answers the turns of a conversation is left out: such responses are drawn whole, so nobody asks it again.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: list[Plain] = []
+    for i, one in enumerate(pending):
+        own: Plain = {name: getattr(one.ticket, name) for name in OF_TICKET}
+        for part, value in (("prompts", one.ticket.prompts), ("drawn", one.drawn)):
+            own[part] = None if value is None else _split(value, f"{i}.{part}.", tensors)
+        tensors |= {f"{i}.{name}": value for name in ("going", "seeds") if (value := getattr(one, name)) is not None}
+        plain.append(own)
+    return tensors, plain
+
+
+def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain]) -> tuple[Open, ...]:
+    """The open tickets that `take_apart` took apart."""
+    pending = []
+    for i, own in enumerate(plain):
+        prompts = Prompts(**_joined(own["prompts"], f"{i}.prompts.", tensors))
+        drawn = None if own["drawn"] is None else Rollouts(**_joined(own["drawn"], f"{i}.drawn.", tensors))
+        ticket = Ticket(prompts=prompts, **{name: own[name] for name in OF_TICKET})
+        pending.append(Open(ticket, drawn, tensors.get(f"{i}.going"), tensors.get(f"{i}.seeds")))
+    return tuple(pending)
+
+
+def _split(value: Prompts | Rollouts, prefix: str, tensors: dict[str, Tensor]) -> Plain:
+    """Its tensors into `tensors`; returned is the rest, words as lists."""
+    plain: Plain = {}
+    for field in fields(value):
+        one = getattr(value, field.name)
+        if isinstance(one, Tensor):
+            tensors[prefix + field.name] = one.clone()  # no two of them may share memory
+        elif isinstance(one, np.ndarray):
+            plain[field.name] = one.tolist()
+        elif not callable(one):
+            plain[field.name] = one
+    return plain
+
+
+def _joined(plain: Plain, prefix: str, tensors: dict[str, Tensor]) -> Plain:
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    words = {name: np.array(value, dtype=object) for name, value in plain.items() if isinstance(value, list)}
+    return plain | words | found

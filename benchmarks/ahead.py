@@ -1,0 +1,250 @@
+"""Sampling ahead: what it costs per sample, what it saves, and whether any token is older than allowed.
+
+    python -m benchmarks.ahead [--seeds 5] [--schedules 1000] [--smoke]
+
+Three parts. **Schedules**: the loop's own tickets, with a sampler whose responses have random lengths and appear at
+random speeds by a clock of its own, killed and resumed at random: no token may be older than K updates. **Learning**:
+`sort` by GRPO's small policy with K = 0, 1 and 4, with a clip alone and with `--correction truncated`; small policies
+draw every ticket whole, K updates early, so every token has the largest age that is allowed. **Lanes**: responses of
+log-normal lengths (σ = 1, limit 8 times the mean) through lanes for two steps' responses, by a language model and the
+sampler itself: the decoding steps that it takes, and the mean number of lanes that are busy, with K = 0 and K = 4. On a
+GPU a decoding step takes about as long for few rows as for many, so their ratio bounds what sampling ahead can save.
+
+`value` is the number of decoding steps with K = 4, the peer that with K = 0, and the target the ratio 1/1.8. Writes
+docs/results/ahead.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ascent
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.config import Config
+from ascent.core.loop import Clock, collect
+from ascent.core.protocols import Finished, Sampler, Ticket
+from ascent.core.types import Prompts, Rollouts
+from ascent.engines.language.sampling.draw import Support
+from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.policies import CausalLM, PerPosition
+from ascent.records.statistics import interval
+from ascent.tasks.small.sort import Sort
+from benchmarks.common import close, markdown, pair, show, write_page
+from benchmarks.peers.models import SMOKE, random_model
+from benchmarks.ragged_gpu import lengths_of
+
+SAVED = 1 / 1.8
+AGES = (0, 1, 4)
+CORRECTIONS = {"clip alone": {"correction": "no-correction"}, "truncated": {"correction": "truncated"}}
+
+
+# ---- schedules ------------------------------------------------------------------------------------------------
+
+
+class Simulated(Sampler):
+    """Responses of random lengths, of which any number of tokens appears between two looks."""
+
+    limit = 30
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.version = rng, -1
+        self.written: dict[Ticket, list[list[int]]] = {}
+        """By ticket, the version of each token of each response so far."""
+
+    def load(self, params: dict[str, Tensor], version: int) -> None:
+        self.version = version
+
+    def copy(self) -> dict[Ticket, list[list[int]]]:
+        return {ticket: [list(row) for row in rows] for ticket, rows in self.written.items()}
+
+    def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+        for one in self.pending:
+            count = len(one.ticket.prompts) * one.ticket.samples
+            rows = self.written.setdefault(one.ticket, [[] for _ in range(count)])
+            for response, row in enumerate(rows):
+                length = 1 + hash((one.ticket.step, response)) % self.limit
+                more = length if one.ticket.step == step else self.rng.randint(0, self.limit)
+                row += [self.version] * (min(length, len(row) + more) - len(row))
+        mine = [one for one in self.pending if one.ticket.step == step]
+        self.pending = tuple(one for one in self.pending if one.ticket.step != step)
+        for one in mine:
+            yield Finished(one.ticket, torch.arange(len(one.ticket.prompts)), self.rollouts(one.ticket))
+
+    def rollouts(self, ticket: Ticket) -> Rollouts:
+        """Every token says which step it belongs to."""
+        rows = self.written.pop(ticket)
+        shape, width = (len(ticket.prompts), ticket.samples), max(map(len, rows))
+        version = torch.tensor([row + [-1] * (width - len(row)) for row in rows]).view(*shape, width)
+        response = torch.full((*shape, width), ticket.step % 4)
+        logp, cut = torch.zeros(*shape, width), torch.zeros(shape, dtype=torch.bool)
+        return Rollouts(ticket.prompts.prompt, response, version >= 0, logp, self.limit, cut, version=version)
+
+
+def try_schedule(rng: random.Random, steps: int = 8) -> tuple[int, int, int]:
+    """The oldest and the youngest token in steps, and the resumes, of one run; AssertionError where a ticket is odd."""
+    task, ahead = Sort(length=3, numbers=4, end=True), rng.randint(0, 5)
+    given: dict[str, Any] = {"prompts": 2, "samples": 2, "steps": steps, "seed": rng.randrange(1000)}
+    config = Config(task, PerPosition(), ALGORITHMS["grpo"], ahead=ahead, **given)
+    sampler, prompts = Simulated(rng), torch.Generator().manual_seed(1)
+    trained: dict[int, Tensor] = {}
+    step, oldest, resumes = 0, 0, 0
+    saved = (0, sampler.pending, sampler.copy(), prompts.get_state())
+    while step < steps:
+        sampler.load({}, step)
+        batch, _ = collect(task, sampler, config.algorithm, config, prompts, Clock(), step)
+        age = step - batch.version[batch.mask]
+        oldest = max(oldest, int(age.max()))
+        assert int(age.min()) >= 0 and oldest <= ahead, f"a token is {oldest} updates old, and {ahead} are allowed"
+        assert (batch.response[batch.mask] == step % 4).all(), "a group was trained in another step than its own"
+        assert torch.equal(trained.setdefault(step, batch.prompt), batch.prompt), "a resume has other prompts"
+        step += 1
+        open_steps = [one.ticket.step for one in sampler.pending]
+        assert open_steps == list(range(step, min(step + ahead, steps))), f"open tickets: {open_steps}"
+        if rng.random() < 0.2:
+            saved = (step, sampler.pending, sampler.copy(), prompts.get_state())
+        elif rng.random() < 0.1:
+            step, pending, written, state = saved
+            sampler, prompts, resumes = Simulated(rng), torch.Generator(), resumes + 1
+            sampler.pending, sampler.written = pending, written
+            saved = (step, pending, sampler.copy(), state)
+            prompts.set_state(state)
+    return oldest, ahead, resumes
+
+
+# ---- learning -------------------------------------------------------------------------------------------------
+
+
+def learn(seeds: int, steps: int) -> list[dict[str, Any]]:
+    """By age and correction, over seeds: the share of sorted answers at the end, and the steps to 90 %."""
+    found = []
+    for age in AGES:
+        for name, settings in CORRECTIONS.items():
+            ends, first, weight = [], [], []
+            for seed in range(seeds):
+                with tempfile.TemporaryDirectory() as folder:
+                    given = {"algorithm": "grpo", "ahead": age, "seed": seed, "steps": steps, "eval_every": 5}
+                    run = ascent.train("sort", out=Path(folder) / "run", show=False, **given | settings)
+                lines = [line for line in run.metrics if line.get("eval/accuracy") is not None]
+                ends.append(lines[-1]["eval/accuracy"])
+                first.append(next((line["step"] + 1 for line in lines if line["eval/accuracy"] >= 0.9), steps))
+                weight.append(run.metrics[-1].get("sampling/lag/logp_difference") or 0.0)
+            found.append({"ahead": age, "correction": name, "accuracy": ends, "to_90": first, "drift": weight})
+            print(
+                f"ahead {age}, {name}: {sum(ends) / seeds:.3f} right, 90 % after {sum(first) / seeds:.0f} steps",
+                flush=True,
+            )
+    return found
+
+
+# ---- lanes ----------------------------------------------------------------------------------------------------
+
+
+class Ragged(LanguageSampler):
+    """Every response has a length of its own, by its problem and its place."""
+
+    lengths: Tensor
+
+    def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
+        return self.lengths[prompts.problem].flatten().clamp(max=limit)
+
+
+def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
+    """Decoding steps, seconds and busy lanes of eight steps, after which everything has been trained on."""
+    steps, groups, samples, mean = (3, 2, 4, 4) if smoke else (8, 8, 8, 24)
+    with tempfile.TemporaryDirectory() as folder:
+        lm = CausalLM(random_model(Path(folder), SMOKE), dtype="float32", device="cpu").load()
+    lm.ends = frozenset({-1})  # no response ends before its length
+    rows = 2 * groups * samples
+    sampler = Ragged(lm, 8 * mean, 1.0, torch.Generator().manual_seed(0), Support(), rows)
+    sampler.lengths = lengths_of(steps * groups * samples, mean, 8 * mean).view(-1, samples)
+    passes, hidden = 0, lm.hidden
+
+    def counted(ids: Tensor, *rest: Any) -> Tensor:
+        nonlocal passes
+        passes += ids.shape[1] == 1
+        return hidden(ids, *rest)
+
+    lm.hidden = counted  # type: ignore[method-assign]
+    begin, tokens, asked = time.perf_counter(), 0, 0
+    for step in range(steps):
+        sampler.load({}, step)
+        while asked < min(step + ahead + 1, steps):
+            problem = torch.arange(asked * groups, (asked + 1) * groups)
+            sampler.submit([Ticket(asked, Prompts(problem[:, None] % 100 + 2, problem), samples)])
+            asked += 1
+        tokens += sum(int(done.rollouts.length.sum()) for done in sampler.finished(step, 3600.0))
+    assert tokens == int(sampler.lengths.sum()) and not sampler.pending
+    return {"ahead": ahead, "passes": passes, "busy": tokens / passes, "seconds": time.perf_counter() - begin}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--smoke", action="store_true", help="few and short, only to see that it runs")
+    options = parser.parse_args(argv)
+    smoke = options.smoke
+    rng = random.Random(0)
+    tried = [try_schedule(rng) for _ in range(5 if smoke else options.schedules)]
+    resumes = sum(resumes for _, _, resumes in tried)
+    print(f"{len(tried)} schedules with {resumes} resumes: no token is older than allowed", flush=True)
+    found = [lanes(ahead, smoke) for ahead in (0, 4)]
+    table = [[str(f["ahead"]), str(f["passes"]), f"{f['busy']:.1f}", f"{f['seconds']:.1f}"] for f in found]
+    head = ["ahead", "decoding steps", "lanes busy", "seconds on this CPU"]
+    show(head, table)
+    passes = [float(f["passes"]) for f in found]
+    more = {"schedules": len(tried), "resumes": resumes, "lanes": found}
+    if smoke:
+        return close("ahead", None, None, SAVED, True, smoke=True, **more)[1]
+    learned = learn(options.seeds, 100)
+    digits = {"accuracy": 3, "to_90": 0, "drift": 3}
+    rows = [
+        [str(f["ahead"]), f["correction"], *(pair(*interval(f[name]), n) for name, n in digits.items())]
+        for f in learned
+    ]
+    columns = ["ahead", "correction", "sorted at the end", "steps to 90 %", "drift, nats per token"]
+    show(columns, rows)
+    text = PAGE.format(
+        schedules=len(tried), resumes=resumes, lanes=markdown(head, table), learned=markdown(columns, rows),
+        seeds=options.seeds, ratio=passes[0] / passes[1],
+    )  # fmt: skip
+    write_page("ahead", text)
+    return close("ahead", passes[1], passes[0], SAVED, passes[1] <= SAVED * passes[0], learning=learned, **more)[1]
+
+
+PAGE = """
+# Sampling ahead
+
+`python -m benchmarks.ahead`, two cores.
+
+**Schedules.** {schedules} random schedules (K from 0 to 5, random lengths and speeds, {resumes} kills with a resume
+from an older checkpoint): no token is older than K updates, every group is trained in its own step, and a resume has
+the same prompts.
+
+**Lanes.** 512 responses in eight steps of 64, lengths log-normal with mean 24, σ = 1 and a limit of 192, through 128
+lanes, by a tiny random model. With K = 4 it takes {ratio:.2f} times fewer decoding steps. On a GPU a decoding step
+takes about as long for few rows as for many, so this is what sampling ahead can save there at most; on a CPU the time
+of a step grows with its rows. It has not been measured on a GPU yet.
+
+{lanes}
+
+**Learning.** `sort` by GRPO, 100 steps, {seeds} seeds, mean and 95 % interval. A small policy draws each ticket whole,
+so every token is K updates old from step K on: the largest age that is allowed. *Drift* is the mean
+|logp − logp_sampler| of the last step.
+
+{learned}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
