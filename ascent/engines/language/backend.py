@@ -300,6 +300,7 @@ def arithmetic(config: Config) -> list[str]:
         f"a step     {config.prompts} prompts per step × {config.samples} samples per prompt = {responses} responses, "
         f"{updates} {'update' if updates == 1 else 'updates'} per step",
         f"           micro-batch: {micro} (memory only: no number depends on it)",
+        *([f"           sampling runs up to {config.ahead} steps ahead of training"] if config.ahead else []),
         *([passes] if passes else []),
     ]
 
@@ -321,7 +322,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     layers, width, heads = (getattr(model, name, 1) for name in names)
     channel = getattr(model, "head_dim", None) or width // heads
     shared = getattr(model, "num_key_value_heads", None) or heads
-    rows = min(rows, config.prompts * config.samples)
+    rows = min(rows, (1 + config.ahead) * config.prompts * config.samples)
     tokens = config.task.room + config.task.max_prompt // max(config.samples, 1)
     repeated = 1 if lm.shares else config.samples
     longest = repeated * config.task.max_prompt + config.samples * config.task.room
