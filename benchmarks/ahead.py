@@ -129,16 +129,16 @@ def learn(seeds: int, steps: int) -> list[dict[str, Any]]:
     found = []
     for age in AGES:
         for name, settings in CORRECTIONS.items():
-            ends, first, weight = [], [], []
+            ends, first, drift = [], [], []
             for seed in range(seeds):
                 with tempfile.TemporaryDirectory() as folder:
                     given = {"algorithm": "grpo", "ahead": age, "seed": seed, "steps": steps, "eval_every": 5}
-                    run = ascent.train("sort", out=Path(folder) / "run", show=False, **given | settings)
-                lines = [line for line in run.metrics if line.get("eval/accuracy") is not None]
+                    metrics = ascent.train("sort", out=Path(folder) / "run", show=False, **given | settings).metrics
+                lines = [line for line in metrics if line.get("eval/accuracy") is not None]
                 ends.append(lines[-1]["eval/accuracy"])
                 first.append(next((line["step"] + 1 for line in lines if line["eval/accuracy"] >= 0.9), steps))
-                weight.append(run.metrics[-1].get("sampling/lag/logp_difference") or 0.0)
-            found.append({"ahead": age, "correction": name, "accuracy": ends, "to_90": first, "drift": weight})
+                drift.append(metrics[-1].get("sampling/lag/logp_difference") or 0.0)
+            found.append({"ahead": age, "correction": name, "accuracy": ends, "to_90": first, "drift": drift})
             print(
                 f"ahead {age}, {name}: {sum(ends) / seeds:.3f} right, 90 % after {sum(first) / seeds:.0f} steps",
                 flush=True,
