@@ -75,8 +75,8 @@ LINES = 35_830
 the repairs of November 2026 and the hardening that followed (2,050), stop strings and limits per row (300), objects of
 Python where names were (1,250), runs that are driven and notebooks (400), micro-batches by memory (150), environments,
 tools and games (3,000), conversations that are seen, flagged and played by a person (900), mathematics and the hub
-(600), the tail and predicted seconds (400), sampling ahead (300), a serving engine (1,090). The core was 3,000; credit by turn
-and what prompts bring for it are 57, and sampling ahead, which is the loop's own matter, 60."""
+(600), the tail and predicted seconds (400), sampling ahead (300), a serving engine (1,090). The core was 3,000;
+credit by turn and what prompts bring for it are 57, and sampling ahead, which is the loop's own matter, 60."""
 TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_120
 LONG_FILE = 500
 

@@ -507,6 +507,7 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"top_k": 3}, "which probability they kept"),
         ({"min_tokens": 2}, "which probability they kept"),
         ({"tools": "calculator"}, "only the local engine plays turns"),
+        ({"ahead": 1}, "--ahead 1 with --engine vllm: responses that a server has under way"),
     ],
 )
 def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[str, Any], words: str) -> None:

@@ -116,6 +116,7 @@ class ServedSampler(Sampler):
     # ---- tickets
 
     def submit(self, tickets: list[Ticket]) -> None:
+        super().submit(tickets)
         for ticket in tickets:
             self._begin(ticket, self.limit)
 
@@ -123,6 +124,7 @@ class ServedSampler(Sampler):
         wanted = [each for ticket, each in self._open.items() if ticket.step == step]
         for each, prompt in self._groups(wanted, deadline, self.timeline):
             yield Finished(each.ticket, torch.tensor([prompt]), self._rollouts(each, [prompt]))
+        self.pending = tuple(one for one in self.pending if one.ticket.step != step)
 
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
