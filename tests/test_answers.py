@@ -31,6 +31,7 @@ from tests.test_text_tasks import Bytes
 ANY = st.text() | st.text(alphabet="0123456789.,:/()[]{}%$-−+*^=x \\frac\n", max_size=12)
 
 
+@pytest.mark.long
 @given(ANY)
 def test_an_answer_identical_to_its_gold_is_right(text: str) -> None:
     assume(text.strip())

@@ -214,6 +214,7 @@ def test_a_few_attacks_are_held_and_are_real(capsys: pytest.CaptureFixture[str])
     assert closing["real"] == 7, "with its defence switched off, each attack succeeds"
 
 
+@pytest.mark.long
 def test_an_attack_that_is_not_held_is_told(tmp_path: Path) -> None:
     """One that gets something, one that hangs, one that crashes; and one that is none even without a defence."""
     from benchmarks import attacks

@@ -30,12 +30,24 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a reward and a run that was trained with it."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "mine.py").write_text(REWARD)
+    library.train("sort", reward=f"python:{folder / 'mine.py'}:own", out=folder / "run", show=False, **SMALL)
+    return folder
+
+
 @pytest.fixture
-def run(reward: Path, tmp_path: Path) -> Run:
+def run(reward: Path, tmp_path: Path, trained: Path) -> Run:
     """A run in a folder of runs, with a reward of its own that would leave a mark now."""
-    made = library.train("sort", reward=f"python:{reward}:own", out=tmp_path / "runs" / "r", show=False, **SMALL)
+    shutil.copytree(trained / "run", tmp_path / "runs" / "r")
+    for name in ("config.json", "run.json"):
+        file = tmp_path / "runs" / "r" / name
+        file.write_text(file.read_text().replace(str(trained / "mine.py"), str(reward)))
     reward.write_text(f"from pathlib import Path\n{REWARD}\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    return made
+    return Run(tmp_path / "runs" / "r")
 
 
 @pytest.mark.long

@@ -30,6 +30,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> ascent.Run:
 # ---- step by step -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_driven_run_has_the_bits_of_one_that_is_trained(whole: ascent.Run, tmp_path: Path) -> None:
     """Also with evaluations in between, which move no random stream."""
     driven = ascent.steps("sort", **QUICK, out=tmp_path / "run")
@@ -109,6 +110,7 @@ def test_a_driven_run_that_fails_says_so(tmp_path: Path) -> None:
 # ---- what is shown ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_gives_frames_pictures_and_completions(whole: ascent.Run, tmp_path: Path) -> None:
     frame = whole.frame()
     assert list(frame.index) == list(range(6)) and frame["reward"].tolist() == [m["reward"] for m in whole.metrics]

@@ -247,6 +247,7 @@ def test_equal_answers_are_one_vote_however_they_are_spelled() -> None:
 # ---- eval -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_bare_model_gets_the_share_that_was_made_right(world: Path, tiny_folder: Path) -> None:
     found = library.evaluate(f"jsonl:{world}/train.jsonl", model=tiny_folder, **bare(world))
     assert found.results["greedy"]["strict"] == wilson(3, 5)
@@ -635,6 +636,7 @@ def test_bad_input_gets_one_clear_message(
     assert sorted(p.name for p in Path().rglob("*")) == ["file", "full"]
 
 
+@pytest.mark.long
 def test_a_corrupt_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:
     import shutil
 

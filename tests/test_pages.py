@@ -39,6 +39,7 @@ def audit(schedule: Schedule) -> None:
         assert schedule.left[prompt] > 0, "the pages of a prompt outlive its last response"
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(1, 5),
@@ -314,6 +315,7 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
             assert (got[0] - want[8 + start]).abs().max() < 1e-10
 
 
+@pytest.mark.long
 def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
     """Responses that end early under a limit of 2,000 tokens have pages for the tokens that they have."""
     lm = model_of()

@@ -66,14 +66,14 @@ def f(prompt, response, answer, **columns):
         os.fork()
         return float(response.removeprefix("fork"))
     if response == "speak out of turn":
-        for file in range(3, 64):
+        for file in filter((2).__lt__, map(int, os.listdir("/proc/self/fd"))):
             try:
                 os.write(file, b'{"number": "0", "value": 9.0}\\n')
             except OSError:
                 pass
         return 1.0
     if response == "half an answer":
-        for file in range(3, 64):
+        for file in filter((2).__lt__, map(int, os.listdir("/proc/self/fd"))):
             try:
                 os.write(file, b'{"number": ')
             except OSError:
@@ -138,9 +138,9 @@ not_a_function = 3
 
 BAD = {
     "crash": r"ZeroDivisionError: division by zero \(r.py, line",
-    "hang": "took longer than 1 s",
-    "hold the lock": "took longer than 1 s",
-    "children": "took longer than 1 s",
+    "hang": "took longer than 3 s",
+    "hold the lock": "took longer than 3 s",
+    "children": "took longer than 3 s",
     "child and exit": "ended its process: exit status 4",
     "exit": "ended its process: exit status 3",
     "sys.exit": "SystemExit: 2",
@@ -158,7 +158,7 @@ BAD = {
     "broken words": "Broken, and RuntimeError",
     "interrupt": "KeyboardInterrupt",
     "close every file": "ended its process",
-    "half an answer": "took longer than 1 s",
+    "half an answer": "took longer than 3 s",
     "speak out of turn": "an answer that is not the one to this response",
     "more fields": r"what is not a reward: \['answers', 'surprise'\]",
     "kill its keeper": "ended its process",
@@ -187,7 +187,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def outcomes(own: Callable[[str], str]) -> dict[str, Outcome]:
     """All of them in one go, good ones before, between and after."""
     asked = [x for bad in BAD for x in (bad, "plain")] + list(GOOD)
-    with closing(Pool([Grader(own("f"))], 2, Limits(1.0))) as pool:
+    with closing(Pool([Grader(own("f"))], 2, Limits(3.0))) as pool:
         found = pool.run([job(response) for response in asked])
     plain = [o for response, o in zip(asked, found, strict=True) if response == "plain"]
     assert all(o == Outcome(1.0) for o in plain), "what failed beside them did them no harm"
@@ -225,8 +225,8 @@ def sleeping() -> int:
 
 
 def sleeping_soon(count: int) -> bool:
-    """Whether there are so many of them within five seconds."""
-    until = time.monotonic() + 5
+    """Whether there are so many of them within a minute."""
+    until = time.monotonic() + 60
     while sleeping() != count:
         if time.monotonic() > until:
             return False
@@ -243,7 +243,7 @@ def gone(pid: int) -> bool:
 
 
 def test_processes_are_kept_and_end_with_close(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 2, Limits(5.0))
+    pool = Pool([Grader(own("f"))], 2, Limits(60.0))
     assert pool.workers == [], "started on first use"
     pool.run([job("plain")] * 6)
     first = [worker.process.pid for worker in pool.workers]
@@ -257,18 +257,24 @@ def test_processes_are_kept_and_end_with_close(own: Callable[[str], str]) -> Non
 
 
 def test_a_forgotten_pool_leaves_no_process(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 1, Limits(5.0))
+    pool = Pool([Grader(own("f"))], 1, Limits(60.0))
     pool.run([job("plain")])
     pid = pool.workers[0].process.pid
     del pool
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.long
 def test_an_interrupted_call_does_not_answer_the_next_one(own: Callable[[str], str]) -> None:
     pool = Pool([Grader(own("f"))], 1, Limits(30.0))
     pool.run([job("plain")])
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        while pool.workers[0].job is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         pool.run([job("hang")])
     assert pool.run([job("reason")]) == [Outcome(0.5, reason="half")]
@@ -294,7 +300,7 @@ pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the l
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 4
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while not all(map(gone, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert all(map(gone, pids))
@@ -302,7 +308,7 @@ pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the l
 
 
 def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callable[[str], str]) -> None:
-    with closing(Pool([Grader(own("f"))], 2, Limits(5.0))) as pool:
+    with closing(Pool([Grader(own("f"))], 2, Limits(60.0))) as pool:
         for first in (0, 100, 200):
             wanted = list(range(first, first + 8))
             outcomes = pool.run([job(f"fork{i}") for i in wanted])
@@ -310,7 +316,7 @@ def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callab
 
 
 def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 1, Limits(5.0))
+    pool = Pool([Grader(own("f"))], 1, Limits(60.0))
     assert pool.run([job("daemons")]) == [Outcome(1.0)]
     assert sleeping_soon(3)
     pool.close()
@@ -320,12 +326,12 @@ def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], 
 def test_a_reward_sees_no_secret_of_the_environment(own: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCENT_SECRET", "key")
     for env, seen in (((), 0.0), (("ASCENT_SECRET",), 1.0)):
-        with closing(Pool([Grader(own("f"))], 1, Limits(5.0, env=env))) as pool:
+        with closing(Pool([Grader(own("f"))], 1, Limits(60.0, env=env))) as pool:
             assert [o.value for o in pool.run([job("a secret"), job("a path")])] == [seen, 1.0]
 
 
 def test_a_reward_that_takes_too_much_memory_fails_alone(own: Callable[[str], str]) -> None:
-    with closing(Pool([Grader(own("f"))], 1, Limits(5.0, memory=0.5))) as pool:
+    with closing(Pool([Grader(own("f"))], 1, Limits(60.0, memory=0.5))) as pool:
         outcomes = pool.run([job("a GiB"), job("plain")])
     assert "MemoryError" in str(outcomes[0].error) and outcomes[1] == Outcome(1.0)
 
@@ -341,20 +347,20 @@ def test_limits_that_cannot_be_are_refused(name: str, value: Any, why: str) -> N
 
 def test_processes_that_cannot_start_are_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import nothing_of_this_name\n")
-    with closing(Pool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, Limits(5.0))) as pool:
+    with closing(Pool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, Limits(60.0))) as pool:
         found = pool.run([job("plain")] * 3)
     assert all("no process can compute rewards: ModuleNotFoundError" in str(o.error) for o in found)
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error(own: Callable[[str], str]) -> None:
-    with closing(Pool([Grader(own("f"))], 1, Limits(5.0))) as pool:
+    with closing(Pool([Grader(own("f"))], 1, Limits(60.0))) as pool:
         found = pool.run([job("plain", a=lambda: 1), job("plain")])
     assert "cannot be sent" in str(found[0].error)
     assert found[1] == Outcome(1.0)
 
 
 def test_no_jobs_start_nothing(own: Callable[[str], str]) -> None:
-    pool = Pool([Grader(own("f"))], 2, Limits(5.0))
+    pool = Pool([Grader(own("f"))], 2, Limits(60.0))
     assert pool.run([]) == []
     assert pool.workers == []
 
@@ -370,7 +376,7 @@ def task(tmp_path: Path, own: Callable[[str], str]) -> Iterator[Callable[..., To
         reward = tuple(n if "own" in n else f"{n.partition('*')[0]}*{own(n.partition('*')[2])}" for n in names)
         source = str(sums(tmp_path / "a.jsonl"))
         made.append(
-            TokenizedTask(Jsonl(source=source, check="number", reward=reward, reward_seconds=1.0, **more), Bytes())
+            TokenizedTask(Jsonl(source=source, check="number", reward=reward, reward_seconds=3.0, **more), Bytes())
         )
         return made[-1]
 
@@ -415,6 +421,7 @@ def test_a_reward_without_own_still_reports_the_strict_score(task: Callable[...,
     assert (scores.reward < 0).all()
 
 
+@pytest.mark.long
 def test_a_failing_reward_masks_its_response_and_shows_the_example(task: Callable[..., TokenizedTask]) -> None:
     _, scores = asked(task("own", "1*f", "0.1*brief"), lambda answer: ["crash", answer, "nan", "hang"], count=1)
     assert scores.valid.tolist() == [[False, True, False, False]]
@@ -487,6 +494,7 @@ number = 3
 '''
 
 
+@pytest.mark.long
 def test_a_task_of_ones_own_is_graded_in_processes_and_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "tasks.py"
     file.write_text(OWN_TASK)

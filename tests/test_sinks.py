@@ -217,7 +217,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     return made
 
 
-def until(true: Any, seconds: float = 10.0) -> None:
+def until(true: Any, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"

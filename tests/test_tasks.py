@@ -282,7 +282,7 @@ BAD = {
     "an empty tuple": ("()", "returned a tuple of 0"),
     "an end": ("__import__('sys').exit(0)", "SystemExit: 0"),
     "a hard end": ("__import__('os')._exit(0)", "the reward ended its process: exit status 0"),
-    "a hang": ("__import__('time').sleep(60)", "took longer than 1 s"),
+    "a hang": ("__import__('time').sleep(60)", "took longer than 3 s"),
     "too large for a float32": ("1e300", "1e+300"),
 }
 
@@ -292,7 +292,7 @@ def test_a_failed_reward_is_an_error_and_never_a_silent_zero(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of four responses, [9 9 9], fails: it is masked, named and counted; the other three are as they were."""
-    monkeypatch.setattr(sort, "OWN_SECONDS", 1.0)
+    monkeypatch.setattr(sort, "OWN_SECONDS", 3.0)
     expression, reason = BAD[kind]
     body = f"def f(prompt, response):\n    return {expression} if response[0] == 9 else 1.5\n"
     scores = score_own(tmp_path, body)

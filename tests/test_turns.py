@@ -127,6 +127,7 @@ def test_groups_of_three_too() -> None:
         assert bias(table, credit, 3) < 1e-10
 
 
+@pytest.mark.long
 def test_observations_that_are_trained_on_bias_the_gradient() -> None:
     """The same test fails for the usual mistake: a mask without holes."""
     table = table_of("rambling")

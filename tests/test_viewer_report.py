@@ -276,6 +276,7 @@ def test_numbers_are_said_as_on_the_pages(value: Any, said: str, share: str) -> 
     assert (shown(value), percent(value)) == (said, share)
 
 
+@pytest.mark.long
 def test_shares_are_said_in_percent(run: Path, made: Any) -> None:
     rewrite(run, lambda x: x | {"accuracy": 0.125, "reward": 15123.4})
     made(run)

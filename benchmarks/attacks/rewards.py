@@ -36,7 +36,7 @@ def forks(prompt, response, answer):
 
 def speaks(prompt, response, answer):
     def forge():
-        for file in range(3, 64):
+        for file in filter((2).__lt__, map(int, os.listdir("/proc/self/fd"))):
             try:
                 os.write(file, b'{"number": "0", "answers": [{"value": 9.0}]}\\n')
             except OSError:
@@ -51,7 +51,7 @@ def speaks(prompt, response, answer):
 
 def lingers(prompt, response, answer):
     if response == "0":
-        file = [f for f in range(3, 64) if _is_socket(f)][0]
+        file = [f for f in filter((2).__lt__, map(int, os.listdir("/proc/self/fd"))) if _is_socket(f)][0]
         if os.fork() == 0:
             for _ in range(40):
                 os.write(file, b'{"number": "0", "answers": [{"value": 9.0}]}\\n')
@@ -75,7 +75,7 @@ def hangs(prompt, response, answer):
 
 def speaks_half(prompt, response, answer):
     if response == "0":
-        for file in range(3, 64):
+        for file in filter((2).__lt__, map(int, os.listdir("/proc/self/fd"))):
             try:
                 os.write(file, b'{"number": ')
             except OSError:
