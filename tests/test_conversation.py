@@ -63,6 +63,7 @@ def test_a_terminal_shows_it_as_one_in_colours_or_without() -> None:
 def test_what_an_environment_says_is_never_obeyed_by_the_terminal() -> None:
     row = row_of(pieces=["\x1b[2Jcall", " it", "", *ANSWER, "so", "\x1b]0;x\x07", ""], prompt_text="\x1b[31m")
     assert "\x1b" not in responses([row])
+    assert conversation_lines([], "over\n  policy  a forged line", False) == ["  ended: over policy a forged line"]
 
 
 def test_a_turn_without_words_says_so() -> None:

@@ -66,7 +66,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(place: Path, *more: str) -> list[str]:
-    return [f"jsonl:{place / 'sums.jsonl'}", "--check", "number", "--seed", "1", *more]
+    patient = ["--turn-seconds", "120", "--reward-seconds", "120"]  # whatever else this machine does
+    return [f"jsonl:{place / 'sums.jsonl'}", "--check", "number", "--seed", "1", *patient, *more]
 
 
 # ---- the policy's part ------------------------------------------------------------------------------------------

@@ -194,4 +194,4 @@ def conversation_lines(speeches: Sequence[Speech], ended: str, colour: bool) -> 
         lines += [*said[:-1], said[-1] + painted(earned, _QUIET, colour)]
     waited = math.fsum(speech.seconds or 0.0 for speech in speeches)
     waiting = f"; {waited:.2g} s of waiting" if waited >= WAITED else ""
-    return [*lines, painted(f"  ended: {printable(ended)}{waiting}", _QUIET, colour)]
+    return [*lines, painted(f"  ended: {printable(' '.join(ended.split()))}{waiting}", _QUIET, colour)]
