@@ -15,7 +15,7 @@ from benchmarks.house import MAY_IMPORT
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
-FILE = re.compile(r"`((?:ascent|benchmarks|tests|tools|lessons|docs)/[\w./-]+)`")
+FILE = re.compile(r"`((?:ascent|benchmarks|tests|lessons|docs)/[\w./-]+|tools/[\w-]+\.\w+)`")  # tools/calls is a metric
 LINK = re.compile(r"\]\((?!https?:|figure:|lesson:|#)([^)#\s]+)(?:#[\w-]+)?\)")
 
 

@@ -136,11 +136,9 @@ class Event(NamedTuple):
 
 def _events(batch: Batch, sample: int = 0) -> list[Event]:
     tokens = list(_words(batch, sample))
-    drawn, turns = batch.mask[0, sample].tolist(), [0] * len(tokens)
-    if batch.turn is not None:
-        turns = batch.turn[0, sample].tolist()
-    places = groupby(range(len(tokens)), key=lambda t: t if drawn[t] else -1 - turns[t])
-    runs = [list(run) for _, run in places]
+    drawn = batch.mask[0, sample].tolist()
+    turns = [0] * len(tokens) if batch.turn is None else batch.turn[0, sample].tolist()
+    runs = [list(run) for _, run in groupby(range(len(tokens)), key=lambda t: t if drawn[t] else -1 - turns[t])]
     return [Event(drawn[run[0]], turns[run[0]], [tokens[t] for t in run], run[0]) for run in runs]
 
 
@@ -182,6 +180,7 @@ def _compute(state: ControlState, _: Path | None) -> Look:
         **{f"l{i}": signed(x, 2) for i, x in enumerate(logp.tolist())},
         **{f"r{i}": f"{x:+g}".replace("-", "−") for i, x in enumerate(paid)},
     }
+    group = [{"text": _shown(world, _events(batch, i)), "reward": x} for i, x in enumerate(rewards)]
     drawing = {
         "prompt": list(world.prompt),
         "tokens": list(_words(batch, 0)),
@@ -194,9 +193,7 @@ def _compute(state: ControlState, _: Path | None) -> Look:
         "reward": rewards[0] if over else None,
         "credit": credit.tolist() if over else None,
         "values": value[0, 0].tolist() if over and state["credit"] == "gae" else None,
-        "group": [{"text": _shown(world, _events(batch, i)), "reward": x} for i, x in enumerate(rewards)]
-        if over
-        else None,
+        "group": group if over else None,
         "length": len(events),
     }
     tables = _tables(events, chances, running, credit.tolist(), step, drawing["next"])
