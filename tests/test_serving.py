@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import ascent
+from ascent.cli.flags import parse_train
 from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble
 from ascent.engines.language.learning.head import Head, token_stats
@@ -161,6 +162,7 @@ def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(st
         assert places == [0, 1, 2]
     later = list(world.sampler.finished(3, 60.0))
     assert sorted(int(each.place[0]) for each in later) == [0, 1, 2] and len(done) == 6
+    assert world.sampler.timeline.lanes == 12, "as many as the larger step asks for, without the evaluation"
     whole = world.generate(3, seed=7)
     for each in done:
         if each.ticket is tickets[0]:
@@ -451,6 +453,35 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
     assert not group_of(first) and not group_of(second)
 
 
+@pytest.mark.slow
+def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\necho started\nexec sleep 600\n'
+    )
+    python.chmod(0o755)
+    process = Process(str(python), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    told, tells = os.pipe()
+    trainer = os.fork()
+    if not trainer:
+        try:
+            process.start()
+            assert process._running is not None
+            os.write(tells, str(process._running.pid).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    server = int(os.read(told, 20))
+    while "started" not in process.log.read_text():
+        time.sleep(0.01)
+    assert group_of(server)
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    while group_of(server):
+        time.sleep(0.01)
+    os.close(told), os.close(tells)
+
+
 def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 3\n")
@@ -494,6 +525,24 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+def test_an_engine_is_set_by_flags_by_keywords_and_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'task = "countdown"\nmodel = "tiny"\n[engine]\nname = "vllm"\nurl = ["http://localhost:1"]\n'
+    )
+    both, file = (
+        "--model tiny --engine vllm --engine.url http://localhost:1 http://[::1]:2",
+        f"--config {tmp_path}/run.toml",
+    )
+    config, _ = parse_train(["countdown", *both.split(), "--engine.deadline", "9"], "ascent train")
+    policy = config.policy
+    assert policy.engine_url == ("http://localhost:1", "http://[::1]:2") and policy.engine_deadline == 9.0
+    config, _ = parse_train(file.split(), "ascent train")
+    assert (config.policy.engine, config.policy.engine_url) == ("vllm", ("http://localhost:1",))
+    assert config.old_logp == "learner" and configure("countdown", {"model": "tiny"}).old_logp == "auto"
+    with pytest.raises(Refused, match="has no such field"):
+        parse_train(["sort", "--engine", "vllm"], "ascent train")
+
+
 @pytest.mark.parametrize("words", WRONG)
 def test_engines_that_cannot_be_are_refused(words: str) -> None:
     with pytest.raises(Refused, match=words):
@@ -507,7 +556,7 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"top_k": 3}, "which probability they kept"),
         ({"min_tokens": 2}, "which probability they kept"),
         ({"tools": "calculator"}, "only the local engine plays turns"),
-        ({"ahead": 1}, "--ahead 1 with --engine vllm: responses that a server has under way"),
+        ({"ahead": 1}, "--ahead 1 with --engine vllm: what a server has under way"),
     ],
 )
 def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[str, Any], words: str) -> None:

@@ -360,8 +360,8 @@ def _groups(resolved: Resolved) -> list[Group]:
     for short, name in SHORT.items():
         setting = policy.get(name.removeprefix("policy.")) if short.startswith("engine") else None
         if setting is not None:
-            first = setting.help.split(".")[0].split(",")[0]
-            run.append(Setting(short, setting.kind | None, None, f"{first}: short for {setting.flag}."))
+            first = setting.help.split(". ")[0].rstrip(".")
+            run.append(Setting(short, setting.kind | None, None, f"{first}. Short for {setting.flag}."))
     groups: list[Group] = [
         ("options", list(settings_of(TrainOptions).values())),
         (f"task: {first_line(resolved.task)}", task),

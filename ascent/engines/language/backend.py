@@ -284,7 +284,7 @@ def check_engine(config: Config) -> None:
     if config.data != "samples":
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
     if config.ahead:
-        why = "responses that a server has under way do not go on with new weights yet"
+        why = "what a server has under way cannot be kept in a checkpoint yet"
         raise Refused(f"--ahead {config.ahead} with {engine}: {why}. Set --ahead 0, or --engine local")
 
 

@@ -35,7 +35,7 @@ WHOLE = 3600.0
 
 
 @dataclass(eq=False)
-class Open:
+class UnderWay:
     """A ticket under way."""
 
     ticket: Ticket
@@ -65,7 +65,7 @@ class Open:
 class Asked:
     """One response that was asked for."""
 
-    of: Open
+    of: UnderWay
     place: tuple[int, int]
     body: dict[str, Any]
     server: Server | None = None
@@ -97,7 +97,7 @@ class ServedSampler(Sampler):
         self.folder: Path | None = None
         """Where a server that Ascent starts keeps its log; None: in a folder that is removed at the end."""
         self._temporary: Path | None = None
-        self._open: dict[Ticket, Open] = {}
+        self._open: dict[Ticket, UnderWay] = {}
         self._arrived: queue.SimpleQueue[tuple[Asked, Future[Answer]]] = queue.SimpleQueue()
 
     @torch.no_grad()
@@ -135,9 +135,9 @@ class ServedSampler(Sampler):
             raise Trouble(f"the engine has finished {count} of {len(prompts)} groups within {WHOLE:g} seconds")
         return self._rollouts(each, list(range(len(prompts))))
 
-    def _begin(self, ticket: Ticket, limit: int) -> Open:
+    def _begin(self, ticket: Ticket, limit: int) -> UnderWay:
         """Ask for all responses of a ticket, prompt by prompt, with seeds as the local sampler draws them."""
-        prompts, samples, each = ticket.prompts, ticket.samples, Open(ticket, limit)
+        prompts, samples, each = ticket.prompts, ticket.samples, UnderWay(ticket, limit)
         seeds = torch.zeros(len(prompts), samples, dtype=torch.long)
         if not ticket.greedy:
             stream = self.generator if ticket.seed is None else torch.Generator().manual_seed(ticket.seed)
@@ -166,10 +166,11 @@ class ServedSampler(Sampler):
 
     # ---- answers
 
-    def _groups(self, wanted: list[Open], deadline: float, timeline: Timeline) -> Iterator[tuple[Open, int]]:
+    def _groups(self, wanted: list[UnderWay], deadline: float, timeline: Timeline) -> Iterator[tuple[UnderWay, int]]:
         """Groups as they finish, until all have or the time is over. What else arrives meanwhile is kept."""
         until = time.monotonic() + deadline
-        servers = self.fleet.servers
+        servers, count = self.fleet.servers, sum(len(each.ticket.prompts) * each.ticket.samples for each in wanted)
+        timeline.lanes = max(timeline.lanes, min(count, self.rows * sum(not server.down for server in servers)))
         try:
             while True:
                 for each in wanted:
@@ -179,7 +180,6 @@ class ServedSampler(Sampler):
                         yield each, each.ready.popleft()
                 if all(each.handed == len(each.ticket.prompts) for each in wanted) or time.monotonic() > until:
                     return
-                timeline.lanes = max(1, sum(not server.down for server in servers)) * self.rows
                 timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
                 self._receive(until)
         finally:
@@ -248,7 +248,7 @@ class ServedSampler(Sampler):
             if each.of.ticket in self._open:
                 self._ask(each)
 
-    def _rollouts(self, each: Open, which: list[int]) -> Rollouts:
+    def _rollouts(self, each: UnderWay, which: list[int]) -> Rollouts:
         ticket, groups = each.ticket, [each.group(prompt) for prompt in which]
         prompts = ticket.prompts[torch.tensor(which)]
         width = max(len(answer.tokens) for group in groups for answer in group)
