@@ -24,7 +24,7 @@ from tests.processes import Here
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-LANGUAGE = ("ahead", "step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "ragged_cpu", "memory_cpu", "critic_memory")
+LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "ragged_cpu", "memory_cpu", "critic_memory")
 SMALL = (
     "lecture_logs",
     "lecture_solve",
@@ -32,6 +32,7 @@ SMALL = (
     "loophole",
     "course_grid",
     "reuse",
+    "ahead",
     "overhead",
     "import_cost",
     "size",
@@ -300,6 +301,13 @@ def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.C
     closing, _ = run(name, capsys, "--smoke", "--repeats", "1")
     assert closing["ok"] and closing["smoke"]
     assert closing["value"] is None, "nothing was compared"
+
+
+@pytest.mark.long
+def test_sampling_ahead_takes_fewer_decoding_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("ahead", capsys, "--smoke")
+    alone, ahead = (each["passes"] for each in closing["lanes"])
+    assert closing["ok"] and closing["schedules"] == 5 and ahead < alone
 
 
 @pytest.mark.long
