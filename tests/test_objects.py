@@ -8,6 +8,7 @@ import asyncio
 import json
 import linecache
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import date
@@ -202,6 +203,12 @@ def test_the_hash_is_of_the_code_and_of_what_it_holds() -> None:
     assert hash_of(made.format(1)) == hash_of(made.format(1)) != hash_of(made.format(2)), "a closure"
     called = "def g(): return {}\ndef f(response): return g()"
     assert hash_of(called.format(1)) != hash_of(called.format(2)), "another function of the notebook"
+
+
+def test_code_of_main_counts_though_a_library_started_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `python -m pytest`: __main__ has the file of the library."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/lib/site-packages/pytest/__main__.py", raising=False)
+    assert hash_of("def f(response):\n    return 1") != hash_of("def f(response):\n    return 2")
 
 
 def test_two_lambdas_of_one_line_are_two_and_their_line_does_not_count() -> None:
