@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         seeds=options.seeds, ratio=passes[0] / passes[1],
     )  # fmt: skip
     write_page("ahead", text)
-    return close("ahead", passes[1], passes[0], SAVED, passes[1] <= SAVED * passes[0], learning=learned, **more)[1]
+    return close("ahead", passes[1], passes[0], SAVED, passes[1] <= SAVED * passes[0], learning=rows, **more)[1]
 
 
 PAGE = """

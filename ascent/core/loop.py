@@ -159,7 +159,7 @@ def collect(
     metrics = describe(everything)
     metrics["reward_errors"] = len(errors)
     metrics |= {} if epoch is None else {"epoch": epoch}
-    failed = max(len(errors), int((~everything.valid).sum()))
+    failed = min(max(len(errors), int((~everything.valid).sum())), everything.valid.numel())
     if failed > config.max_reward_errors * metrics["num_responses"]:
         raise Trouble(
             f"the reward failed on {failed} of {metrics['num_responses']:.0f} responses, more than "
