@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 NAME = "file"
@@ -68,12 +69,10 @@ class FileTransfer(WeightTransferEngine):
         return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
     def _heads(self) -> Iterator[tuple[Any, Any]]:
-        """The head of the model that shares its embedding's weight, if it has one of its own."""
-        modules = dict(self.model.named_modules())
-        embedding = next((module for name, module in modules.items() if name.endswith("embed_tokens")), None)
-        for name, module in modules.items():
-            if name.rpartition(".")[2] == "lm_head" and embedding is not None and module is not embedding:
-                yield module, embedding
+        """The model's head and its embedding, where these are two modules."""
+        both = [module for module in self.model.modules() if isinstance(module, VocabParallelEmbedding)]
+        embedding = next(module for module in both if not isinstance(module, ParallelLMHead))
+        return ((head, embedding) for head in both if isinstance(head, ParallelLMHead))
 
 
 def checksum(tensor: torch.Tensor) -> int:
