@@ -426,6 +426,14 @@ def group_of(pid: int) -> list[int]:
     return there
 
 
+def wait_for_end(*groups: int) -> None:
+    """Until none of their processes is left."""
+    until = time.monotonic() + 60
+    while left := [pid for group in groups for pid in group_of(group)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_path: Path) -> None:
     lm = model_of(**SMALL)
@@ -450,7 +458,7 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
         assert (tmp_path / "engine" / "vllm.log").read_text().count("the stand-in listens") == 2
     finally:
         sampler.close()
-    assert not group_of(first) and not group_of(second)
+    wait_for_end(first, second)
 
 
 @pytest.mark.slow
@@ -477,8 +485,7 @@ def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
     assert group_of(server)
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
-    while group_of(server):
-        time.sleep(0.01)
+    wait_for_end(server)
     os.close(told), os.close(tells)
 
 

@@ -17,8 +17,8 @@ INSIDE = Path(__file__).parent / "inside"
 """The folder that vLLM finds its worker extension in; nothing else is in it."""
 START = 600.0
 """Seconds that a server may take to start."""
-ENDING = 10.0
-"""Seconds that it has to end by itself."""
+ENDING, CLEARING = 10.0, 2.0
+"""Seconds that it has to end by itself, and those that it has started after it."""
 LINES = 12
 """Lines of its log in an error."""
 WITH_PARENT = (
@@ -107,15 +107,20 @@ class Process:
         return f"Its log, {self.log}, ends with:\n" + "\n".join(lines[-LINES:])
 
     def end(self) -> None:
-        """It may end by itself; then its whole group is killed."""
+        """It may end by itself, and those that it has started after it; then what is left of its group is killed."""
         running, self._running = self._running, None
         if running is None:
             return
-        for kind, seconds in ((signal.SIGTERM, ENDING), (signal.SIGKILL, ENDING)):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(running.pid, kind)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(running.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                running.wait(seconds)
+                running.wait(ENDING)
+            until = time.monotonic() + CLEARING
+            while time.monotonic() < until:  # they clear up shared memory
+                os.killpg(running.pid, 0)
+                time.sleep(0.05)
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 FLAGS = (
