@@ -69,6 +69,8 @@ def sampler_for(decoder: Any, **more: Any) -> LanguageSampler:
 DECODERS = [pytest.param(GroupDecoder, id="groups"), "graphs"]
 
 
+@pytest.mark.long
+@pytest.mark.unchecked
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(
     ("ahead", "more"),
@@ -126,6 +128,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_drew_it(decoder: Any) 
     assert off > 0.01, "versions differ by far more than the bound"
 
 
+@pytest.mark.unchecked
 def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
     sampler = sampler_for(GroupDecoder)
     with_greedy, _ = drive(sampler, 2, greedy=True)
@@ -141,6 +144,7 @@ def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
     assert torch.equal(fresh.response.where(fresh.mask, -1), done.rollouts.response.where(done.rollouts.mask, -1))
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("decoder", [*DECODERS, pytest.param(PlainDecoder, id="plain")])
 def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
     """Saved after the second step and restored into a new sampler: the rest is the same, tokens and log-probs."""
@@ -204,7 +208,9 @@ def language(folder: Path, model: Path, **more: Any) -> Run:
     given = {"algorithm": "grpo", "samples": 4, "prompts": 3, "steps": 4, "max_tokens": 8, "lr": 0.01, "threads": 1}
     given |= {"policy.rows": 7, "eval_every": 4, "eval_prompts": 2, "checkpoint_every": 2, "keep": 9}
     plain = {"out": folder, "show": False, "preflight": False}
-    return ascent.train(ROWS, model=str(model), reward=brevity, **plain, **given | more)
+    reward = folder.with_name("brevity.py")  # a process that rates loads this file alone
+    reward.write_text("def brevity(response):\n    return float(len(response) % 7)\n")
+    return ascent.train(ROWS, model=str(model), reward=f"python:{reward}:brevity", **plain, **given | more)
 
 
 def numbers(run: Run) -> list[dict[str, Any]]:
@@ -229,7 +235,7 @@ def test_a_run_that_samples_ahead_resumes_to_the_same_bits(
     kept = params.read_bytes()
     assert max(line.get("sampling/lag") or 0 for line in lines) > 0
     assert whole.config.old_logp == "learner" and whole.config.algorithm.correction.on
-    again = ascent.resume(whole, from_step=2, reward=brevity, rows=ROWS)
+    again = ascent.resume(whole, from_step=2, rows=ROWS)
     assert numbers(again) == lines and params.read_bytes() == kept
 
 

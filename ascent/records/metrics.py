@@ -130,7 +130,7 @@ CHARTS = (
     _chart(
         *("drift", "Drift since tokens were drawn", "mean |logp − logp_sampler|, by age", NOT_NEGATIVE),
         (f"{LAG}/logp_difference", "older tokens", "drift"),
-        *((f"{LAG}/logp_difference/{age}", f"age {age}", f"drift {age}") for age in range(1, 9)),
+        *((f"{LAG}/logp_difference/{age}", f"age {age}", f"drift {age}") for age in range(1, 5)),
     ),
     _chart(
         *("speed", "Speed", "tokens per second", NOT_NEGATIVE),
