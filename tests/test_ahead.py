@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close, shake
+from conftest import TINY, close, shake
 from torch import Tensor
 
 import ascent
@@ -18,9 +18,12 @@ from ascent.core.protocols import Finished, Ticket
 from ascent.core.types import Prompts, Refused, Rollouts
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler, PlainDecoder
+from ascent.engines.small import SmallSampler
 from ascent.records.ahead import put_together, take_apart
+from ascent.records.reading import naming
 from ascent.records.run import Run
 from ascent.settings import configure
+from ascent.tasks.small.sort import Sort
 from benchmarks.ahead import try_schedule
 from tests.language import VOCAB, model_of, sampler_of
 
@@ -254,6 +257,22 @@ def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> Non
     run = ascent.train("sort", out=tmp_path / "run", show=False, steps=2, prompts=2, samples=2)
     assert {path.name for path in run.checkpoints[-1].iterdir()}.isdisjoint({"ahead.safetensors"})
     assert "ahead" not in (run.checkpoints[-1] / "state.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"step": "x"}, {"drawn": {"more": 1}}, {"drawn": 5}],
+    ids=["step", "field", "kind"],
+)
+def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
+    sampler = SmallSampler(TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1))
+    sampler.submit([Ticket(3, Sort().held_out(2), 2)])
+    list(sampler.finished(2, 1.0))
+    tensors, plain = take_apart(sampler.pending)
+    (one,) = put_together(tensors, plain)
+    assert one.ticket.step == 3 and torch.equal(one.drawn.response, sampler.pending[0].drawn.response)  # type: ignore[union-attr]
+    with pytest.raises(Refused, match="ahead cannot be read"), naming(Path("ahead")):
+        put_together(tensors, [plain[0] | odd])
 
 
 @pytest.mark.parametrize(

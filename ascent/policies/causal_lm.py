@@ -386,3 +386,11 @@ class LanguageModel(nn.Module):
     def trained(self) -> dict[str, Tensor]:
         """The trained parameters, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def take(self, params: dict[str, Tensor]) -> None:
+        """Use these as its trained parameters; its own are not copied."""
+        own = self.trained() if params else {}
+        for name, tensor in params.items():
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)

@@ -36,6 +36,8 @@ def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain]) -> tuple[Op
     """The open tickets that `take_apart` took apart."""
     pending = []
     for i, own in enumerate(plain):
+        if type(own["step"]) is not int:
+            raise ValueError(f"a ticket of step {own['step']!r}")
         prompts = Prompts(**_joined(own["prompts"], f"{i}.prompts.", tensors))
         drawn = None if own["drawn"] is None else Rollouts(**_joined(own["drawn"], f"{i}.drawn.", tensors))
         ticket = Ticket(prompts=prompts, **{name: own[name] for name in OF_TICKET})

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ascent.core.protocols import Finished, Sampler, Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble
+from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.serving.client import Answer, Client, Lost
 from ascent.engines.serving.fleet import Fleet, Server
@@ -100,12 +101,8 @@ class ServedSampler(Sampler):
         self._open: dict[Ticket, UnderWay] = {}
         self._arrived: queue.SimpleQueue[tuple[Asked, Future[Answer]]] = queue.SimpleQueue()
 
-    @torch.no_grad()
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        own = self.lm.trained()
-        for name, tensor in params.items():
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
+        self.lm.take(params)
         if not self.fleet.servers:
             if self.folder is None:
                 self._temporary = Path(tempfile.mkdtemp(prefix="ascent-engine-"))
@@ -140,8 +137,7 @@ class ServedSampler(Sampler):
         prompts, samples, each = ticket.prompts, ticket.samples, UnderWay(ticket, limit)
         seeds = torch.zeros(len(prompts), samples, dtype=torch.long)
         if not ticket.greedy:
-            stream = self.generator if ticket.seed is None else torch.Generator().manual_seed(ticket.seed)
-            seeds = torch.randint(2**62, (len(prompts), samples), generator=stream)
+            seeds = response_seeds(len(prompts), samples, self.generator, ticket.seed)
         self._open[ticket] = each
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()

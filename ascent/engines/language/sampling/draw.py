@@ -127,6 +127,12 @@ def _invert(p: Tensor, u: Tensor) -> Tensor:
     return which * block + torch.minimum(torch.maximum(place, first), last)
 
 
+def response_seeds(prompts: int, samples: int, own: torch.Generator, seed: int | None) -> Tensor:
+    """One per response, `[prompt sample]`, from the stream of this seed, or from the sampler's own."""
+    stream = own if seed is None else torch.Generator().manual_seed(seed)
+    return torch.randint(2**62, (prompts, samples), generator=stream)
+
+
 class Drawn:
     """Everything that was drawn so far, one row per response, in the order in which they were asked for.
 

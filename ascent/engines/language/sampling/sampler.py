@@ -14,7 +14,7 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Cache, Decoding, Segment, extend
-from ascent.engines.language.sampling.draw import Drawn, Support
+from ascent.engines.language.sampling.draw import Drawn, Support, response_seeds
 from ascent.engines.language.sampling.pages import Pages, Row, Schedule
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
@@ -65,12 +65,8 @@ class LanguageSampler(Sampler):
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
 
-    @torch.no_grad()
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        own = self.lm.trained()
-        for name, tensor in params.items():
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
+        self.lm.take(params)
         self.version = version
 
     @torch.no_grad()
@@ -78,7 +74,7 @@ class LanguageSampler(Sampler):
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
         count, limit = len(prompts) * samples, limit or self.limit
-        seeds = None if greedy else self._seeds(len(prompts), samples, seed).flatten()
+        seeds = None if greedy else response_seeds(len(prompts), samples, self.generator, seed).flatten()
         own = self.limits(prompts, samples, limit)
         with self._prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
             how = (self.temperature, self.support, turns, self.stops, own)
@@ -89,14 +85,9 @@ class LanguageSampler(Sampler):
 
     def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
         """The most tokens of each response."""
-        count = len(prompts) * samples
-        own = None if prompts.limits is None else prompts.limits.clamp(max=limit).repeat_interleave(samples)
-        return torch.full((count,), limit) if own is None else own
-
-    def _seeds(self, prompts: int, samples: int, seed: int | None) -> Tensor:
-        """One per response, from the stream of this seed or from the sampler's own."""
-        stream = self.generator if seed is None else torch.Generator().manual_seed(seed)
-        return torch.randint(2**62, (prompts, samples), generator=stream)
+        if prompts.limits is None:
+            return torch.full((len(prompts) * samples,), limit)
+        return prompts.limits.clamp(max=limit).repeat_interleave(samples)
 
     # ---- ahead of a step: responses of later steps fill the lanes that its own leave free
 
@@ -159,7 +150,8 @@ class LanguageSampler(Sampler):
         """The ticket with a seed for each response, all going if they are new."""
         if one.seeds is not None:
             return one
-        seeds = self._seeds(len(one.ticket.prompts), one.ticket.samples, one.ticket.seed)
+        ticket = one.ticket
+        seeds = response_seeds(len(ticket.prompts), ticket.samples, self.generator, ticket.seed)
         return replace(one, seeds=seeds, going=torch.ones(seeds.shape, dtype=torch.bool))
 
     @contextmanager
