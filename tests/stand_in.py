@@ -1,8 +1,10 @@
-"""A small server that speaks as vLLM 0.32 does to a trainer, with a tiny model of ours behind it.
+"""Small servers that speak as the engines do to a trainer, with a tiny model of ours behind them.
 
 It can be told to misbehave: to die, to hang, to answer late, to forget a tensor, to keep an old cache.
 
     python tests/stand_in.py … --model FOLDER --port PORT      as a process, with vLLM's own arguments
+
+What SGLang says and refuses is written from its source, version 0.5.23: nobody has run it here.
 """
 
 from __future__ import annotations
@@ -22,9 +24,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+Drawn = tuple[list[int], list[float]]
+"""Tokens and their log-probs."""
+
 
 class StandIn:
-    """The state of a server, and what each address does."""
+    """The state of a server, and how it draws. What each address does is its engine's."""
+
+    generates: str
+    context = 4096
+    """Tokens that it takes."""
+    release: str
 
     def __init__(self, model: Any):
         self.model = model.eval().requires_grad_(False)
@@ -49,9 +59,9 @@ class StandIn:
 
     # ---- weights
 
-    def update(self, path: str) -> None:
+    def update(self, path: str | Path) -> None:
         own = dict(self.model.named_parameters())
-        self.received = {name: [list(t.shape), zlib.crc32(t.numpy().tobytes())] for name, t in load_file(path).items()}
+        self.received = {name: [list(t.shape), zlib.crc32(_bytes(t))] for name, t in load_file(path).items()}
         if self.corrupt:
             self.received[self.corrupt][1] += 1
         for name, tensor in load_file(path).items():
@@ -61,70 +71,58 @@ class StandIn:
 
     # ---- responses
 
-    def weights_for(self, body: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def weights_for(self, ids: list[int], salt: str | None) -> dict[str, torch.Tensor]:
         """The present weights; those of an earlier time for a prompt whose cache was kept. Short prompts have none."""
-        ids = body["token_ids"]
         now = {name: p.data for name, p in self.model.named_parameters()}
         if len(ids) < 16:
             return now
-        return self.cache.setdefault((tuple(ids), "" if self.ignore_salt else body.get("cache_salt")), now)
+        return self.cache.setdefault((tuple(ids), "" if self.ignore_salt else salt), now)
 
     @torch.no_grad()
-    def respond(self, body: dict[str, Any]) -> dict[str, Any]:
-        how, ids, tokens, logp = body["sampling_params"], list(body["token_ids"]), [], []
-        greedy, weights = how["temperature"] == 0.0, self.weights_for(body)
-        generator = torch.Generator().manual_seed(how.get("seed", 0))
-        while len(tokens) < how["max_tokens"]:
+    def draw(
+        self, ids: list[int], salt: str | None, temperature: float, seed: int, most: int, ends: list[int]
+    ) -> Drawn:
+        greedy, weights, tokens, logp = temperature == 0.0, self.weights_for(ids, salt), [], []
+        generator = torch.Generator().manual_seed(seed)
+        while len(tokens) < most:
             out = torch.func.functional_call(self.model, weights, (torch.tensor([ids + tokens]),), tie_weights=True)
             z = out.logits[0, -1].float()
-            log_p = torch.log_softmax(z if greedy else z / how["temperature"], -1)
+            log_p = torch.log_softmax(z if greedy else z / temperature, -1)
             token = int(log_p.argmax()) if greedy else int(torch.multinomial(log_p.exp(), 1, generator=generator))
             tokens.append(token)
             logp.append(float((torch.log_softmax(z, -1) if self.raw_logprobs else log_p)[token]))
-            if token in how.get("stop_token_ids", []):
+            if token in ends:
                 break
-        version = "0" if self.old_version else self.version
-        finish = "abort" if self.abort_once else "stop"
-        self.abort_once = False
-        return {
-            "choices": [
-                {
-                    "token_ids": tokens,
-                    "logprobs": {"content": [{"token_id": t, "logprob": x} for t, x in zip(tokens, logp, strict=True)]},
-                    "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
-                    "finish_reason": finish,
-                }
-            ]
-        }
+        return tokens, logp
+
+    def spans(self, tokens: list[int]) -> list[dict[str, Any]]:
+        return [{"version": "0" if self.old_version else self.version, "start": 0, "end": len(tokens)}]
+
+    def aborts(self) -> bool:
+        once, self.abort_once = self.abort_once, False
+        return once
+
+    def refuses_weights(self) -> bool:
+        refused = self.refuse_weights > 0
+        self.refuse_weights -= refused
+        return refused
 
     # ---- addresses
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         where = path.partition("?")[0]
-        probe = where == "/inference/v1/generate" and "stop_token_ids" not in body["sampling_params"]
+        probe = where == self.generates and "stop_token_ids" not in body["sampling_params"]
         self.calls.append("probe" if probe else where)
         with self.lock:
-            if where == "/inference/v1/generate":
-                return 200, self.respond(body)
-            if where == "/update_weights":
-                if self.refuse_weights:
-                    self.refuse_weights -= 1
-                    return 500, {"error": "no such file"}
-                self.update(body["update_info"]["path"])
-            elif where == "/finish_weight_update":
-                self.version = body["weight_version"]
-            elif where == "/reset_prefix_cache" and not self.keep_cache:
-                self.cache = {}
-            elif where == "/collective_rpc":
-                return 200, {"results": [{"tensors": self.received, "untouched": self.untouched}]}
-            elif where in ("/pause", "/resume"):
-                self.paused = where == "/pause"
-        return 200, {"message": where}
+            return self.say(where, body)
+
+    def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
+        raise NotImplementedError
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
         size = int(handler.headers.get("Content-Length") or 0)
         body = json.loads(handler.rfile.read(size) or b"{}")
-        if handler.path == "/inference/v1/generate":
+        if handler.path == self.generates:
             self.asked.append(body)
             if 0 <= self.die_after < len(self.asked):
                 self.dead = True
@@ -138,12 +136,128 @@ class StandIn:
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
         status, reply = self.answer(handler.path, body)
-        sent = json.dumps(reply).encode()
+        sent = b"" if reply is None else json.dumps(reply).encode()
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(sent)))
         handler.end_headers()
         with suppress(OSError):
             handler.wfile.write(sent)
+
+
+class VllmStandIn(StandIn):
+    generates, release = "/inference/v1/generate", "0.32.0+cpu"
+
+    def respond(self, body: dict[str, Any]) -> dict[str, Any]:
+        how = body["sampling_params"]
+        drawn = how["temperature"], how.get("seed", 0), how["max_tokens"], how.get("stop_token_ids", [])
+        tokens, logp = self.draw(list(body["token_ids"]), body.get("cache_salt"), *drawn)
+        return {
+            "choices": [
+                {
+                    "token_ids": tokens,
+                    "logprobs": {"content": [{"token_id": t, "logprob": x} for t, x in zip(tokens, logp, strict=True)]},
+                    "weight_versions": self.spans(tokens),
+                    "finish_reason": "abort" if self.aborts() else "stop",
+                }
+            ]
+        }
+
+    def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if where == self.generates:
+            return 200, self.respond(body)
+        if where == "/version":
+            return 200, {"version": self.release}
+        if where == "/v1/models":
+            return 200, {"data": [{"max_model_len": self.context}]}
+        if where == "/update_weights":
+            if self.refuses_weights():
+                return 500, {"error": "no such file"}
+            self.update(body["update_info"]["path"])
+        elif where == "/finish_weight_update":
+            self.version = body["weight_version"]
+        elif where == "/reset_prefix_cache" and not self.keep_cache:
+            self.cache = {}
+        elif where == "/collective_rpc":
+            return 200, {"results": [{"tensors": self.received, "untouched": self.untouched}]}
+        elif where in ("/pause", "/resume"):
+            self.paused = where == "/pause"
+        return 200, {"message": where}
+
+
+class SglangStandIn(StandIn):
+    """SGLang 0.5.23, from its source. It is stricter than that: a field that it does not know is refused."""
+
+    generates, release = "/generate", "0.5.23"
+    deterministic = True
+    FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "cache_salt"})
+    SAMPLING = frozenset(
+        {"max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"}
+        | {"frequency_penalty", "presence_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos"}
+    )
+
+    def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
+        how, ids = body["sampling_params"], body["input_ids"]
+        odd, most = (body.keys() - self.FIELDS) | (how.keys() - self.SAMPLING), how["max_new_tokens"]
+        if odd or how["min_new_tokens"] or len(ids) + most > self.context or len(ids) >= self.context - 6:
+            return 400, {"error": {"message": f"{sorted(odd)} or {len(ids)} + {most} tokens"}}
+        most = min(most, self.context - 1 - len(ids) - 1)  # managers/scheduler.py, without a word
+        own = self.model.generation_config.eos_token_id
+        known = [*how.get("stop_token_ids", []), *(own if isinstance(own, list) else [] if own is None else [own])]
+        ends = [] if how.get("ignore_eos") else known  # managers/schedule_batch.py: both kinds, or neither
+        seed = how.get("sampling_seed", 42) if self.deterministic else len(self.asked)
+        tokens, logp = self.draw(list(ids), body.get("cache_salt"), how["temperature"], seed, most, ends)
+        reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
+        reason = {"type": "stop", "matched": tokens[-1]} if tokens[-1] in ends else reason
+        if self.aborts():
+            tokens, logp, reason = [], [], {"type": "abort", "message": "Abort in waiting queue"}
+        about = {"finish_reason": reason, "weight_version": self.version, "completion_tokens": len(tokens)}
+        about |= {"output_token_logprobs": [[x, t, None] for t, x in zip(tokens, logp, strict=True)]}
+        about |= {"weight_versions": self.spans(tokens)} if tokens else {}
+        return 200, {"output_ids": tokens, "meta_info": about}
+
+    def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if where == self.generates:
+            return self.respond(body)
+        if where == "/health":
+            return 200, None
+        if where == "/server_info":
+            able = {"enable_deterministic_inference": self.deterministic, "max_req_input_len": self.context - 6}
+            return 200, {"version": self.release, "frontend": "python"} | able
+        if where == "/model_info":
+            return 200, {"architectures": [type(self.model).__name__], "weight_version": self.version}
+        if where == "/pause_generation":
+            assert body == {"mode": "retract"}, "in any other mode old caches stay, or answers are aborted"
+            self.paused = True
+        elif where == "/update_weights_from_disk":
+            return self.load(body)
+        elif where == "/continue_generation":
+            self.paused = False
+        else:
+            return 404, {"detail": "Not Found"}
+        return 200, {"message": "…", "status": "ok"}
+
+    def load(self, body: dict[str, Any]) -> tuple[int, Any]:
+        assert self.paused and body["load_format"] == "safetensors", "its own format is that of its start: dummy"
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        if self.refuses_weights() or not files:
+            return 400, {
+                "success": False,
+                "message": "Failed to update weights: no such file",
+                "num_paused_requests": 0,
+            }
+        (file,) = files
+        self.update(file)
+        self.version = body["weight_version"]
+        if body["flush_cache"] and not self.keep_cache:
+            self.cache = {}
+        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+
+STAND_INS: dict[str, type[StandIn]] = {"vllm": VllmStandIn, "sglang": SglangStandIn}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def handler_of(take: Callable[[BaseHTTPRequestHandler], None]) -> type[BaseHTTPRequestHandler]:
@@ -166,9 +280,9 @@ class Listening(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(model: Any) -> Iterator[StandIn]:
+def serving(model: Any, engine: str = "vllm") -> Iterator[StandIn]:
     """A stand-in on a thread of this process."""
-    stand_in = StandIn(model)
+    stand_in = STAND_INS[engine](model)
     server = Listening(("127.0.0.1", 0), handler_of(stand_in.handle))
     stand_in.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -192,7 +306,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     config = transformers.AutoConfig.from_pretrained(known.model)
-    stand_in = StandIn(transformers.AutoModelForCausalLM.from_config(config))
+    stand_in = VllmStandIn(transformers.AutoModelForCausalLM.from_config(config))
     print("the stand-in listens", flush=True)
     Listening(("127.0.0.1", known.port), handler_of(stand_in.handle)).serve_forever()
 

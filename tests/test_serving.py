@@ -27,8 +27,11 @@ from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.serving import probe, weights
-from ascent.engines.serving.process import Process, Serving, find_python
+from ascent.engines.serving.dialect import Serving
+from ascent.engines.serving.engines import ENGINES
+from ascent.engines.serving.process import Process, find_python
 from ascent.engines.serving.sampler import ServedSampler
+from ascent.engines.serving.vllm import INSIDE, VLLM
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM, LanguageModel
 from ascent.settings import configure
@@ -39,15 +42,19 @@ SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_laye
 """The probe then has prompts of 24 tokens, and 8 behind each."""
 
 
+every_engine = pytest.mark.parametrize("engine", [dialect.name for dialect in ENGINES])
+
+
 class World:
     """A model, its stand-ins and a sampler on them."""
 
     def __init__(self, stack: ExitStack, servers: int = 1, temperature: float = 0.7, limit: int = 5, **more: Any):
         deadline = more.pop("deadline", 20.0)
+        engine = more.pop("engine", "vllm")
         self.lm = model_of(**SMALL | more)
-        self.servers = [stack.enter_context(serving(deepcopy(self.lm.model))) for _ in range(servers)]
+        self.servers = [stack.enter_context(serving(deepcopy(self.lm.model), engine)) for _ in range(servers)]
         policy = CausalLM(
-            "tiny", engine="vllm", engine_url=tuple(s.url for s in self.servers), engine_deadline=deadline
+            "tiny", engine=engine, engine_url=tuple(s.url for s in self.servers), engine_deadline=deadline
         )
         generator = torch.Generator().manual_seed(1)
         self.sampler = ServedSampler(policy, self.lm, limit, 32, temperature, generator)
@@ -101,10 +108,11 @@ def same(one: Rollouts, other: Rollouts) -> None:
 # ---- what the loop gets ------------------------------------------------------------------------------
 
 
+@every_engine
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
-def test_after_every_load_the_log_probs_are_those_of_the_learner(stack: ExitStack, tied: bool) -> None:
-    world = World(stack, tie_word_embeddings=tied)
+def test_after_every_load_the_log_probs_are_those_of_the_learner(stack: ExitStack, engine: str, tied: bool) -> None:
+    world = World(stack, engine=engine, tie_word_embeddings=tied)
     for version in (3, 4):
         world.load(version)
         rollouts = world.generate()
@@ -128,9 +136,10 @@ def test_a_seed_alone_decides_what_is_drawn_and_it_is_drawn_as_the_local_sampler
     assert all(body["sampling_params"]["stop_token_ids"] == [3] for body in world.server.asked)
 
 
+@every_engine
 @pytest.mark.long
-def test_ends_cut_offs_and_limits_per_prompt(stack: ExitStack) -> None:
-    world = World(stack, temperature=1.0)
+def test_ends_cut_offs_and_limits_per_prompt(stack: ExitStack, engine: str) -> None:
+    world = World(stack, engine=engine, temperature=1.0)
     world.load(0)
     prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([9, 1, 3]))
     rollouts = world.sampler.generate(prompts, 8, seed=0, limit=4)
@@ -140,9 +149,10 @@ def test_ends_cut_offs_and_limits_per_prompt(stack: ExitStack) -> None:
     assert torch.equal(rollouts.present, rollouts.mask)
 
 
+@every_engine
 @pytest.mark.long
-def test_greedy_answers_are_those_of_the_local_sampler(stack: ExitStack) -> None:
-    world = World(stack)
+def test_greedy_answers_are_those_of_the_local_sampler(stack: ExitStack, engine: str) -> None:
+    world = World(stack, engine=engine)
     world.load(0)
     local = sampler_of(world.lm, limit=5, temperature=0.7)
     same(world.generate(1, greedy=True), local.generate(Prompts.of(prompts_of()), 1, greedy=True))
@@ -172,9 +182,10 @@ def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(st
     assert evaluated.mask.shape[:2] == (3, 1)
 
 
+@every_engine
 @pytest.mark.long
-def test_an_aborted_answer_is_asked_for_again(stack: ExitStack) -> None:
-    world = World(stack)
+def test_an_aborted_answer_is_asked_for_again(stack: ExitStack, engine: str) -> None:
+    world = World(stack, engine=engine)
     world.load(0)
     expected = world.generate()
     world.server.abort_once = True
@@ -227,16 +238,19 @@ SABOTAGE: dict[str, tuple[dict[str, Any], str]] = {
     "the old head is kept": ({"forget": "lm_head.weight"}, "does not draw from this policy"),
     "a tensor arrives wrong": ({"corrupt": "model.norm.weight"}, r"model\.norm\.weight differs from what was sent"),
     "the old cache is kept": ({"keep_cache": True, "ignore_salt": True}, "keeps its prefix cache"),
-    "log-probs have no temperature": ({"raw_logprobs": True}, "processed_logprobs"),
+    "log-probs have no temperature": ({"raw_logprobs": True}, "after temperature"),
     "the version is another": ({"old_version": True}, "says that version 0 drew"),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", SABOTAGE)
-def test_a_sabotaged_load_is_caught(stack: ExitStack, what: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "what"),  # SGLang does not say what it has read
+    [(each.name, what) for each in ENGINES for what in SABOTAGE if each.name == "vllm" or "arrives" not in what],
+)
+def test_a_sabotaged_load_is_caught(stack: ExitStack, engine: str, what: str) -> None:
     faults, words = SABOTAGE[what]
-    world = World(stack)
+    world = World(stack, engine=engine)
     world.server.ignore_salt = faults.get("ignore_salt", False)
     world.load(0)
     world.move()
@@ -281,9 +295,11 @@ def test_weights_that_a_server_could_not_load_at_first_are_sent_again(stack: Exi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after", [0, 4])
-def test_what_a_dead_server_owed_is_drawn_by_the_others_with_the_same_seeds(stack: ExitStack, after: int) -> None:
-    world = World(stack, servers=2)
+@pytest.mark.parametrize(("engine", "after"), [("vllm", 0), ("vllm", 4), ("sglang", 4)])
+def test_what_a_dead_server_owed_is_drawn_by_the_others_with_the_same_seeds(
+    stack: ExitStack, engine: str, after: int
+) -> None:
+    world = World(stack, servers=2, engine=engine)
     world.load(0)
     expected = world.generate(samples=4)
     world.server.die_after = len(world.server.asked) + after
@@ -468,7 +484,7 @@ def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
         f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\necho started\nexec sleep 600\n'
     )
     python.chmod(0o755)
-    process = Process(str(python), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process = Process(str(python), VLLM(), Serving({}, "float32", 64, 8, True), "", tmp_path)
     told, tells = os.pipe()
     trainer = os.fork()
     if not trainer:
@@ -493,7 +509,7 @@ def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_pat
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 3\n")
     python.chmod(0o755)
-    process = Process(str(python), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process = Process(str(python), VLLM(), Serving({}, "float32", 64, 8, True), "", tmp_path)
     process.start()
     with pytest.raises(Trouble, match=r"(?s)ended with 3\..*no module named vllm"):
         process.wait(lambda: False)
@@ -504,7 +520,9 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
     python.parent.mkdir()
     python.write_text("")
     python.chmod(0o755)
-    process = Process(str(tmp_path), Serving({}, "bfloat16", 512, 64, False), "--tensor-parallel-size 2", tmp_path)
+    process = Process(
+        str(tmp_path), VLLM(), Serving({}, "bfloat16", 512, 64, False), "--tensor-parallel-size 2", tmp_path
+    )
     arguments = process._arguments(tmp_path)
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
     assert arguments[-2:] == ["--tensor-parallel-size", "2"] and "--enforce-eager" not in arguments
@@ -514,8 +532,6 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
 
 
 def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
-    from ascent.engines.serving.process import INSIDE
-
     assert [path.name for path in INSIDE.glob("*.py")] == ["ascent_worker.py"]
     assert "import ascent" not in (source := (INSIDE / "ascent_worker.py").read_text()) and "from ascent" not in source
 

@@ -115,12 +115,13 @@ class CausalLM:
     """Encode a prompt once for its whole group, also in training, if the architecture allows it."""
     rows: int = 0
     """Responses that are decoded at once; 0: chosen for the device. Changes memory, not the distribution."""
-    engine: Literal["local", "vllm"] = "local"
-    """Who samples: this process, or servers of vLLM. Short form: --engine; also of the following, as --engine.url."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """Who samples: this process, or servers of vLLM or SGLang. Short form: --engine; also of the following, as
+    --engine.url."""
     engine_url: tuple[str, ...] = ()
     """Servers that run already on this machine, such as http://127.0.0.1:8000; several share the work."""
     engine_python: str = ""
-    """The virtual environment that vLLM is in: Ascent starts a server from it, watches it and ends it."""
+    """The virtual environment that the engine is in: Ascent starts a server from it, watches it and ends it."""
     engine_args: str = ""
     """More arguments for a server that Ascent starts, in one word: "--tensor-parallel-size 2"."""
     engine_deadline: float = 600.0
@@ -142,12 +143,14 @@ class CausalLM:
     def _check_engine(self) -> None:
         if self.engine == "local":
             if self.engine_url or self.engine_python or self.engine_args:
-                raise Refused("--engine.url, --engine.python and --engine.args are for --engine vllm: set that too")
+                raise Refused(
+                    "--engine.url, --engine.python and --engine.args are for --engine vllm or sglang: set that too"
+                )
             return
         if bool(self.engine_url) == bool(self.engine_python):
             raise Refused(
                 f"--engine {self.engine}: say where it is, either by --engine.url (it runs already) or by "
-                "--engine.python (the environment to start it from, such as .engines/vllm, which `make engines` makes)"
+                "--engine.python (the environment to start it from; `make engines` makes .engines/vllm)"
             )
         if self.engine_args and self.engine_url:
             raise Refused("--engine.args is for a server that Ascent starts, by --engine.python")

@@ -25,6 +25,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
@@ -273,11 +274,16 @@ def _positions(lm: LanguageModel) -> int | None:
 
 def check_engine(config: Config) -> None:
     """Refuse what a serving engine cannot do, or cannot say what it did."""
-    engine = f"--engine {config.policy.engine}"
+    engine, dialect = f"--engine {config.policy.engine}", dialect_of(config.policy.engine)
+    if config.temperature < dialect.coldest:
+        raise Refused(
+            f"--temperature {config.temperature:g} with {engine}: it draws from another distribution below "
+            f"{dialect.coldest:g}. Set {dialect.coldest:g} or more, or --engine local"
+        )
     if (config.top_k, config.top_p, config.min_p, config.task.min_tokens) != (0, 1.0, 0.0, 0):
         raise Refused(
-            f"--top-k, --top-p, --min-p or --min-tokens with {engine}: it does not say which probability they kept, "
-            "so the log-probs over the full vocabulary cannot be known. Leave them out, or set --engine local"
+            f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
+            "set --engine local"
         )
     if config.task.plays:
         raise Refused(f"--tools and --environment with {engine}: only the local engine plays turns; set --engine local")

@@ -1,12 +1,14 @@
-"""The HTTP side of one server of vLLM 0.32: token ids in and out, and new weights. Every wait has a deadline."""
+"""The HTTP side of one server: responses and new weights, in its dialect. Every wait has a deadline."""
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from ascent.core.types import Refused, Trouble
+from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving
 from ascent.engines.serving.weights import Manifest
 
 GLANCE = 30.0
@@ -18,19 +20,6 @@ Some = TypeVar("Some")
 
 class Lost(Exception):
     """The server is gone, or does not answer: what it was asked may be asked again."""
-
-
-class Answer(NamedTuple):
-    """One response as the server gave it."""
-
-    tokens: list[int]
-    logp: list[float]
-    """After temperature, over the whole vocabulary."""
-    versions: list[int]
-    """Whose weights drew each token."""
-    aborted: bool = False
-    ended: bool = False
-    """By an end token or a stop string, and not by its limit."""
 
 
 class Calls:
@@ -61,15 +50,15 @@ class Calls:
 class Client:
     """What is asked of one server. It knows nothing of tickets."""
 
-    def __init__(self, url: str, at_once: int, deadline: float):
+    def __init__(self, url: str, dialect: Dialect, at_once: int, deadline: float):
         try:
             import httpx
         except ImportError:
-            raise Refused("--engine vllm needs httpx: pip install 'ascent-rl[judge]'") from None
-        self.url, self.deadline, self._httpx = url.rstrip("/"), deadline, httpx
+            raise Refused("--engine needs httpx: pip install 'ascent-rl[judge]'") from None
+        self.url, self.dialect, self.deadline, self._httpx = url.rstrip("/"), dialect, deadline, httpx
         limits = httpx.Limits(max_connections=at_once + 4)
         self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)  # no proxy to loopback
-        self._lanes = asyncio.Semaphore(at_once)
+        self._lanes, self._known = asyncio.Semaphore(at_once), False
 
     async def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """POST, or GET without a body; the answer's JSON. Lost: no answer in time, or the server itself has failed."""
@@ -86,7 +75,7 @@ class Client:
         if reply.status_code >= 500:
             raise Lost(f"{self.url}{path} said {reply.status_code}: {words}")
         if reply.status_code >= 400:
-            raise Trouble(f"the engine refused {self.url}{path} with {reply.status_code}: {words}{_advice(reply)}")
+            raise Trouble(f"the engine refused {self.url}{path} with {reply.status_code}: {words}{self._advice(reply)}")
         try:
             return reply.json() if reply.content else None
         except ValueError:
@@ -99,63 +88,47 @@ class Client:
             return False
         return True
 
-    async def generate(self, body: dict[str, Any]) -> Answer:
+    async def generate(self, request: Request, salt: str) -> Answer:
         """One response. Its deadline begins when it is sent."""
         async with self._lanes:
-            reply = await self.ask("/inference/v1/generate", body)
-        try:
-            (choice,) = reply["choices"]
-            tokens = [int(token) for token in choice["token_ids"] or []]
-            content = (choice["logprobs"] or {}).get("content") or []
-            versions = [int(span["version"]) for span in choice["weight_versions"] or [] for _ in _places(span)]
-            logp = [float(entry["logprob"]) for entry in content]
-        except (KeyError, TypeError, ValueError) as error:
-            raise Trouble(f"{self.url}: its answer is not that of vLLM 0.32: {type(error).__name__} {error}") from None
-        aborted = choice.get("finish_reason") == "abort"
+            reply = await self.ask(self.dialect.generates, self.dialect.body(request, salt))
+        with self._reading():
+            answer = self.dialect.read(reply)
+        tokens, logp, versions, aborted, _ = answer
         if not (len(tokens) == len(logp) == len(versions)) or not (tokens or aborted):
             raise Trouble(
                 f"{self.url}: a response of {len(tokens)} tokens came with {len(logp)} log-probs and {len(versions)} "
-                "versions; is it vLLM 0.32?"
+                f"versions; is it {self.dialect.release}?"
             )
-        return Answer(tokens, logp, versions, aborted)
+        if not aborted and tokens[-1] not in request.ends and len(tokens) != request.most:
+            raise Trouble(
+                f"{self.url}: a response that may have {request.most} tokens ended after {len(tokens)}, at token "
+                f"{tokens[-1]}, which does not end one here. Is there memory for a whole response, and does the server "
+                "know other end tokens than the model has here?"
+            )
+        return answer
 
-    async def load(self, weights: Manifest, version: int) -> None:
-        """New weights: pause, transfer, compare what arrived, forget the caches of the old ones, continue.
+    async def load(self, weights: Manifest, version: int, serving: Serving) -> None:
+        """New weights. Before the first ones it is asked who it is."""
+        with self._reading():
+            if not self._known:
+                await self.dialect.greet(self, serving)
+            self._known = True
+            await self.dialect.load(self, weights, version)
 
-        Responses that are being written wait meanwhile, and continue under the new weights with their cache computed
-        anew.
-        """
-        await self.ask("/init_weight_transfer_engine", {"init_info": {}})
-        await self.ask("/pause?mode=keep&clear_cache=false", {})
-        await self.ask("/start_weight_update", {})
-        await self.ask("/update_weights", {"update_info": {"path": str(weights.path)}})
-        await self.ask("/finish_weight_update", {"weight_version": str(version)})
-        self._compare(weights, await self.ask("/collective_rpc", {"method": "ascent_received"}))
-        await self.ask("/reset_prefix_cache?reset_running_requests=true", {})
-        await self.ask("/resume", {})
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Answers that cannot be read are Trouble."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__} {error}"
+            raise Trouble(f"{self.url}: its answer is not that of {self.dialect.release}: {why}") from None
 
-    def _compare(self, weights: Manifest, reply: Any) -> None:
-        """Trouble where a worker has not read just these tensors, or has parameters that none of them reached."""
-        for worker in reply["results"]:
-            received, untouched = worker["tensors"], worker["untouched"]
-            every = weights.tensors.keys() | received.keys()
-            odd = sorted(name for name in every if weights.tensors.get(name) != received.get(name))
-            if odd or untouched:
-                what = f"{odd[0]} differs from what was sent" if odd else f"nothing was loaded into {untouched[0]}"
-                raise Trouble(
-                    f"{self.url}: of {len(weights.tensors)} tensors, {len(odd)} arrived wrong and {len(untouched)} "
-                    f"parameters were left alone: {what}. Does the server serve this model?"
-                )
+    def _advice(self, reply: Any) -> str:
+        if reply.status_code != 404:
+            return ""
+        return f". {self.dialect.advice}? docs/serving.md has the command"
 
     async def close(self) -> None:
         await self._http.aclose()
-
-
-def _places(span: dict[str, Any]) -> range:
-    return range(int(span["start"]), int(span["end"]))
-
-
-def _advice(reply: Any) -> str:
-    if reply.status_code != 404:
-        return ""
-    return ". Was it started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1? docs/serving.md has the command"

