@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM, LanguageModel
 from ascent.settings import configure
 from tests.language import model_of, prompts_of, sampler_of, write_tiny
-from tests.stand_in import StandIn, serving
+from tests.stand_in import STAND_INS, StandIn, serving
 
 SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_layers": 2}
 """The probe then has prompts of 24 tokens, and 8 behind each."""
@@ -291,6 +291,34 @@ def test_weights_that_a_server_could_not_load_at_first_are_sent_again(stack: Exi
         world.load(1)
 
 
+@every_engine
+def test_a_server_of_another_version_or_with_too_little_room_gets_no_weights(stack: ExitStack, engine: str) -> None:
+    world = World(stack, engine=engine)
+    release = world.server.release
+    world.server.release = "0.31.2"
+    with pytest.raises(Trouble, match=r"0\.31\.2, and Ascent speaks to"):
+        world.load(0)
+    world.server.release, world.server.context = release, 20
+    with pytest.raises(Trouble, match="takes 20 tokens, and a prompt with its response may have"):
+        world.load(0)
+    assert not world.server.received
+
+
+@every_engine
+@pytest.mark.long
+@pytest.mark.parametrize(("last", "words"), [(7, "at token 7, which does not end one here"), (3, "")])
+def test_a_response_that_ends_too_early_is_trouble(stack: ExitStack, engine: str, last: int, words: str) -> None:
+    """As one does that a server cuts for want of memory, or at an end token that is not the model's."""
+    world = World(stack, engine=engine)
+    world.load(0)
+    world.server.draw = lambda *_: ([9, last], [-1.0, -1.0])  # type: ignore[method-assign, misc, assignment]
+    if not words:
+        assert not world.generate().truncated.any()
+        return
+    with pytest.raises(Trouble, match=words):
+        world.generate()
+
+
 # ---- a server that fails -----------------------------------------------------------------------------
 
 
@@ -538,6 +566,13 @@ def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
 
 # ---- settings, and a whole run -----------------------------------------------------------------------
 
+
+def test_every_engine_can_be_set_and_has_a_stand_in() -> None:
+    names = [dialect.name for dialect in ENGINES]
+    assert ["local", *names] == list(get_args(get_type_hints(CausalLM)["engine"]))
+    assert names == list(STAND_INS)
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "say where it is": {"engine": "vllm"},
     "either by --engine.url": {"engine": "vllm", "engine.url": "http://localhost:1", "engine.python": "x"},
@@ -579,6 +614,9 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"top_k": 3}, "which probability they kept"),
         ({"min_tokens": 2}, "which probability they kept"),
         ({"tools": "calculator"}, "only the local engine plays turns"),
+        ({"temperature": 0.005}, "draws from another distribution below 0.01"),
+        ({"engine": "sglang", "top_p": 0.9}, "is not asked of it"),
+        ({"engine": "sglang", "temperature": 1e-7}, "draws from another distribution below 1e-06"),
         ({"ahead": 1}, "--ahead 1 with --engine vllm: what a server has under way"),
     ],
 )

@@ -39,7 +39,7 @@ GUIDES = {
     "menu": "The menu in three tables",
     "language-models": "Language models",
     "environments": "Conversations and tools",
-    "serving": "Rollouts from vLLM",
+    "serving": "Rollouts from vLLM and SGLang",
     "python": "Python and notebooks",
     "runs": "Runs",
     "learned-rewards": "SFT, DPO, reward models",

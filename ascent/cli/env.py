@@ -15,7 +15,7 @@ from ascent.cli.flags import Command
 
 PACKAGES = (
     *("torch", "numpy", "transformers", "peft", "datasets", "math-verify", "reasoning-gym", "safetensors", "pyarrow"),
-    *("cloudpickle", "starlette", "ipykernel", "trl", "vllm"),
+    *("cloudpickle", "starlette", "ipykernel", "trl", "vllm", "sglang"),
 )
 """The packages whose versions matter in a report."""
 VARIABLES = ("CUDA_", "HF_", "OMP_", "PYTORCH_", "TORCH")
