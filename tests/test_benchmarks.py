@@ -62,6 +62,9 @@ ON_GPU = (
     "scaling_gpu",
     "mismatch",
     "learn",
+    "tools",
+    "turns_gpu",
+    "ahead_gpu",
 )
 NAMES = SMALL + LANGUAGE + ON_GPU
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}

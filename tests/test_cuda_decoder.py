@@ -22,7 +22,7 @@ from ascent.engines.language.sampling import cuda, step
 from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.engines.language.sampling.step import DONE, LENGTH, PAGE, Board, Llama, Turn, Unlike
+from ascent.engines.language.sampling.step import DONE, GIVEN, LAST, LENGTH, PAGE, Board, Llama, Turn, Unlike
 from ascent.policies import LanguageModel
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 
@@ -209,7 +209,7 @@ def busy(dtype: torch.dtype = torch.float64, device: str = "cpu", channel: int =
     for cache in made.cache.layers[0]:
         cache.copy_(torch.randn(cache.shape, generator=generator, dtype=torch.float64))
     known, length = [0, 70, 33, 0, 70, 33], [0, 0, 5, 64, 99, 70]
-    made.state[:, :6] = torch.tensor([known, length, [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71]])
+    made.state[:, :6] = torch.tensor([known, length, [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71], [0] * 6])
     pages = torch.randperm(40, generator=generator).tolist()
     prompts = {keys: [pages.pop() for _ in range(-(-keys // PAGE))] for keys in (0, 70, 33)}
     for lane in range(6):
@@ -283,6 +283,19 @@ def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
     assert torch.equal(made.state[:, 5], before[:, 5])
 
 
+def test_tokens_that_are_given_are_fed_and_not_drawn() -> None:
+    """Nothing is written of them, not even an end token ends the response; behind them it is drawn again."""
+    made = busy()
+    torch.manual_seed(0)
+    made.state[GIVEN, 2], made.token[2, 5:7], made.ends[0] = 7, torch.tensor([9, 8]), 9
+    for t, given in ((5, 9), (6, 8)):
+        assert made.state[LENGTH, 2] == t
+        step.draw(torch.randn(6, 30, dtype=torch.float64), made, Support(), False)
+        assert (made.state[LAST, 2], made.state[DONE, 2], made.logp[2, t]) == (given, 0, 0)
+    step.draw(torch.randn(6, 30, dtype=torch.float64), made, Support(), False)
+    assert made.logp[2, 7] < 0
+
+
 # ---- the kernels ----------------------------------------------------------------------------------
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -332,6 +345,7 @@ def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> No
     for made in (mine, plain):
         made.temperature.fill_(0.7)
         made.ends[0] = 5
+        made.state[GIVEN, 2], made.token[2, 5:7] = 7, 5
     for _ in range(3 if DEVICE == "cpu" else 20):
         logits = (torch.randn(6, vocab) * 3).to(DEVICE)
         kernels.draw(logits, mine, Support(), greedy)

@@ -238,9 +238,10 @@ def test_rows_are_extended_evicted_and_come_back(decoder: Any, monkeypatch: pyte
     lm = model_of()
     want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
     assert (want.present & ~want.mask).any()  # type: ignore[operator]
-    few = [(1, 12, 48), (4, 5, 52)] if decoder == "graphs" else []
-    for together, rows, room in ((8, 12, 0), (1, 5, 48), *few):
+    few = [(1, 12, 48, 999), (4, 5, 52, 999)] if decoder == "graphs" else []
+    for together, rows, room, prefill in ((8, 12, 0, 999), (1, 5, 48, 0), *few):
         monkeypatch.setattr(cuda, "ROUND", together)
+        monkeypatch.setattr(cuda, "PREFILL", prefill)  # observations are encoded at once, or fed step by step
         got, (schedule,) = draws(decoder, lm, observe=observing(lm.ends), limit=40, rows=rows, room=room)
         assert (schedule.evictions > 0) == (room > 0)
         assert len(schedule.pages) == schedule.pages.count, "every page came back"
@@ -255,8 +256,10 @@ def test_who_answers_first_changes_nothing(decoder: Any, monkeypatch: pytest.Mon
     lm = model_of()
     want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
     evictions = 0
-    for order, (together, rows, room) in enumerate(((8, 12, 0), (1, 5, 48), (4, 12, 60))):
+    cases = ((8, 12, 0, 0), (1, 5, 48, 999), (4, 12, 60, 6))
+    for order, (together, rows, room, prefill) in enumerate(cases):
         monkeypatch.setattr(cuda, "ROUND", together)
+        monkeypatch.setattr(cuda, "PREFILL", prefill)
         observe = observing(lm.ends)
         got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
         evictions += schedule.evictions

@@ -15,7 +15,7 @@ from torch import Tensor
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.draw import Support
-from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, SEED, Board, Turn
+from ascent.engines.language.sampling.step import DONE, ENDS, GIVEN, KNOWN, LAST, LENGTH, PAGE, SEED, Board, Turn
 
 BLOCK = 256
 """Logits whose sum is kept: draw.py looks first for the block and then for the token in it."""
@@ -247,6 +247,7 @@ def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
         LAST=LAST,
         SEED=SEED,
         DONE=DONE,
+        GIVEN=GIVEN,
     )
 
 
@@ -267,7 +268,7 @@ def _measure(logits, temperature, tops, sums, vocab, tiles, PER: tl.constexpr, B
 def _draw(
     logits, tops, sums, temperature, state, lanes, token_out, logp_out, ends, limit, vocab, tiles, lane_count, room,
     PER: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, ENDS: tl.constexpr,
-    L: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr, DONE: tl.constexpr,
+    L: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr, DONE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """A row's token from the sums of its blocks and one block of logits; then its output and state."""
     row = tl.program_id(0).to(tl.int64)
@@ -289,11 +290,12 @@ def _draw(
     else:
         seed = tl.load(state + SEED * lane_count + lane)
         token, chosen = _invert(logits + row * vocab, part, top, seed, t, vocab, cooling, PER, BLOCK, TILES)
+    on, given = done == 0, t < tl.load(state + GIVEN * lane_count + lane)
+    token = tl.where(given, tl.load(token_out + lane * room + t), token)
     end = tl.max((tl.load(ends + tl.arange(0, ENDS)) == token).to(tl.int32)) > 0
-    over = end | (t + 1 >= tl.load(limit))
-    on = done == 0
+    over = (end | (t + 1 >= tl.load(limit))) & (given == 0)
     tl.store(token_out + lane * room + t, token, on)
-    tl.store(logp_out + lane * room + t, chosen - (top + tl.log(total)), on)
+    tl.store(logp_out + lane * room + t, chosen - (top + tl.log(total)), on & (given == 0))
     tl.store(state + LAST * lane_count + lane, token, on)
     tl.store(state + L * lane_count + lane, t + 1, on & (over == 0))
     tl.store(state + DONE * lane_count + lane, t + 1, on & over)

@@ -41,6 +41,8 @@ PARTS = (8, 16)
 """The most parts of a row, where there are many rows and where there are few."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
+PREFILL = 6
+"""Steps that take as long as encoding what rows were given. If feeding it one by one keeps fewer busy, that is done."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far hidden states may be apart by rounding alone, relative to their size."""
 
@@ -231,6 +233,10 @@ class Run:
             self.kept[response] = [part.to(buffer) for part, buffer in zip(parts, self.buffers, strict=True)]
         self.held: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
+        self.given: dict[int, list[int]] = {}
+        """Of those that were answered, the observation."""
+        self.fed: dict[int, int] = {}
+        """Of those that are fed it step by step, their tokens with it."""
         self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
         """Responses, their lengths, and their tokens, log-probs and masses."""
 
@@ -269,13 +275,19 @@ class Run:
         schedule.fresh = []
         if not entering:
             return
-        last = [int(self.kept[row.response][0][-1]) if row.length else self.prompts[row.prompt][-1] for row in entering]
-        if back := [row for row in entering if row.length]:
+        own = {row.response: self._restore(row) for row in entering}
+        starts = {row.response: self.held[row.response] - 1 if row.response in there else 0 for row in entering}
+        back = [row for row in entering if row.response in there]
+        steps = sum(row.length - starts[row.response] for row in back)
+        if steps <= PREFILL * len(schedule.running) and self.drawn.stops is None:
+            for row in back:  # what it was given is in its outputs, and is fed from there
+                self.fed[row.response], row.length = row.length, starts[row.response]
+        if encoded := [row for row in entering if row.length > starts[row.response]]:
             # a parked row has idled on the last place of its pages, so that place is written again
-            starts = [self.held[row.response] - 1 if row.response in there else 0 for row in back]
-            fed = [self._restore(row)[start:] for row, start in zip(back, starts, strict=True)]
-            self._encode(back, starts, fed)
-        self._set(list(zip(entering, last, strict=True)))
+            places = [starts[row.response] for row in encoded]
+            tokens = [own[row.response][start : row.length] for row, start in zip(encoded, places, strict=True)]
+            self._encode(encoded, places, tokens)
+        self._set([(row, own[row.response][row.length]) for row in entering])
         for row in entering:
             self.begun[row.response] = self.launches
             self.held.pop(row.response, None)
@@ -283,10 +295,17 @@ class Run:
 
     def _restore(self, row: Row) -> list[int]:
         """What a response had, back in the outputs of its lane; what it is fed at each place."""
-        kept = self.kept.pop(row.response)
+        first = self.prompts[row.prompt][-1]
+        if not row.length:
+            return [first]
+        kept, given = self.kept.pop(row.response), self.given.pop(row.response, [])
+        had = self.drawn.token[row.response, : len(kept[0])].tolist() if given else kept[0].tolist()
         for buffer, part in zip(self.buffers, kept, strict=True):
-            buffer[row.lane, : row.length] = part
-        return [self.prompts[row.prompt][-1], *kept[0].tolist()[:-1]]
+            buffer[row.lane, : len(had)] = part
+        if given:
+            token, logp, mass = (buffer[row.lane, len(had) : row.length] for buffer in self.buffers)
+            token.copy_(self.decoder.sent(given)), logp.fill_(0.0), mass.fill_(1.0)
+        return [first, *had, *given]
 
     def _hear(self, wait: bool) -> None:
         """What environments have answered: behind what their responses had. They want a lane again, or are over."""
@@ -294,9 +313,8 @@ class Run:
             self.limits[response] = int(self.drawn.limits[response])
             kept = self.kept[response]
             if tokens:
-                more = (self.decoder.sent(tokens), kept[1].new_zeros(len(tokens)), kept[2].new_ones(len(tokens)))
-                self.kept[response] = [torch.cat(parts) for parts in zip(kept, more, strict=True)]
-                self.schedule.unpark(response, len(self.kept[response][0]))
+                self.given[response] = tokens
+                self.schedule.unpark(response, len(kept[0]) + len(tokens))
                 continue
             whole = [F.pad(part, (0, self.limit - len(part)))[None] for part in kept]
             self.out.append(([response], [len(kept[0])], whole))
@@ -331,6 +349,7 @@ class Run:
         for row in self.schedule.grow(ROUND, running):
             if row.lane != NOWHERE:  # of a parked one everything is kept already
                 self._keep(row)
+                self.schedule.kept[row.response] = row.length
         live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
         self.drawn.timeline.see(len(live))
         if not live:
@@ -389,28 +408,33 @@ class Run:
     def _ask(self, ended: list[Row], lengths: dict[int, int]) -> list[Row]:
         """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""
         drawn, width = self.drawn, max(lengths[row.response] for row in ended)
-        tokens = self.board.token[self.decoder.sent([row.lane for row in ended]), :width].cpu()
-        for row, own in zip(ended, tokens, strict=True):
+        lanes = self.decoder.sent([row.lane for row in ended])
+        parts = [buffer[lanes, :width] for buffer in self.buffers]
+        for row, own in zip(ended, parts[0].cpu(), strict=True):
             response, length = row.response, lengths[row.response]
             drawn.token[response, :length], drawn.length[response] = own[:length], length
             drawn.ended[response] = response in drawn.stopped or bool(torch.isin(own[length - 1], drawn.ends))
         over = set(drawn.ask([row.response for row in ended]))
-        for row in ended:
+        for i, row in enumerate(ended):
             if row.response not in over:
                 row.length = self.held[row.response] = lengths[row.response]
                 self.begun[row.response] = self.launches  # what is under way for it counts no more
-                self._keep(row)
+                self.kept[row.response] = [part[i, : row.length] for part in parts]
                 self.schedule.park(row.response)
         return [row for row in ended if row.response in over]
 
     def _keep(self, row: Row) -> None:
-        """What a response has so far, until it comes back."""
+        """What a response has so far, until it comes back; also what it has been given and not been fed yet."""
+        row.length = max(row.length, self.fed.get(row.response, 0))
         self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
 
     def _set(self, rows: list[tuple[Row, int]]) -> None:
         """The state of these rows' lanes: they feed the given token next."""
         keys, sent = self.schedule.keys, self.decoder.sent
-        states = [[keys[row.prompt], row.length, last, self.seeds[row.response], 0] for row, last in rows]
+        states = [
+            [keys[row.prompt], row.length, last, self.seeds[row.response], 0, self.fed.get(row.response, 0)]
+            for row, last in rows
+        ]
         self.board.state[:, sent([row.lane for row, _ in rows])] = sent(states).t()
 
     def _collect(self) -> None:

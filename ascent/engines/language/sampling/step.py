@@ -31,8 +31,11 @@ from ascent.engines.language.sampling.cache import Cache, Pair
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.policies.causal_lm import backbone_of
 
-KNOWN, LENGTH, LAST, SEED, DONE = range(5)
-"""The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens."""
+KNOWN, LENGTH, LAST, SEED, DONE, GIVEN = range(6)
+"""The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens.
+
+Before place GIVEN tokens are not drawn: those that stand there already are fed, one per step.
+"""
 ENDS = 16
 """End tokens that a board has room for."""
 PAGE = 64
@@ -49,7 +52,7 @@ class Board:
     """Tensors at fixed addresses. The last lane and the last page are nobody's, for rows that have nothing to do."""
 
     state: Tensor
-    """Int `[5 lane]`: keys of the prompt, tokens in its own pages, the token to feed next, the seed, and done."""
+    """Int `[6 lane]`: keys of the prompt, tokens in its own pages, the token to feed next, the seed, done, given."""
     lanes: Tensor
     """The lane of each row of a step."""
     table: Tensor
@@ -73,7 +76,7 @@ class Board:
     ) -> Board:
         """Room for rows of `limit` tokens, on pages of which each row has at most `width`."""
         lanes, device = rows + 1, like.device
-        state = torch.zeros(5, lanes, dtype=torch.long, device=device)
+        state = torch.zeros(6, lanes, dtype=torch.long, device=device)
         state[DONE, rows] = 1
         cache, one = Cache(pages + 1, PAGE), like.new_empty(1, heads, 1, channel)
         for layer in range(layers):
@@ -174,11 +177,13 @@ def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
     if support.min_tokens:
         barred = (t < support.min_tokens, torch.where(board.ends < 0, board.ends[0], board.ends))
     token, logp, mass = draw_tokens(z, 1.0, Support() if greedy else support, u, barred)
-    on = done == 0
+    on, given = done == 0, t < board.state[GIVEN, lanes]
+    token = torch.where(given, board.token[lanes, t], token)
     for into, new in ((board.token, token), (board.logp, logp.float()), (board.mass, mass)):
         if new is not None:
-            into[lanes, t] = torch.where(on, new.to(into.dtype), into[lanes, t])
+            into[lanes, t] = torch.where(on & ~given, new.to(into.dtype), into[lanes, t])
     over = (token[:, None] == board.ends).any(-1) | (t + 1 >= board.limit)  # isin may sort, which no graph can hold
+    over &= ~given
     board.state[LENGTH, lanes] = torch.where(on & ~over, t + 1, t)
     board.state[LAST, lanes] = torch.where(on, token, before)
     board.state[DONE, lanes] = torch.where(on & over, t + 1, done)

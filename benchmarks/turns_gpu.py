@@ -1,0 +1,129 @@
+"""Conversations on one GPU: what turns cost, against one answer of the same tokens.
+
+    python -m benchmarks.turns_gpu [--seconds 0.5] [--repeats 3] [--smoke]
+
+SmolLM2-135M's shape with random weights in bfloat16; 32 prompts of 50 to 70 tokens × 16 episodes of 4 turns, with 128
+drawn and 32 observed tokens per turn (an observation between two turns: 608 tokens in all). One answer of the same
+tokens has 608 drawn ones. Environments answer at once, or each after `--seconds`. Each measurement is one call of the
+sampler, the median of `--repeats` after one that compiles and captures.
+
+`value` is the ratio of episodes that are answered at once to one answer of the same tokens (at most 1.25). With
+`--seconds` per turn, `waiting` is the ratio to the larger of one answer's time and 4 × seconds plus one episode
+alone (at most 1.2). `fed` and `encoded` are the same episodes with every observation fed step by step, or encoded at
+once; the decoder chooses between them by how many rows come back. `--smoke` runs a tiny model on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ascent.core.types import Prompts
+from ascent.engines.language.proof import prove
+from ascent.engines.language.sampling import cuda
+from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.environments.play import Answer
+from benchmarks.common import close, show
+from benchmarks.rollouts_gpu import SHAPES, SMOKE, model_of, prompts_of
+
+COST, WAITING = 1.25, 1.2
+
+
+class Timed:
+    """Episodes of so many turns; each answer has the same tokens and comes so many seconds after its turn."""
+
+    pays = False
+
+    def __init__(self, turns: int, turn_tokens: int, observed: int, seconds: float):
+        self.turns, self.turn_tokens, self.observed, self.seconds = turns, turn_tokens, observed, seconds
+        self.asked: dict[int, int] = {}
+        self.due: list[tuple[float, int]] = []
+
+    def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> Timed:
+        return Timed(self.turns, self.turn_tokens, self.observed, self.seconds)
+
+    def ask(self, response: int, turn: list[int]) -> None:
+        assert len(turn) == self.turn_tokens
+        self.asked[response] = self.asked.get(response, 0) + 1
+        self.due.append((time.perf_counter() + self.seconds, response))
+
+    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+        if wait and self.due:
+            time.sleep(max(0.0, self.due[0][0] - time.perf_counter()))
+        now = time.perf_counter()
+        ready = [response for when, response in self.due if when <= now]
+        self.due = [(when, response) for when, response in self.due if when > now]
+        return [(r, Answer([5] * self.observed if self.asked[r] < self.turns else [])) for r in ready]
+
+    def close(self) -> None: ...
+
+
+def timed(sampler: LanguageSampler, prompts: Prompts, samples: int, tokens: int, repeats: int) -> float:
+    """Seconds of one call, the median; every response has as many tokens as it should."""
+    seconds = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        rollouts = sampler.generate(prompts, samples)
+        seconds.append(time.perf_counter() - begin)
+        assert rollouts.present is not None
+        assert int(rollouts.present.sum()) == tokens * len(prompts) * samples
+    return statistics.median(seconds[1:])
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    smoke = options.smoke
+    shape, device = (SHAPES["135m"] | SMOKE, "cpu") if smoke else (SHAPES["135m"], "cuda")
+    count, samples, turns, drawn, observed = (2, 2, 2, 6, 3) if smoke else (32, 16, 4, 128, 32)
+    seconds = 0.01 if smoke else options.seconds
+    lm = model_of(shape, device)
+    prompts = Prompts.of(prompts_of(count, lm.vocab, 50, 70))
+    tokens = turns * drawn + (turns - 1) * observed
+    prove(lm, prompts.prompt.shape[1] + tokens + 1)
+    generator = torch.Generator().manual_seed(0)
+    sampler = LanguageSampler(lm, tokens + 1, 1.0, generator)  # one more, so that the last turn is answered too
+    if smoke:
+        decoder, note = cuda.graph_decoder(lm)
+        assert decoder is not None, note
+        sampler.decoder = decoder
+    alone = LanguageSampler(lm, tokens, 1.0, generator)
+    alone.decoder = sampler.decoder
+
+    def episodes(wait: float, part: int = count, own: int = samples) -> float:
+        few = Prompts.of(prompts.prompt[:part])
+        return timed(sampler, replace(few, play=Timed(turns, drawn, observed, wait)), own, tokens, options.repeats)
+
+    found = {"one_answer": timed(alone, prompts, samples, tokens, options.repeats), "at_once": episodes(0.0)}
+    chosen = cuda.PREFILL
+    for name, steps in (("encoded", 0), ("fed", 10**9)):
+        cuda.PREFILL = steps
+        found[name] = episodes(0.0)
+    cuda.PREFILL = chosen
+    found |= {"one_episode": episodes(0.0, 1, 1), "late": episodes(seconds)}
+    least = max(found["one_answer"], turns * seconds + found["one_episode"])
+    return found | {"ratio": found["at_once"] / found["one_answer"], "waiting": found["late"] / least}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.5, help="that an environment takes per turn")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
+    options = parser.parse_args(argv)
+    found = measure(options)
+    show(list(found), [[f"{value:.3f}" for value in found.values()]])
+    more: dict[str, Any] = {"found": found, "torch": torch.__version__}
+    if options.smoke:
+        return close("turns_gpu", None, None, COST, True, smoke=True, **more)[1]
+    more["device"] = torch.cuda.get_device_name()
+    ok = found["ratio"] <= COST and found["waiting"] <= WAITING
+    return close("turns_gpu", found["at_once"], found["one_answer"], COST, ok, **more)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
