@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-Drawn = tuple[list[int], list[float]]
-"""Tokens and their log-probs."""
+Drawn = tuple[list[int], list[float], list[dict[str, Any]]]
+"""Tokens, their log-probs and their versions."""
 
 
 class StandIn:
@@ -46,8 +46,12 @@ class StandIn:
         self.calls: list[str] = []
         self.cache: dict[Any, dict[str, torch.Tensor]] = {}
         """By the prompt (and its salt), the weights that it was encoded with."""
-        self.lock = threading.RLock()
-        self.url, self.dead = "", False
+        self.lock = threading.Condition(threading.RLock())
+        self.url, self.dead, self.life = "", False, 0
+        self.running: dict[int, dict[str, torch.Tensor]] = {}
+        """The weights of the keys and values of each response that is being written."""
+        self.hold_at, self.held = -1, 0
+        """The token before which every response waits, until it is another; and how many wait there."""
         # how it misbehaves
         self.die_after = self.hang_after = -1
         """Requests until it drops every connection, or answers none, until it is told otherwise."""
@@ -55,7 +59,23 @@ class StandIn:
         self.forget = self.corrupt = ""
         """A tensor that it does not load though it says so; one that does not arrive as it was sent."""
         self.keep_cache = self.ignore_salt = self.raw_logprobs = self.old_version = self.abort_once = False
+        self.keep_running = False
+        """Does it go on with the old keys and values after new weights?"""
         self.refuse_weights = 0
+
+    # ---- life
+
+    def kill(self) -> None:
+        """As kill -9 does: whoever waits loses the connection, and nothing is left."""
+        with self.lock:
+            self.dead, self.life, self.paused, self.version = True, self.life + 1, False, "none"
+            self.cache, self.running = {}, {}
+            for p in self.model.parameters():
+                p.data = torch.zeros_like(p)
+            self.lock.notify_all()
+
+    def revive(self) -> None:
+        self.die_after, self.dead = -1, False
 
     # ---- weights
 
@@ -82,24 +102,52 @@ class StandIn:
     def draw(
         self, ids: list[int], salt: str | None, temperature: float, seed: int, most: int, ends: list[int]
     ) -> Drawn:
-        greedy, weights, tokens, logp = temperature == 0.0, self.weights_for(ids, salt), [], []
+        """Token by token: in between weights may change, or the server may die. A probe, without ends, is not held."""
+        greedy, life, me = temperature == 0.0, self.life, threading.get_ident()
+        tokens, logp, versions = [], [], []
         generator = torch.Generator().manual_seed(seed)
         while len(tokens) < most:
-            out = torch.func.functional_call(self.model, weights, (torch.tensor([ids + tokens]),), tie_weights=True)
-            z = out.logits[0, -1].float()
-            log_p = torch.log_softmax(z if greedy else z / temperature, -1)
-            token = int(log_p.argmax()) if greedy else int(torch.multinomial(log_p.exp(), 1, generator=generator))
-            tokens.append(token)
-            logp.append(float((torch.log_softmax(z, -1) if self.raw_logprobs else log_p)[token]))
-            if token in ends:
-                break
-        return tokens, logp
+            with self.lock:
+                self._wait(len(tokens) if ends else -2)
+                if life != self.life:
+                    raise ConnectionError
+                weights = self.running.setdefault(me, self.weights_for(ids, salt))
+                out = torch.func.functional_call(self.model, weights, (torch.tensor([ids + tokens]),), tie_weights=True)
+                z = out.logits[0, -1].float()
+                log_p = torch.log_softmax(z if greedy else z / temperature, -1)
+                token = int(log_p.argmax()) if greedy else int(torch.multinomial(log_p.exp(), 1, generator=generator))
+                tokens.append(token)
+                logp.append(float((torch.log_softmax(z, -1) if self.raw_logprobs else log_p)[token]))
+                versions.append("0" if self.old_version else self.version)
+                if token in ends:
+                    break
+        with self.lock:
+            self.running.pop(me, None)
+        return tokens, logp, [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(versions)]
 
-    def spans(self, tokens: list[int]) -> list[dict[str, Any]]:
-        return [{"version": "0" if self.old_version else self.version, "start": 0, "end": len(tokens)}]
+    def _wait(self, token: int) -> None:
+        """Until this token may be drawn."""
+        life = self.life
+        while (self.paused or token == self.hold_at) and life == self.life:
+            held = token == self.hold_at
+            self.held += held
+            self.lock.notify_all()
+            self.lock.wait()
+            self.held -= held
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        self.lock.notify_all()
+
+    def forget_caches(self) -> None:
+        if not self.keep_cache:
+            self.cache = {}
+        if not self.keep_running:
+            self.running = {}
 
     def aborts(self) -> bool:
-        once, self.abort_once = self.abort_once, False
+        with self.lock:
+            once, self.abort_once = self.abort_once, False
         return once
 
     def refuses_weights(self) -> bool:
@@ -113,8 +161,13 @@ class StandIn:
         where = path.partition("?")[0]
         probe = where == self.generates and "stop_token_ids" not in body["sampling_params"]
         self.calls.append("probe" if probe else where)
+        if where == self.generates:
+            return self.respond(body)
         with self.lock:
             return self.say(where, body)
+
+    def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
+        raise NotImplementedError
 
     def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
         raise NotImplementedError
@@ -132,10 +185,11 @@ class StandIn:
         while handler.path == "/health" and 0 <= self.hang_after < len(self.asked):
             time.sleep(0.01)
         if self.dead:
-            handler.close_connection = True
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            return
-        status, reply = self.answer(handler.path, body)
+            return self._hang_up(handler)
+        try:
+            status, reply = self.answer(handler.path, body)
+        except ConnectionError:
+            return self._hang_up(handler)
         sent = b"" if reply is None else json.dumps(reply).encode()
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(sent)))
@@ -143,28 +197,31 @@ class StandIn:
         with suppress(OSError):
             handler.wfile.write(sent)
 
+    def _hang_up(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        with suppress(OSError):
+            handler.connection.shutdown(socket.SHUT_RDWR)
+
 
 class VllmStandIn(StandIn):
     generates, release = "/inference/v1/generate", "0.32.0+cpu"
 
-    def respond(self, body: dict[str, Any]) -> dict[str, Any]:
+    def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
         how = body["sampling_params"]
         drawn = how["temperature"], how.get("seed", 0), how["max_tokens"], how.get("stop_token_ids", [])
-        tokens, logp = self.draw(list(body["token_ids"]), body.get("cache_salt"), *drawn)
-        return {
+        tokens, logp, spans = self.draw(list(body["token_ids"]), body.get("cache_salt"), *drawn)
+        return 200, {
             "choices": [
                 {
                     "token_ids": tokens,
                     "logprobs": {"content": [{"token_id": t, "logprob": x} for t, x in zip(tokens, logp, strict=True)]},
-                    "weight_versions": self.spans(tokens),
+                    "weight_versions": spans,
                     "finish_reason": "abort" if self.aborts() else "stop",
                 }
             ]
         }
 
     def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if where == self.generates:
-            return 200, self.respond(body)
         if where == "/version":
             return 200, {"version": self.release}
         if where == "/v1/models":
@@ -175,12 +232,12 @@ class VllmStandIn(StandIn):
             self.update(body["update_info"]["path"])
         elif where == "/finish_weight_update":
             self.version = body["weight_version"]
-        elif where == "/reset_prefix_cache" and not self.keep_cache:
-            self.cache = {}
+        elif where == "/reset_prefix_cache":
+            self.forget_caches()
         elif where == "/collective_rpc":
             return 200, {"results": [{"tensors": self.received, "untouched": self.untouched}]}
         elif where in ("/pause", "/resume"):
-            self.paused = where == "/pause"
+            self.pause(where == "/pause")
         return 200, {"message": where}
 
 
@@ -205,19 +262,17 @@ class SglangStandIn(StandIn):
         known = [*how.get("stop_token_ids", []), *(own if isinstance(own, list) else [] if own is None else [own])]
         ends = [] if how.get("ignore_eos") else known  # managers/schedule_batch.py: both kinds, or neither
         seed = how.get("sampling_seed", 42) if self.deterministic else len(self.asked)
-        tokens, logp = self.draw(list(ids), body.get("cache_salt"), how["temperature"], seed, most, ends)
+        tokens, logp, spans = self.draw(list(ids), body.get("cache_salt"), how["temperature"], seed, most, ends)
         reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
         reason = {"type": "stop", "matched": tokens[-1]} if tokens[-1] in ends else reason
         if self.aborts():
             tokens, logp, reason = [], [], {"type": "abort", "message": "Abort in waiting queue"}
         about = {"finish_reason": reason, "weight_version": self.version, "completion_tokens": len(tokens)}
         about |= {"output_token_logprobs": [[x, t, None] for t, x in zip(tokens, logp, strict=True)]}
-        about |= {"weight_versions": self.spans(tokens)} if tokens else {}
+        about |= {"weight_versions": spans} if tokens else {}
         return 200, {"output_ids": tokens, "meta_info": about}
 
     def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if where == self.generates:
-            return self.respond(body)
         if where == "/health":
             return 200, None
         if where == "/server_info":
@@ -227,11 +282,11 @@ class SglangStandIn(StandIn):
             return 200, {"architectures": [type(self.model).__name__], "weight_version": self.version}
         if where == "/pause_generation":
             assert body == {"mode": "retract"}, "in any other mode old caches stay, or answers are aborted"
-            self.paused = True
+            self.pause(True)
         elif where == "/update_weights_from_disk":
             return self.load(body)
         elif where == "/continue_generation":
-            self.paused = False
+            self.pause(False)
         else:
             return 404, {"detail": "Not Found"}
         return 200, {"message": "…", "status": "ok"}
@@ -248,8 +303,8 @@ class SglangStandIn(StandIn):
         (file,) = files
         self.update(file)
         self.version = body["weight_version"]
-        if body["flush_cache"] and not self.keep_cache:
-            self.cache = {}
+        if body["flush_cache"]:
+            self.forget_caches()
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
 
@@ -291,6 +346,7 @@ def serving(model: Any, engine: str = "vllm") -> Iterator[StandIn]:
         yield stand_in
     finally:
         stand_in.hang_after = -1
+        stand_in.kill()
         server.shutdown()
         server.server_close()
         thread.join()

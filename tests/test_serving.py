@@ -49,13 +49,12 @@ class World:
     """A model, its stand-ins and a sampler on them."""
 
     def __init__(self, stack: ExitStack, servers: int = 1, temperature: float = 0.7, limit: int = 5, **more: Any):
-        deadline = more.pop("deadline", 20.0)
+        deadline, rows = more.pop("deadline", 20.0), more.pop("rows", 0)
         engine = more.pop("engine", "vllm")
         self.lm = model_of(**SMALL | more)
         self.servers = [stack.enter_context(serving(deepcopy(self.lm.model), engine)) for _ in range(servers)]
-        policy = CausalLM(
-            "tiny", engine=engine, engine_url=tuple(s.url for s in self.servers), engine_deadline=deadline
-        )
+        urls = tuple(server.url for server in self.servers)
+        policy = CausalLM("tiny", engine=engine, engine_url=urls, engine_deadline=deadline, rows=rows)
         generator = torch.Generator().manual_seed(1)
         self.sampler = ServedSampler(policy, self.lm, limit, 32, temperature, generator)
         self.sampler.look = 0.05
@@ -172,7 +171,7 @@ def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(st
         assert places == [0, 1, 2]
     later = list(world.sampler.finished(3, 60.0))
     assert sorted(int(each.place[0]) for each in later) == [0, 1, 2] and len(done) == 6
-    assert world.sampler.timeline.lanes == 12, "as many as the larger step asks for, without the evaluation"
+    assert world.sampler.timeline.lanes == 18, "as many as there are responses under way, without the evaluation's"
     whole = world.generate(3, seed=7)
     for each in done:
         if each.ticket is tickets[0]:
@@ -311,7 +310,8 @@ def test_a_response_that_ends_too_early_is_trouble(stack: ExitStack, engine: str
     """As one does that a server cuts for want of memory, or at an end token that is not the model's."""
     world = World(stack, engine=engine)
     world.load(0)
-    world.server.draw = lambda *_: ([9, last], [-1.0, -1.0])  # type: ignore[method-assign, misc, assignment]
+    spans = [{"version": "0", "start": 0, "end": 2}]
+    world.server.draw = lambda *_: ([9, last], [-1.0, -1.0], spans)  # type: ignore[method-assign, misc, assignment]
     if not words:
         assert not world.generate().truncated.any()
         return
@@ -370,10 +370,8 @@ def reviving(server: StandIn) -> Iterator[list[bool]]:
     def watch() -> None:
         while not done:
             if server.dead:
-                with server.lock:
-                    for p in server.model.parameters():
-                        p.data = torch.zeros_like(p)
-                    server.die_after, server.dead = -1, False
+                server.kill()
+                server.revive()
                 done.append(True)
             time.sleep(0.005)
 
@@ -432,7 +430,7 @@ def test_an_answer_that_is_not_vllms_is_trouble(stack: ExitStack) -> None:
     world.load(0)
     real = world.server.respond
     for odd in ({}, {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None, "weight_versions": None}]}):
-        world.server.respond = lambda _, odd=odd: odd  # type: ignore[method-assign, misc]
+        world.server.respond = lambda _, odd=odd: (200, odd)  # type: ignore[method-assign, misc]
         with pytest.raises(Trouble, match=r"vLLM 0\.32"):
             world.generate(1)
     world.server.respond = real  # type: ignore[method-assign]
@@ -617,7 +615,6 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"temperature": 0.005}, "draws from another distribution below 0.01"),
         ({"engine": "sglang", "top_p": 0.9}, "is not asked of it"),
         ({"engine": "sglang", "temperature": 1e-7}, "draws from another distribution below 1e-06"),
-        ({"ahead": 1}, "--ahead 1 with --engine vllm: what a server has under way"),
     ],
 )
 def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[str, Any], words: str) -> None:

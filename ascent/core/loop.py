@@ -112,7 +112,7 @@ def train(
         config = (yield step) or config
         stopping = records.stopping()
         if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            records.checkpoint(step + 1, learner, streams, state, sampler.pending)
+            records.checkpoint(step + 1, learner, streams, state, sampler.held())
         if stopping:
             return
 

@@ -160,6 +160,10 @@ class Sampler(Protocol):
         """Take these tickets. Any of them may be begun at once, also one of a later step."""
         self.pending += tuple(map(Open, tickets))
 
+    def held(self) -> tuple[Open, ...]:
+        """`pending` with all that a checkpoint has to hold of it."""
+        return self.pending
+
     def finished(self, step: int, deadline: float) -> Iterator[Finished]:
         """The groups of this step as they finish, in any order; it ends when all have, or after `deadline` seconds.
 

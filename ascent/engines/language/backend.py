@@ -289,9 +289,6 @@ def check_engine(config: Config) -> None:
         raise Refused(f"--tools and --environment with {engine}: only the local engine plays turns; set --engine local")
     if config.data != "samples":
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
-    if config.ahead:
-        why = "what a server has under way cannot be kept in a checkpoint yet"
-        raise Refused(f"--ahead {config.ahead} with {engine}: {why}. Set --ahead 0, or --engine local")
 
 
 # ---- before training ---------------------------------------------------------------------------------

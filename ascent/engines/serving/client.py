@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any, TypeVar
 
 from ascent.core.types import Refused, Trouble
@@ -47,6 +49,40 @@ class Calls:
         self.loop.close()
 
 
+class Lanes:
+    """So many may work at once. Of those who wait, an earlier step goes first, and then who came first."""
+
+    def __init__(self, free: int):
+        self.free, self._came = free, count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def __call__(self, step: int) -> AsyncIterator[None]:
+        if self.free:
+            self.free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heappush(self._waiting, (step, next(self._came), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # a lane was handed over already
+                    self._leave()
+                raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        while self._waiting:
+            *_, turn = heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.free += 1
+
+
 class Client:
     """What is asked of one server. It knows nothing of tickets."""
 
@@ -58,7 +94,7 @@ class Client:
         self.url, self.dialect, self.deadline, self._httpx = url.rstrip("/"), dialect, deadline, httpx
         limits = httpx.Limits(max_connections=at_once + 4)
         self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)  # no proxy to loopback
-        self._lanes, self._known = asyncio.Semaphore(at_once), False
+        self.lanes, self._known = Lanes(at_once), False
 
     async def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """POST, or GET without a body; the answer's JSON. Lost: no answer in time, or the server itself has failed."""
@@ -89,9 +125,8 @@ class Client:
         return True
 
     async def generate(self, request: Request, salt: str) -> Answer:
-        """One response. Its deadline begins when it is sent."""
-        async with self._lanes:
-            reply = await self.ask(self.dialect.generates, self.dialect.body(request, salt))
+        """One response."""
+        reply = await self.ask(self.dialect.generates, self.dialect.body(request, salt))
         with self._reading():
             answer = self.dialect.read(reply)
         tokens, logp, versions, aborted, _ = answer

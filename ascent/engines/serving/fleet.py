@@ -32,6 +32,8 @@ class Server:
     owed: "set[Future[Answer]]" = field(default_factory=set)
     lost: int = 0
     """How often in a row it was lost."""
+    life: int = 0
+    """How often it got weights or was given up: what an earlier life owed and lost is asked for again."""
     down: bool = False
     """Is it left alone until the next load, because others serve?"""
 
@@ -44,13 +46,14 @@ class Fleet:
 
     def __init__(self, policy: CausalLM, lm: LanguageModel, rows: int, length: int, temperature: float):
         self.lm, self.rows, self.deadline = lm, rows, policy.engine_deadline
-        self.probe, self.version = Probe(lm, temperature), -1
+        self.probe, self.version, self._served = Probe(lm, temperature), -1, -1
         self.calls, self._run = Calls(), uuid.uuid4().hex
         self._policy, self._dialect = policy, dialect_of(policy.engine)
         self.servers: list[Server] = []
         described = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
         described["eos_token_id"] = sorted(lm.ends)
         dtype = str(lm.model.dtype).removeprefix("torch.")
+        rows += len(self.probe.prompts)  # a probe finds room, however many responses are under way
         self._serving = Serving(described, dtype, max(length, self.probe.length), rows, lm.device.type == "cpu")
 
     def start(self, folder: Path) -> None:
@@ -67,28 +70,40 @@ class Fleet:
 
     # ---- requests
 
-    def ask(self, place: int, request: Request) -> "tuple[Server, Future[Answer]]":
-        """One response. All samples of a prompt, which share its place, go to the server that has encoded it."""
+    def ask(self, step: int, place: int, request: Request) -> "tuple[Server, Future[Answer]]":
+        """One response. All samples of a prompt, which share its place, go to the server that has encoded it.
+
+        Its deadline begins when it is sent.
+        """
         up = [server for server in self.servers if not server.down]
         server = up[place % len(up)]
-        future = self.calls.start(server.client.generate(request, self._salt))
+        client = server.client
+
+        async def generate() -> Answer:
+            async with client.lanes(step):
+                return await client.generate(request, self._salt)
+
+        future = self.calls.start(generate())
         server.owed.add(future)
         return server, future
 
     @property
     def _salt(self) -> str:
         """The prefix cache of another version is then out of reach, even if the server has kept it."""
-        return f"{self._run}-{self.version}"
+        return f"{self._run}-{self._served}"
 
     # ---- weights
 
     def load(self, version: int) -> None:
         self.version = version
+        left = [server for server in self.servers if server.down]
+        alive = self.calls.together([server.client.alive() for server in left])
+        for server, answers in zip(left, alive, strict=True):
+            server.down = not answers
         for server in self.servers:
-            server.down = False
             if server.process is not None and not server.process.running:
                 self._start(server)
-        self._send(self.servers)
+        self._send([server for server in self.servers if not server.down])
 
     def _send(self, servers: list[Server]) -> None:
         """This version's weights to these servers, and a probe of each. One that is lost meanwhile is brought back."""
@@ -101,7 +116,9 @@ class Fleet:
                 left = [server for server, why in lost if self._bring_back(server, why)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        self._served = self.version
         for server in servers:
+            server.life += 1
             if not server.down:
                 self._check(server)
 
@@ -145,15 +162,16 @@ class Fleet:
 
     def _bring_back(self, server: Server, why: str) -> bool:
         """Start it again if it is ours; else leave it to the others, or wait until it answers. True: it is back."""
+        server.life += 1
+        if server.process is None and any(not other.down for other in self.servers if other is not server):
+            server.down = True
+            return False
         server.lost += 1
         if server.lost > TRIES:
             raise Trouble(f"the engine was lost {server.lost} times in a row. The last time: {why}{server.words()}")
         if server.process is not None:
             self._start(server)
             return True
-        if any(not other.down for other in self.servers if other is not server):
-            server.down = True
-            return False
         until = time.monotonic() + self.deadline
         while not self.calls.together([server.client.alive()])[0]:
             if time.monotonic() > until:

@@ -2,6 +2,7 @@
 
 One request per response, with a seed of its own, drawn as the local sampler draws it. Who answers, when, and how often
 it had to be asked decides nothing else: a response that a dead server owed is asked for again with the same seed.
+Servers go on writing while the run computes, and with the new weights after each load.
 """
 
 import queue
@@ -11,17 +12,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ascent.core.protocols import Finished, Sampler, Ticket
+from ascent.core.protocols import Finished, Open, Sampler, Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble
 from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.serving.client import Client, Lost
+from ascent.engines.serving.client import Lost
 from ascent.engines.serving.dialect import Answer, Request
 from ascent.engines.serving.fleet import Fleet, Server
 from ascent.engines.timeline import Timeline
@@ -35,12 +36,16 @@ WHOLE = 3600.0
 """Seconds that responses outside of a step, such as an evaluation's, may take."""
 
 
+NOTHING = Answer([], [], [])
+
+
 @dataclass(eq=False)
 class UnderWay:
     """A ticket under way."""
 
     ticket: Ticket
     limit: int
+    seeds: Tensor
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
     """By prompt and sample."""
     missing: list[int] = field(default_factory=list)
@@ -59,7 +64,8 @@ class UnderWay:
             self.ready.append(place[0])
 
     def group(self, prompt: int) -> list[Answer]:
-        return [self.answers[prompt, sample] for sample in range(self.ticket.samples)]
+        """What is there of its responses."""
+        return [self.answers.get((prompt, sample), NOTHING) for sample in range(self.ticket.samples)]
 
 
 @dataclass(eq=False)
@@ -70,8 +76,8 @@ class Asked:
     place: tuple[int, int]
     request: Request
     server: Server | None = None
-    client: Client | None = None
-    """The server's, when it was asked: one that is started again has another."""
+    life: int = 0
+    """The server's, when it was asked."""
     version: int = -1
 
 
@@ -109,13 +115,33 @@ class ServedSampler(Sampler):
             self.fleet.start(self.folder or self._temporary or Path())
         self.version = version
         self.fleet.load(version)
+        self._begin_all()
 
     # ---- tickets
 
     def submit(self, tickets: list[Ticket]) -> None:
-        super().submit(tickets)
-        for ticket in tickets:
-            self._begin(ticket, self.limit)
+        """Seeds are drawn now, as the local sampler draws them. What comes before any weights waits for them."""
+        self.pending += tuple(Open(ticket, seeds=self._seeds(ticket)) for ticket in tickets)
+        if self.version >= 0:
+            self._begin_all()
+
+    def held(self) -> tuple[Open, ...]:
+        """With the responses that are whole. Others are drawn anew after a resume, with the same seeds."""
+        waiting = [self._arrived.get() for _ in range(self._arrived.qsize())]
+        for asked, future in waiting:
+            if future.cancelled() or future.exception() is not None:
+                self._arrived.put((asked, future))
+            else:
+                self._take(asked, future)
+        return tuple(self._held(one) for one in self.pending)
+
+    def _held(self, one: Open) -> Open:
+        each = self._open.get(one.ticket)
+        if each is None or not each.answers:
+            return one
+        every = list(range(len(one.ticket.prompts)))
+        going = torch.tensor([[answer is NOTHING for answer in each.group(prompt)] for prompt in every])
+        return replace(one, drawn=self._rollouts(each, every), going=going if bool(going.any()) else None)
 
     def finished(self, step: int, deadline: float) -> Iterator[Finished]:
         wanted = [each for ticket, each in self._open.items() if ticket.step == step]
@@ -126,31 +152,44 @@ class ServedSampler(Sampler):
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
-        each = self._begin(Ticket(-1, prompts, samples, greedy, seed), limit or self.limit)
+        ticket = Ticket(-1, prompts, samples, greedy, seed)
+        each = self._begin(Open(ticket, seeds=self._seeds(ticket)), limit or self.limit)
         count = sum(1 for _ in self._groups([each], WHOLE, Timeline()))  # not part of a step's rollouts
         if count < len(prompts):
             raise Trouble(f"the engine has finished {count} of {len(prompts)} groups within {WHOLE:g} seconds")
         return self._rollouts(each, list(range(len(prompts))))
 
-    def _begin(self, ticket: Ticket, limit: int) -> UnderWay:
-        """Ask for all responses of a ticket, prompt by prompt, with seeds as the local sampler draws them."""
-        prompts, samples, each = ticket.prompts, ticket.samples, UnderWay(ticket, limit)
-        seeds = torch.zeros(len(prompts), samples, dtype=torch.long)
-        if not ticket.greedy:
-            seeds = response_seeds(len(prompts), samples, self.generator, ticket.seed)
-        self._open[ticket], ends = each, tuple(sorted(self.lm.ends))
+    def _seeds(self, ticket: Ticket) -> Tensor:
+        shape = (len(ticket.prompts), ticket.samples)
+        if ticket.greedy:
+            return torch.zeros(shape, dtype=torch.long)
+        return response_seeds(*shape, self.generator, ticket.seed)
+
+    def _begin_all(self) -> None:
+        for one in self.pending:
+            if one.ticket not in self._open:
+                self._begin(one, self.limit)
+
+    def _begin(self, one: Open, limit: int) -> UnderWay:
+        """Ask for all responses of a ticket, prompt by prompt, but for those that a checkpoint has brought."""
+        assert one.seeds is not None
+        prompts, each, ends = one.ticket.prompts, UnderWay(one.ticket, limit, one.seeds), tuple(sorted(self.lm.ends))
+        self._open[one.ticket] = each
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()
             most = limit if prompts.limits is None else min(limit, int(prompts.limits[i]))
-            for k in range(samples):
-                request = Request(ids, most, 0.0 if ticket.greedy else self.temperature, int(seeds[i, k]), ends)
+            for k, seed in enumerate(one.seeds[i].tolist()):
+                if one.drawn is not None and (one.going is None or not one.going[i, k]):
+                    each.take((i, k), _answer(one.drawn, i, k))
+                    continue
+                request = Request(ids, most, 0.0 if one.ticket.greedy else self.temperature, seed, ends)
                 self._ask(Asked(each, (i, k), request))
         return each
 
     def _ask(self, asked: Asked) -> None:
         asked.version = self.version
-        asked.server, future = self.fleet.ask(asked.place[0], asked.request)
-        asked.client = asked.server.client
+        asked.server, future = self.fleet.ask(asked.of.ticket.step, asked.place[0], asked.request)
+        asked.life = asked.server.life
         future.add_done_callback(lambda done: self._arrived.put((asked, done)))
 
     # ---- answers
@@ -158,7 +197,7 @@ class ServedSampler(Sampler):
     def _groups(self, wanted: list[UnderWay], deadline: float, timeline: Timeline) -> Iterator[tuple[UnderWay, int]]:
         """Groups as they finish, until all have or the time is over. What else arrives meanwhile is kept."""
         until = time.monotonic() + deadline
-        servers, count = self.fleet.servers, sum(len(each.ticket.prompts) * each.ticket.samples for each in wanted)
+        servers, count = self.fleet.servers, sum(each.seeds.numel() for each in {*wanted, *self._open.values()})
         timeline.lanes = max(timeline.lanes, min(count, self.rows * sum(not server.down for server in servers)))
         try:
             while True:
@@ -186,6 +225,10 @@ class ServedSampler(Sampler):
                 for future in list(server.owed):
                     future.cancel()
             return
+        self._take(asked, future)
+
+    def _take(self, asked: Asked, future: "Future[Answer]") -> None:
+        """Keep a response, or ask for it again."""
         assert asked.server is not None
         server = asked.server
         server.owed.discard(future)
@@ -194,7 +237,7 @@ class ServedSampler(Sampler):
         try:
             answer = future.result()
         except (Lost, CancelledError) as error:
-            if asked.client is not server.client:  # it was brought back already
+            if asked.life != server.life:  # it is back already; if it is not, the next answer says so
                 self._ask(asked)
                 return
             self._give_back(server, asked, str(error) or f"{server.client.url} does not answer")
@@ -267,3 +310,13 @@ class ServedSampler(Sampler):
         self.fleet.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _answer(drawn: Rollouts, prompt: int, sample: int) -> Answer:
+    """A response that was drawn before."""
+    place, here = (prompt, sample), drawn.mask[prompt, sample]
+    tokens, logp, versions = (
+        part.expand(drawn.mask.shape)[place][here].tolist()
+        for part in (drawn.response, drawn.logp_sampler, drawn.version)
+    )
+    return Answer(tokens, logp, versions, ended=not drawn.truncated[place])
