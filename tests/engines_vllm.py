@@ -26,6 +26,7 @@ from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM
 from tests.language import sampler_of, write_tiny
+from tests.test_relay import KEY, relaying
 from tests.test_serving import gap, same, wait_for_end
 
 ENVIRONMENT = Path(__file__).parents[1] / ".engines" / "vllm"
@@ -127,6 +128,25 @@ def test_a_sabotaged_load_is_caught(served: Served, what: str, monkeypatch: pyte
     monkeypatch.undo()
     served.sampler.load({}, version)
     assert gap(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
+
+
+def test_a_relay_beside_the_engine_takes_weights_and_hands_on_responses(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", KEY)
+    version, lm = served.sampler.version + 1, served.lm
+    served.move(version)
+    with relaying(served.url) as relay:
+        policy = CausalLM(
+            str(served.model), device="cpu", engine="vllm", engine_url=(relay.url,), engine_key_env="A_KEY"
+        )
+        sampler = ServedSampler(policy, lm, 40, 512, 0.7, torch.Generator().manual_seed(1))
+        sampler.load({}, version)
+        rollouts = sampler.generate(served.prompts(), 2, seed=version, limit=16)
+        sampler.close()
+    assert gap(lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
+    served.sampler.load({}, version)
+    same(served.sampler.generate(served.prompts(), 2, seed=version, limit=16), rollouts)
 
 
 def test_two_steps_of_training_on_the_command_line(served: Served, tmp_path: Path) -> None:

@@ -50,11 +50,12 @@ class World:
 
     def __init__(self, stack: ExitStack, servers: int = 1, temperature: float = 0.7, limit: int = 5, **more: Any):
         deadline, rows = more.pop("deadline", 20.0), more.pop("rows", 0)
-        engine = more.pop("engine", "vllm")
+        engine, through = more.pop("engine", "vllm"), more.pop("through", lambda server: server.url)
+        settings = {"engine_deadline": deadline, "rows": rows} | more.pop("policy", {})
         self.lm = model_of(**SMALL | more)
         self.servers = [stack.enter_context(serving(deepcopy(self.lm.model), engine)) for _ in range(servers)]
-        urls = tuple(server.url for server in self.servers)
-        policy = CausalLM("tiny", engine=engine, engine_url=urls, engine_deadline=deadline, rows=rows)
+        urls = tuple(through(server) for server in self.servers)
+        policy = CausalLM("tiny", engine=engine, engine_url=urls, **settings)
         generator = torch.Generator().manual_seed(1)
         self.sampler = ServedSampler(policy, self.lm, limit, 32, temperature, generator)
         self.sampler.look = 0.05

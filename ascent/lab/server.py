@@ -1,6 +1,5 @@
 """The server behind `ascent lab`: the routes, scripts and styles of every page and figure, behind one guard."""
 
-import ipaddress
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from ascent.core.types import Refused
 from ascent.lab import modules_in, places_of
 from ascent.lab.figures import all_figures
 from ascent.lab.page import Lab
-from ascent.web.connections import Connection
+from ascent.web.connections import Connection, bind, is_local
 from ascent.web.guard import ONWARD, Guard, host_name, host_names
 from ascent.web.secret import kept_secret
 
@@ -45,7 +44,7 @@ def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
     secret, unkept = kept_secret(runs)
     server, listening, guard = lab_server(runs.resolve(), host, port, secret)
     print(f"The lab is at {guard.address}\nCtrl-C closes it. Trainings continue.", flush=True)
-    if not _is_local(host):
+    if not is_local(host):
         print(f"It listens on {host}, to other machines too, without encryption: they need the token.", flush=True)
     if unkept:
         print(f"An open page will not survive a restart, for its secret cannot be kept: {unkept}", flush=True)
@@ -58,7 +57,7 @@ def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
 
 def lab_server(runs: Path, host: str, port: int, secret: bytes) -> tuple[uvicorn.Server, socket.socket, Guard]:
     """The guarded lab over a folder of runs: its server, the socket that it listens on, the guard with its address."""
-    listening = _bind(host, port)
+    listening = bind(host, port)
     port = listening.getsockname()[1]
     guard = Guard(application(runs), host_names(host, port), secret, f"http://{host_name(host)}:{port}")
     config = uvicorn.Config(
@@ -110,27 +109,6 @@ def private_page(address: str, folder: Path) -> Path | None:
                 file.write(ONWARD.format(to=address))
             return Path(name)
     return None
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """It listens at once: a browser that comes before the server is ready waits, and is not refused."""
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(where, family=family, dualstack_ipv6=both)
-    except OSError as error:
-        why = str(error.strerror).partition(" (while")[0]
-        raise Refused(
-            f"--host {host} --port {port}: cannot listen there ({why}). Another lab may have it: choose another "
-            "--port, or 0 for a free one"
-        ) from None
 
 
 def _warm() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from itertools import takewhile
 from pathlib import Path
 from pickle import PickleError
@@ -119,11 +120,16 @@ class CausalLM:
     """Who samples: this process, or servers of vLLM or SGLang. Short form: --engine; also of the following, as
     --engine.url."""
     engine_url: tuple[str, ...] = ()
-    """Servers that run already on this machine, such as http://127.0.0.1:8000; several share the work."""
+    """Servers that run already on this machine, such as http://127.0.0.1:8000, or `ascent engine` on others, as
+    https://HOST:8443; several share the work."""
     engine_python: str = ""
     """The virtual environment that the engine is in: Ascent starts a server from it, watches it and ends it."""
     engine_args: str = ""
     """More arguments for a server that Ascent starts, in one word: "--tensor-parallel-size 2"."""
+    engine_key_env: str = ""
+    """Environment variable with the key of `ascent engine`; the urls are then such relays. The key is never written."""
+    engine_key_file: str = ""
+    """File with that key, for its owner alone."""
     engine_deadline: float = 600.0
     """Seconds that a server may take for one response or one load of weights, and to come back after it is lost."""
 
@@ -142,10 +148,8 @@ class CausalLM:
 
     def _check_engine(self) -> None:
         if self.engine == "local":
-            if self.engine_url or self.engine_python or self.engine_args:
-                raise Refused(
-                    "--engine.url, --engine.python and --engine.args are for --engine vllm or sglang: set that too"
-                )
+            if self.engine_url or self.engine_python or self.engine_args or self.engine_key_env or self.engine_key_file:
+                raise Refused("--engine.url, .python, .args and .key-… are for --engine vllm or sglang: set that too")
             return
         if bool(self.engine_url) == bool(self.engine_python):
             raise Refused(
@@ -154,13 +158,17 @@ class CausalLM:
             )
         if self.engine_args and self.engine_url:
             raise Refused("--engine.args is for a server that Ascent starts, by --engine.python")
+        if self.engine_key_env and self.engine_key_file:
+            raise Refused("--engine.key-env with --engine.key-file: the key is in one of them; set that one")
+        relayed = bool(self.engine_key_env or self.engine_key_file)
+        if relayed and self.engine_python:
+            raise Refused(
+                "--engine.key-env and --engine.key-file are for an `ascent engine` that runs, by --engine.url"
+            )
+        if len({url.rstrip("/") for url in self.engine_url}) < len(self.engine_url):
+            raise Refused("--engine.url has the same server twice")
         for url in self.engine_url:
-            parts = urlsplit(url)
-            if parts.scheme != "http" or parts.hostname not in ("127.0.0.1", "localhost", "::1"):
-                raise Refused(
-                    f"--engine.url {url}: weights are handed over in shared memory, and a server in development mode "
-                    "must not be reachable from elsewhere. Set http://127.0.0.1:PORT"
-                )
+            check_address(url, relayed)
         if not self.engine_deadline > 0:
             raise Refused(f"--engine.deadline is {self.engine_deadline:g}: set a number of seconds above 0")
 
@@ -282,6 +290,29 @@ def _targets_of_peft(model: PreTrainedModel) -> list[str]:
             'all-linear, or names: target_modules="all-linear"'
         )
     return list(targets)
+
+
+def check_address(url: str, relayed: bool, flag: str = "--engine.url") -> None:
+    """Refuse an address of a server that would be exposed, expose a key, or be written down with a password."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise Refused(f"{flag} {url}: {error}") from None
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
+        raise Refused(f"{flag}: give http://127.0.0.1:PORT, or https://HOST:PORT of `ascent engine`, and no more")
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    if relayed and not here and parts.scheme == "http":
+        raise Refused(f"{flag} {url}: everyone on the way could read key and weights. Use https, or a tunnel")
+    if not relayed and (not here or parts.scheme == "https" or parts.path.strip("/")):
+        raise Refused(
+            f"{flag} {url}: weights are handed over in shared memory, and a server in development mode "
+            "must not be reachable from elsewhere. Set http://127.0.0.1:PORT; for another machine run `ascent engine` "
+            "there, and set --engine.key-file here (docs/serving.md)"
+        )
 
 
 def pick_device(name: str) -> torch.device:

@@ -7,12 +7,16 @@ something for the longest time makes room: slow peers cannot keep out the others
 """
 
 import asyncio
+import ipaddress
 import itertools
 import math
+import socket
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ascent.core.types import Refused
 
 PATIENCE = 10.0
 """Seconds that a peer has for a whole request, from the connection or the last answer on; or to go on reading."""
@@ -24,6 +28,7 @@ MOST_OF_PEER, MOST_OPEN = 64, 512
 class Connection(H11Protocol):
     """HTTP/1.1 with these limits, for `uvicorn.Config(http=Connection)`."""
 
+    most_of_peer, most_open = MOST_OF_PEER, MOST_OPEN
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -75,6 +80,28 @@ def make_room(newcomer: Connection) -> None:
     """End one connection where there are too many: the one that has owed something longest, or else the newcomer."""
     everyone = [one for one in newcomer.connections if isinstance(one, Connection) and not one.transport.is_closing()]
     peers = [one for one in everyone if one.client and newcomer.client and one.client[0] == newcomer.client[0]]
-    crowd = peers if len(peers) > MOST_OF_PEER else everyone if len(everyone) > MOST_OPEN else []
+    crowd = peers if len(peers) > newcomer.most_of_peer else everyone if len(everyone) > newcomer.most_open else []
     if crowd:
         min(crowd, key=lambda one: one.due).transport.abort()
+
+
+def is_local(host: str) -> bool:
+    """Is that the loopback address?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """It listens at once: a browser that comes before the server is ready waits, and is not refused."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(where, family=family, dualstack_ipv6=both)
+    except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]
+        raise Refused(
+            f"--host {host} --port {port}: cannot listen there ({why}). Another server may have it: choose another "
+            "--port, or 0 for a free one"
+        ) from None

@@ -26,6 +26,7 @@ from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.serving.engines import dialect_of
+from ascent.engines.serving.relayed import read_key
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
@@ -275,6 +276,8 @@ def _positions(lm: LanguageModel) -> int | None:
 def check_engine(config: Config) -> None:
     """Refuse what a serving engine cannot do, or cannot say what it did."""
     engine, dialect = f"--engine {config.policy.engine}", dialect_of(config.policy.engine)
+    if config.policy.engine_key_env or config.policy.engine_key_file:
+        read_key(config.policy.engine_key_env, config.policy.engine_key_file, "--engine.")
     if config.temperature < dialect.coldest:
         raise Refused(
             f"--temperature {config.temperature:g} with {engine}: it draws from another distribution below "

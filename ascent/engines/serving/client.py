@@ -1,12 +1,15 @@
 """The HTTP side of one server: responses and new weights, in its dialect. Every wait has a deadline."""
 
 import asyncio
+import ssl
 import threading
+import zlib
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from heapq import heappop, heappush
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ascent.core.types import Refused, Trouble
@@ -17,6 +20,8 @@ GLANCE = 30.0
 """Seconds in which a living server says that it lives, if its deadline is not shorter."""
 EXCERPT = 300
 """Characters of a server's words in an error."""
+PIECE = 2**20
+"""Bytes of weights that are sent at once."""
 Some = TypeVar("Some")
 
 
@@ -86,31 +91,53 @@ class Lanes:
 class Client:
     """What is asked of one server. It knows nothing of tickets."""
 
-    def __init__(self, url: str, dialect: Dialect, at_once: int, deadline: float):
+    def __init__(self, url: str, dialect: Dialect, at_once: int, deadline: float, key: str = ""):
         try:
             import httpx
         except ImportError:
             raise Refused("--engine needs httpx: pip install 'ascent-rl[judge]'") from None
         self.url, self.dialect, self.deadline, self._httpx = url.rstrip("/"), dialect, deadline, httpx
-        limits = httpx.Limits(max_connections=at_once + 4)
-        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)  # no proxy to loopback
-        self.lanes, self._known = Lanes(at_once), False
+        limits = httpx.Limits(max_connections=at_once + 4, keepalive_expiry=2.0)  # before a server ends an idle one
+        verify = ssl.create_default_context() if url.startswith("https:") else True  # SSL_CERT_FILE counts
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(  # no proxy to loopback
+            timeout=None, limits=limits, trust_env=False, headers=headers, verify=verify
+        )
+        self.lanes, self._key = Lanes(at_once), key
 
     async def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """POST, or GET without a body; the answer's JSON. Lost: no answer in time, or the server itself has failed."""
-        seconds = seconds or self.deadline
-        method = "GET" if body is None else "POST"
+        return await self._exchange(path, seconds or self.deadline, "GET" if body is None else "POST", json=body)
+
+    async def send(self, path: str, file: Path) -> Any:
+        """PUT a file, in a stream. Lost also where something else than was sent has arrived."""
+        sent = 0
+
+        async def pieces() -> AsyncIterator[bytes]:
+            nonlocal sent
+            with file.open("rb") as weights:
+                while piece := await asyncio.to_thread(weights.read, PIECE):
+                    sent = await asyncio.to_thread(zlib.crc32, piece, sent)
+                    yield piece
+
+        length = {"Content-Length": str(file.stat().st_size)}
+        reply = await self._exchange(path, self.deadline, "PUT", content=pieces(), headers=length)
+        if reply["checksum"] != sent:
+            raise Lost(f"{self.url}{path}: what arrived has another checksum than what was sent")
+        return reply
+
+    async def _exchange(self, path: str, seconds: float, method: str, **more: Any) -> Any:
         try:
             async with asyncio.timeout(seconds):
-                reply = await self._http.request(method, self.url + path, json=body)
+                reply = await self._http.request(method, self.url + path, **more)
         except TimeoutError:
             raise Lost(f"{self.url}{path} has not answered within {seconds:g} seconds") from None
         except self._httpx.TransportError as error:
             raise Lost(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from None
-        words = reply.text[:EXCERPT]
+        words = (reply.text.replace(self._key, "…") if self._key else reply.text)[:EXCERPT]
         if reply.status_code >= 500:
             raise Lost(f"{self.url}{path} said {reply.status_code}: {words}")
-        if reply.status_code >= 400:
+        if reply.status_code >= 300:  # to another address nothing is sent
             raise Trouble(f"the engine refused {self.url}{path} with {reply.status_code}: {words}{self._advice(reply)}")
         try:
             return reply.json() if reply.content else None
@@ -143,12 +170,14 @@ class Client:
             )
         return answer
 
-    async def load(self, weights: Manifest, version: int, serving: Serving) -> None:
-        """New weights. Before the first ones it is asked who it is."""
+    async def greet(self, serving: Serving) -> None:
+        """Before its first weights. Trouble where it cannot serve this run."""
         with self._reading():
-            if not self._known:
-                await self.dialect.greet(self, serving)
-            self._known = True
+            await self.dialect.greet(self, serving)
+
+    async def load(self, weights: Manifest, version: int) -> None:
+        """New weights, and none of the old ones' caches."""
+        with self._reading():
             await self.dialect.load(self, weights, version)
 
     @contextmanager
@@ -161,6 +190,8 @@ class Client:
             raise Trouble(f"{self.url}: its answer is not that of {self.dialect.release}: {why}") from None
 
     def _advice(self, reply: Any) -> str:
+        if reply.status_code == 401:
+            return ". Is the key the one of that `ascent engine`"
         if reply.status_code != 404:
             return ""
         return f". {self.dialect.advice}? docs/serving.md has the command"

@@ -61,6 +61,10 @@ class Server(Protocol):
         """POST, or GET without a body; the answer's JSON."""
         ...
 
+    def send(self, path: str, file: Path) -> Awaitable[Any]:
+        """PUT a file, in a stream; the answer's JSON, whose `checksum` is that of what was sent."""
+        ...
+
 
 class Dialect(ABC):
     """One engine's words: requests and answers, new weights, and how a server is started."""

@@ -11,11 +11,12 @@ from typing import Any
 
 from ascent.core.types import Trouble
 from ascent.engines.serving.client import Calls, Client, Lost
-from ascent.engines.serving.dialect import Answer, Request, Serving
+from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.probe import Probe
 from ascent.engines.serving.process import Process
-from ascent.engines.serving.weights import checkpoint_tensors, weights_folder, write_weights
+from ascent.engines.serving.relayed import Relayed, read_key
+from ascent.engines.serving.weights import Manifest, checkpoint_tensors, weights_folder, write_weights
 from ascent.policies.causal_lm import CausalLM, LanguageModel
 
 TRIES = 3
@@ -34,6 +35,8 @@ class Server:
     """How often in a row it was lost."""
     life: int = 0
     """How often it got weights or was given up: what an earlier life owed and lost is asked for again."""
+    known: bool = False
+    """Was it asked what it is, since it was started or came back?"""
     down: bool = False
     """Is it left alone until the next load, because others serve?"""
 
@@ -48,8 +51,10 @@ class Fleet:
         self.lm, self.rows, self.deadline = lm, rows, policy.engine_deadline
         self.probe, self.version, self._served = Probe(lm, temperature), -1, -1
         self.calls, self._run = Calls(), uuid.uuid4().hex
-        self._policy, self._dialect = policy, dialect_of(policy.engine)
+        self._policy = policy
+        self._dialect: Dialect = dialect_of(policy.engine)
         self.servers: list[Server] = []
+        self._key = ""
         described = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
         described["eos_token_id"] = sorted(lm.ends)
         dtype = str(lm.model.dtype).removeprefix("torch.")
@@ -59,6 +64,9 @@ class Fleet:
     def start(self, folder: Path) -> None:
         """Know the servers; `folder` is for what belongs to one that Ascent starts, its log above all."""
         policy = self._policy
+        if policy.engine_key_env or policy.engine_key_file:
+            self._key = read_key(policy.engine_key_env, policy.engine_key_file, "--engine.")
+            self._dialect = Relayed(self._dialect)
         if policy.engine_url:
             self.servers = [Server(self._client(url)) for url in policy.engine_url]
             return
@@ -66,7 +74,7 @@ class Fleet:
         self.servers = [Server(self._client(process.url), process)]
 
     def _client(self, url: str) -> Client:
-        return Client(url, self._dialect, self.rows, self.deadline)
+        return Client(url, self._dialect, self.rows, self.deadline, self._key)
 
     # ---- requests
 
@@ -112,7 +120,7 @@ class Fleet:
         try:
             weights, left = write_weights(tensors, folder), servers
             while left:
-                lost = self._lost(left, [server.client.load(weights, self.version, self._serving) for server in left])
+                lost = self._lost(left, [self._load(server, weights) for server in left])
                 left = [server for server, why in lost if self._bring_back(server, why)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,6 +129,12 @@ class Fleet:
             server.life += 1
             if not server.down:
                 self._check(server)
+
+    async def _load(self, server: Server, weights: Manifest) -> None:
+        if not server.known:
+            await server.client.greet(self._serving)
+            server.known = True
+        await server.client.load(weights, self.version)
 
     def _lost(self, servers: list[Server], calls: list[Coroutine[Any, Any, None]]) -> list[tuple[Server, str]]:
         """Which of the servers were lost during these calls, and how."""
@@ -162,7 +176,7 @@ class Fleet:
 
     def _bring_back(self, server: Server, why: str) -> bool:
         """Start it again if it is ours; else leave it to the others, or wait until it answers. True: it is back."""
-        server.life += 1
+        server.life, server.known = server.life + 1, False
         if server.process is None and any(not other.down for other in self.servers if other is not server):
             server.down = True
             return False

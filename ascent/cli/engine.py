@@ -1,0 +1,75 @@
+"""`ascent engine`: a relay beside a serving engine, for a trainer on another machine."""
+
+import importlib.util
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from ascent.cli.flags import Command
+from ascent.core.types import Refused
+from ascent.engines.serving.client import Client
+from ascent.engines.serving.engines import dialect_of
+from ascent.engines.serving.relayed import read_key
+
+
+@dataclass
+class EngineCommand(Command):
+    """Relay a serving engine of this machine to a trainer on another one, which needs the key.
+
+    The engine itself listens on loopback only. The trainer is given --engine.url https://HOST:PORT and
+    --engine.key-file; docs/serving.md has every step.
+    """
+
+    engine: Literal["vllm", "sglang"]
+    """The engine that runs here: vllm or sglang."""
+    url: str = "http://127.0.0.1:8000"
+    """Where it listens."""
+    key_file: str = ""
+    """File with the key, for its owner alone: (umask 077; openssl rand -hex 32 > FILE)."""
+    key_env: str = "ASCENT_ENGINE_KEY"
+    """Environment variable with the key, where there is no file."""
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach needs a certificate."""
+    port: int = 8443
+    """Port to listen on; 0: a free one."""
+    tls_cert: str = ""
+    """File with the certificate for https (PEM)."""
+    tls_key: str = ""
+    """File with the certificate's private key (PEM)."""
+    rows: int = 1024
+    """Requests that the engine is given at once."""
+    limit: int = 64
+    """The most GiB of weights that are taken."""
+    deadline: float = 600.0
+    """Seconds that the engine may take for one response or one load, and the trainer to send weights."""
+
+    def execute(self) -> int:
+        missing = [name for name in ("starlette", "uvicorn", "httpx") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise Refused(f"ascent engine needs {' and '.join(missing)}: pip install 'ascent-rl[lab,judge]'")
+        from ascent.policies.causal_lm import check_address
+        from ascent.web.connections import is_local
+        from ascent.web.relay import Relay, relay_server
+
+        check_address(self.url, relayed=False, flag="--url")
+        if bool(self.tls_cert) != bool(self.tls_key) or not (is_local(self.host) or self.tls_cert):
+            raise Refused(
+                f"--host {self.host}: key and weights would cross the network in the open. Set --tls-cert and "
+                "--tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
+            )
+        key = read_key(self.key_env, self.key_file)
+        client = Client(self.url, dialect_of(self.engine), self.rows, self.deadline)
+        relay = Relay(client, key, self.limit * 2**30)
+        server, listening = relay_server(relay, self.host, self.port, self.tls_cert, self.tls_key)
+        where = f"{'https' if self.tls_cert else 'http'}://{self.host}:{listening.getsockname()[1]}"
+        print(f"{self.engine} at {self.url} is relayed at {where}. Ctrl-C ends it.", flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            server.run(sockets=[listening])
+        finally:
+            relay.close()
+        return 0
+
+
+COMMANDS = {"train": (EngineCommand,)}

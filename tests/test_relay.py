@@ -1,0 +1,344 @@
+"""`ascent engine`: training through a relay, and everything that it does not do for whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ascent
+from ascent.cli.engine import EngineCommand
+from ascent.core.types import Refused, Trouble
+from ascent.engines.serving import probe, weights
+from ascent.engines.serving.client import Client
+from ascent.engines.serving.engines import dialect_of
+from ascent.engines.serving.relayed import read_key
+from ascent.policies import CausalLM
+from ascent.settings import configure
+from ascent.web import relay as relay_module
+from ascent.web.relay import Relay, relay_server
+from tests.language import write_tiny
+from tests.stand_in import StandIn, serving
+from tests.test_serving import World, every_engine, gap, same, stack
+
+__all__ = ["stack"]  # a fixture
+KEY = "correct-horse-battery-staple"
+PATHS = ("/health", "/about", "/greet", "/generate", "/weights", "/load", "/collective_rpc", "/", "/nothing")
+
+
+class Relaying:
+    """A relay on a thread of this process, and where it is."""
+
+    def __init__(self, url: str, engine: str, limit: int):
+        self.client = Client(url, dialect_of(engine), 8, 20.0)
+        self.relay = Relay(self.client, KEY, limit)
+        self.server, self.listening = relay_server(self.relay, "127.0.0.1", 0)
+        self.port = self.listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(timeout=60, trust_env=False, verify=False)
+
+    def ask(self, method: str, path: str, key: str = KEY, **more: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} | more.pop("headers", {})
+        return self.http.request(method, self.url + path, headers=headers, **more)
+
+
+@contextmanager
+def relaying(url: str, engine: str = "vllm", limit: int = 2**30) -> Iterator[Relaying]:
+    one = Relaying(url, engine, limit)
+    thread = threading.Thread(target=one.server.run, kwargs={"sockets": [one.listening]})
+    thread.start()
+    try:
+        until(lambda: one.server.started)
+        yield one
+    finally:
+        one.server.should_exit = True
+        thread.join()
+        one.relay.close(), one.http.close()
+
+
+def until(happened: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[Relaying]:
+    """A relay whose engine is to hear nothing."""
+
+    with relaying("http://127.0.0.1:9") as one:
+
+        async def never(*_: Any, **__: Any) -> Any:
+            raise AssertionError("the engine was reached")
+
+        one.client.ask = never  # type: ignore[method-assign]
+        yield one
+
+
+# ---- what it does ------------------------------------------------------------------------------------
+
+
+@every_engine
+@pytest.mark.long
+def test_rollouts_and_weights_go_through_a_relay(
+    stack: ExitStack, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    monkeypatch.setenv("A_KEY", KEY)
+    relays: list[Relaying] = []
+
+    def through(server: StandIn) -> str:
+        relays.append(stack.enter_context(relaying(server.url, engine)))
+        return relays[-1].url + "/"
+
+    world = World(stack, servers=2, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
+    for version in (0, 1):
+        world.load(version)
+        rollouts = world.generate(samples=4)
+        assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == version).all()
+        world.move()
+    same(world.generate(samples=4), rollouts)
+    assert not list(tmp_path.iterdir()), "weights take memory: none are left on either side"
+    assert all(server.received for server in world.servers)
+    world.server.forget = "lm_head.weight"
+    with pytest.raises(Trouble, match="does not draw from this policy"):
+        world.load(2)
+
+
+@pytest.mark.long
+def test_a_run_is_trained_through_a_relay(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROMPT", 24), monkeypatch.setattr(probe, "TOKENS", 8)
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o600)
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=128)
+    rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
+    server = stack.enter_context(serving(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)))
+    url = stack.enter_context(relaying(server.url)).url
+    engine = {"engine": "vllm", "engine.url": url, "engine.key_file": str(tmp_path / "key"), "policy.device": "cpu"}
+    size = {"steps": 1, "prompts": 2, "samples": 2, "max_tokens": 4, "eval_prompts": 2, "max_prompt": 64, "threads": 1}
+    run = ascent.train(rows, model=str(model), out=tmp_path / "run", show=False, **engine, **size)
+    assert run.status == "finished" and run.metrics[0]["sampling/sampling_logp_difference/mean"] < 1e-5
+    assert server.calls.count("/update_weights") == 2
+    assert not any(KEY in path.read_text(errors="replace") for path in run.folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.long
+def test_an_engine_that_dies_behind_its_relay_loses_nothing(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", KEY)
+    through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
+    world = World(stack, servers=2, through=through, policy={"engine_key_env": "A_KEY"})
+    world.load(0)
+    expected = world.generate(samples=4)
+    world.server.die_after = len(world.server.asked) + 3
+    same(world.generate(samples=4), expected)
+    assert world.sampler.fleet.servers[0].down
+
+
+@pytest.mark.long
+def test_another_key_or_another_engine_is_trouble_that_says_so(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", KEY + "x")
+    through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
+    world = World(stack, through=through, policy={"engine_key_env": "A_KEY"})
+    with pytest.raises(Trouble, match=r"401.*Is the key the one of that `ascent engine`") as error:
+        world.load(0)
+    assert KEY not in str(error.value)
+    monkeypatch.setenv("A_KEY", KEY)
+    world = World(stack, engine="sglang", through=through, policy={"engine_key_env": "A_KEY"})
+    with pytest.raises(Trouble, match="is `ascent engine vllm`, and this run has --engine sglang"):
+        world.load(0)
+    assert not world.server.received
+
+
+@pytest.mark.long
+def test_damaged_weights_are_sent_again(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", KEY)
+    through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
+    world = World(stack, through=through, policy={"engine_key_env": "A_KEY"})
+    whole, wrong = relay_module.write_body, [1]
+
+    async def damaged(*args: Any) -> int:
+        return await whole(*args) + (wrong.pop() if wrong else 0)
+
+    monkeypatch.setattr(relay_module, "write_body", damaged)
+    world.load(0)
+    assert not wrong and gap(world.lm, world.generate()) < 1e-5
+    wrong += [1] * 9
+    with pytest.raises(Trouble, match="another checksum than what was sent"):
+        world.load(1)
+
+
+def test_nobody_decodes_for_a_trainer_that_is_gone(quiet: Relaying, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def long(*_: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(quiet.client, "generate", long)
+    body = {"request": {"prompt": [1], "most": 2, "temperature": 1.0, "seed": 0, "ends": []}, "salt": ""}
+    sent = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(sent)}\r\n\r\n"
+    with closing(socket.create_connection(("127.0.0.1", quiet.port))) as trainer:
+        trainer.sendall(head.encode() + sent)
+        assert begun.wait(60)
+    assert ended.wait(60)
+
+
+# ---- what it does not do -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["x", KEY[:-1], KEY + "x", KEY.upper(), "ä"])
+def test_without_the_key_nothing_is_said_or_done(quiet: Relaying, key: str) -> None:
+    for path in PATHS:
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            headers = {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
+            reply = quiet.ask(method, path, headers=headers, content=b"{}" if method != "GET" else None)
+            assert reply.status_code == 401 and "connection" in reply.headers
+    assert quiet.ask("GET", "/about", headers={"Authorization": KEY}).status_code == 401
+    assert quiet.http.get(f"{quiet.url}/about").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("/collective_rpc", "/update_weights", "/inference/v1/generate", "/generate/", "//generate", "/Generate"),
+        *("/generate?x=1", "/health/../collective_rpc", "/generate%2f..%2fcollective_rpc", "/weights/../../etc/passwd"),
+        *("http://127.0.0.1:9/collective_rpc", "/health#/collective_rpc", "/\\collective_rpc"),
+    ],
+)
+def test_no_other_address_is_reached(quiet: Relaying, target: str) -> None:
+    for method in ("GET", "POST", "PUT"):
+        with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
+            head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 0\r\n\r\n"
+            peer.sendall(head.encode())
+            assert peer.recv(100).split()[1] in (b"404", b"400")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", []),
+        ("/generate", {"request": {"prompt": "abc"}, "salt": ""}),
+        ("/generate", {"request": {"prompt": [1], "most": None, "temperature": 1, "seed": 0, "ends": []}, "salt": ""}),
+        ("/greet", {"config": {}, "more": 1}),
+        ("/load", {"upload": "../x"}),
+        ("/load", {"upload": "x", "version": "../../x", "tensors": {}}),
+    ],
+)
+def test_what_is_not_a_request_of_ours_is_refused(quiet: Relaying, path: str, body: Any) -> None:
+    assert quiet.ask("POST", path, json=body).status_code == 400
+    assert quiet.ask("POST", path, content=b"[" * 100_000).status_code == 400
+
+
+def test_weights_that_never_arrived_are_not_loaded(quiet: Relaying) -> None:
+    reply = quiet.ask("POST", "/load", json={"upload": "x", "version": 1, "tensors": {}})
+    assert reply.status_code == 409 and "have not arrived" in reply.text
+
+
+def test_sizes_are_bounded_before_anything_is_written(
+    quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    monkeypatch.setattr(relay_module, "MOST_WORDS", 1000)
+    assert quiet.ask("POST", "/generate", content=b"x" * 1001).status_code == 413
+    head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {2**30 + 1}\r\n\r\n"
+    with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
+        peer.sendall(head.encode())
+        assert peer.recv(100).split()[1] == b"413", "it is not read"
+    assert quiet.ask("PUT", "/weights", content=iter([b"x"])).status_code == 411
+
+    class Full:
+        f_bavail, f_frsize = 1, 1
+
+    monkeypatch.setattr("ascent.web.relay.os.statvfs", lambda _: Full())
+    assert quiet.ask("PUT", "/weights", content=b"xx").status_code == 507
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_upload_that_is_cut_off_leaves_nothing_and_the_next_one_is_taken(
+    quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n"
+    with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
+        peer.sendall(head.encode() + b"x" * 500)
+        until(lambda: list(tmp_path.iterdir()))
+        assert quiet.ask("PUT", "/weights", content=b"y").status_code == 409, "one at a time"
+    until(lambda: not list(tmp_path.iterdir()))
+    until(lambda: (reply := quiet.ask("PUT", "/weights", content=b"y" * 9)).status_code == 200 or reply.close())
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.iterdir()] == ["weights.safetensors"]
+    assert quiet.ask("POST", "/load", json={"upload": "other", "version": 1, "tensors": {}}).status_code == 409
+    assert quiet.ask("PUT", "/weights", content=b"z").status_code == 200
+    assert len(list(tmp_path.iterdir())) == 1, "it has replaced the last one"
+    quiet.relay.close()
+    assert not list(tmp_path.iterdir())
+
+
+# ---- settings ----------------------------------------------------------------------------------------
+
+
+def test_a_key_is_long_plain_and_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o600)
+    assert read_key("", str(file)) == KEY
+    file.chmod(0o640)
+    with pytest.raises(Refused, match="others on this machine can read it"):
+        read_key("", str(file), "--engine.")
+    monkeypatch.setenv("A_KEY", "short")
+    with pytest.raises(Refused, match=r"\$A_KEY has no key of 16 plain characters"):
+        read_key("A_KEY", "")
+    with pytest.raises(Refused, match=r"--engine\.key-file .*: it cannot be read"):
+        read_key("", str(tmp_path / "none"), "--engine.")
+
+
+RELAYED: dict[str, dict[str, Any]] = {
+    "everyone on the way": {"engine.url": "http://10.0.0.7:8443", "engine.key_env": "A"},
+    "run `ascent engine` there": {"engine.url": "https://10.0.0.7:8443"},
+    "set that one": {"engine.url": "https://h:1", "engine.key_env": "A", "engine.key_file": "b"},
+    "that runs, by --engine.url": {"engine.python": "x", "engine.key_file": "b"},
+    "and no more": {"engine.url": "https://u:p@h:1", "engine.key_env": "A"},
+    "Port out of range": {"engine.url": "https://h:99999", "engine.key_env": "A"},
+    "the same server twice": {"engine.url": ("https://h:1/", "https://h:1"), "engine.key_env": "A"},
+}
+
+
+@pytest.mark.parametrize("words", RELAYED)
+def test_relays_that_cannot_be_are_refused(words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        configure("countdown", {"model": "tiny", "engine": "vllm"} | RELAYED[words])
+
+
+@pytest.mark.parametrize(
+    "url", ["https://h:1/engines/a/", "http://[::1]:8443", "https://[2001:db8::1]:1", "http://127.0.0.9:1"]
+)
+def test_relays_may_be_behind_a_path_a_tunnel_or_an_ipv6_address(url: str) -> None:
+    assert CausalLM("tiny", engine="vllm", engine_url=(url,), engine_key_env="A").engine_url == (url,)
+
+
+def test_the_command_listens_to_other_machines_only_with_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCENT_ENGINE_KEY", raising=False)
+    with pytest.raises(Refused, match="in the open"):
+        EngineCommand.read(["vllm", "--host", "0.0.0.0"]).execute()
+    with pytest.raises(Refused, match=r"--url http://10\.0\.0\.1:1"):
+        EngineCommand.read(["vllm", "--url", "http://10.0.0.1:1"]).execute()
+    with pytest.raises(Refused, match=r"\$ASCENT_ENGINE_KEY has no key"):
+        EngineCommand.read(["sglang"]).execute()
