@@ -62,10 +62,10 @@ class Turns:
         """`limits`: tokens of each response, observations counted. `most`: tokens of one that are drawn; 0: any."""
         count = len(limits)
         self.episodes, self.room, self.most = episodes, limits.tolist(), most or width
-        self.observed = torch.zeros(count, width, dtype=torch.bool)
+        self.observed = np.zeros((count, width), dtype=bool)
         """Tokens that nobody drew."""
-        self.turn = torch.zeros(count, width, dtype=torch.long)
-        self.reward, self.waited = torch.zeros(count, width), torch.zeros(count, width)
+        self.turn = np.zeros((count, width), dtype=np.int64)
+        self.reward, self.waited = np.zeros((count, width), np.float32), np.zeros((count, width), np.float32)
         self.begin = [0] * count
         """Where the latest turn of each response begins."""
         self.given = [0] * count
@@ -120,7 +120,8 @@ class Turns:
         for i in range(len(words)):
             words[i] = "; ".join([*self.notes.get(i, []), *([self.errors[i]] if i in self.errors else [])])
         observed, turn, reward, waited = (
-            part[:, :width].reshape(*shape, width) for part in (self.observed, self.turn, self.reward, self.waited)
+            torch.from_numpy(part[:, :width]).reshape(*shape, width)
+            for part in (self.observed, self.turn, self.reward, self.waited)
         )
         return {
             "mask": present & ~observed,

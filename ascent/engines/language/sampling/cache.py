@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,10 +55,13 @@ class Segment:
     """The prompt's pages."""
     keys: int = 0
 
-    def places(self, size: int) -> list[int]:
+    def places(self, size: int) -> np.ndarray:
         """Where each key lies that the last token sees, its own last."""
-        own = [self.pages[t // size] * size + t % size for t in range(self.start + self.count)]
-        return [self.prompt[t // size] * size + t % size for t in range(self.keys)] + own
+        parts = []
+        for pages, count in ((self.prompt, self.keys), (self.pages, self.start + self.count)):
+            token = np.arange(count)
+            parts.append(np.asarray(pages, dtype=np.int64)[token // size] * size + token % size)
+        return np.concatenate(parts)
 
 
 class Extending:
@@ -66,20 +70,20 @@ class Extending:
     def __init__(self, cache: Cache, segments: Sequence[Segment], device: torch.device):
         self.cache, size = cache, cache.size
         places = [segment.places(size) for segment in segments]
-        new = [place for seen, segment in zip(places, segments, strict=True) for place in seen[-segment.count :]]
+        new = [seen[-segment.count :] for seen, segment in zip(places, segments, strict=True)]
         self.page, self.offset = self._split(new, device)
         self.alone = all(segment.keys + segment.start == 0 for segment in segments)
         """There is nothing to see but the segments themselves."""
         if not self.alone:
-            self.seen = self._split([place for seen in places for place in seen], device)
+            self.seen = self._split(places, device)
         queries, keys = [segment.count for segment in segments], [len(seen) for seen in places]
         self.queries, self.keys = queries, keys
         ends = [send(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys)]
         nothing = ends[0][:0]
         self.spans = Spans(ends[0], ends[1], max(queries), max(keys), nothing, nothing, nothing)
 
-    def _split(self, places: list[int], device: torch.device) -> Pair:
-        place = torch.tensor(places)
+    def _split(self, places: list[np.ndarray], device: torch.device) -> Pair:
+        place = torch.from_numpy(np.concatenate(places))
         return send(place // self.cache.size, device), send(place % self.cache.size, device)
 
     @property

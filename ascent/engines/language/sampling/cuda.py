@@ -33,12 +33,12 @@ SHARE = 0.25
 """Of the free memory, what the pages may take: they stay there while the learner works."""
 TOGETHER = 16
 """Prompts that are encoded together: a forward pass over one takes as long."""
-LONG, CHUNK = 512, 256
+LONG, CHUNK = 512, 128
 """Keys from which on rows may be split, and the fewest keys in a part."""
-FEW, UNEVEN = 256, 1.5
+PROGRAMS, UNEVEN = 1024, 1.5
 """They are split where there are fewer programs than this, or where the longest is this many times the mean."""
-PARTS = (8, 16)
-"""The most parts of a row, where there are many rows and where there are few."""
+PARTS = (8, 64)
+"""The fewest and the most parts of a row: as many as give twice as many programs as that."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
 PREFILL = 6
@@ -161,9 +161,13 @@ class GraphDecoder:
             self.graphs[key] = graph.replay
         return self.graphs[key]
 
+    def rows(self, count: int) -> int:
+        """How many rows the graph has that steps of so many responses take."""
+        return min([self.board.rows, *(n for n in BUCKETS if n >= count)])
+
     def choose(self, lanes: list[int]) -> int:
         """Let the next steps work on these lanes; how many rows such a step has."""
-        rows = min([self.board.rows, *(n for n in BUCKETS if n >= len(lanes))])
+        rows = self.rows(len(lanes))
         lanes = lanes + [self.board.rows] * (rows - len(lanes))
         if lanes != self.lanes_now:
             self.board.lanes[:rows].copy_(self.sent(lanes), non_blocking=True)
@@ -172,10 +176,10 @@ class GraphDecoder:
 
     def split(self, keys: list[int]) -> int:
         """Among how many programs a row is shared out, so that the longest does not keep the others waiting."""
-        longest, few = max(keys), len(keys) * self.net.heads < FEW
-        if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
+        longest, programs = max(keys), self.rows(len(keys)) * self.net.heads
+        if longest <= LONG or not (programs < PROGRAMS or longest > UNEVEN * sum(keys) / len(keys)):
             return 1
-        parts = PARTS[few]
+        parts = 1 << (min(PARTS[1], max(PARTS[0], 2 * PROGRAMS // programs)) - 1).bit_length()
         end = longest + PAGE + ROUND  # a prompt's last page may be half empty
         chunk = max(CHUNK, -(-end // parts // PAGE) * PAGE)
         if chunk != self.chunk_now:
@@ -225,20 +229,14 @@ class Run:
         self.launches = 0
         self.flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
-        self.kept: dict[int, list[Tensor]] = {}
-        """Tokens, log-probs and masses of responses that were evicted or are parked, or that an earlier call began."""
-        for response, length in drawn.begun.items():
-            mass = torch.ones(length) if drawn.mass is None else drawn.mass[response, :length]
-            parts = (drawn.token[response, :length], drawn.logp[response, :length], mass)
-            self.kept[response] = [part.to(buffer) for part, buffer in zip(parts, self.buffers, strict=True)]
         self.held: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
-        self.given: dict[int, list[int]] = {}
-        """Of those that were answered, the observation."""
         self.fed: dict[int, int] = {}
-        """Of those that are fed it step by step, their tokens with it."""
+        """Of responses that are fed an observation step by step, their tokens with it."""
+        self.since: dict[int, int] = {}
+        """By response, the first token that its lane has drawn; those before are in `drawn`."""
         self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
-        """Responses, their lengths, and their tokens, log-probs and masses."""
+        """Responses that are over, their lengths, and what their lanes had: tokens, log-probs and masses."""
 
     def __call__(self) -> None:
         with ours(self.decoder.lm.model):
@@ -275,51 +273,42 @@ class Run:
         schedule.fresh = []
         if not entering:
             return
-        own = {row.response: self._restore(row) for row in entering}
-        starts = {row.response: self.held[row.response] - 1 if row.response in there else 0 for row in entering}
+        # a parked row has idled on the last place of its pages, so that place is written again
+        starts = {row.response: self.held.pop(row.response) - 1 if row.response in there else 0 for row in entering}
+        tokens = {row.response: self._fed_from(row, starts[row.response]) for row in entering}
         back = [row for row in entering if row.response in there]
         steps = sum(row.length - starts[row.response] for row in back)
-        if steps <= PREFILL * len(schedule.running) and self.drawn.stops is None:
-            for row in back:  # what it was given is in its outputs, and is fed from there
+        if back and steps <= PREFILL * len(schedule.running) and self.drawn.stops is None:
+            cells = [(r.lane, starts[r.response] + i, t) for r in back for i, t in enumerate(tokens[r.response][1:])]
+            lane, place, token = self.decoder.sent(cells).t()
+            self.board.token[lane, place] = token
+            for row in back:
                 self.fed[row.response], row.length = row.length, starts[row.response]
         if encoded := [row for row in entering if row.length > starts[row.response]]:
-            # a parked row has idled on the last place of its pages, so that place is written again
-            places = [starts[row.response] for row in encoded]
-            tokens = [own[row.response][start : row.length] for row, start in zip(encoded, places, strict=True)]
-            self._encode(encoded, places, tokens)
-        self._set([(row, own[row.response][row.length]) for row in entering])
+            self._encode(encoded, [starts[r.response] for r in encoded], [tokens[r.response][:-1] for r in encoded])
+        self._set([(row, tokens[row.response][row.length - starts[row.response]]) for row in entering])
         for row in entering:
             self.begun[row.response] = self.launches
-            self.held.pop(row.response, None)
+            self.since[row.response] = self._length(row)
         self._lay_out([(row, 0) for row in entering])
 
-    def _restore(self, row: Row) -> list[int]:
-        """What a response had, back in the outputs of its lane; what it is fed at each place."""
-        first = self.prompts[row.prompt][-1]
-        if not row.length:
-            return [first]
-        kept, given = self.kept.pop(row.response), self.given.pop(row.response, [])
-        had = self.drawn.token[row.response, : len(kept[0])].tolist() if given else kept[0].tolist()
-        for buffer, part in zip(self.buffers, kept, strict=True):
-            buffer[row.lane, : len(had)] = part
-        if given:
-            token, logp, mass = (buffer[row.lane, len(had) : row.length] for buffer in self.buffers)
-            token.copy_(self.decoder.sent(given)), logp.fill_(0.0), mass.fill_(1.0)
-        return [first, *had, *given]
+    def _fed_from(self, row: Row, start: int) -> list[int]:
+        """The tokens that a row is fed, from this place of its pages on up to the next one."""
+        before = [] if start else [self.prompts[row.prompt][-1]]
+        return before + self.drawn.token[row.response, max(start - 1, 0) : row.length].tolist()
+
+    def _length(self, row: Row) -> int:
+        """How many tokens a response has, counting an observation that it is still being fed."""
+        return max(row.length, self.fed.get(row.response, 0))
 
     def _hear(self, wait: bool) -> None:
-        """What environments have answered: behind what their responses had. They want a lane again, or are over."""
+        """What environments have answered. Those responses want a lane again, or are over."""
         for response, tokens in self.drawn.answers(wait):
             self.limits[response] = int(self.drawn.limits[response])
-            kept = self.kept[response]
             if tokens:
-                self.given[response] = tokens
-                self.schedule.unpark(response, len(kept[0]) + len(tokens))
-                continue
-            whole = [F.pad(part, (0, self.limit - len(part)))[None] for part in kept]
-            self.out.append(([response], [len(kept[0])], whole))
-            del self.kept[response]
-            self._end(response)
+                self.schedule.unpark(response, self.held[response] + len(tokens))
+            else:
+                self._end(response)
 
     def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""
@@ -346,10 +335,9 @@ class Run:
             self._land()  # those that have finished make room
         running = self.schedule.running
         before = {row.response: len(row.pages) for row in running}
-        for row in self.schedule.grow(ROUND, running):
-            if row.lane != NOWHERE:  # of a parked one everything is kept already
-                self._keep(row)
-                self.schedule.kept[row.response] = row.length
+        evicted = [row for row in self.schedule.grow(ROUND, running) if row.lane != NOWHERE]
+        self.schedule.kept |= {row.response: self._length(row) for row in evicted}
+        self._save(evicted, [self._length(row) for row in evicted])
         live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
         self.drawn.timeline.see(len(live))
         if not live:
@@ -407,26 +395,34 @@ class Run:
 
     def _ask(self, ended: list[Row], lengths: dict[int, int]) -> list[Row]:
         """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""
-        drawn, width = self.drawn, max(lengths[row.response] for row in ended)
-        lanes = self.decoder.sent([row.lane for row in ended])
-        parts = [buffer[lanes, :width] for buffer in self.buffers]
-        for row, own in zip(ended, parts[0].cpu(), strict=True):
-            response, length = row.response, lengths[row.response]
-            drawn.token[response, :length], drawn.length[response] = own[:length], length
-            drawn.ended[response] = response in drawn.stopped or bool(torch.isin(own[length - 1], drawn.ends))
-        over = set(drawn.ask([row.response for row in ended]))
-        for i, row in enumerate(ended):
+        drawn, responses = self.drawn, [row.response for row in ended]
+        self._save(ended, [lengths[response] for response in responses])
+        drawn.end(responses)
+        over = set(drawn.ask(responses))
+        for row in ended:
             if row.response not in over:
                 row.length = self.held[row.response] = lengths[row.response]
                 self.begun[row.response] = self.launches  # what is under way for it counts no more
-                self.kept[row.response] = [part[i, : row.length] for part in parts]
                 self.schedule.park(row.response)
         return [row for row in ended if row.response in over]
 
-    def _keep(self, row: Row) -> None:
-        """What a response has so far, until it comes back; also what it has been given and not been fed yet."""
-        row.length = max(row.length, self.fed.get(row.response, 0))
-        self.kept[row.response] = [buffer[row.lane, : row.length].clone() for buffer in self.buffers]
+    def _save(self, rows: list[Row], lengths: list[int]) -> None:
+        """What the lanes of these rows have drawn, to the host."""
+        if rows:
+            lanes = self.decoder.sent([row.lane for row in rows])
+            self._write([row.response for row in rows], lengths, [b[lanes, : max(lengths)] for b in self.buffers])
+
+    def _write(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
+        """Responses so far: what they had when they got their lanes, and what is in these from then on."""
+        drawn, width = self.drawn, max(lengths)
+        place, length = torch.arange(width), torch.tensor(lengths)
+        since = torch.tensor([self.since[response] for response in responses])
+        new = (place >= since[:, None]) & (place < length[:, None])
+        mass = None if drawn.seeds is None else drawn.mass  # a greedy draw has none
+        for into, lane in zip((drawn.token, drawn.logp, mass), lanes, strict=True):
+            if into is not None:
+                into[responses, :width] = torch.where(new, lane.cpu().to(into.dtype), into[responses, :width])
+        drawn.length[responses] = length
 
     def _set(self, rows: list[tuple[Row, int]]) -> None:
         """The state of these rows' lanes: they feed the given token next."""
@@ -438,24 +434,14 @@ class Run:
         self.board.state[:, sent([row.lane for row, _ in rows])] = sent(states).t()
 
     def _collect(self) -> None:
-        """Everything to the host at once, in the order in which it was asked for. A greedy draw has no mass."""
-        drawn = self.drawn
-        for row in self.schedule.running:  # they belong to a later step, and come as far as they have come
-            self._keep(row)
-        for response, parts in self.kept.items():
-            whole = [F.pad(part, (0, self.limit - len(part)))[None] for part in parts]
-            self.out.append(([response], [len(parts[0])], whole))
-        responses = torch.tensor([r for part in self.out for r in part[0]])
-        length = torch.tensor([n for part in self.out for n in part[1]])
-        inside = torch.arange(self.limit) < length[:, None]
-        mass = None if drawn.seeds is None else drawn.mass
-        for into, k, nothing in ((drawn.token, 0, 0), (drawn.logp, 1, 0.0), (mass, 2, 1.0)):
-            if into is not None:
-                new = torch.cat([part[2][k] for part in self.out]).cpu().to(into.dtype)
-                into[responses] = torch.where(inside, new, nothing)
-        drawn.length[responses] = length
-        last = drawn.token[responses, length - 1]
-        drawn.ended[responses] = torch.isin(last, drawn.ends)
-        drawn.ended[list(drawn.stopped)] = True
+        """Everything that is over to the host at once, and of those that run for a later step what they have so far."""
+        drawn, running = self.drawn, self.schedule.running
+        self._save(running, [self._length(row) for row in running])
+        responses = [response for part in self.out for response in part[0]]
+        if responses:
+            lengths = [length for part in self.out for length in part[1]]
+            lanes = [torch.cat([part[2][k][:, : max(lengths)] for part in self.out]) for k in range(3)]
+            self._write(responses, lengths, lanes)
+        drawn.end(responses + [row.response for row in running])
         if drawn.turns is not None:
             drawn.ended = torch.tensor([response in drawn.turns.over for response in range(len(drawn.ended))])

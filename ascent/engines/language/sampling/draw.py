@@ -234,6 +234,12 @@ class Drawn:
                 return length
         return end if done or end == limit else 0
 
+    def end(self, responses: list[int]) -> None:
+        """See of these whether their latest token ended them."""
+        last = self.token[responses, self.length[responses] - 1]
+        stopped = torch.tensor([response in self.stopped for response in responses], dtype=torch.bool)
+        self.ended[responses] = torch.isin(last, self.ends) | stopped
+
     def begin(self, response: int) -> int:
         """Where its latest turn begins."""
         return 0 if self.turns is None else self.turns.begin[response]
@@ -244,11 +250,11 @@ class Drawn:
         A turn ends with an end token or a stop string, or at its own limit. At any other limit the response ends.
         """
         over = []
-        for response in responses:
-            length = int(self.length[response])
-            if not self.ended[response] and length < self.limits[response]:
+        found = (self.length[responses], self.ended[responses], self.limits[responses])
+        for response, length, ended, limit in zip(responses, *(part.tolist() for part in found), strict=True):
+            if not ended and length < limit:
                 continue
-            if self.turns is None or not (self.ended[response] or length < self.turns.end(response)):
+            if self.turns is None or not (ended or length < self.turns.end(response)):
                 over.append(response)
             else:
                 self.turns.ask(response, self.token[response, self.begin(response) : length].tolist())
@@ -264,11 +270,15 @@ class Drawn:
         if self.turns is None:
             return []
         arrived = self.turns.answers(wait)
-        for response, tokens in arrived:
-            start = int(self.length[response])
-            self.ended[response] = response in self.turns.over
-            self.stopped.discard(response)
-            self.token[response, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-            self.length[response] += len(tokens)
-            self.limits[response] = self.turns.limit(response)
+        if not arrived:
+            return arrived
+        responses, observations = zip(*arrived, strict=True)
+        at, count = list(responses), torch.tensor([len(tokens) for tokens in observations])
+        row = torch.tensor(at).repeat_interleave(count)
+        place = torch.cat([torch.arange(n) for n in count.tolist()]) + self.length[row]
+        self.token[row, place] = torch.tensor([token for tokens in observations for token in tokens], dtype=torch.long)
+        self.length[at] += count
+        self.ended[at] = torch.tensor([response in self.turns.over for response in at])
+        self.limits[at] = torch.tensor([self.turns.limit(response) for response in at])
+        self.stopped.difference_update(at)
         return arrived
