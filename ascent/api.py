@@ -22,9 +22,10 @@ from ascent.core.types import Batch, Refused, State, Trouble
 from ascent.explain.explain import formula, objective_in_words
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.records import checkpoint
-from ascent.records.ahead import put_together
+from ascent.records.ahead import check_ahead, put_together
 from ascent.records.display import Display, numbers
 from ascent.records.folder import RunFolder, refuse_taken, vacated, write_json
+from ascent.records.journal import Journal
 from ascent.records.notebook import Completions, for_stream
 from ascent.records.places import memory_ran_out
 from ascent.records.reading import naming
@@ -47,6 +48,9 @@ OUT_OF_MEMORY = (
 )
 CHANGEABLE = ("eval_every", "checkpoint_every", "keep", "keep_best", "record_every", "record_rollouts")
 """The settings that may change while a run is driven: they decide no number."""
+JOURNALLED = (
+    "the batches of steps {steps} are in the journal: their updates are made again from there, to the same numbers"
+)
 STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
 
@@ -213,8 +217,11 @@ def reopen(
                 parts.streams.restore(groups.pop("rng"))
                 parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []))
                 parts.learner.restore(groups)
+            check_ahead(parts.sampler.pending, first, config.ahead)
             if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
                 parts.notes += (DREW_ANEW,)
+        journal = Journal(folder.path)
+        drawn = first if existing.changed else _replay(journal, parts, first)
         parts.notes += (OUT_OF_MEMORY,) if killed else ()
         folder.run |= {"status": "running", "result": None}
         folder.run.pop("reason", None)
@@ -226,11 +233,21 @@ def reopen(
         for later in existing.checkpoints:
             if chosen is not None and checkpoint.step_of(later) > checkpoint.step_of(chosen):
                 later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
+        journal.keep(first, drawn)
         folder.cut(sizes, first)
     except BaseException:
         folder.close()
         raise
     return Begun(parts, folder, display, first, state)
+
+
+def _replay(journal: Journal, parts: Parts, first: int) -> int:
+    """Have the steps from `first` on replayed that are in the journal; returned is the first that is drawn."""
+    if parts.sampler.exact or (drawn := journal.check(first)) == first:
+        return first
+    parts.sampler.first = drawn
+    parts.notes += (JOURNALLED.format(steps=first if drawn == first + 1 else f"{first} to {drawn - 1}"),)
+    return drawn
 
 
 def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -377,6 +394,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
     writer = Writer(folder, config, parts.task, display)
     sinks = Sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.sinks = sinks
+    writer.journal = None if parts.sampler.exact else Journal(folder.path)
     writer.timeline = parts.backend.timeline(parts.sampler) if config.data == "samples" else None
     parts.backend.keep_logs(parts.judged[1] if parts.judged else parts.sampler, folder.path)
 
@@ -390,9 +408,9 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
                 display.say(note)
             if config.init is not None:
                 writer.keep_start(Path(config.init))
-            evaluate = parts.evaluator(writer.held_out)
+            evaluate = writer.journalled(parts.evaluator(writer.held_out))
             given = (parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
-            made: Any = loop(config, *given)
+            made: Any = loop(config, *given, writer.journal)
             step: Step | None = None
             with suppress(StopIteration):
                 while True:

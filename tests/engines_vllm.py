@@ -10,10 +10,11 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from subprocess import run
+from subprocess import DEVNULL, Popen, run
 from typing import Any
 from urllib.request import urlopen
 
@@ -79,7 +80,7 @@ def test_log_probs_agree_after_each_of_twenty_loads(served: Served) -> None:
 
 
 def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(served: Served) -> None:
-    """What sampling ahead will need: each token's log-prob is that of its own version's weights."""
+    """What sampling ahead needs: each token's log-prob is that of its own version's weights."""
     sampler, old = served.sampler, deepcopy(served.lm)
     version, limit = sampler.version, sampler.limit
     sampler.limit = 250
@@ -162,6 +163,37 @@ def test_two_steps_of_training_on_the_command_line(served: Served, tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in lines)
     served.sampler.load({}, served.sampler.version + 1)
+
+
+def test_a_run_that_samples_ahead_and_is_killed_equals_its_journal(served: Served, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder, size = tmp_path / "run", ["--steps", "12", "--prompts", "2", "--samples", "4", "--max-tokens", "24"]
+    size += ["--ahead", "3", "--checkpoint-every", "100", "--eval-prompts", "4", "--eval-every", "4", "--lr", "0.01"]
+    engine = ["--engine", "vllm", "--engine.url", served.url, "--policy.device", "cpu", "--out", str(folder)]
+    task = [f"jsonl:{tmp_path}/rows.jsonl", "--model", str(served.model), "--max-prompt", "64", "--no-preflight"]
+    training = Popen([sys.executable, "-m", "ascent", "train", *task, *size, *engine], stdout=DEVNULL, stderr=DEVNULL)
+    while len(numbers(folder)) < 6:
+        assert training.poll() is None
+        time.sleep(0.01)
+    training.kill()
+    training.wait()
+    before, journalled = numbers(folder), sorted((folder / "journal").glob("step_*"))
+    assert 6 <= len(before) <= len(journalled) <= 12
+    done = run([sys.executable, "-m", "ascent", "resume", str(folder)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr + done.stdout
+    after = numbers(folder)
+    assert after[: len(before)] == before and len(after) == 12
+    assert 0 < max(line.get("sampling/lag") or 0 for line in after) <= 3
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in after)
+    served.sampler.load({}, served.sampler.version + 1)
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in whole]
 
 
 def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(served: Served) -> None:

@@ -6,6 +6,7 @@ The server is a stand-in (tests/stand_in.py); tests/engines_vllm.py asks a real 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -15,18 +16,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import ascent
 from ascent.core.protocols import Open, Ticket
-from ascent.core.types import Prompts, Rollouts, Scores
+from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Trouble
 from ascent.engines.serving import probe
 from ascent.engines.serving.fleet import Fleet
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.policies import CausalLM
+from ascent.records import checkpoint
 from ascent.records.ahead import put_together, take_apart
+from ascent.records.journal import Journal
 from ascent.records.run import Run
 from ascent.tasks.text.tokenized import TokenizedTask
 from tests.language import VOCAB, prompts_of, write_tiny
@@ -146,24 +150,18 @@ def test_a_step_goes_before_later_ones_whenever_it_asks(stack: ExitStack) -> Non
 @pytest.mark.long
 def test_a_checkpoint_holds_whole_responses_and_the_rest_is_drawn_with_the_same_seeds(stack: ExitStack) -> None:
     world = endless(stack)
-    world.sampler.submit(tickets(0))
-    step(world.sampler, 0)
-    world.server.die_after = len(world.server.asked) + 2  # two answers, and then none
-    world.server.hold_at = 2
-    world.sampler.submit(tickets(1, 2))
-    wait_until_held(world.server, 2)
-    go_on(world.server)
-    while len([one for one in world.sampler.held() if one.drawn is not None]) == 0:
-        time.sleep(0.01)
-    while sum(int(one.drawn.mask.any(-1).sum()) for one in world.sampler.held() if one.drawn is not None) < 2:
+    world.server.hold_at = 2  # the first prompt allows two tokens, so its responses are whole
+    prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([2, 5, 5]))
+    world.sampler.submit([Ticket(number, prompts, 2) for number in (1, 2)])
+    wait_until_held(world.server, 8)
+    while sum(len(whole(one)) for one in world.sampler.held()) < 4:
         time.sleep(0.01)
     tensors, plain = take_apart(world.sampler.held())
     world.sampler.close()
     held = put_together(tensors, plain)
-    drawn = [one for one in held if one.drawn is not None]
     kept = {(i, *place) for i, one in enumerate(held) for place in whole(one)}
-    assert len(kept) == 2 and [one.ticket.step for one in held] == [1, 2] and drawn
-    world.server.revive()
+    assert len(kept) == 4 and [one.ticket.step for one in held] == [1, 2]
+    go_on(world.server)
     before = len(world.server.asked)
     again = another(world, stack)
     again.pending = held
@@ -244,7 +242,7 @@ SMALL = {"steps": 4, "prompts": 2, "samples": 2, "max_tokens": 4, "eval_prompts"
 
 @pytest.fixture
 def trained(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    monkeypatch.setattr(probe, "PROMPT", 24), monkeypatch.setattr(probe, "TOKENS", 8)
+    monkeypatch.setattr(probe, "PROMPT", 20), monkeypatch.setattr(probe, "TOKENS", 2)
     score = TokenizedTask.score
 
     def parity(task: TokenizedTask, rollouts: Rollouts) -> Scores:
@@ -267,9 +265,20 @@ class Trained:
         rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def __call__(self, name: str = "run", **more: Any) -> Run:
+    def __call__(self, **more: Any) -> Run:
         settings = {"model": str(self.model), "engine.url": self.server.url} | SMALL | ENGINE | more
-        return ascent.train(f"jsonl:{self.folder}/rows.jsonl", out=self.folder / name, show=False, **settings)
+        return ascent.train(f"jsonl:{self.folder}/rows.jsonl", out=self.folder / "run", show=False, **settings)
+
+
+def be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner is so slow that all that was asked for is written before the next version."""
+    load = Fleet.load
+
+    def late(fleet: Fleet, version: int) -> None:
+        assert not wait([future for server in fleet.servers for future in server.owed], 60).not_done
+        load(fleet, version)
+
+    monkeypatch.setattr(Fleet, "load", late)
 
 
 @pytest.mark.long
@@ -285,14 +294,7 @@ class Trained:
 def test_a_run_samples_ahead_and_no_token_is_older_than_allowed(
     trained: Trained, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    load = Fleet.load
-
-    def late(fleet: Fleet, version: int) -> None:
-        """The learner is so slow that all is written before the next version."""
-        assert not wait([future for server in fleet.servers for future in server.owed], 60).not_done
-        load(fleet, version)
-
-    monkeypatch.setattr(Fleet, "load", late)
+    be_slow(monkeypatch)
     run = trained(**more)
     assert run.status == "finished"
     lags = [line.get("sampling/lag") or 0.0 for line in run.metrics]
@@ -302,3 +304,149 @@ def test_a_run_samples_ahead_and_no_token_is_older_than_allowed(
     else:
         assert lags == oldest
     assert all((line["sampling/sampling_logp_difference/mean"] or 0) < 1e-5 for line in run.metrics)
+
+
+# ---- the journal -----------------------------------------------------------------------------------------
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.metrics]
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "journal").glob("*"))
+
+
+KILLS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "before its update": ("write", 3, {"checkpoint_every": 2, "eval_every": 1}),
+    "while a step is drawn": ("read", 3, {"algorithm": "dapo", "shaping": "no-shaping", "policy.lora": 4, "epochs": 2}),
+    "without sampling ahead": ("write", 2, {"ahead": 0, "advantage": "greedy", "minibatches": 2}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_run_that_was_killed_equals_its_journal_to_the_bit(
+    trained: Trained, kill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kill leaves is a copy of the folder from that moment. Resumed, nothing of the engine is as it was."""
+    moment, at, more = KILLS[kill]
+    left, act = trained.folder / "left", getattr(Journal, moment)
+
+    def acts(journal: Journal, step: int, *rest: Any) -> Any:
+        done = act(journal, step, *rest)
+        if step == at and not left.exists():
+            shutil.copytree(trained.folder / "run", left)
+        return done
+
+    with monkeypatch.context() as patch:
+        be_slow(patch)
+        patch.setattr(Journal, moment, acts)
+        whole = trained(**{"ahead": 2, "steps": 5, "record_rollouts": "all", "checkpoint_every": 4, "keep": 9} | more)
+    assert not (whole.folder / "journal").exists(), "the last checkpoint has all"
+    kept = [name for name in entries(left) if name.startswith("step")]
+    first = 2 if more.get("checkpoint_every") else 0
+    until = at + (moment == "write")
+    assert kept == [f"step_{step:06d}" for step in range(first, until)]
+    asked, calls = len(trained.server.asked), len(trained.server.calls)
+    again = ascent.resume(left)
+    assert numbers(again)[:until] == numbers(whole)[:until] and again.status == "finished"
+    assert [again.rollouts(step) for step in range(until)] == [whole.rollouts(step) for step in range(until)]
+    if "eval_every" in more:
+        assert [again.held_out(step) for step in range(until)] == [whole.held_out(step) for step in range(until)]
+    if until == 4:
+        states = [run.folder / "checkpoints" / "step_000004" / "optimizer.safetensors" for run in (whole, again)]
+        assert states[0].read_bytes() == states[1].read_bytes()
+    assert trained.server.calls[calls:].count("/update_weights") == 6 - until, "weights are sent when they are needed"
+    bodies = [one["sampling_params"] for one in trained.server.asked]
+    old, new = ([one for one in part if "stop_token_ids" in one] for part in (bodies[:asked], bodies[asked:]))
+    if "algorithm" not in more:  # no redraws
+        seeds = [[one["seed"] for one in part if "seed" in one] for part in (old, new)]
+        assert len(seeds[1]) == 4 * (5 - until), "what is in the journal is not drawn again"
+        assert set(seeds[1]) <= set(seeds[0] if more.get("ahead") != 0 else seeds[0][-8:]), "and the rest has its seeds"
+    if "eval_every" in more:
+        assert sum("seed" not in one for one in new) == 2 * (6 - until), "nor is an evaluation that was over"
+
+
+def small_batch() -> Batch:
+    shape = (2, 3)
+    return Batch(
+        prompt=torch.tensor([[1, 2], [3, -1]]),
+        response=torch.randint(9, (*shape, 4)).transpose(0, 1).contiguous().transpose(0, 1),
+        mask=torch.rand(*shape, 4) < 0.7,
+        logp_sampler=torch.randn(*shape, 4),
+        limit=4,
+        truncated=torch.rand(shape) < 0.5,
+        version=torch.randint(3, (*shape, 4)),
+        reward=torch.randn(*shape, 1, dtype=torch.float64),
+        valid=torch.ones(shape, dtype=torch.bool),
+        errors=("one", "two"),
+        measures=torch.randn(*shape, 1),
+        measured=("length",),
+        notes=np.array([["a", None, "ü\udc80"]] * 2, dtype=object),
+    )
+
+
+def test_an_entry_is_read_as_it_was_written(tmp_path: Path) -> None:
+    journal, batch = Journal(tmp_path), small_batch()
+    written, metrics = journal.write(7, batch, {"reward": 0.1, "n": 3, "odd": float("nan")}), {"reward": 0.1, "n": 3}
+    read = journal.read(7)
+    assert read is not None and {k: v for k, v in read[1].items() if k != "odd"} == metrics
+    for name, value in vars(batch).items():
+        for other in (getattr(written, name), getattr(read[0], name)):
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other) and value.dtype == other.dtype and other.is_contiguous()
+            elif isinstance(value, np.ndarray):
+                assert (value == other).all()
+            else:
+                assert value == other and type(value) is type(other)
+
+
+def test_entries_that_a_resume_would_not_replay_are_dropped(tmp_path: Path) -> None:
+    journal, batch = Journal(tmp_path), small_batch()
+    for step in (2, 3, 5):
+        journal.write(step, batch, {})
+    (journal.folder / ".writing-step_000004").mkdir()
+    assert [journal.check(first) for first in (1, 2, 5)] == [1, 4, 6]
+    journal.keep(2, 4)
+    assert entries(tmp_path) == ["step_000002", "step_000003"]
+    journal.keep(4)
+    assert not journal.folder.exists()
+
+
+@pytest.mark.parametrize("damage", ["a byte", "a file", "no batch", "another field", "words for numbers"])
+def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
+    journal = Journal(tmp_path)
+    journal.write(3, small_batch(), {"reward": 0.5})
+    path = journal.folder / "step_000003"
+    if damage == "a byte":
+        data = bytearray((path / "batch.safetensors").read_bytes())
+        data[-1] ^= 1
+        (path / "batch.safetensors").write_bytes(bytes(data))
+    elif damage == "a file":
+        (path / "state.json").unlink()
+    else:
+        groups, saved = checkpoint.read_whole(path)
+        odd = {"no batch": {"batch": None}, "another field": {"batch": {"more": 1}}, "words for numbers": {}}[damage]
+        checkpoint.write_whole(path, groups, saved | {"metrics": {"reward": "much"}} | odd, {"step": 3})
+    with pytest.raises(Refused, match=r"journal/step_000003 is damaged.*remove it"):
+        journal.check(3)
+
+
+@pytest.mark.long
+def test_what_made_trouble_is_drawn_anew_and_another_ahead_is_refused(trained: Trained) -> None:
+    with pytest.raises(Trouble, match="--max-mismatch"):
+        trained(max_mismatch=1e-12, ahead=2, checkpoint_every=1)
+    folder = trained.folder / "run"
+    assert not entries(folder), "a resume would make the same trouble again"
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"max_mismatch": 1.0}))
+    for step in ascent.steps(Run(folder)):
+        if step.number == 1:
+            break
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"ahead": 1}))
+    with pytest.raises(Refused, match="Set it to 2 or more"):
+        ascent.resume(folder)
+    (folder / "config.json").write_text(json.dumps(settings | {"ahead": 3}))
+    assert ascent.resume(folder).status == "finished"

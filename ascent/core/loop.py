@@ -19,7 +19,7 @@ from ascent.core.config import Config
 from ascent.core.correction import mismatch
 from ascent.core.groups import without_signal
 from ascent.core.metric_names import MISMATCH
-from ascent.core.protocols import Learner, Records, Sampler, Stepped, Task, Ticket
+from ascent.core.protocols import Journal, Learner, Records, Sampler, Stepped, Task, Ticket
 from ascent.core.types import (
     Batch,
     Metrics,
@@ -66,6 +66,7 @@ def train(
     evaluate: Callable[[], Metrics],
     start: int = 0,
     state: State | None = None,
+    journal: Journal | None = None,
 ) -> Iterator[int]:
     """Steps `start` … `config.steps` from this state, or the first; each is yielded, and a config sent back is used."""
     algorithm = config.algorithm
@@ -77,7 +78,7 @@ def train(
     sampler.load(learner.params(), version=start)
     for step in range(start, config.steps):
         clock, begin = Clock(), time.perf_counter()
-        batch, metrics = collect(task, sampler, algorithm, config, streams.prompts, clock, step)
+        batch, metrics = next_batch(journal, task, sampler, config, streams.prompts, clock, step)
         with clock("score"):
             batch = batch.add(logp_old=None if fresh else batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
@@ -117,6 +118,29 @@ def train(
             return
 
 
+def next_batch(
+    journal: Journal | None, task: Task, sampler: Sampler, config: Config, rng: Generator, clock: Clock, step: int
+) -> tuple[Batch, Metrics]:
+    """A step's batch, as the journal has it; or as it is drawn, and then journalled before its update."""
+    kept = None if journal is None else journal.read(step)
+    if kept is None:
+        batch, metrics = collect(task, sampler, config.algorithm, config, rng, clock, step)
+        return batch if journal is None else journal.write(step, batch, metrics), metrics
+    ask(task, sampler, config.algorithm, config, rng, step)  # later steps have the prompts and seeds that they had
+    sampler.pending = tuple(one for one in sampler.pending if one.ticket.step != step)
+    return kept
+
+
+def ask(task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, step: int) -> list[Ticket]:
+    """Submit the tickets of this step and of those that may be drawn ahead of it; this step's are returned."""
+    greedy, begun = "reward_greedy" in algorithm.needs, {one.ticket.step for one in sampler.pending}
+    for later in range(step, min(step + config.ahead, config.steps - 1) + 1):
+        if later not in begun:
+            prompts = task.step_prompts(later, config.prompts, config.seed, rng)
+            sampler.submit(tickets(later, prompts, config.samples, greedy))
+    return [one.ticket for one in sampler.pending if one.ticket.step == step]
+
+
 def collect(
     task: Task,
     sampler: Sampler,
@@ -134,18 +158,13 @@ def collect(
     sampled: list[Batch] = []
     kept: list[Batch] = []
     missing, errors = config.prompts, []
-    greedy = "reward_greedy" in algorithm.needs
-    begun = {one.ticket.step for one in sampler.pending}
-    for later in range(step, min(step + config.ahead, config.steps - 1) + 1):
-        if later not in begun:
-            sampler.submit(tickets(later, task.step_prompts(later, missing, config.seed, rng), config.samples, greedy))
-    asked = [one.ticket for one in sampler.pending if one.ticket.step == step]
+    asked = ask(task, sampler, algorithm, config, rng, step)
     epoch = asked[0].prompts.epoch
     for again in range(algorithm.groups.rounds):
         if again:
             seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
             prompts = task.draw(missing, Generator().manual_seed(int(seeds[0])))
-            asked = tickets(step, prompts, config.samples, greedy, int(seeds[1]))
+            asked = tickets(step, prompts, config.samples, len(asked) > 1, int(seeds[1]))
             sampler.submit(asked)
         batch, reasons = answered(asked, task, sampler, clock)
         errors += reasons

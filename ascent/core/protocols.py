@@ -145,6 +145,10 @@ class Sampler(Protocol):
     """What its user should know of how it works here."""
     pending: tuple[Open, ...] = ()
     """Tickets that were submitted and not yet handed over, in the order of their steps."""
+    exact: bool = True
+    """Does a seed give the same tokens again? If not, a journal keeps what was drawn."""
+    first: int = 0
+    """The first version that it draws with: a journal has the steps before."""
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         """Use these parameters from now on; tokens carry `version`. A response that is under way goes on with them,
@@ -252,3 +256,13 @@ class Records(Protocol):
 
     def best(self) -> bool:
         """Was the last evaluation the best one, and is it to be kept?"""
+
+
+class Journal(Protocol):
+    """The batches of steps with their rewards, each kept before its update: a resumed run replays them."""
+
+    def read(self, step: int) -> tuple[Batch, Metrics] | None:
+        """The batch of a step, and what was measured of all that was sampled for it; None: it was not drawn yet."""
+
+    def write(self, step: int, batch: Batch, metrics: Metrics) -> Batch:
+        """Keep them; returned is the batch as `read` will give it."""

@@ -1,4 +1,4 @@
-"""What was drawn for later steps, in a checkpoint: tensors in ahead.safetensors, everything else in state.json."""
+"""Tickets and batches as files: tensors go into a safetensors file, everything else into JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ascent.core.protocols import Open, Ticket
-from ascent.core.types import Prompts, Rollouts
+from ascent.core.types import Prompts, Refused, Rollouts
 
 Plain = dict[str, Any]
 OF_TICKET = ("step", "samples", "greedy", "seed")
@@ -26,7 +26,7 @@ def take_apart(pending: Sequence[Open]) -> tuple[dict[str, Tensor], list[Plain]]
     for i, one in enumerate(pending):
         own: Plain = {name: getattr(one.ticket, name) for name in OF_TICKET}
         for part, value in (("prompts", one.ticket.prompts), ("drawn", one.drawn)):
-            own[part] = None if value is None else _split(value, f"{i}.{part}.", tensors)
+            own[part] = None if value is None else split(value, f"{i}.{part}.", tensors)
         tensors |= {f"{i}.{name}": value for name in ("going", "seeds") if (value := getattr(one, name)) is not None}
         plain.append(own)
     return tensors, plain
@@ -38,14 +38,24 @@ def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain]) -> tuple[Op
     for i, own in enumerate(plain):
         if type(own["step"]) is not int:
             raise ValueError(f"a ticket of step {own['step']!r}")
-        prompts = Prompts(**_joined(own["prompts"], f"{i}.prompts.", tensors))
-        drawn = None if own["drawn"] is None else Rollouts(**_joined(own["drawn"], f"{i}.drawn.", tensors))
+        prompts = Prompts(**together(own["prompts"], f"{i}.prompts.", tensors))
+        drawn = None if own["drawn"] is None else Rollouts(**together(own["drawn"], f"{i}.drawn.", tensors))
         ticket = Ticket(prompts=prompts, **{name: own[name] for name in OF_TICKET})
         pending.append(Open(ticket, drawn, tensors.get(f"{i}.going"), tensors.get(f"{i}.seeds")))
     return tuple(pending)
 
 
-def _split(value: Prompts | Rollouts, prefix: str, tensors: dict[str, Tensor]) -> Plain:
+def check_ahead(pending: Sequence[Open], first: int, ahead: int) -> None:
+    """Refuse tickets that another --ahead has begun: their tokens may be older than this one allows."""
+    last = max([one.ticket.step for one in pending], default=-1)
+    if last >= first + ahead:
+        raise Refused(
+            f"the checkpoint of step {first} holds responses for step {last}, too early for --ahead {ahead}: "
+            f"they may be older than it allows. Set it to {last - first + 1} or more in config.json"
+        )
+
+
+def split(value: Prompts | Rollouts, prefix: str, tensors: dict[str, Tensor]) -> Plain:
     """Its tensors into `tensors`; returned is the rest, words as lists."""
     plain: Plain = {}
     for field in fields(value):
@@ -59,7 +69,11 @@ def _split(value: Prompts | Rollouts, prefix: str, tensors: dict[str, Tensor]) -
     return plain
 
 
-def _joined(plain: Plain, prefix: str, tensors: dict[str, Tensor]) -> Plain:
+def together(plain: Plain, prefix: str, tensors: dict[str, Tensor]) -> Plain:
+    """The fields that `split` split: a list of lists is an array of words, and any other list a tuple."""
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    words = {name: np.array(value, dtype=object) for name, value in plain.items() if isinstance(value, list)}
-    return plain | words | found
+    lists = {name: value for name, value in plain.items() if isinstance(value, list)}
+    words = {
+        name: np.array(value, dtype=object) for name, value in lists.items() if value and isinstance(value[0], list)
+    }
+    return plain | {name: tuple(value) for name, value in lists.items()} | words | found

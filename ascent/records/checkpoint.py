@@ -30,7 +30,15 @@ def step_of(path: Path) -> int:
 
 def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None) -> None:
     """Write `folder/step_000100`, and drop all but the newest `keep` and that of the step `best`."""
-    final, aside = folder / f"step_{step:06d}", folder / f".writing-step_{step:06d}"
+    write_whole(folder / f"step_{step:06d}", groups, state, {"step": step})
+    for old in complete(folder)[:-keep]:
+        if step_of(old) != best:
+            drop(old)
+
+
+def write_whole(final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any]) -> None:
+    """A folder with these groups of tensors and a state.json, whose manifest has checksums: all of it, or nothing."""
+    aside = final.with_name(f".writing-{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for group, tensors in groups.items():
@@ -41,19 +49,22 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: i
             raise OSError(code, os.strerror(code)) from None
     (aside / "state.json").write_text(json.dumps(state))
     sums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
-    (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": sums}))
+    (aside / "manifest.json").write_text(json.dumps(about | {"sha256": sums}))
     for path in [*aside.iterdir(), aside]:
         flush(path)
     if final.exists():
-        _drop(final)
+        drop(final)
     os.replace(aside, final)
-    flush(folder)
-    for old in complete(folder)[:-keep]:
-        if step_of(old) != best:
-            _drop(old)
+    flush(final.parent)
 
 
-def _drop(path: Path) -> None:
+def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
+    """What `write_whole` has written; UNREADABLE errors where something of it is not as it was."""
+    _verify(path)
+    return {p.stem: load_file(p) for p in path.glob("*.safetensors")}, parse_json(read_regular(path / "state.json"))
+
+
+def drop(path: Path) -> None:
     """Rename a checkpoint before its files are removed, so that a kill never leaves half of it under its name."""
     gone = path.with_name(f".dropping-{path.name}")
     os.replace(path, gone)
@@ -90,7 +101,7 @@ def start_of(folder: Path) -> Path | None:
 
 def drop_start(folder: Path) -> None:
     if (folder / START).exists():
-        _drop(folder / START)
+        drop(folder / START)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -107,9 +118,7 @@ def clear_unfinished(folder: Path) -> None:
 def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
     """The tensors and the state of a checkpoint, after all checksums were verified."""
     try:
-        _verify(path)
-        groups = {p.stem: load_file(p) for p in path.glob("*.safetensors")}
-        saved = parse_json(read_regular(path / "state.json"))
+        groups, saved = read_whole(path)
         if not all(type(number) is int and number >= 0 for number in (saved["step"], *saved["records"].values())):
             raise ValueError("state.json does not say where the records ended")
         return groups, saved | {"state": saved["state"]}

@@ -7,6 +7,7 @@ events.jsonl   flags and trouble      lanes.jsonl    one line per step: how many
 rollouts/      sampled responses, one Parquet file per step
 held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
+journal/       with a serving engine, the batches since the newest checkpoint
 .alive         which process writes here, and when it last did
 
 A file may have a second name elsewhere (a hard link, as in backups), so none is written over: it is copied or removed

@@ -21,7 +21,7 @@ DEEP = 4
 MOST_RUNS = 5_000
 """Runs that one list shows."""
 LONGEST = 500
-INSIDE = frozenset({"checkpoints", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
+INSIDE = frozenset({"checkpoints", "journal", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
 """What is in a run's folder and is not a run."""
 SILENT = 30.0
 """Seconds without a sign of life after which a run on another machine counts as dead. One comes every five."""

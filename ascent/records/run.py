@@ -28,7 +28,9 @@ from ascent.records.ahead import take_apart
 from ascent.records.code import check_code, code_hashes
 from ascent.records.conversation import environment_failed
 from ascent.records.display import Display
+from ascent.records.evaluation import Evaluate
 from ascent.records.folder import LINES, RunFolder, finite_line, is_locked, refuse_ways_out, vacated
+from ascent.records.journal import Journal
 from ascent.records.metrics import ALWAYS_WRITTEN
 from ascent.records.notebook import Completions, Picture, run_html
 from ascent.records.plot import draw_runs
@@ -309,6 +311,7 @@ class Writer:
     def __init__(self, folder: RunFolder, config: Config, task: Task, display: Display):
         self.folder, self.config, self.task, self.display = folder, config, task, display
         self.sinks: Sinks | None = None
+        self.journal: Journal | None = None
         self.timeline: Timeline | None = None
         """Where the sampler notes how many responses it decodes at once."""
         self.pieces = Pieces(task)
@@ -332,6 +335,14 @@ class Writer:
         """Keep greedy answers to held-out prompts, to be written with the step whose line has their metrics."""
         if self.config.record_rollouts != "none":
             self._answers = task, answers
+
+    def journalled(self, evaluate: Evaluate) -> Evaluate:
+        """This evaluation; where there is a journal, it is written there and read from there."""
+        journal = self.journal
+        if journal is None:
+            return evaluate
+        made = lambda: None if self._answers is None else self._answers[1]  # noqa: E731
+        return lambda: journal.evaluation(evaluate, made, lambda answers: self.held_out(self.task, answers))
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
         for i, update in enumerate(updates):
@@ -431,6 +442,8 @@ class Writer:
         best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
         checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep, best)
         self.folder.run["best"] = best
+        if self.journal is not None:
+            self.journal.keep(step)
         if not self._needs_start():
             checkpoint.drop_start(self.folder.path / "checkpoints")
 
@@ -449,6 +462,8 @@ class Writer:
         path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
         own = {k: v.clone(memory_format=contiguous_format) for k, v in vars(batch).items() if isinstance(v, Tensor)}
         save_file(own, vacated(path))
+        if self.journal is not None:  # a resume draws it anew
+            self.journal.keep(0, step)
         return str(path)
 
     def trouble(self, text: str) -> None:

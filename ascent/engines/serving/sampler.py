@@ -85,6 +85,7 @@ class ServedSampler(Sampler):
     """Draws from servers, which get the learner's weights at each load and are probed before any ticket."""
 
     fills = frozenset({"reward_greedy"})
+    exact = False
 
     def __init__(
         self,
@@ -109,20 +110,25 @@ class ServedSampler(Sampler):
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.lm.take(params)
+        self.version = version
+        if version >= self.first:
+            self._send()
+            self._begin_all()
+
+    def _send(self) -> None:
+        """The present parameters to all servers, which are started if they have to be."""
         if not self.fleet.servers:
             if self.folder is None:
                 self._temporary = Path(tempfile.mkdtemp(prefix="ascent-engine-"))
             self.fleet.start(self.folder or self._temporary or Path())
-        self.version = version
-        self.fleet.load(version)
-        self._begin_all()
+        self.fleet.load(self.version)
 
     # ---- tickets
 
     def submit(self, tickets: list[Ticket]) -> None:
         """Seeds are drawn now, as the local sampler draws them. What comes before any weights waits for them."""
         self.pending += tuple(Open(ticket, seeds=self._seeds(ticket)) for ticket in tickets)
-        if self.version >= 0:
+        if self.version >= self.first:
             self._begin_all()
 
     def held(self) -> tuple[Open, ...]:
@@ -152,6 +158,8 @@ class ServedSampler(Sampler):
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
+        if self.fleet.version != self.version:  # while a journal is replayed
+            self._send()
         ticket = Ticket(-1, prompts, samples, greedy, seed)
         each = self._begin(Open(ticket, seeds=self._seeds(ticket)), limit or self.limit)
         count = sum(1 for _ in self._groups([each], WHOLE, Timeline()))  # not part of a step's rollouts
