@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser engines engines-test wheel test check clean
+.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test wheel test check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -45,6 +45,12 @@ browser:
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium-headless-shell; \
 	elif command -v chromium || command -v chromium-browser || command -v google-chrome; then echo "Chromium is installed."; \
 	else echo "The lab's browser tests need Chromium. Type: sudo apt-get update && sudo apt-get install -y chromium-headless-shell"; fi
+
+# bubblewrap, for the tests of the sandbox and for tasks that run code. Installed like the browser.
+sandbox:
+	@if command -v bwrap; then echo "bubblewrap is installed."; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq bubblewrap; \
+	else echo "The sandbox is best with bubblewrap. Type: sudo apt-get update && sudo apt-get install -y bubblewrap"; fi
 
 # The model of the tests as a Hugging Face folder, made without the hub: --model "$$(make -s smollm2)"
 smollm2: setup

@@ -37,10 +37,11 @@ _MADE = (*_NUMBERS, "environments", "engines", "oracle", "explain")
 _RUN = (*_MADE, "records", "rewards")
 MAY_IMPORT: dict[str, Room] = {
     "core": Room("the menu and the loop: everything that decides the numbers"),
+    "sandbox": Room("where code that nobody trusts runs: walls, jobs, verdicts"),
     "policies": Room("what is trained", ("core",)),
-    "tasks": Room("prompts and verifiable rewards", ("core",)),
+    "tasks": Room("prompts and verifiable rewards", ("core", "sandbox")),
     "settings": Room("flags, files and keywords into a Config", ("core", "policies", "tasks")),
-    "environments": Room("what plays episodes: turns, tools, processes", ("core", "tasks")),
+    "environments": Room("what plays episodes: turns, tools, processes", ("core", "tasks", "sandbox")),
     "engines": Room("samplers and learners, one folder per kind of policy", ("core", "policies")),
     "engines.backends": Room("the list of backends", ("core", "policies", "tasks", "engines")),
     "engines.small.backend": Room("the backend of small policies", (*_PLAYED, "engines")),
@@ -55,7 +56,7 @@ MAY_IMPORT: dict[str, Room] = {
     "api": Room("train, resume, load", (*_RUN, "assemble")),
     "workflows": Room("what is done with runs: evaluate, sample, export, pairs, rounds", (*_RUN, "assemble", "api")),
     "lab": Room("the local web page", (*_RUN, "web", "assemble", "api", "workflows")),
-    "cli": Room("one class per command", (*_RUN, "web", "assemble", "api", "workflows", "lab")),
+    "cli": Room("one class per command", (*_RUN, "sandbox", "web", "assemble", "api", "workflows", "lab")),
     "__main__": Room("python -m ascent", ("cli",)),
     "": Room("the names that users import", ("core", "policies", "tasks", "records", "rewards", "api", "workflows")),
 }
@@ -71,14 +72,15 @@ ADDING = {
 """The files that are touched to add a thing. tests/test_adding.py and tests/test_backends.py add one of each."""
 
 BEFORE = 27_901
-LINES = 36_850
+LINES = 39_430
 """A ratchet: lower it when lines go. It was 24,400 when the rooms were made; what came since raised it, knowingly:
 the repairs of November 2026 and the hardening that followed (2,050), stop strings and limits per row (300), objects of
 Python where names were (1,250), runs that are driven and notebooks (400), micro-batches by memory (150), environments,
 tools and games (3,000), conversations that are seen, flagged and played by a person (900), mathematics and the hub
 (600), the tail and predicted seconds (400), sampling ahead and its journal (490), serving engines and a relay to them
-(1,905). The core was 3,000; credit by turn and what prompts bring for it are 57, and sampling ahead with its journal,
-which is the loop's own matter, 95."""
+(1,905), the sandbox with its attempts to get out, verdicts on programs and the task of them (2,580). The core was
+3,000; credit by turn and what prompts bring for it are 57, and sampling ahead with its journal, which is the loop's own
+matter, 95."""
 TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_155
 LONG_FILE = 500
 

@@ -254,15 +254,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Any:
-    """The last line says what was left out for want of a browser."""
+    """The last lines say what was left out for want of a browser or of bubblewrap."""
     from tests.browser import MISSING
+    from tests.sandboxes import NO_BUBBLEWRAP
 
     done = yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
-        skipped = [r for r in reporter.stats.get("skipped", ()) if MISSING in str(r.longrepr)]
-        if skipped:
-            reporter.write_line(f"Left out: {len(skipped)} tests of the lab in a browser, for {MISSING}.", yellow=True)
+        for what, why in (("the lab in a browser", MISSING), ("the sandbox", NO_BUBBLEWRAP)):
+            skipped = [r for r in reporter.stats.get("skipped", ()) if why in str(r.longrepr)]
+            if skipped:
+                reporter.write_line(f"Left out: {len(skipped)} tests of {what}, for {why}.", yellow=True)
     return done
 
 

@@ -1,0 +1,149 @@
+"""Verdicts on programs, made outside of them: what their tests found, in a sandbox where no program runs.
+
+No exit status and no word that a program prints decides anything. A program that dies, or takes too long, fails the
+tests that are left.
+"""
+
+import json
+import select
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ascent.sandbox.box import BoxJob, BoxLimits, Ended, Sandbox
+from ascent.sandbox.trial import SO_FAR, TO_PROGRAM, VERDICT
+
+
+class Verdict(NamedTuple):
+    """What the tests found."""
+
+    passed: int
+    total: int
+    """0: they did not begin."""
+    why: str
+    """What was wrong with the program, in words; empty: nothing."""
+
+    @property
+    def right(self) -> bool:
+        return not self.why and 0 < self.total == self.passed
+
+    @property
+    def share(self) -> float:
+        return self.passed / self.total if self.total else 0.0
+
+
+class BrokenTests(Exception):
+    """The tests themselves do not run: that is no program's fault."""
+
+
+@dataclass(frozen=True)
+class CodeProblem:
+    """What a program is judged by."""
+
+    entry: str
+    """The function or class that the tests call."""
+    tests: tuple[str, ...]
+    prelude: tuple[str, ...] = ()
+    """Code that both the program and the tests have: imports, helpers, classes."""
+
+
+class ProgramJudge:
+    """Two sandboxes, for programs and for tests."""
+
+    def __init__(
+        self, limits: BoxLimits, kind: str = "auto", readable: Sequence[str] = (), imports: Sequence[str] = ()
+    ):
+        """`limits.seconds` is the time of all tests of a program together."""
+        settings, self.limits = {"imports": list(imports)}, limits
+        self.programs = Sandbox("ascent.sandbox.trial:serve_program", limits, settings, kind, readable)
+        self.tests = Sandbox("ascent.sandbox.trial:serve_tests", limits, settings, kind, readable)
+
+    def start(self) -> None:
+        self.programs.start()
+        self.tests.start()
+
+    def close(self) -> None:
+        self.programs.close()
+        self.tests.close()
+
+    def __call__(self, problem: CodeProblem, programs: Sequence[str]) -> Verdict:
+        """The verdict on the first of these programs that is Python and defines the entry point."""
+        until = time.monotonic() + self.limits.seconds
+        with self.programs.job() as program, self.tests.job() as tests:
+            given = {"prelude": problem.prelude, "programs": list(programs), "entry": problem.entry}
+            try:
+                loaded = program.ask(given, until - time.monotonic())
+            except Ended as ended:
+                return Verdict(0, 0, f"the program {ended}")
+            if not isinstance(loaded, dict) or "class" not in loaded:
+                return Verdict(0, 0, f"the program does not run: {_words(loaded)}")
+            asked = {"prelude": problem.prelude, "tests": problem.tests, "entry": problem.entry}
+            first = json.dumps(asked | {"class": loaded["class"] is True}).encode()
+            return _Relay(program, tests, until)(first)
+
+
+def _words(reply: Any) -> str:
+    return str(reply.get("error", "it said nothing"))[:300] if isinstance(reply, dict) else "it said nothing"
+
+
+class _Relay:
+    """Hands questions of the tests to the program, and its answers back, until there is a verdict."""
+
+    def __init__(self, program: BoxJob, tests: BoxJob, until: float):
+        self.program, self.tests, self.until = program, tests, until
+        self.found: dict[str, Any] = {}
+
+    def __call__(self, first: bytes) -> Verdict:
+        try:
+            self.tests.send(first, self.until)
+            while self._tests_said() or self._program_said() or self._wait():
+                if "broken" in self.found:
+                    raise BrokenTests(f"the tests do not run: {self.found['broken']}")
+                if "done" in self.found:
+                    return self._verdict("")
+        except Ended as ended:
+            return self._verdict(str(ended))
+        raise AssertionError
+
+    def _tests_said(self) -> bool:
+        try:
+            line = self.tests.receive()
+        except Ended as ended:
+            raise Ended(f"the tests did not end: {ended}") from None
+        if line is None:
+            return False
+        kind, body = line[:1], line[1:]
+        if kind == TO_PROGRAM:
+            self.program.send(body, self.until)
+        elif kind in (SO_FAR, VERDICT):
+            self.found = json.loads(body) | ({"done": True} if kind == VERDICT else {})
+        return True
+
+    def _program_said(self) -> bool:
+        try:
+            line = self.program.receive()
+        except Ended as ended:
+            raise Ended(f"the program {ended}") from None
+        if line is None:
+            return False
+        self.tests.send(line, self.until)
+        return True
+
+    def _wait(self) -> bool:
+        poll = select.poll()
+        for job in (self.program, self.tests):
+            poll.register(job.line, select.POLLIN)
+        if not poll.poll(1000 * max(0.0, self.until - time.monotonic())):
+            raise Ended(f"the program took longer than {self.program.limits.seconds:g} s")
+        return True
+
+    def _verdict(self, ended: str) -> Verdict:
+        passed, total = int(self.found.get("passed", 0)), int(self.found.get("total", 0))
+        why = ended or str(self.found.get("why", ""))
+        if not why and passed != total:
+            why = f"{total - passed} of {total} tests did not run"
+        with suppress(OSError):
+            self.program.line.shutdown(2)
+        return Verdict(passed, total, why)

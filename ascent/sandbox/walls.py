@@ -1,0 +1,170 @@
+"""Which walls this machine has: bubblewrap, else Landlock with seccomp, else none, and then nothing is run.
+
+bubblewrap   namespaces of its own: other processes, the network and the host's files are not there at all; a small
+             folder in memory to write in. Landlock is put on top, where the kernel has it.
+landlock     the files of Python can be read, and nothing written; other processes cannot be signalled. Where user
+             namespaces are forbidden: in most containers, for example.
+none         limits of time and memory only. Never chosen by itself.
+
+Both have the filter of system calls (`filter.py`).
+"""
+
+import functools
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascent.sandbox import kernel
+from ascent.sandbox.filter import MACHINES
+
+KINDS = ("auto", "bubblewrap", "landlock", "none")
+PACKAGE = str(Path(__file__).resolve().parents[1])
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""All that code in a sandbox sees of an environment."""
+FOLDER = "/sandbox"
+"""Where the folder in memory is, in a file system of its own."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+TRIAL = 20.0
+"""Seconds that bubblewrap may take to show that it works here."""
+
+
+class NoWalls(Exception):
+    """Nothing here can hold code: what was tried, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Walls:
+    """What a sandbox is made of."""
+
+    kind: str
+    landlock: int = 0
+    """The version of Landlock's interface that is put on top; 0: none."""
+    why: str = ""
+    """Why it is not a better one."""
+
+    @property
+    def folder(self) -> str:
+        """Where the folders of jobs are; empty: there is nothing to write in.
+
+        Behind walls it has to be limited in size (it is in memory) and closed to other jobs (by Landlock).
+        """
+        if self.kind == "none":
+            return tempfile.gettempdir()
+        return FOLDER if self.kind == "bubblewrap" and self.landlock else ""
+
+    def words(self) -> str:
+        if self.kind == "none":
+            return "no sandbox: limits of time and memory only"
+        parts = ["bubblewrap"] * (self.kind == "bubblewrap") + [f"Landlock {self.landlock}"] * (self.landlock > 0)
+        return f"{', '.join(parts)} and seccomp"
+
+
+def choose(kind: str = "auto") -> Walls:
+    """The best walls that work here, or those that were asked for; `NoWalls` if there are none."""
+    if kind == "none":
+        return Walls("none")
+    version, machine = kernel.landlock_version(), platform.machine()
+    if sys.platform != "linux" or machine not in MACHINES:
+        raise NoWalls(f"the sandbox needs Linux on {' or '.join(MACHINES)}, and this is {sys.platform} {machine}")
+    wrong = bubblewrap_trouble() if kind != "landlock" else "not asked for"
+    if not wrong:
+        return Walls("bubblewrap", version)
+    if kind != "bubblewrap" and version:
+        return Walls("landlock", version, f"bubblewrap: {wrong}")
+    raise NoWalls(f"bubblewrap: {wrong}" + ("" if kind == "bubblewrap" else "; Landlock: this kernel has none"))
+
+
+@functools.cache
+def bubblewrap_trouble() -> str:
+    """Why bubblewrap does not work here; empty: it does."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed (Debian: apt-get install bubblewrap)"
+    command = [*bubblewrap((), 1 << 20), "--", os.path.realpath(sys.executable), *FLAGS, "-c", "pass"]
+    try:
+        tried = subprocess.run(command, env={}, capture_output=True, stdin=subprocess.DEVNULL, timeout=TRIAL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    words = tried.stderr.decode(errors="replace").strip().splitlines()
+    return (words[-1] if words else f"exit status {tried.returncode}") if tried.returncode else ""
+
+
+FLAGS = ("-P", "-s", "-S", "-B")
+"""Of Python: no path and no start-up file that somebody could have changed, and no bytecode written."""
+
+
+def library_paths() -> list[str]:
+    """Where the packages of this Python are."""
+    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    return [path for path in dict.fromkeys(map(os.path.realpath, filter(None, paths))) if os.path.isdir(path)]
+
+
+def readable_paths(named: Sequence[str] = ()) -> list[str]:
+    """The files and folders that can be read: Python, its packages, Ascent itself, and those that were named."""
+    system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix]
+    own = [sysconfig.get_path("stdlib"), *library_paths(), PACKAGE]
+    paths = [os.path.realpath(path) for path in (*system, *own, *named) if os.path.exists(path)]
+    return [path for path in dict.fromkeys(paths) if not any(path.startswith(f"{other}/") for other in paths)]
+
+
+def bubblewrap(named: Sequence[str], disk: int) -> list[str]:
+    """The command up to `--`. Everything that is mounted is read-only, but for the folder in memory."""
+    args = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+        "--as-pid-1",
+    ]
+    args += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
+    for path in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(path):
+            args += ["--symlink", os.readlink(path), path]
+    for path in readable_paths(named):
+        args += ["--ro-bind", path, path]
+    for path in filter_existing(DEVICES):
+        args += ["--dev-bind", path, path]
+    args += ["--size", str(disk), "--tmpfs", FOLDER, "--remount-ro", "/", "--chdir", "/"]
+    for name, value in ENVIRONMENT.items():
+        args += ["--setenv", name, value]
+    return args
+
+
+def filter_existing(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if os.path.exists(path)]
+
+
+def start_warm(walls: Walls, control: socket.socket, named: Sequence[str], disk: int) -> subprocess.Popen[bytes]:
+    """The warm process of a sandbox, which reads its settings from `control` and walls itself in."""
+    code = (
+        f"import sys; sys.path.append({os.path.dirname(PACKAGE)!r}); "
+        f"from ascent.sandbox.warm import be_warm; be_warm({control.fileno()})"
+    )
+    command = [os.path.realpath(sys.executable), *FLAGS, "-c", code]
+    if walls.kind == "bubblewrap":
+        command = [*bubblewrap(named, disk), "--", *command]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={} if walls.kind == "bubblewrap" else ENVIRONMENT,
+        cwd="/",
+        pass_fds=(control.fileno(),),
+        start_new_session=True,
+    )

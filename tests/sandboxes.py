@@ -1,0 +1,24 @@
+"""Which walls the tests can try here. Debian's bubblewrap is installed by `make sandbox`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from ascent.sandbox import kernel, walls
+
+KINDS = ("bubblewrap", "landlock")
+NO_BUBBLEWRAP = "bubblewrap is not installed: `make sandbox` installs it, or says how"
+
+
+def need_walls(kind: str) -> str:
+    """The test is left out where these walls cannot be. Where CI=true, bubblewrap has to be installed."""
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(NO_BUBBLEWRAP)
+    if kind == "bubblewrap" and (trouble := walls.bubblewrap_trouble()):
+        pytest.skip(f"bubblewrap does not work here: {trouble}")
+    if kind == "landlock" and not kernel.landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    return kind
