@@ -370,10 +370,11 @@ def split_of(keys: list[int], heads: int = 2) -> tuple[int, int]:
 
 
 def test_long_rows_are_split_where_they_would_hold_the_others_up() -> None:
-    assert split_of([2000] * 256)[0] == 1, "equal rows fill the card by themselves"
+    assert split_of([2000] * 512)[0] == 1, "equal rows fill the card by themselves"
     assert split_of([200] * 8)[0] == 1, "short ones are quick"
-    assert [split_of([9000] * rows)[0] for rows in (3, 8, 9, 100)] == [32, 32, 16, 8], "few would leave the card idle"
-    assert split_of([300] * 511 + [8000])[0] == 8, "one would keep the others waiting"
+    assert split_of([2000] * 8)[0] == cuda.PARTS[1], "a few would leave the card idle"
+    assert split_of([2000] * 64)[0] == 16, "there are parts for about 2,048 programs"
+    assert split_of([300] * 511 + [8000])[0] == cuda.PARTS[0], "one would keep the others waiting"
 
 
 @given(known=st.integers(0, 5000), length=st.integers(0, 20_000), others=st.integers(0, 600))

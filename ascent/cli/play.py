@@ -244,7 +244,7 @@ def text_game(task: Any, seed: int) -> Game:
     if task.tools:
         schemas, answers = schemas_of([load_tool(source) for source in task.tools]), TOOL
         chat.insert(0, {"role": "system", "content": instruction_of(schemas)})
-        settings = {"sources": list(task.tools), "schemas": schemas, "form": "plain"}
+        settings = {"sources": list(task.tools), "schemas": schemas, "form": "plain", "sandbox": task.tool_sandbox}
         pool = Episodes(Source("ascent.environments.tools:make_tools", settings), limits)
     elif task.environment:
         pool = Episodes(environment_source(task.environment), limits)

@@ -105,6 +105,8 @@ def load_environment(source: Source) -> Callable[[], Environment]:
     code, name = load_code(source.source, source.sent), source.source.rpartition(":")[2]
     if not callable(code):
         raise Wrong(f"{name} is a {type(code).__name__}: it has to be an Environment, or a function that makes one")
+    if hasattr(code, "prepare") and not isinstance(code, type):  # once, before any episode
+        code.prepare(**source.settings)
 
     def make() -> Environment:
         made = code(**source.settings)

@@ -18,11 +18,12 @@ from ascent.environments.choose import ToolChat
 from ascent.environments.episode import Source
 from ascent.environments.processes import Episodes, LocalEpisodes, Reply
 from ascent.environments.template import Tail
-from ascent.environments.tools import COUNTED, Tools, load_tool, read_counts, schemas_of
+from ascent.environments.tools import COUNTED, Tools, load_tool, prepare_tools, read_counts, schemas_of
 from ascent.tasks.base import BoundBase
 from ascent.tasks.environment import Step
 from ascent.tasks.keeper import Limits
 from ascent.tasks.objects import PREFIX, pickled
+from ascent.tasks.sandboxed import SandboxSettings
 from ascent.tasks.text.base import TEXTARENA, Message, Problem
 
 CUT, FAILED = "cut off at ", "failed: "
@@ -282,7 +283,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
         functions = [load_tool(source) for source in task.tools]
         chat = ToolChat(model.tokenizer, schemas_of(functions), model.ends)
         bound, words, tail = bind(PromptEncoder(model, chat.first)), chat.words, chat.tail
-        source = tools_source(task.tools, functions, chat)
+        source = tools_source(task.tools, functions, chat, task.tool_sandbox)
     else:
         bound, tail = bind(model), Tail(model.tokenizer, (), model.ends)
         words, source = bound.words, environment_source(task.environment)
@@ -315,14 +316,17 @@ class PromptEncoder:
         return getattr(self.encoder, name)
 
 
-def tools_source(sources: Sequence[str], functions: Sequence[Any], chat: ToolChat) -> Source:
+def tools_source(sources: Sequence[str], functions: Sequence[Any], chat: ToolChat, sandbox: SandboxSettings) -> Source:
     """Where the processes of episodes find the tools: in their files, or sent with what they hold."""
     schemas, form = list(chat.schemas), chat.format.name
     if any(source.startswith(PREFIX) for source in sources):
         import cloudpickle
 
-        return Source("", {}, cloudpickle.dumps(functools.partial(Tools, functions, schemas, form)))
-    return Source("ascent.environments.tools:make_tools", {"sources": list(sources), "schemas": schemas, "form": form})
+        made = functools.partial(Tools, functions, schemas, form, sandbox=tuple(sandbox))
+        made.prepare = functools.partial(prepare_tools, list(sources), tuple(sandbox))  # type: ignore[attr-defined]
+        return Source("", {}, cloudpickle.dumps(made))
+    settings = {"sources": list(sources), "schemas": schemas, "form": form, "sandbox": tuple(sandbox)}
+    return Source("ascent.environments.tools:make_tools", settings)
 
 
 def environment_source(source: str) -> Source:

@@ -26,15 +26,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ascent.environments import python_tool
 from ascent.environments.calculator import calculator
 from ascent.environments.calls import FORMATS, Schema, ToolCall, kind_of, kinds_of, types_of
+from ascent.sandbox.box import Broken
+from ascent.sandbox.walls import NoWalls
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.files import load_python
 from ascent.tasks.objects import PREFIX, find_object
+from ascent.tasks.sandboxed import SandboxSettings
 from ascent.tasks.text.base import Message, Problem
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
+BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python_tool.python}
 LONGEST_RESULT = 4_000
 """Characters of a result that the model sees."""
 COUNTED = ("calls", "unparsed", "failed", "repeated")
@@ -54,7 +58,11 @@ class Tools(Environment):
         schemas: Sequence[Schema],
         form: str = "plain",
         longest_result: int = LONGEST_RESULT,
+        sandbox: Sequence[Any] = (),
     ):
+        """`sandbox`: the `SandboxSettings` of the tool `python`."""
+        self.session = python_tool.PythonSession(SandboxSettings(*sandbox))
+        functions = [self.session.run if each is python_tool.python else each for each in functions]
         self.functions = {schema["function"]["name"]: f for f, schema in zip(functions, schemas, strict=True)}
         self.schemas = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
         self.format, self.types, self.longest_result = FORMATS[form], types_of(schemas), longest_result
@@ -74,12 +82,14 @@ class Tools(Environment):
         if not calls:
             return Step(done=True, reason="a turn without a call")
         turn = Counter(calls=len(calls))
+        self.session.begin_turn()
         results = [self._answer(call, turn) for call in calls]
         self.counts += turn
         reason = " ".join(f"{name}={turn[name]}" for name in COUNTED)
         return Step(self._messages(calls, results), reason=reason)
 
     def close(self) -> None:
+        self.session.close()
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -95,6 +105,8 @@ class Tools(Environment):
             wrong = self._wrong(call)
             if not wrong:
                 return self._cut(as_text(self._run(call)))
+        except (Broken, NoWalls):  # no fault of the model's
+            raise
         except (Exception, SystemExit) as error:
             wrong = traceback.format_exception_only(type(error), error)[-1].strip()
         turn["failed"] += 1
@@ -253,6 +265,15 @@ def schema_of(function: Callable[..., Any], flag: str = "--tools") -> Schema:
     return schema
 
 
-def make_tools(sources: Sequence[str], schemas: Sequence[Schema], form: str) -> Tools:
+def make_tools(sources: Sequence[str], schemas: Sequence[Schema], form: str, sandbox: Sequence[Any] = ()) -> Tools:
     """An episode with the tools of these sources: what an episode's own process makes."""
-    return Tools([load_tool(source) for source in sources], schemas, form)
+    return Tools([load_tool(source) for source in sources], schemas, form, sandbox=sandbox)
+
+
+def prepare_tools(sources: Sequence[str], sandbox: Sequence[Any] = (), **_: Any) -> None:
+    """Start what the tools of all episodes share."""
+    if "python" in sources:
+        python_tool.shared_box(SandboxSettings(*sandbox)).start()
+
+
+make_tools.prepare = prepare_tools  # type: ignore[attr-defined]

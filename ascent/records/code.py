@@ -22,8 +22,8 @@ def trust(file: str | Path) -> None:
 
 
 def code_hashes(settings: Any) -> dict[str, str]:
-    """The SHA-256 of every file that the settings name as python:FILE:NAME."""
-    return {str(path): _hash(path) for kind, path in _files(settings) if kind == "python"}
+    """The SHA-256 of every file that the settings name as python:FILE:NAME or sandbox:FILE:NAME."""
+    return {str(path): _hash(path) for kind, path in _files(settings) if kind in ("python", "sandbox")}
 
 
 def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None:
@@ -52,14 +52,14 @@ def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None
 
 
 def _files(settings: Any) -> Iterator[tuple[str, Path]]:
-    """The files of python:FILE:NAME and judge:FILE, also with a weight or another reward before it, anywhere."""
+    """The files of python:FILE:NAME, sandbox:FILE:NAME and judge:FILE, anywhere, also behind a weight or a reward."""
     if isinstance(settings, Mapping):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
         for value in settings:
             yield from _files(value)
     elif isinstance(settings, str):
-        found = re.fullmatch(r"(?s)\s*(?:[^:]*[*+]\s*)?(?:(python):(.+):[^:]+|(judge):(.+?)\s*)", settings)
+        found = re.fullmatch(r"(?s)\s*(?:[^:]*[*+]\s*)?(?:(python|sandbox):(.+):[^:]+|(judge):(.+?)\s*)", settings)
         if found:
             yield found[1] or found[3], Path(found[2] or found[4])
 

@@ -11,6 +11,7 @@ _MODULES = {
     "text.gsm8k": "Gsm8k",
     "text.countdown": "Countdown",
     "text.textarena": "Textarena",
+    "text.code": "Code",
     "text.rows": "Jsonl Dataset Demonstrations Preferences Steps",
     "text.given": "Rows RowStream",
 }

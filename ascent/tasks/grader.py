@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ascent.tasks.calls import REASON, Job, Wrong, compute, error_words, read_call, read_number, read_reward
 from ascent.tasks.files import load_code
 from ascent.tasks.keeper import end_as, end_children, fork_child, lifelines, receive, say, wait_for
+from ascent.tasks.sandboxed import SandboxedReward, SandboxSettings
 from ascent.tasks.text.base import Problem
 
 Answer = Callable[[Sequence[Job], float], list[dict[str, Any]]]
@@ -28,6 +29,8 @@ class Grader(NamedTuple):
     sent: bytes | None = None
     """The code itself, where it is an object of the parent's and lies in no file: pickled there, for this process
     alone. It never comes from a run folder."""
+    sandbox: tuple[Any, ...] | None = None
+    """Of sandbox:FILE:NAME: its `SandboxSettings`."""
 
 
 def keep_grader(jobs: int, lifeline: int, parent: int, memory: int) -> None:
@@ -69,6 +72,8 @@ def serve_jobs(pipe: socket.socket) -> None:
 
 def _load(grader: Grader) -> Answer:
     """The reward of python:FILE:NAME or MODULE:NAME, or what was sent: a function, or a task with these settings."""
+    if grader.sandbox is not None:
+        return SandboxedReward(grader.source, SandboxSettings(*grader.sandbox))
     code = load_code(grader.source, grader.sent)
     if grader.settings is not None:
         task = object.__new__(code)  # its settings were checked by the parent: nothing is read or checked again

@@ -2,6 +2,7 @@
 
 own                    the task's own check; a sorting task has several, by name: positions, exact, …
 python:FILE:FUNCTION   f(prompt, response, answer, **columns), a number or (number, reason): see calls.py
+sandbox:FILE:FUNCTION  the same, in a sandbox: its file is never run anywhere else
 object:NAME@HASH       a function that was given in Python
 judge:FILE             a language model that is asked for a score
 model:RUN              a reward model, which rates the whole response
@@ -21,9 +22,10 @@ from ascent.tasks.base import refuse
 from ascent.tasks.calls import Call, Wrong, read_call
 from ascent.tasks.files import absolute_path, load_python
 from ascent.tasks.objects import find_object, label_of, name_object
+from ascent.tasks.sandboxed import SandboxSettings, describe_sandboxed
 
-OWN, FUNCTIONS = "own", ("python", "object")
-FORMS = (r"python:.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+OWN, FUNCTIONS = "own", ("python", "object", "sandbox")
+FORMS = (r"(python|sandbox):.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
 _PROCESS = ("process reward", "step-value", "process-reward")
 LEARNED = {"model": ("reward model", "bradley-terry", "reward-model"), "process": _PROCESS, "process-score": _PROCESS}
 """Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
@@ -36,18 +38,23 @@ class RewardSource:
     name: str
     """As metrics call it: own, the function's name, judge, model; numbered where two have one name."""
     source: str
-    """own (or the name of one), python:FILE:FUNCTION, object:NAME@HASH, judge:FILE, model:RUN or process:RUN."""
+    """own (or the name of one), python:FILE:FUNCTION, sandbox:FILE:FUNCTION, object:NAME@HASH, judge:FILE, model:RUN or
+    process:RUN."""
     weight: float = 1.0
 
     @property
     def kind(self) -> str:
-        """own, python, object, judge, model, process or process-score."""
+        """own, python, sandbox, object, judge, model, process or process-score."""
         kind, colon, _ = self.source.partition(":")
         return kind if colon else OWN
 
     def verify(self) -> None:
         """Refuse a function or a run that is not there. Nothing is loaded, and a judge's reader checks its settings."""
-        if self.kind in FUNCTIONS and not callable(find_function(self.source)):
+        if self.kind == "sandbox":
+            file = Path(self.source.removeprefix("sandbox:").rsplit(":", 1)[0])
+            if not file.is_file():
+                refuse(f"--reward {self.source}: there is no file {file}")
+        elif self.kind in FUNCTIONS and not callable(find_function(self.source)):
             refuse(f"--reward {self.source}: a reward is a function, f(prompt, response, answer, **columns)")
         if self.kind not in LEARNED:
             return
@@ -68,10 +75,13 @@ def find_function(source: str) -> Any:
     return load_python("--reward", source) if source.startswith("python:") else find_object(source, "reward")
 
 
-def call_of(source: str, columns: Collection[str] | None = None) -> Call:
+def call_of(source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None) -> Call:
     """How a reward function is called; refused if its signature does not say, or asks for other `columns`."""
     try:
-        call = read_call(find_function(source))
+        if source.startswith("sandbox:"):
+            call = describe_sandboxed(source, sandbox or SandboxSettings())
+        else:
+            call = read_call(find_function(source))
         if columns is not None:
             call.check_columns(columns)
     except Wrong as error:
@@ -106,7 +116,8 @@ def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
     if not (source in own or any(re.fullmatch(form, source) for form in FORMS)) or not math.isfinite(weight):
         refuse(
             f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "
-            "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or, for words, judge:FILE (a "
+            "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or, for words, sandbox:FILE:NAME "
+            "(a function in a sandbox) or judge:FILE (a "
             "model that is asked), with a weight if wanted: 0.5*model:RUN.",
             source,
             own,
@@ -118,9 +129,9 @@ def absolute_source(entry: str, own: Collection[str] = (OWN,)) -> str:
     """The entry with the whole path of its file, so that a run can be resumed from any folder."""
     weight, source = _split(entry, own)
     kind, _, where = source.partition(":")
-    if kind == "python":
+    if kind in ("python", "sandbox"):
         file, name = where.rsplit(":", 1)
-        source = f"python:{absolute_path(file)}:{name}"
+        source = f"{kind}:{absolute_path(file)}:{name}"
     elif source not in own and kind != "object":
         source = f"{kind}:{absolute_path(where)}"
     return source if weight == 1 else f"{weight!r}*{source}"
@@ -132,7 +143,7 @@ def parse_rewards(entries: Sequence[str], own: Collection[str] = (OWN,)) -> tupl
     names: Counter[str] = Counter()
     for entry in entries or (OWN,):
         weight, source = _split(entry, own)
-        name = source.rsplit(":", 1)[-1] if source.startswith("python:") else source.partition(":")[0]
+        name = source.rsplit(":", 1)[-1] if source.startswith(("python:", "sandbox:")) else source.partition(":")[0]
         name = label_of(source) if source.startswith("object:") else name
         names[name] += 1
         parts.append(RewardSource(name if names[name] == 1 else f"{name}-{names[name]}", source, weight))

@@ -1,4 +1,4 @@
-"""How settings name tools and environments: `calculator`, python:FILE:NAME, or an object of Python."""
+"""How settings name tools and environments: `calculator`, `python`, python:FILE:NAME, or an object of Python."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from ascent.tasks.base import refuse
 from ascent.tasks.files import absolute_path
 from ascent.tasks.objects import PREFIX, name_object
 
-BUILT_IN_TOOLS = ("calculator",)
+BUILT_IN_TOOLS = ("calculator", "python")
 """Those of `environments.tools`."""
 
 

@@ -58,7 +58,7 @@ def _head(config: Config) -> str:
 
 def _name(path: str) -> str:
     """The last part of a path; what is no path stays."""
-    prefix, colon, rest = path.rpartition(":") if path.startswith("python:") else ("", "", path)
+    prefix, colon, rest = path.rpartition(":") if path.startswith(("python:", "sandbox:")) else ("", "", path)
     return _name(prefix) + colon + rest if prefix else Path(path).name if path.startswith((".", "/", "~")) else path
 
 

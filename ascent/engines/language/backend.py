@@ -32,6 +32,7 @@ from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
 from ascent.policies.causal_lm import LanguageModel, pick_device
 from ascent.tasks.reward_sources import FUNCTIONS
+from ascent.tasks.sandboxed import check_walls
 from ascent.tasks.text.grading import rate_responses, self_test
 from ascent.tasks.text.tokenized import OfflineTextTask, TokenizedTask
 
@@ -166,6 +167,8 @@ class LanguageBackend(Backend):
         elif config.data == "samples" and not report.refusals:
             probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
             _seconds(config, learner, task, probe, _sample(config, task, probe, report), report)
+        if config.task.sandboxed:
+            report.lines.append(f"sandbox    {check_walls(config.task.sandbox_settings).words()}")
         report.lines += [f"data       {line}" for line in task.report()]
         return report
 

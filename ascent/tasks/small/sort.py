@@ -179,6 +179,8 @@ class SortingTask(SmallTask):
     def verify(self) -> None:
         for part in self.rewards:
             part.verify()
+            if part.kind == "sandbox":
+                raise Refused(f"--reward {part.source}: the sandbox is for responses in words; use python:FILE:NAME")
             if part.kind == "object" and hasattr(find_function(part.source), "in_process"):
                 raise Refused(f"reward {part.name}: on numbers a reward is a plain function, f(prompt, response)")
 

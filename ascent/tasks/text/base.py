@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ascent.tasks.base import BaseTask, refuse
 from ascent.tasks.files import absolute_path, is_held_out, load_python
-from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, parse_rewards
+from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, call_of, parse_rewards
+from ascent.tasks.sandboxed import SandboxSettings, check_walls
 from ascent.tasks.tool_sources import check_game, tool_sources
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class TextTask(BaseTask):
     """Prompts and graded responses in words. Derive from it: `train`, `test`, `grade`, and `gold` if you can."""
 
     reward: tuple[str, ...] = ()
-    """A list of own, python:FILE:FUNCTION, judge:FILE, model:RUN, process:RUN; weights as in 0.2*own. Empty: own. In
-    Python, functions too: [own, (0.2, function)]."""
+    """A list of own, python:FILE:FUNCTION, sandbox:FILE:FUNCTION, judge:FILE, model:RUN, process:RUN; weights as in
+    0.2*own. Empty: own. In Python, functions too: [own, (0.2, function)]."""
     lenient: float = 0.5
     """What a right answer in the wrong form earns; in the right form it earns 1."""
     system: str | None = None
@@ -110,8 +111,13 @@ class TextTask(BaseTask):
     """Responses that a reward model rates at once. Memory only."""
     reward_device: str = "auto"
     """Where reward models run: cpu, cuda, cuda:1, …; auto: a GPU if there is one."""
+    sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
+    """Walls around code that is not trusted: auto (the best there are, else refused) | bubblewrap | landlock | none."""
+    sandbox_read: tuple[str, ...] = ()
+    """Files and folders that code in the sandbox can read, beside Python and its packages."""
     tools: tuple[str, ...] = ()
-    """Functions that the policy may call in its turns: a list of calculator, python:FILE:FUNCTION,FUNCTION."""
+    """Functions that the policy may call in its turns: a list of calculator, python (in a sandbox),
+    python:FILE:FUNCTION,FUNCTION."""
     environment: str = ""
     """python:FILE:CLASS or textarena:NAME: what answers the policy's turns. Its rewards are added to --reward."""
     max_turns: int = 8
@@ -145,6 +151,7 @@ class TextTask(BaseTask):
         for string in self.stop:
             if not isinstance(string, str) or not string or "\N{REPLACEMENT CHARACTER}" in string:
                 refuse(f"--stop {string!r}: a stop string is text of one character or more, without U+FFFD")
+        object.__setattr__(self, "sandbox_read", tuple(map(absolute_path, self.sandbox_read)))
         self._check_turns()
         if not self.reward_seconds > 0:
             refuse(f"--reward-seconds is {self.reward_seconds:g}: it has to be above 0")
@@ -185,6 +192,21 @@ class TextTask(BaseTask):
         return bool(self.tools or self.environment)
 
     @property
+    def sandbox_settings(self) -> SandboxSettings:
+        """The sandbox of rewards."""
+        return SandboxSettings(self.sandbox, self.reward_seconds, self.reward_memory, self.sandbox_read)
+
+    @property
+    def tool_sandbox(self) -> SandboxSettings:
+        """The sandbox of the tool `python`."""
+        return self.sandbox_settings._replace(seconds=self.turn_seconds)
+
+    @property
+    def sandboxed(self) -> bool:
+        """Does any code of it run in a sandbox?"""
+        return "python" in self.tools or any(entry.kind == "sandbox" for entry in self.rewards)
+
+    @property
     def room(self) -> int:
         """The most tokens behind a prompt: those that are drawn, and in a conversation those that are observed."""
         if not self.plays:
@@ -220,8 +242,12 @@ class TextTask(BaseTask):
         return [made for made in ("", _larger(gold), other) if made is not None and made != gold]
 
     def verify(self) -> None:
+        if self.sandboxed:
+            check_walls(self.sandbox_settings)
         for entry in self.rewards:
             entry.verify()
+            if entry.kind == "sandbox":
+                call_of(entry.source, sandbox=self.sandbox_settings)
         for flag, source in [("--environment", self.environment), *(("--tools", tool) for tool in self.tools)]:
             if source.startswith("python:") and not callable(load_python(flag, source)):
                 refuse(f"{flag} {source}: it cannot be called; a tool is a function, and an environment a class")

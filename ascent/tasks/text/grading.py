@@ -43,11 +43,14 @@ class Grading:
         source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
         settings = {f.name: getattr(task, f.name) for f in fields(task)}
         functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in FUNCTIONS)
-        self._calls = {name: call_of(name) for name in functions}
-        here = [name for name in functions if getattr(find_function(name), "in_process", False)]
+        self._calls = {name: call_of(name, sandbox=task.sandbox_settings) for name in functions}
+        loaded = {name: find_function(name) for name in functions if not name.startswith("sandbox:")}
+        here = [name for name, function in loaded.items() if getattr(function, "in_process", False)]
         self._here = {name: InProcess(self._calls[name], task.reward_seconds) for name in here}
         self._in_processes = {OWN: _grader(source, settings)}
-        self._in_processes |= {name: _grader(name) for name in functions if name not in here}
+        self._in_processes |= {name: _grader(name) for name in loaded if name not in here}
+        boxed = [name for name in functions if name not in loaded]
+        self._in_processes |= {name: Grader(name, sandbox=tuple(task.sandbox_settings)) for name in boxed}
         limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
         self.pool = Pool(list(self._in_processes.values()), task.reward_workers, limits)
         outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
@@ -218,7 +221,8 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrad
     failures += [f"a right response does not pass: {case}" for case in refused[:_EXAMPLES]]
     failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
     high, low = _mean(good), _mean(bad)
-    functions = [call_of(reward.source) for reward in task.rewards if reward.kind in FUNCTIONS]
+    boxed = task.sandbox_settings
+    functions = [call_of(reward.source, sandbox=boxed) for reward in task.rewards if reward.kind in FUNCTIONS]
     compares = len(functions) < len(task.rewards) or any(call.takes_answer for call in functions)
     if compares and right and wrong and not errors and not high > low:
         failures.append(

@@ -23,8 +23,8 @@ TILE = 4096
 """Logits that one program of `_measure` reads."""
 MANY = 1000
 """Programs of the attention that fill the card with one warp each, if a key is short."""
-KEYS, WARPS, STAGES = 128, 4, 3
-"""Of the other programs: keys that are read at once, warps, and how many such reads are under way."""
+WARPS, STAGES = 4, 3
+"""Of the other programs: warps, and pages that are under way at once."""
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
@@ -94,7 +94,6 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
         D=channel,
         PAGE=PAGE,
         SPLITS=splits,
-        KEYS=PAGE if small else KEYS,
         KNOWN=KNOWN,
         LENGTH=LENGTH,
         NORMED=turn.norms is not None,
@@ -108,7 +107,7 @@ def _attend(
     qkv, out, parts, sums, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, chunk, arrived,
     lane_count, width, eps, scale,
     SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, KEYS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
+    SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key-value head and part of the row, for all the query heads that share the key-value head.
 
@@ -148,7 +147,7 @@ def _attend(
         total += 1.0
         mixed += v.to(tl.float32)
     seen = (pages, keys, values, begin, end, known, own, head, scale)
-    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, PAGE, KEYS)
+    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, PAGE)
     mine, inside = (row * SHARED + head) * REPEAT + r, r < REPEAT
     if SPLITS > 1:  # noqa: SIM102 (the first is decided when this is compiled)
         if count > 1:
@@ -187,17 +186,15 @@ def _join(parts, sums, out, first, count, REPEAT: tl.constexpr, SPLITS: tl.const
 
 
 @triton.jit
-def _along(
-    q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
-):  # fmt: skip
-    """A softmax in powers of 2, continued along the pages, so many keys at a time."""
+def _along(q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """A softmax in powers of 2, continued along the pages."""
     pages, keys, values, begin, end, known, own, head, scale = seen
     c = tl.arange(0, D)
-    for start in range(begin, end, KEYS):
-        n = start + tl.arange(0, KEYS)
+    for start in range(begin, end, PAGE):
+        n = start + tl.arange(0, PAGE)
         inside = tl.where(n < own, n < known, n < end)
-        page = tl.load(pages + n // PAGE, n < end, other=0).to(tl.int64)
-        at = ((page * SHARED + head) * PAGE + n % PAGE)[:, None] * D + c[None, :]
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        at = ((page * SHARED + head) * PAGE + n - start)[:, None] * D + c[None, :]
         k = tl.load(keys + at, inside[:, None], other=0.0)
         v = tl.load(values + at, inside[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale

@@ -33,12 +33,12 @@ SHARE = 0.25
 """Of the free memory, what the pages may take: they stay there while the learner works."""
 TOGETHER = 16
 """Prompts that are encoded together: a forward pass over one takes as long."""
-LONG, CHUNK = 512, 256
+LONG, CHUNK = 512, 128
 """Keys from which on rows may be split, and the fewest keys in a part."""
-FEW, UNEVEN = 256, 1.5
+PROGRAMS, UNEVEN = 1024, 1.5
 """They are split where there are fewer programs than this, or where the longest is this many times the mean."""
-PARTS = {8: 32, 64: 16, 1024: 8}
-"""By the rows of a step at most, the most parts of a row."""
+PARTS = (8, 64)
+"""The fewest and the most parts of a row: as many as give twice as many programs as that."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
 PREFILL = 6
@@ -176,11 +176,10 @@ class GraphDecoder:
 
     def split(self, keys: list[int]) -> int:
         """Among how many programs a row is shared out, so that the longest does not keep the others waiting."""
-        longest, few = max(keys), len(keys) * self.net.heads < FEW
-        if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
+        longest, programs = max(keys), self.rows(len(keys)) * self.net.heads
+        if longest <= LONG or not (programs < PROGRAMS or longest > UNEVEN * sum(keys) / len(keys)):
             return 1
-        rows = self.rows(len(keys))  # every graph has its own number of parts
-        parts = next((parts for most, parts in PARTS.items() if rows <= most), min(PARTS.values()))
+        parts = 1 << (min(PARTS[1], max(PARTS[0], 2 * PROGRAMS // programs)) - 1).bit_length()
         end = longest + PAGE + ROUND  # a prompt's last page may be half empty
         chunk = max(CHUNK, -(-end // parts // PAGE) * PAGE)
         if chunk != self.chunk_now:
@@ -230,8 +229,6 @@ class Run:
         self.launches = 0
         self.flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
-        self.most: int | None = None
-        """Rows that may run at once while some are held back; None: as many as there are lanes."""
         self.held: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
         self.fed: dict[int, int] = {}
@@ -252,8 +249,6 @@ class Run:
                     flight()
                 elif launched is None and self.drawn.asked:
                     self._hear(wait=True)
-                    # all rows wait for their environments together, and the card for them: let half of them go first
-                    self.most = -(-len(self.schedule.rows) // 2)
             self._land()
         self.drawn.timeline.stop()
         self._collect()
@@ -271,8 +266,7 @@ class Run:
     def _admit(self) -> None:
         """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
         schedule, there = self.schedule, set(self.schedule.rows)
-        entering = schedule.admit(ROUND, self.most)
-        self.most = self.most if schedule.ready else None
+        entering = schedule.admit(ROUND)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
             extend(self.decoder.lm, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)

@@ -1,0 +1,73 @@
+"""A tool that runs Python in a sandbox. Names are kept over the turns of an episode.
+
+Each episode has a session: a job of a sandbox that all episodes share, forked from a process that is warm. Code that
+crashes its session or takes too long ends it; the model reads so, and its next call begins a new one.
+"""
+
+import functools
+import time
+
+from ascent.sandbox.box import BoxJob, BoxLimits, Ended, Sandbox
+from ascent.tasks.sandboxed import SHARE, SandboxSettings
+
+GUEST = "ascent.sandbox.session:serve_session"
+LOADED = [
+    "math",
+    "random",
+    "re",
+    "collections",
+    "itertools",
+    "functools",
+    "statistics",
+    "fractions",
+    "datetime",
+    "json",
+]
+CALLS = 20
+"""Calls of an episode that may take as long as one may: more computing ends its session."""
+
+
+def python(code: str) -> str:  # noqa: ARG001 (it is what a model is told)
+    """Runs Python code and shows what it prints and the value of its last line. Names are kept between calls.
+
+    Args:
+        code: Python code, for example: x = 12 * 7; print(x)
+    """
+    raise AssertionError("a session runs it")
+
+
+@functools.cache
+def shared_box(settings: SandboxSettings) -> Sandbox:
+    """The sandbox of all sessions. Episodes are forks of the process that has started it."""
+    seconds = settings.seconds * SHARE
+    limits = BoxLimits(seconds, settings.memory, cpu=CALLS * seconds)
+    return Sandbox(GUEST, limits, {"imports": LOADED}, settings.kind, settings.readable)
+
+
+class PythonSession:
+    """The session of one episode: it begins with the first call."""
+
+    def __init__(self, settings: SandboxSettings):
+        self.settings = settings
+        self.job: BoxJob | None = None
+        self.until = 0.0
+
+    def begin_turn(self) -> None:
+        """All calls of a turn share its seconds."""
+        self.until = time.monotonic() + self.settings.seconds * SHARE
+
+    def run(self, code: str) -> str:
+        if self.job is None:
+            self.job = shared_box(self.settings).job()
+        try:
+            answer = self.job.ask({"code": code}, max(0.0, self.until - time.monotonic()))
+            return str(answer["text"]) or "(nothing was printed)"
+        except (Ended, KeyError, TypeError) as error:
+            self.close()
+            why = str(error) if isinstance(error, Ended) else "what it sent is no answer"
+            return f"error: {why}. The session is over: names are gone, and the next call begins a new one"
+
+    def close(self) -> None:
+        if self.job is not None:
+            self.job.close()
+            self.job = None

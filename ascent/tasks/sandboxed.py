@@ -1,0 +1,137 @@
+"""Rewards in a sandbox, sandbox:FILE:NAME: neither the file nor what it runs is trusted.
+
+The file is run in the sandbox alone, also to read how its function is called. Each call of it is a job of its own, so
+nothing is kept from one to the next. Graders import this, so it does without torch.
+"""
+
+import asyncio
+import base64
+import functools
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ascent.sandbox.box import BoxLimits, Broken, Ended, Sandbox
+from ascent.sandbox.line import Line
+from ascent.sandbox.walls import NoWalls, Walls, choose
+from ascent.tasks.base import refuse
+from ascent.tasks.calls import REASON, Call, Job, Wrong, compute, error_words, read_call
+from ascent.tasks.files import load_code
+
+GUEST = "ascent.tasks.sandboxed:serve_reward"
+SHARE = 0.9
+"""Of the seconds of a reward that its job has; the rest is for ending it."""
+
+
+class SandboxSettings(NamedTuple):
+    """Which sandbox, and what a job in it may use and read."""
+
+    kind: str = "auto"
+    seconds: float = 10.0
+    memory: float = 4.0
+    """GiB; 0: as much as there is."""
+    readable: tuple[str, ...] = ()
+
+    def make(self, guest: str, settings: dict[str, Any], *readable: str) -> Sandbox:
+        limits = BoxLimits(self.seconds * SHARE, self.memory)
+        return Sandbox(guest, limits, settings, self.kind, (*self.readable, *readable))
+
+
+def check_walls(settings: SandboxSettings) -> Walls:
+    """The walls that code of this task runs behind; refused where there are none."""
+    try:
+        walls = choose(settings.kind)
+    except NoWalls as error:
+        refuse(
+            f"--sandbox {settings.kind}: there is nothing here to hold code that is not trusted ({error}). Install "
+            "bubblewrap, or take a machine with Landlock (Linux 5.13); `ascent sandbox check` says more. --sandbox "
+            "none runs it as your own programs run: set it only where you trust every word of the policy"
+        )
+    missing = [path for path in settings.readable if not os.path.exists(path)]
+    if missing:
+        refuse(f"--sandbox-read {missing[0]}: there is no such file or folder")
+    return walls
+
+
+# ---- outside --------------------------------------------------------------------------------------------------
+
+
+class SandboxedReward:
+    """A reward function in a sandbox, as a grading process calls it."""
+
+    def __init__(self, source: str, settings: SandboxSettings):
+        file, name = source.removeprefix("sandbox:").rsplit(":", 1)
+        self.box = settings.make(GUEST, {"file": file, "name": name}, file)
+        self.box.start()
+
+    def __call__(self, jobs: Sequence[Job], seconds: float) -> list[dict[str, Any]]:
+        sent = base64.b64encode(pickle.dumps([tuple(job) for job in jobs])).decode()
+        try:
+            with self.box.job() as job:
+                answer = job.ask({"jobs": sent, "seconds": seconds * SHARE}, seconds * SHARE)
+        except Ended as ended:
+            raise Wrong(f"in its sandbox: {ended}") from None
+        answers = answer.get("answers") if isinstance(answer, dict) else None
+        if isinstance(answers, list) and len(answers) == len(jobs):
+            return answers
+        raise Wrong(str(answer.get("error"))[:REASON] if isinstance(answer, dict) else "sent what is not a reward")
+
+
+def describe_sandboxed(source: str, settings: SandboxSettings) -> Call:
+    """How the function is called, as it is read in the sandbox."""
+    file = source.removeprefix("sandbox:").rsplit(":", 1)[0]
+    return _describe(source, settings, os.stat(file).st_mtime_ns if os.path.exists(file) else 0)
+
+
+@functools.lru_cache
+def _describe(source: str, settings: SandboxSettings, changed: int) -> Call:  # noqa: ARG001 (part of the cache's key)
+    try:
+        reward = SandboxedReward(source, settings._replace(seconds=max(settings.seconds, 10.0)))
+    except (Broken, NoWalls) as error:
+        raise Wrong(str(error)) from None
+    try:
+        with reward.box, reward.box.job() as job:
+            form, placed, names, required, awaited = job.ask({"describe": True})["call"]
+    except (Ended, ValueError, KeyError, TypeError) as error:
+        raise Wrong(f"it cannot be asked how it is called: {error}") from None
+    known = None if names is None else frozenset(map(str, names))
+    places = None if placed is None else tuple(map(str, placed))
+    return Call(_never, tuple(map(str, form)), places, known, tuple(map(str, required)), bool(awaited))
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a reward of a sandbox runs nowhere else")
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------
+
+
+def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
+    """The guest: it has run the file when the first job comes."""
+    call = read_call(load_code(f"python:{settings['file']}:{settings['name']}"))
+    described = [
+        call.form,
+        call.placed,
+        None if call.names is None else sorted(call.names),
+        call.required,
+        call.awaited,
+    ]
+
+    def answer(line: Line) -> None:
+        with suppress(EOFError):
+            while True:
+                question = line.read()
+                line.write({"call": described} if "describe" in question else _compute(call, question))
+
+    return answer
+
+
+def _compute(call: Call, question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        jobs = [Job(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
+        loop = asyncio.new_event_loop() if call.awaited else None
+        return {"answers": compute(call, jobs, loop, question["seconds"])}
+    except BaseException as error:
+        return {"error": error_words(error)}
