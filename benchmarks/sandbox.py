@@ -1,0 +1,212 @@
+"""The sandbox: attempts to get out, cheats on verdicts, HumanEval's own solutions, the time of a job, what jobs leave.
+
+    python -m benchmarks.sandbox
+    python -m benchmarks.sandbox --trial
+
+Every attempt is made with bubblewrap and with Landlock alone; as root, where this is root, and as another user. A cheat
+is a program that passes where tests run beside it (that is tried too, in the sandbox) and that must not pass here.
+`value` is the median time of a job in milliseconds, with the walls that `--sandbox auto` takes. `ok` needs all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ascent.sandbox.attempts import ATTEMPTS, try_all
+from ascent.sandbox.box import BoxLimits, Ended, Sandbox
+from ascent.sandbox.judge import CodeProblem, ProgramJudge
+from ascent.sandbox.walls import NoWalls, choose
+from ascent.tasks.text.code import read_humaneval
+from benchmarks.common import close, show
+
+KINDS = ("bubblewrap", "landlock")
+NOBODY = 65534
+MILLISECONDS = 6.0
+SESSION = "ascent.sandbox.session:serve_session"
+PATIENT = BoxLimits(seconds=60.0)
+TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
+SAYS = "V{\"passed\": 2, \"total\": 2, \"why\": \"\"}"  # fmt: skip
+WRITES = "    for n in range(3, 64):\n        try: os.write(n, {words!r})\n        except OSError: pass\n"
+CHEATS = {
+    "os._exit(0)": "import os\ndef f(x): os._exit(0)",
+    "__eq__": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "__eq__ of a number": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "frame walking": "import sys\ndef f(x):\n    frame = sys._getframe(1)\n    frame.f_globals['check'] = print\n"
+    "    while frame:\n        for value in frame.f_locals.values():\n"
+    "            if hasattr(value, 'passed'): value.passed()\n        frame = frame.f_back\n    sys.exit(0)",
+    "patched builtins": "import builtins, json\nbuiltins.AssertionError = type('E', (Exception,), {})\n"
+    "json.dumps = lambda *a, **k: '{\"is\": 4}'\nclass A:\n    __eq__ = lambda *a: True\ndef f(x): return A()",
+    "a printed verdict": f"import os\ndef f(x): print({SAYS!r}, flush=True); os._exit(0)",
+    "a verdict on the line": "import os\ndef f(x):\n" + WRITES.format(words=f"{SAYS}\n".encode()) + "    os._exit(0)",
+    "an answer before the question": "import os\nif 1:\n"
+    + WRITES.format(words=b'{"class": false}\n{"is": 4}\n')
+    + "def f(x): os._exit(0)",
+    "exit in an import": "import sys\nsys.exit(0)\ndef f(x): return 0",
+    "SystemExit": "def f(x): raise SystemExit(0)",
+    "an object of objects": "class L(list):\n    def __eq__(self, other): return True\nclass A:\n"
+    "    def __getattr__(self, name): return L()\n    def __eq__(self, other): return True\ndef f(x): return A()",
+}
+"""Programs that pass by some check that trusts them."""
+
+
+def attempts_as(user: int | None, kind: str) -> dict[str, Any] | None:
+    """What became of the attempts, as this user or as another in a process of its own. None: it cannot be tried."""
+    if user is None:
+        words, results = try_all(kind)
+        return {"walls": words, "results": [[r.attempt.kind, r.attempt.name, r.held, r.how] for r in results]}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        package = Path(folder, "ascent")  # a copy that the user can read, of what needs no other package
+        shutil.copytree(Path(__file__).parents[1] / "ascent" / "sandbox", package / "sandbox")
+        shutil.copy(Path(__file__).parents[1] / "ascent" / "__init__.py", package)
+        code = (
+            f"import json, sys; sys.path.insert(0, {folder!r}); from ascent.sandbox.attempts import try_all; "
+            f"w, rs = try_all({kind!r}); "
+            "print(json.dumps({'walls': w, 'results': [[r.attempt.kind, r.attempt.name, r.held, r.how] for r in rs]}))"
+        )  # fmt: skip
+        for python in dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
+            try:
+                done = subprocess.run(
+                    [python, "-P", "-B", "-c", code], user=user, group=user, extra_groups=[],
+                    env={"PATH": "/usr/bin:/bin"}, cwd="/", capture_output=True, text=True, check=False, timeout=600,
+                )  # fmt: skip
+            except OSError:
+                continue
+            if done.returncode == 0:
+                return json.loads(done.stdout)
+            print(done.stderr[-2000:], file=sys.stderr)
+    return None
+
+
+def try_attempts(kinds: list[str]) -> tuple[int, int, list[str]]:
+    """How many attempts were made and held, and what was not tried."""
+    users: list[tuple[str, int | None]] = (
+        [("root", None), ("nobody", NOBODY)] if os.getuid() == 0 else [("a user", None)]
+    )
+    rows, tried, held, missing = [], 0, 0, []
+    for kind in kinds:
+        for name, user in users:
+            found = attempts_as(user, kind)
+            if found is None:
+                missing.append(f"{kind} as {name}")
+                continue
+            good = Counter(kind for kind, _, held, _ in found["results"] if held)
+            every = Counter(kind for kind, *_ in found["results"])
+            rows.append([found["walls"], name, *(f"{good[kind]}/{every[kind]}" for kind in every)])
+            tried, held = tried + sum(every.values()), held + sum(good.values())
+            for _, attempt, ok, how in found["results"]:
+                if not ok:
+                    print(f"GOT OUT: {kind} as {name}: {attempt}: {how}")
+    show(["walls", "as", *dict.fromkeys(each.kind for each in ATTEMPTS)], rows)
+    return tried, held, missing
+
+
+def passes_beside(box: Sandbox, program: str) -> bool:
+    """Does it pass where tests run beside it, by the exit status or by what is raised?"""
+    try:
+        with box.job() as job:
+            answer = job.ask({"code": f"{program}\n{TESTS}\ncheck(f)\n"})
+            return not (isinstance(answer, dict) and "Error" in str(answer.get("text")))
+    except Ended as ended:
+        return "exit status 0" in str(ended)
+
+
+def try_cheats(kind: str) -> tuple[int, int]:
+    """How many cheats were held, and how many of them are real."""
+    held = real = 0
+    with Sandbox(SESSION, PATIENT, kind=kind) as box, closing(ProgramJudge(PATIENT, kind)) as judge:
+        assert judge(CodeProblem("f", (TESTS,)), ["def f(x): return 2 * x"]).right
+        for name, program in CHEATS.items():
+            verdict, naive = judge(CodeProblem("f", (TESTS,)), [program]), passes_beside(box, program)
+            held, real = held + (not verdict.right), real + naive
+            print(f"cheat {name}: {'PASSED' if verdict.right else 'held'} ({verdict.why or 'passes'}); beside: {naive}")
+    return held, real
+
+
+def solve_humaneval(kind: str, every: int) -> tuple[int, int, int]:
+    """Of HumanEval's own solutions those that pass, how many there are, and how many pass that do nothing or exit."""
+    rows = [row for _, row in read_humaneval()][::every]
+    right = wrong = 0
+    with closing(ProgramJudge(PATIENT, kind)) as judge:
+        for row in rows:
+            problem = CodeProblem(row["entry_point"], (row["test"],), (row["prompt"],))
+            verdict = judge(problem, [row["prompt"] + row["canonical_solution"]])
+            right += verdict.right
+            if not verdict.right:
+                print(f"{row['task_id']}: {verdict.why}")
+            for body in ("    return None\n", "    import os; os._exit(0)\n"):
+                wrong += judge(problem, [row["prompt"] + body]).right
+    return right, len(rows), wrong
+
+
+def time_jobs(kind: str, jobs: int) -> tuple[float, int]:
+    """The median time of a job in milliseconds, and how many processes, files and descriptors all of them left."""
+    times = []
+    with tempfile.TemporaryDirectory() as folder, Sandbox(SESSION, PATIENT, kind=kind) as box:
+        box.start()
+        before = _left(folder)
+        for number in range(jobs):
+            began = time.perf_counter()
+            with box.job() as job:
+                job.ask({"code": f"x = {number}\nx + 1"})
+            times.append(1000 * (time.perf_counter() - began))
+        return median(times), sum(abs(a - b) for a, b in zip(_left(folder), before, strict=True))
+
+
+def _left(folder: str) -> tuple[int, int, int]:
+    """Processes that this one has started, files that it holds, and files of the temporary folder."""
+    parents = [
+        path.read_text().rpartition(")")[2].split()[1] for path in Path("/proc").glob("[0-9]*/stat") if path.exists()
+    ]
+    mine = sum(parent == str(os.getpid()) for parent in parents)
+    return mine, len(os.listdir("/proc/self/fd")), len(os.listdir(folder))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trial", action="store_true", help="a twentieth of HumanEval, 50 jobs, one kind of walls")
+    trial = parser.parse_args(argv).trial
+    kinds, absent = [], []
+    for kind in KINDS:
+        try:
+            choose(kind)
+            kinds.append(kind)
+        except NoWalls as error:
+            absent.append(f"{kind}: {error}")
+    kinds = kinds[:1] if trial else kinds
+    tried, held, missing = try_attempts(kinds)
+    results: dict[str, Any] = {"attempts": tried, "held": held, "not_tried": [*absent, *missing]}
+    ok = held == tried and not missing and (trial or not absent)
+    for kind in kinds:
+        cheats, real = try_cheats(kind)
+        right, total, wrong = solve_humaneval(kind, 20 if trial else 1)
+        milliseconds, left = time_jobs(kind, 50 if trial else 1000)
+        ok = ok and cheats == len(CHEATS) and real >= 6 and right == total and not wrong and not left
+        results[kind] = {
+            "cheats_held": f"{cheats} of {len(CHEATS)}",
+            "cheats_real": real,
+            "humaneval": f"{right} of {total}",
+            "wrong_programs_passed": wrong,
+            "milliseconds": round(milliseconds, 2),
+            "left_behind": left,
+        }
+        print(f"{kind}: {results[kind]}", flush=True)
+    value = results[kinds[0]]["milliseconds"] if kinds else None
+    ok = ok and value is not None and (trial or value <= MILLISECONDS)
+    return close("sandbox", value, None, MILLISECONDS, ok, load=round(os.getloadavg()[0], 1), **results)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
