@@ -40,7 +40,7 @@ from ascent.tasks.tool_sources import name_played
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
-ENGINE = ("url", "python", "args", "deadline", "key_env", "key_file")
+ENGINE = ("url", "python", "args", "deadline", "transport", "key_env", "key_file")
 SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ENGINE}
 """Flags that stand for a field of a choice."""
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}

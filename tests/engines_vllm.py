@@ -38,9 +38,9 @@ assert ENVIRONMENT.exists(), "make engines-test sets it up first"
 class Served:
     """A tiny model, a server of it, and a sampler on that."""
 
-    def __init__(self, folder: Path, tied: bool):
+    def __init__(self, folder: Path, tied: bool, **more: Any):
         self.model = write_tiny(folder / "model", tie_word_embeddings=tied, hidden_size=128, head_dim=32)
-        policy = CausalLM(str(self.model), device="cpu", engine="vllm", engine_python=str(ENVIRONMENT))
+        policy = CausalLM(str(self.model), device="cpu", engine="vllm", engine_python=str(ENVIRONMENT), **more)
         self.lm = policy.load()
         with torch.no_grad():
             for p in self.lm.model.parameters():  # log-probs of ordinary size, so that rounding is too
@@ -213,3 +213,16 @@ def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(serve
     served.sampler.close()
     assert second != first
     wait_for_end(first, second)
+
+
+def test_weights_arrive_by_a_broadcast(tmp_path: Path) -> None:
+    """As over NCCL, but over gloo: a server of its own, with tied embeddings."""
+    served = Served(tmp_path, tied=True, engine_transport="nccl")
+    try:
+        for version in (1, 2, 3):
+            served.move(version)
+            served.sampler.load({}, version)
+            rollouts = served.sampler.generate(served.prompts(), 2, seed=version, limit=16)
+            assert gap(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
+    finally:
+        served.sampler.close()

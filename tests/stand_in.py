@@ -17,11 +17,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 Drawn = tuple[list[int], list[float], list[dict[str, Any]]]
@@ -79,12 +81,12 @@ class StandIn:
 
     # ---- weights
 
-    def update(self, path: str | Path) -> None:
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
         own = dict(self.model.named_parameters())
-        self.received = {name: [list(t.shape), zlib.crc32(_bytes(t))] for name, t in load_file(path).items()}
+        self.received = {name: [list(t.shape), zlib.crc32(_bytes(t))] for name, t in tensors.items()}
         if self.corrupt:
             self.received[self.corrupt][1] += 1
-        for name, tensor in load_file(path).items():
+        for name, tensor in tensors.items():
             if name != self.forget:
                 own[name].data = tensor.clone()
         self.untouched = sorted(own.keys() - self.received.keys())
@@ -175,16 +177,19 @@ class StandIn:
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
         size = int(handler.headers.get("Content-Length") or 0)
         body = json.loads(handler.rfile.read(size) or b"{}")
+        spared = False
         if handler.path == self.generates:
-            self.asked.append(body)
-            if 0 <= self.die_after < len(self.asked):
-                self.dead = True
+            with self.lock:
+                self.asked.append(body)
+                spared = len(self.asked) <= self.die_after  # it came before the one that finds the server dead
+                if 0 <= self.die_after < len(self.asked):
+                    self.dead = True
             while 0 <= self.hang_after < len(self.asked):  # whoever asks, /health too, waits
                 time.sleep(0.01)
             time.sleep(self.late)
         while handler.path == "/health" and 0 <= self.hang_after < len(self.asked):
             time.sleep(0.01)
-        if self.dead:
+        if self.dead and not spared:
             return self._hang_up(handler)
         try:
             status, reply = self.answer(handler.path, body)
@@ -205,6 +210,31 @@ class StandIn:
 
 class VllmStandIn(StandIn):
     generates, release = "/inference/v1/generate", "0.32.0+cpu"
+    group: Any = None
+    cut_off_after = -1
+    """Tensors of a broadcast after which it is gone."""
+
+    def join(self, about: dict[str, Any]) -> None:
+        """As the worker inside vLLM does, with gloo."""
+        wait, gloo = timedelta(seconds=about["seconds"]), dist.ProcessGroupGloo
+        store = dist.TCPStore("127.0.0.1", about["port"], about["size"], False, wait)
+        over = gloo._Options()  # type: ignore[attr-defined]
+        over._timeout, over._devices = wait, [gloo.create_device(hostname="127.0.0.1")]
+        self.group = gloo(store, 1, about["size"], over)
+
+    def receive(self, about: dict[str, Any]) -> dict[str, torch.Tensor]:
+        options, tensors = dist.BroadcastOptions(), {}
+        options.rootRank, options.rootTensor = 0, 0
+        for place, (name, dtype, shape) in enumerate(
+            zip(about["names"], about["dtypes"], about["shapes"], strict=True)
+        ):
+            if place == self.cut_off_after:
+                self.cut_off_after = -1
+                self.group.abort()
+                raise ConnectionError
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast([tensors[name]], options).wait()
+        return tensors
 
     def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
         how = body["sampling_params"]
@@ -229,7 +259,12 @@ class VllmStandIn(StandIn):
         if where == "/update_weights":
             if self.refuses_weights():
                 return 500, {"error": "no such file"}
-            self.update(body["update_info"]["path"])
+            about = body["update_info"]
+            self.take(load_file(about["path"]) if "path" in about else self.receive(about))
+        elif where == "/init_weight_transfer_engine" and body["init_info"]:
+            self.join(body["init_info"])
+        elif where == "/get_world_size":
+            return 200, {"world_size": 1}
         elif where == "/finish_weight_update":
             self.version = body["weight_version"]
         elif where == "/reset_prefix_cache":
@@ -301,7 +336,7 @@ class SglangStandIn(StandIn):
                 "num_paused_requests": 0,
             }
         (file,) = files
-        self.update(file)
+        self.take(load_file(file))
         self.version = body["weight_version"]
         if body["flush_cache"]:
             self.forget_caches()

@@ -130,6 +130,8 @@ class CausalLM:
     """Environment variable with the key of `ascent engine`; the urls are then such relays. The key is never written."""
     engine_key_file: str = ""
     """File with that key, for its owner alone."""
+    engine_transport: Literal["file", "nccl"] = "file"
+    """How weights reach a server of vLLM: file, through shared memory; or nccl, from GPU to GPU."""
     engine_deadline: float = 600.0
     """Seconds that a server may take for one response or one load of weights, and to come back after it is lost."""
 
@@ -165,6 +167,8 @@ class CausalLM:
             raise Refused(
                 "--engine.key-env and --engine.key-file are for an `ascent engine` that runs, by --engine.url"
             )
+        if self.engine_transport == "nccl" and (self.engine != "vllm" or relayed):
+            raise Refused("--engine.transport nccl is for --engine vllm on this machine: leave it at file")
         if len({url.rstrip("/") for url in self.engine_url}) < len(self.engine_url):
             raise Refused("--engine.url has the same server twice")
         for url in self.engine_url:

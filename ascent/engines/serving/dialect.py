@@ -52,7 +52,7 @@ class Serving(NamedTuple):
     cpu: bool
 
 
-class Server(Protocol):
+class Spoken(Protocol):
     """What a dialect may do with a server."""
 
     url: str
@@ -81,6 +81,8 @@ class Dialect(ABC):
     """Why the log-probs over the full vocabulary cannot be known with top-k, top-p or min-p."""
     advice: ClassVar[str]
     """What to look at where an address is missing."""
+    by_file: ClassVar[bool] = True
+    """Are weights handed over in a file?"""
 
     @abstractmethod
     def body(self, request: Request, salt: str) -> dict[str, Any]:
@@ -91,11 +93,11 @@ class Dialect(ABC):
         """The answer. KeyError, TypeError or ValueError: it is not this engine's."""
 
     @abstractmethod
-    async def greet(self, server: Server, serving: Serving) -> None:
+    async def greet(self, server: Spoken, serving: Serving) -> None:
         """Before its first weights. Trouble where it is not what this dialect is for, or cannot serve this run."""
 
     @abstractmethod
-    async def load(self, server: Server, weights: Manifest, version: int) -> None:
+    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
         """New weights: pause, transfer, compare what arrived, forget the caches of the old ones, continue.
 
         Responses that are being written wait meanwhile, and continue under the new weights with their cache computed
@@ -109,6 +111,9 @@ class Dialect(ABC):
     @abstractmethod
     def environment(self, serving: Serving) -> tuple[dict[str, str], dict[str, str]]:
         """Environment variables: those that the user may have set otherwise, and those that have to be."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing)
+        """Let go of what it has with the servers."""
 
     def know(self, url: str, version: str) -> None:
         """Trouble where that version is not the one that this was written for."""

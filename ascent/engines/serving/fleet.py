@@ -1,6 +1,5 @@
 """The servers of a run. They get each version's weights and a probe before any request; a lost one is brought back."""
 
-import shutil
 import time
 import uuid
 from collections.abc import Coroutine
@@ -11,12 +10,13 @@ from typing import Any
 
 from ascent.core.types import Trouble
 from ascent.engines.serving.client import Calls, Client, Lost
+from ascent.engines.serving.collective import Collective
 from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.probe import Probe
 from ascent.engines.serving.process import Process
 from ascent.engines.serving.relayed import Relayed, read_key
-from ascent.engines.serving.weights import Manifest, checkpoint_tensors, weights_folder, write_weights
+from ascent.engines.serving.weights import Manifest, checkpoint_tensors, prepared
 from ascent.policies.causal_lm import CausalLM, LanguageModel
 
 TRIES = 3
@@ -53,6 +53,8 @@ class Fleet:
         self.calls, self._run = Calls(), uuid.uuid4().hex
         self._policy = policy
         self._dialect: Dialect = dialect_of(policy.engine)
+        if policy.engine_transport == "nccl":
+            self._dialect = Collective(lm.device, self.deadline)
         self.servers: list[Server] = []
         self._key = ""
         described = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
@@ -115,15 +117,11 @@ class Fleet:
 
     def _send(self, servers: list[Server]) -> None:
         """This version's weights to these servers, and a probe of each. One that is lost meanwhile is brought back."""
-        tensors = checkpoint_tensors(self.lm)
-        folder = weights_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
-        try:
-            weights, left = write_weights(tensors, folder), servers
+        with prepared(checkpoint_tensors(self.lm), self._dialect.by_file) as weights:
+            left = servers
             while left:
                 lost = self._lost(left, [self._load(server, weights) for server in left])
                 left = [server for server, why in lost if self._bring_back(server, why)]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         self._served = self.version
         for server in servers:
             server.life += 1
@@ -213,5 +211,6 @@ class Fleet:
             if server.process is not None:
                 server.process.end()
         self.calls.together([server.client.close() for server in self.servers])
+        self._dialect.close()
         self.servers = []
         self.calls.close()

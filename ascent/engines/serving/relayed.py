@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused, Trouble
-from ascent.engines.serving.dialect import Answer, Dialect, Request, Server, Serving
+from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving, Spoken
 from ascent.engines.serving.weights import Manifest
 
 ABOUT, GREET, GENERATE, WEIGHTS, LOAD = "/about", "/greet", "/generate", "/weights", "/load"
@@ -35,14 +35,14 @@ class Relayed(Dialect):
         tokens, versions = ([int(number) for number in reply[name]] for name in ("tokens", "versions"))
         return Answer(tokens, [float(number) for number in reply["logp"]], versions, bool(reply["aborted"]))
 
-    async def greet(self, server: Server, serving: Serving) -> None:
+    async def greet(self, server: Spoken, serving: Serving) -> None:
         engine = (await server.ask(ABOUT))["engine"]
         if engine != self.name:
             raise Trouble(f"{server.url} is `ascent engine {engine}`, and this run has --engine {self.name}")
         needed = {"architectures": serving.config["architectures"]}
         await server.ask(GREET, serving._replace(config=needed)._asdict())
 
-    async def load(self, server: Server, weights: Manifest, version: int) -> None:
+    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
         sent = await server.send(WEIGHTS, weights.path)
         await server.ask(LOAD, {"upload": sent["upload"], "version": version, "tensors": weights.tensors})
 

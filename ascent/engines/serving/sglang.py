@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Trouble
-from ascent.engines.serving.dialect import Answer, Dialect, Request, Server, Serving, versions_of
+from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving, Spoken, versions_of
 from ascent.engines.serving.weights import Manifest
 
 MARGIN = 8
@@ -55,7 +55,7 @@ class SGLang(Dialect):
         versions = versions_of(about.get("weight_versions"))
         return Answer(tokens, [float(entry[0]) for entry in drawn], versions, aborted)
 
-    async def greet(self, server: Server, serving: Serving) -> None:
+    async def greet(self, server: Spoken, serving: Serving) -> None:
         about, model = await server.ask("/server_info"), await server.ask("/model_info")
         self.know(server.url, about["version"])
         if not about["enable_deterministic_inference"]:
@@ -68,7 +68,7 @@ class SGLang(Dialect):
             raise Trouble(f"{server.url} serves {served[0]}, and this run trains {needed[0]}: start it with this model")
         self.fits(server.url, about["max_req_input_len"] + 6, serving.length + MARGIN, "--context-length")
 
-    async def load(self, server: Server, weights: Manifest, version: int) -> None:
+    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
         await server.ask("/pause_generation", {"mode": "retract"})
         update: dict[str, Any] = {"model_path": str(weights.path.parent), "load_format": "safetensors"}
         update |= {"weight_version": str(version), "flush_cache": True, "abort_all_requests": False}

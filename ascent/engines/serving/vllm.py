@@ -1,10 +1,11 @@
 """vLLM 0.32: token ids in and out, and weights by its own transfer life cycle, from a file in shared memory."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Trouble
-from ascent.engines.serving.dialect import Answer, Dialect, Request, Server, Serving, versions_of
+from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving, Spoken, versions_of
 from ascent.engines.serving.weights import Manifest
 
 INSIDE = Path(__file__).parent / "inside"
@@ -12,9 +13,9 @@ INSIDE = Path(__file__).parent / "inside"
 FLAGS = (
     *("--skip-tokenizer-init", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
     *("--generation-config", "vllm", "--load-format", "dummy"),
-    *("--worker-extension-cls", "ascent_worker.Worker", "--weight-transfer-config", '{"backend": "file"}'),
+    *("--worker-extension-cls", "ascent_worker.Worker", "--weight-transfer-config"),
 )
-"""What a server for Ascent is started with, whatever it serves."""
+"""What a server for Ascent is started with, whatever it serves; how weights come follows."""
 
 
 class VLLM(Dialect):
@@ -22,6 +23,8 @@ class VLLM(Dialect):
     coldest = 0.01
     """It raises every lower one to this."""
     narrowed = "its log-probs are then over what is left, and it does not say which probability they kept"
+    transfer = "file"
+    """Its name among vLLM's ways to transfer weights; `inside/ascent_worker.py` has registered it."""
     advice = "Was it started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
     def body(self, request: Request, salt: str) -> dict[str, Any]:
@@ -43,25 +46,41 @@ class VLLM(Dialect):
             aborted=choice.get("finish_reason") == "abort",
         )
 
-    async def greet(self, server: Server, serving: Serving) -> None:
+    async def greet(self, server: Spoken, serving: Serving) -> None:
         self.know(server.url, (await server.ask("/version"))["version"])
         (served,) = (await server.ask("/v1/models"))["data"]
         self.fits(server.url, served["max_model_len"], serving.length, "--max-model-len")
 
-    async def load(self, server: Server, weights: Manifest, version: int) -> None:
-        await server.ask("/init_weight_transfer_engine", {"init_info": {}})
+    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
+        await self.begin(server)
         await server.ask("/pause?mode=keep&clear_cache=false", {})
         await server.ask("/start_weight_update", {})
-        await server.ask("/update_weights", {"update_info": {"path": str(weights.path)}})
+        await self.update(server, weights)
         await server.ask("/finish_weight_update", {"weight_version": str(version)})
         compare(server.url, weights, await server.ask("/collective_rpc", {"method": "ascent_received"}))
         await server.ask("/reset_prefix_cache?reset_running_requests=true", {})
         await server.ask("/resume", {})
 
+    async def begin(self, server: Spoken) -> None:
+        """Before weights: what both sides agree upon."""
+        await server.ask("/init_weight_transfer_engine", {"init_info": {}})
+
+    async def update(self, server: Spoken, weights: Manifest) -> None:
+        """The weights themselves."""
+        await server.ask("/update_weights", {"update_info": {"path": str(weights.path)}})
+
     def arguments(self, serving: Serving, model: Path, port: int) -> list[str]:
         own = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
         own += ["--port", str(port), "--dtype", serving.dtype, "--max-model-len", str(serving.length)]
-        return [*own, "--max-num-seqs", str(serving.rows), *FLAGS, *(["--enforce-eager"] if serving.cpu else [])]
+        backend = json.dumps({"backend": self.transfer})
+        return [
+            *own,
+            "--max-num-seqs",
+            str(serving.rows),
+            *(["--enforce-eager"] if serving.cpu else []),
+            *FLAGS,
+            backend,
+        ]
 
     def environment(self, serving: Serving) -> tuple[dict[str, str], dict[str, str]]:
         on_cpu = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -4,7 +4,8 @@ import os
 import shutil
 import tempfile
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ class Manifest(NamedTuple):
     path: Path
     tensors: dict[str, list[Any]]
     """By name: shape and checksum, as the worker inside the engine reports what it has read."""
+    held: dict[str, Tensor] | None = None
+    """The tensors themselves, where there is no file."""
 
 
 @torch.no_grad()
@@ -52,6 +55,20 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> Manifest:
     path = folder / "weights.safetensors"
     save_file(held, path)
     return Manifest(path, {name: [list(tensor.shape), checksum(tensor)] for name, tensor in held.items()})
+
+
+@contextmanager
+def prepared(tensors: dict[str, Tensor], by_file: bool) -> Iterator[Manifest]:
+    """Inside, the weights can be handed over: as a file, which is removed afterwards, or as they are."""
+    if not by_file:
+        held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        yield Manifest(Path(), {name: [list(each.shape), checksum(each.cpu())] for name, each in held.items()}, held)
+        return
+    folder = weights_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+    try:
+        yield write_weights(tensors, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checksum(tensor: Tensor) -> int:

@@ -1,45 +1,36 @@
-"""What runs inside vLLM: weights from a file in shared memory, as one more of vLLM's own ways to transfer them.
+"""What runs inside vLLM: two more of vLLM's own ways to transfer weights, from a file and by a broadcast.
 
 vLLM imports this module by name (`--worker-extension-cls ascent_worker.Worker`), in its own environment. So it imports
-nothing of Ascent. `--weight-transfer-config '{"backend": "file"}'` then finds the transfer that is registered below.
+nothing of Ascent. `--weight-transfer-config '{"backend": "file"}'` (or "collective") then finds a transfer that is
+registered below.
 """
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-NAME = "file"
+LOOPBACK = "127.0.0.1"
 
 
-@dataclass
-class FileInit(WeightTransferInitInfo):
-    """There is nothing to agree upon."""
-
-
-@dataclass
-class FileUpdate(WeightTransferUpdateInfo):
-    path: str = ""
-    """A safetensors file with every parameter, by its name in the checkpoint."""
-
-
-class FileTransfer(WeightTransferEngine):
+class Transfer(WeightTransferEngine):
     """Loads a whole checkpoint in place, and remembers what it read and what it left alone."""
 
-    init_info_cls, update_info_cls = FileInit, FileUpdate
     received: dict[str, list[Any]]
     """Of the latest update, by name: shape and checksum."""
     untouched: list[str]
     """The model's parameters that it has not reached."""
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
+    def init_transfer_engine(self, init_info: Any) -> None:
         self.received, self.untouched = {}, []
 
     def start_weight_update(self) -> None:
@@ -47,8 +38,7 @@ class FileTransfer(WeightTransferEngine):
         self.received, self.untouched = {}, [name for name in names if not (self._tied and "lm_head" in name)]
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        tensors = load_file(update_info.path)
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
         self.received |= {name: [list(tensor.shape), checksum(tensor)] for name, tensor in tensors.items()}
         loaded = self.model.load_weights(iter(tensors.items())) or set()
         self.untouched = [name for name in self.untouched if name not in loaded]
@@ -75,13 +65,79 @@ class FileTransfer(WeightTransferEngine):
         return ((head, embedding) for head in both if isinstance(head, ParallelLMHead))
 
 
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """There is nothing to agree upon."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    path: str = ""
+    """A safetensors file with every parameter, by its name in the checkpoint."""
+
+
+class FileTransfer(Transfer):
+    init_info_cls, update_info_cls = FileInit, FileUpdate
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        self.take(load_file(update_info.path))
+
+
+@dataclass
+class CollectiveInit(WeightTransferInitInfo):
+    """The trainer's store, on loopback. The trainer is rank 0, and the workers follow."""
+
+    port: int = 0
+    size: int = 0
+    backend: str = "nccl"
+    seconds: float = 600.0
+
+
+@dataclass
+class CollectiveUpdate(WeightTransferUpdateInfo):
+    """What is broadcast, in this order."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+
+
+class CollectiveTransfer(Transfer):
+    init_info_cls, update_info_cls = CollectiveInit, CollectiveUpdate
+    group: Any = None
+
+    def init_transfer_engine(self, init_info: CollectiveInit) -> None:
+        super().init_transfer_engine(init_info)
+        parallel, wait = self.parallel_config, timedelta(seconds=init_info.seconds)
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        store = dist.TCPStore(LOOPBACK, init_info.port, init_info.size, False, wait)
+        if init_info.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = wait
+            self.group = dist.ProcessGroupNCCL(store, rank, init_info.size, options)
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            over = gloo._Options()
+            over._timeout, over._devices = wait, [gloo.create_device(hostname=LOOPBACK)]
+            self.group = gloo(store, rank, init_info.size, over)
+
+    def receive_weights(self, update_info: CollectiveUpdate) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self.group.broadcast([tensor], options).wait()
+            self.take({name: tensor})
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of its bytes."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-if NAME not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(NAME, FileTransfer)
+for name, transfer in (("file", FileTransfer), ("collective", CollectiveTransfer)):
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, transfer)
 
 
 class Worker:
