@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from ascent.core.types import Refused
 from ascent.sandbox.box import BoxLimits
-from ascent.sandbox.judge import BrokenTests, CodeProblem, ProgramJudge, Verdict
+from ascent.sandbox.judge import BrokenTests, CodeProblem, ProgramJudge, Verdict, _Relay
 from ascent.sandbox.values import NotData, decode, encode
 from ascent.settings import configure
 from ascent.tasks import sandboxed
@@ -40,13 +40,6 @@ Point = namedtuple("Point", "x y")
 @pytest.fixture(scope="module")
 def judge() -> Iterator[ProgramJudge]:
     with closing(ProgramJudge(LONG)) as made:
-        made.start()
-        yield made
-
-
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[ProgramJudge]:
-    with closing(ProgramJudge(BoxLimits(seconds=0.5))) as made:
         made.start()
         yield made
 
@@ -119,6 +112,16 @@ def test_what_is_no_data_is_refused() -> None:
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_cheat_passes(judge: ProgramJudge, name: str) -> None:
     assert not verdict(judge, CHEATS[name], CHECK).right
+
+
+YES = "class A:\n    def __getattr__(s, n): return lambda *a, **k: True\n    def __contains__(s, x): return True\n"
+YES += "    def __bool__(s): return True\n    def __len__(s): return 3\n    def __str__(s): return 'abc'\ndef f(): return A()"
+
+
+@pytest.mark.parametrize("test", ["'a' in f()", "f().startswith('a')", "len(f()) == 3", "str(f()) == 'abc'", "f()"])
+def test_an_object_that_says_yes_to_everything_is_refused(judge: ProgramJudge, test: str) -> None:
+    found = verdict(judge, YES, f"assert {test}")
+    assert not found.right and "it has a A, which is not plain data" in found.why
 
 
 def test_a_dead_program_is_no_exception_that_a_test_expects(judge: ProgramJudge) -> None:
@@ -214,10 +217,20 @@ def test_helpers_and_classes_of_the_problem_are_there_for_both(judge: ProgramJud
     assert not verdict(judge, cheat, tests, prelude).right
 
 
-def test_a_program_that_takes_too_long_fails_what_is_left(hasty: ProgramJudge) -> None:
-    found = verdict(hasty, "def f(x):\n    while x: pass\n    return 0", "assert f(0) == 0\nassert f(1) == 0")
-    assert (found.passed, found.total) == (1, 2) and found.why == "the program took longer than 0.5 s"
-    assert "took longer" in verdict(hasty, "while True: pass", "assert f(0) == 0").why
+def test_a_program_that_takes_too_long_fails_what_is_left(judge: ProgramJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = ProgramJudge(BoxLimits(seconds=0.1))
+    hasty.programs, hasty.tests = judge.programs, judge.tests
+    assert verdict(hasty, "while True: pass", "assert f(0) == 0").why == "the program took longer than 60 s"
+    wait = _Relay._wait
+
+    def impatient(self: _Relay) -> bool:
+        """The time is up when the first test has passed, however fast this machine is."""
+        self.until = 0.0 if self.found.get("passed") else self.until
+        return wait(self)
+
+    monkeypatch.setattr(_Relay, "_wait", impatient)
+    found = verdict(judge, "def f(x):\n    while x: pass\n    return 0", "assert f(0) == 0\nassert f(1) == 0")
+    assert (found.passed, found.total) == (1, 2) and "took longer" in found.why
 
 
 @pytest.mark.parametrize(
@@ -289,7 +302,7 @@ def test_programs_are_found_in_responses() -> None:
 
 @pytest.mark.long
 def test_responses_are_graded_by_their_programs(file: Path) -> None:
-    task = Code(source=str(file), reward_workers=1, partial=True)
+    task = Code(source=str(file), reward_workers=1, partial=True, code_seconds=60.0, reward_seconds=120.0)
     (sums,) = [problem for problem in (task.train(0), *task.test(1)) if "add" in problem.prompt]
     cases = {
         "```python\ndef add(a, b):\n    return a + b\n```": (1.0, True),
@@ -307,7 +320,7 @@ def test_responses_are_graded_by_their_programs(file: Path) -> None:
 
 @pytest.mark.long
 def test_the_pre_flight_tries_solutions_and_wrong_programs(file: Path) -> None:
-    task = Code(source=str(file), reward_workers=1)
+    task = Code(source=str(file), reward_workers=1, code_seconds=60.0, reward_seconds=120.0)
     task.verify()
     found = self_test(task)
     assert found.ok and found.gold_passed == found.gold == 1 and found.corrupted >= 3
@@ -383,7 +396,9 @@ def test_a_reward_in_the_sandbox_is_run_nowhere_else(tmp_path: Path, monkeypatch
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
     reward = ["sandbox:rewards.py:score", "0.5*sandbox:rewards.py:later"]
-    task = configure(f"jsonl:{rows}", {"reward": reward, "reward_workers": 1, "model": "nowhere"}).task
+    task = configure(
+        f"jsonl:{rows}", {"reward": reward, "reward_workers": 1, "reward_seconds": 120.0, "model": "nowhere"}
+    ).task
     task.verify()
     responses = ["x = 3", "import os; os._exit(0)", "x = open('/etc/hostname').read()", "x = float('inf')", "1 / 0"]
     with closing(Grading(task)) as grading:

@@ -296,20 +296,23 @@ def test_jobs_leave_no_process_and_no_file_descriptor(session: Sandbox) -> None:
     warm = session._ends[0][1].pid
     before, files = processes_below(warm), len(os.listdir("/proc/self/fd"))
     folder = "import os; os.mkdir('d'); os.chmod('d', 0)"
-    for code in ["1", "import os; os._exit(1)", "open('f', 'w').write('x')", folder]:
+    deep = "import os\nfor _ in range(3000): os.mkdir('d'); open('f', 'w'); os.chdir('d')"
+    for code in [deep, "1", "import os; os._exit(1)", "open('f', 'w').write('x')", folder]:
         with contextlib.suppress(Ended), session.job() as job:
             job.ask({"code": code}, LONG)
     assert processes_below(warm) == before and len(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_sandbox_that_was_killed_is_started_anew(session: Sandbox) -> None:
-    session.start()
-    process = session._ends[0][1]
-    process.kill()
-    process.wait()
-    wait_until_gone(processes_below(process.pid))
-    with contextlib.suppress(Ended):  # what was sent before anybody knew
-        run(session, "1")
+    with session.job() as job:
+        job.ask({"code": "1"}, LONG)
+        process = session._ends[0][1]
+        below = processes_below(process.pid)
+        process.kill()
+        process.wait()
+        wait_until_gone(below)
+        with pytest.raises(Broken, match="ended while a job was in it"):
+            job.ask({"code": "1"}, LONG)
     assert run(session, "2 + 2") == "4\n"
 
 

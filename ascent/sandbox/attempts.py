@@ -18,6 +18,8 @@ from ascent.sandbox.box import BoxLimits, Ended, Sandbox
 from ascent.sandbox.line import Line
 
 LIMITS = BoxLimits(seconds=1.0, memory=0.5, disk=4 << 20)
+PATIENCE = 60.0
+"""Seconds for an attempt that is not about time: one that has not ended by then has not been held."""
 SECRET = "ascent-secret-7c1d"
 REFUSED = (1, 13, 38)
 """EPERM, EACCES, ENOSYS: what a call that is walled off fails with. Any other error came from behind the wall."""
@@ -266,11 +268,12 @@ def try_all(kind: str = "auto", attempts: tuple[Attempt, ...] = ATTEMPTS) -> tup
 
 
 def make_attempt(box: Sandbox, host: dict[str, Any], each: Attempt) -> Result:
+    limited = each.kind == "limits"
     with box.job() as job:
         try:
-            answer = job.ask({"code": each.code, "host": host})
+            answer = job.ask({"code": each.code, "host": host}, LIMITS.seconds if limited else PATIENCE)
         except Ended as ended:  # by us, or by its own doing: either way it is no more
-            return Result(each, True, str(ended))
+            return Result(each, limited or "longer" not in str(ended), str(ended))
     if not isinstance(answer, dict) or "held" not in answer:
         return Result(each, False, str(answer.get("got", answer) if isinstance(answer, dict) else answer))
     return Result(each, True, str(answer["held"]))

@@ -113,7 +113,7 @@ class Sandbox:
             with theirs:
                 try:
                     socket.send_fds(self._control, [b"."], [theirs.fileno()])
-                    return BoxJob(ours, self.limits)
+                    return BoxJob(ours, self.limits, self._control)
                 except OSError as error:  # it has died
                     ours.close()
                     self.close()
@@ -152,9 +152,9 @@ def _end(ends: list[Any]) -> None:
 class BoxJob:
     """A process in a sandbox, and our end of its line."""
 
-    def __init__(self, line: socket.socket, limits: BoxLimits):
+    def __init__(self, line: socket.socket, limits: BoxLimits, control: socket.socket):
         line.setblocking(False)
-        self.line, self.limits = line, limits
+        self.line, self.limits, self.control = line, limits, control
         self.read = b""
         """What it has said of an answer that is not complete."""
 
@@ -173,7 +173,7 @@ class BoxJob:
             self.send(question, until)
             while (answer := self.receive()) is None:
                 self.wait(select.POLLIN, until)
-        except Ended:
+        except (Ended, Broken):
             self.close()
             raise
         return answer
@@ -204,12 +204,23 @@ class BoxJob:
             except OSError:
                 part = b""
             if not part:
+                if self._orphaned():
+                    raise Broken("the sandbox ended while a job was in it")
                 raise Ended("it closed its line")
             self.read += part
             if len(self.read) > self.limits.output:
                 raise Ended(f"sent more than {self.limits.output:,} bytes")
         line, _, self.read = self.read.partition(b"\n")
         return self._alive(line)
+
+    def _orphaned(self) -> bool:
+        """Has the warm process ended? It says nothing, so that all that can be read is that it is no more."""
+        try:
+            return not self.control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _alive(self, line: bytes) -> bytes | None:
         """The line, unless it is that of the warm process, after the job has ended: a blank line and how."""

@@ -1,10 +1,13 @@
 """A program and its tests, each in a sandbox of its own, and the calls that go between them.
 
 The tests have a stub in place of the entry point. What it is called with goes to the program as plain data, and what
-the program returns comes back as plain data, or as a proxy of an object that stays where it is. So the tests' own
-assertions judge it, in a process where nothing of the program runs, and the program never sees a test. Functions that
-tests pass are called back; objects of classes that the problem itself defines are copied; lists and the like that the
-program changed are changed in the tests too; exceptions are raised again, by the name of their class.
+the program returns comes back as plain data. So the tests' own assertions judge it, in a process where nothing of the
+program runs, and the program never sees a test. Of what is no data, iterators and functions stay where they are: the
+tests iterate or call them. Where the entry point is a class, its objects stay too, and answer for themselves. Any other
+object is refused, for it could say yes to whatever it is asked.
+
+Functions that tests pass are called back. Objects of classes that the problem itself defines are copied. Lists and the
+like that the program changed are changed in the tests too. Exceptions are raised again, by the name of their class.
 """
 
 import builtins
@@ -49,6 +52,8 @@ class Peer:
 
     def __init__(self, line: Line, prefix: bytes = b"", allowed: tuple[str, ...] = tuple(QUESTIONS)):
         self.line, self.prefix, self.allowed = line, prefix, allowed
+        self.objects = not prefix
+        """Are objects of the other end taken, and not only its iterators and functions?"""
         self.asked = 0
         """Questions so far."""
         self.held: list[Any] = []
@@ -62,31 +67,38 @@ class Peer:
         return encode(value, self._pack_other)
 
     def _pack_other(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Proxy:
+        cls = type(value)
+        if isinstance(value, Proxy):
             return {"~": "yours", "v": _number(value)}
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and value is getattr(builtins, name, self):
             return {"~": "builtin", "v": name}
-        if kind.__name__ in self.classes and hasattr(value, "__dict__"):
-            return {"~": "object", "c": kind.__name__, "v": self.pack(dict(vars(value)))}
+        if cls.__name__ in self.classes and hasattr(value, "__dict__"):
+            return {"~": "copy", "c": cls.__name__, "v": self.pack(dict(vars(value)))}
         if self.prefix and not isinstance(value, (*_FUNCTIONS, Iterator)):
-            raise NotData(f"a {kind.__name__} cannot be given to a program: it is not plain data")
+            raise NotData(f"a {cls.__name__} cannot be given to a program: it is not plain data")
         self.held.append(value)
-        return {"~": "mine", "v": len(self.held) - 1}
+        kind = "iterator" if isinstance(value, Iterator) else "function" if isinstance(value, _FUNCTIONS) else "object"
+        return {"~": kind, "v": len(self.held) - 1, "n": type(value).__name__[:60]}
 
     def unpack(self, tagged: Any) -> Any:
         return decode(tagged, self._unpack_other)
 
     def _unpack_other(self, tagged: Mapping[str, Any]) -> Any:
         match tagged:
-            case {"~": "mine", "v": int(number)}:
-                return Proxy(self, number)
+            case {"~": "function", "v": int(number)}:
+                return FunctionProxy(self, number)
+            case {"~": "iterator", "v": int(number)}:
+                return IteratorProxy(self, number)
+            case {"~": "object", "v": int(number)} if self.objects:
+                return ObjectProxy(self, number)
+            case {"~": "object", "v": int(), "n": name}:
+                raise NotData(f"it has a {name!s:.60}, which is not plain data")
             case {"~": "yours", "v": int(number)} if 0 <= number < len(self.held):
                 return self.held[number]
             case {"~": "builtin", "v": str(name)} if not self.prefix or isinstance(getattr(builtins, name, 0), type):
                 return getattr(builtins, name)
-            case {"~": "object", "c": str(name), "v": held} if name in self.classes:
+            case {"~": "copy", "c": str(name), "v": held} if name in self.classes:
                 made: Any = object.__new__(self.classes[name])
                 vars(made).update(self.unpack(held))
                 return made
@@ -177,15 +189,32 @@ def _change(value: Any, changed: Any) -> None:
 
 
 class Proxy:
-    """An object of the program, seen by a test. It is equal to nothing but itself, unless the test has made it."""
+    """What is at the other end. It is equal to nothing but itself."""
 
     def __init__(self, peer: Peer, number: int, made: bool = False, is_class: bool = False):
         object.__setattr__(self, "_of", (peer, number, made, is_class))
 
+
+class FunctionProxy(Proxy):
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return _ask(self, "call", *args, **named)
+
+
+class IteratorProxy(Proxy):
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return _ask(self, "next")
+
+
+class ObjectProxy(Proxy):
+    """The entry point, if it is a class, or an object of the program. Only one that the test has made is compared."""
+
     def __call__(self, *args: Any, **named: Any) -> Any:
         peer, number, _, is_class = object.__getattribute__(self, "_of")
         result = peer.ask("call", number, *args, **named)
-        return Proxy(peer, _number(result), made=True) if is_class and type(result) is Proxy else result
+        return ObjectProxy(peer, _number(result), made=True) if is_class and type(result) is ObjectProxy else result
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -203,9 +232,6 @@ class Proxy:
 
     def __iter__(self) -> Iterator[Any]:
         return _ask(self, "iter")
-
-    def __next__(self) -> Any:
-        return _ask(self, "next")
 
     def __contains__(self, item: Any) -> bool:
         return _of_type(bool, _ask(self, "in", item))
@@ -226,16 +252,16 @@ class Proxy:
         return _of_type(int, _ask(self, "hash"))
 
     def __instancecheck__(self, value: Any) -> bool:
-        return type(value) is Proxy and object.__getattribute__(value, "_of")[2]
+        return type(value) is ObjectProxy and object.__getattribute__(value, "_of")[2]
 
 
 def _number(proxy: Proxy) -> int:
     return object.__getattribute__(proxy, "_of")[1]
 
 
-def _ask(proxy: Proxy, what: str, *args: Any) -> Any:
+def _ask(proxy: Proxy, what: str, *args: Any, **named: Any) -> Any:
     peer, number, *_ = object.__getattribute__(proxy, "_of")
-    return peer.ask(what, number, *args)
+    return peer.ask(what, number, *args, **named)
 
 
 def _of_type(cls: type, value: Any) -> Any:
@@ -255,7 +281,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in OPERATORS:
-    setattr(Proxy, _name, _operator(_name))
+    setattr(ObjectProxy, _name, _operator(_name))
 
 
 def define(codes: list[str], name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from ascent.sandbox.line import Line
-from ascent.sandbox.peer import CALLED_BACK, Peer, Proxy, classes_of, define, exception_words
+from ascent.sandbox.peer import CALLED_BACK, ObjectProxy, Peer, classes_of, define, exception_words
 
 TO_PROGRAM, SO_FAR, VERDICT = b"P", b"S", b"V"
 """How lines of the tests begin: a question for the program, the count up to now, and the end."""
@@ -147,7 +147,8 @@ class Trial:
     def stub(self, name: str, is_class: bool) -> Any:
         """What stands for the entry point."""
         if is_class:
-            return Proxy(self.peer, 0, is_class=True)
+            self.peer.objects = True
+            return ObjectProxy(self.peer, 0, is_class=True)
 
         def stub(*args: Any, **named: Any) -> Any:
             return self.peer.ask("call", 0, *args, **named)

@@ -39,6 +39,8 @@ class _Job(NamedTuple):
     """A file that tells when its process has ended."""
     line: socket.socket
     folder: str
+    wiping: bool = False
+    """It is over, and this process wipes its folder."""
 
 
 def be_warm(control: int) -> NoReturn:
@@ -96,10 +98,12 @@ def fork_jobs(owner: socket.socket, guest: Guest, setup: dict[str, Any]) -> None
                 poll.register(job.line, getattr(select, "POLLRDHUP", 0))
             elif file in jobs:
                 job = jobs[file]
-                for place in (job.ended, job.line.fileno()):
+                for place in (job.ended, *([] if job.wiping else [job.line.fileno()])):
                     poll.unregister(place)
                     del jobs[place]
-                end_job(job)
+                if (wiper := end_job(job)) is not None:
+                    jobs[wiper.ended] = wiper
+                    poll.register(wiper.ended, select.POLLIN)
 
 
 def begin_job(line: socket.socket, owner: socket.socket, guest: Guest, setup: dict[str, Any]) -> _Job:
@@ -137,26 +141,54 @@ def enter(line: socket.socket, folder: str, setup: dict[str, Any]) -> None:
         kernel.install_filter(filters.for_process(setup["filter"], os.getpid()))
 
 
-def end_job(job: _Job) -> None:
+def end_job(job: _Job) -> _Job | None:
+    """Kill it, and say how it ended. A folder that is not empty is wiped by a process of its own, which is returned."""
     with suppress(ProcessLookupError):
         os.kill(job.pid, signal.SIGKILL)
     _, status = os.waitpid(job.pid, 0)
     os.close(job.ended)
-    if job.folder:
-        wipe(job.folder)
-    with job.line, suppress(OSError):
+    if not job.wiping:
         code = os.waitstatus_to_exitcode(status)
         words = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         job.line.setblocking(False)
-        job.line.send(b"\n" + json.dumps({"ended": words}).encode() + b"\n")
+        with suppress(OSError):
+            job.line.send(b"\n" + json.dumps({"ended": words}).encode() + b"\n")
+    if job.folder and not job.wiping:
+        try:
+            os.rmdir(job.folder)
+        except OSError:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    wipe(job.folder)
+                finally:
+                    os._exit(0)
+            return _Job(pid, os.pidfd_open(pid), job.line, job.folder, wiping=True)
+    job.line.close()
+    return None
 
 
 def wipe(folder: str) -> None:
-    """Remove a job's folder, whatever modes it has set. If that fails, this process ends, and the sandbox with it."""
+    """Remove a job's folder, whatever modes it has set and however deep it is: without recursion, and without paths."""
     os.chmod(folder, 0o700)
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            wipe(entry.path)
+    os.chdir(folder)
+    below: list[str] = []
+    while True:
+        inner = None
+        with os.scandir(".") as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    inner = entry.name
+                    break
+                os.unlink(entry.name)
+        if inner is not None:
+            os.chmod(inner, 0o700)
+            os.chdir(inner)
+            below.append(inner)
+        elif below:
+            os.chdir("..")
+            os.rmdir(below.pop())
         else:
-            os.unlink(entry.path)
+            break
+    os.chdir("/")
     os.rmdir(folder)
