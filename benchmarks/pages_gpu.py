@@ -1,6 +1,6 @@
 """Rollouts of equal lengths on one GPU: caches in pages against caches that reserve each row's limit.
 
-    python -m benchmarks.pages_gpu --before FOLDER [--shape 135m 1.5b] [--tokens 256 2048] [--turns 2] [--smoke]
+    python -m benchmarks.pages_gpu --before FOLDER [--shape 135m 1.5b] [--tokens 256 2048] [--turns 2] [--repeats 3]
 
 FOLDER is a checkout of commit f23e6f8, the last one with contiguous caches. Each side runs `benchmarks.rollouts_gpu` of
 this checkout, on its own library, in a process of its own. They take turns, and the best of each side counts. `value`
@@ -24,10 +24,10 @@ from benchmarks.common import ROOT, close, show
 KEPT = 0.95
 
 
-def measured(library: Path, shape: str, tokens: int) -> dict[str, Any]:
+def measured(library: Path, shape: str, tokens: int, repeats: int) -> dict[str, Any]:
     """What `rollouts_gpu` finds with the library of this checkout."""
     script = ROOT / "benchmarks" / "rollouts_gpu.py"
-    call = [sys.executable, str(script), "--shape", shape, "--tokens", str(tokens)]
+    call = [sys.executable, str(script), "--shape", shape, "--tokens", str(tokens), "--repeats", str(repeats)]
     done = subprocess.run(call, env=os.environ | {"PYTHONPATH": str(library)}, capture_output=True, text=True)
     if not done.stdout.strip():
         raise RuntimeError(f"{library}: {done.stderr.strip()[-2000:]}")
@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", nargs="+", choices=sorted(rollouts_gpu.SHAPES), default=list(rollouts_gpu.SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 2048], help="new tokens of every response")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of one turn, of which the median counts")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that it runs")
     options = parser.parse_args(argv)
     sides = {"pages": ROOT} | ({"contiguous": options.before.resolve()} if options.before else {})
@@ -52,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
             rates: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(options.turns):
                 for side, library in sides.items():
-                    one = rollouts_gpu.measure(shape, small) if options.smoke else measured(library, shape, tokens)
+                    one = (
+                        rollouts_gpu.measure(shape, small)
+                        if options.smoke
+                        else measured(library, shape, tokens, options.repeats)
+                    )
                     rates[side].append(one["tokens_per_second"])
             best = {side: max(each) for side, each in rates.items()}
             ratio = best["pages"] / best.get("contiguous", float("nan"))

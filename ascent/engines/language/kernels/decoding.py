@@ -23,8 +23,6 @@ TILE = 4096
 """Logits that one program of `_measure` reads."""
 MANY = 1000
 """Programs of the attention that fill the card with one warp each, if a key is short."""
-WARPS, STAGES = 4, 3
-"""Of the other programs: warps, and pages that are under way at once."""
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
@@ -97,7 +95,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
         KNOWN=KNOWN,
         LENGTH=LENGTH,
         NORMED=turn.norms is not None,
-        **({"num_warps": 1, "num_stages": 2} if small else {"num_warps": WARPS, "num_stages": STAGES}),
+        **({"num_warps": 1, "num_stages": 2} if small else {"num_warps": 4, "num_stages": 3}),
     )
     return out
 
@@ -159,8 +157,7 @@ def _attend(
             if tl.atomic_add(arrived + row * SHARED + head, 1) < count - 1:
                 return
             tl.store(arrived + row * SHARED + head, 0)
-            _join(parts, sums, out, (row * SHARED + head) * REPEAT, count, REPEAT, SPLITS, D)
-            return
+            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, ROWS, D)
     tl.store(out + mine[:, None] * D + c[None, :], (mixed / total[:, None]).to(q.dtype), inside[:, None])
 
 
@@ -171,18 +168,19 @@ def _nothing(ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _join(parts, sums, out, first, count, REPEAT: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr):
-    """The parts of a row, weighed by their sums, for one query head after the other."""
-    part, c = tl.arange(0, SPLITS), tl.arange(0, D)
-    inside = part < count
-    for head in range(first, first + REPEAT):
-        at = head * SPLITS + part
-        tops = tl.load(sums + at * 2, inside, other=-1e30, cache_modifier=".cg")
-        totals = tl.load(sums + at * 2 + 1, inside, other=0.0, cache_modifier=".cg")
-        mixed = tl.load(parts + at[:, None] * D + c[None, :], inside[:, None], other=0.0, cache_modifier=".cg")
-        by = tl.exp2(tops - tl.max(tops))
-        whole = tl.sum(by[:, None] * mixed, 0) / tl.sum(by * totals)
-        tl.store(out + head * D + c, whole.to(out.dtype.element_ty))
+def _joined(parts, sums, first, inside, count, ROWS: tl.constexpr, D: tl.constexpr):
+    """The parts of a row, weighed by their sums."""
+    c = tl.arange(0, D)
+    top, total, mixed = _nothing(ROWS, D)
+    for part in range(0, count):
+        top = tl.maximum(top, tl.load(sums + (first + part) * 2, inside, other=-1e30, cache_modifier=".cg"))
+    for part in range(0, count):
+        at = first + part
+        by = tl.exp2(tl.load(sums + at * 2, inside, other=-1e30, cache_modifier=".cg") - top)
+        total += by * tl.load(sums + at * 2 + 1, inside, other=0.0, cache_modifier=".cg")
+        mine = tl.load(parts + at[:, None] * D + c[None, :], inside[:, None], other=0.0, cache_modifier=".cg")
+        mixed += by[:, None] * mine
+    return total, mixed
 
 
 @triton.jit

@@ -33,12 +33,12 @@ SHARE = 0.25
 """Of the free memory, what the pages may take: they stay there while the learner works."""
 TOGETHER = 16
 """Prompts that are encoded together: a forward pass over one takes as long."""
-LONG, CHUNK = 512, 128
+LONG, CHUNK = 512, 256
 """Keys from which on rows may be split, and the fewest keys in a part."""
-PROGRAMS, UNEVEN = 1024, 1.5
+FEW, UNEVEN = 256, 1.5
 """They are split where there are fewer programs than this, or where the longest is this many times the mean."""
-PARTS = (8, 64)
-"""The fewest and the most parts of a row: as many as give twice as many programs as that."""
+PARTS = (8, 16)
+"""The most parts of a row, where there are many rows and where there are few."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
 PREFILL = 6
@@ -161,13 +161,9 @@ class GraphDecoder:
             self.graphs[key] = graph.replay
         return self.graphs[key]
 
-    def rows(self, count: int) -> int:
-        """How many rows the graph has that steps of so many responses take."""
-        return min([self.board.rows, *(n for n in BUCKETS if n >= count)])
-
     def choose(self, lanes: list[int]) -> int:
         """Let the next steps work on these lanes; how many rows such a step has."""
-        rows = self.rows(len(lanes))
+        rows = min([self.board.rows, *(n for n in BUCKETS if n >= len(lanes))])
         lanes = lanes + [self.board.rows] * (rows - len(lanes))
         if lanes != self.lanes_now:
             self.board.lanes[:rows].copy_(self.sent(lanes), non_blocking=True)
@@ -176,10 +172,10 @@ class GraphDecoder:
 
     def split(self, keys: list[int]) -> int:
         """Among how many programs a row is shared out, so that the longest does not keep the others waiting."""
-        longest, programs = max(keys), self.rows(len(keys)) * self.net.heads
-        if longest <= LONG or not (programs < PROGRAMS or longest > UNEVEN * sum(keys) / len(keys)):
+        longest, few = max(keys), len(keys) * self.net.heads < FEW
+        if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
             return 1
-        parts = 1 << (min(PARTS[1], max(PARTS[0], 2 * PROGRAMS // programs)) - 1).bit_length()
+        parts = PARTS[few]
         end = longest + PAGE + ROUND  # a prompt's last page may be half empty
         chunk = max(CHUNK, -(-end // parts // PAGE) * PAGE)
         if chunk != self.chunk_now:
@@ -229,6 +225,8 @@ class Run:
         self.launches = 0
         self.flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
+        self.most: int | None = None
+        """Rows that may run at once, until some of them are over or asked about; None: as many as there are lanes."""
         self.held: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
         self.fed: dict[int, int] = {}
@@ -249,6 +247,8 @@ class Run:
                     flight()
                 elif launched is None and self.drawn.asked:
                     self._hear(wait=True)
+                    # all rows wait for their environments together, and the card for them: let half of them go first
+                    self.most = -(-len(self.schedule.rows) // 2)
             self._land()
         self.drawn.timeline.stop()
         self._collect()
@@ -266,7 +266,7 @@ class Run:
     def _admit(self) -> None:
         """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
         schedule, there = self.schedule, set(self.schedule.rows)
-        entering = schedule.admit(ROUND)
+        entering = schedule.admit(ROUND, self.most)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
             extend(self.decoder.lm, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
@@ -380,6 +380,7 @@ class Run:
                 fresh = read[1][i] if len(read) > 1 else None
                 lengths[row.response] = self.drawn.over(row.response, start, stop, done[row.lane], fresh)
         over = [row for row, _, _ in ran if lengths.get(row.response)]
+        self.most = None if over else self.most
         if over and self.drawn.turns is not None:
             over = self._ask(over, lengths)
         if over:

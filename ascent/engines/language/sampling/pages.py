@@ -135,14 +135,18 @@ class Schedule:
     def running(self) -> list[Row]:
         return [row for row in self.rows.values() if row.lane != NOWHERE]
 
-    def admit(self, ahead: int = 1) -> list[Row]:
-        """Rows that now get a lane, parked ones that are ready and then waiting ones, with room for `ahead` tokens."""
+    def admit(self, ahead: int = 1, most: int | None = None) -> list[Row]:
+        """Rows that now get a lane, parked ones that are ready and then waiting ones, with room for `ahead` tokens.
+
+        `most`: how many may run then, if fewer than there are lanes.
+        """
         entering: list[Row] = []
-        while self.free_lanes and self.ready and self._widen(row := self.rows[self.ready[0]], ahead):
+        lanes = len(self.free_lanes) if most is None else min(len(self.free_lanes), most - len(self.running))
+        while len(entering) < lanes and self.ready and self._widen(row := self.rows[self.ready[0]], ahead):
             self.ready.popleft()
             row.lane = self.free_lanes.pop()
             entering.append(row)
-        while self.free_lanes and self.waiting and (new := self._enter(self.waiting[0], ahead)) is not None:
+        while len(entering) < lanes and self.waiting and (new := self._enter(self.waiting[0], ahead)) is not None:
             self.waiting.popleft()
             new.lane = self.free_lanes.pop()
             entering.append(new)
