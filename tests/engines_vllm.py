@@ -150,6 +150,17 @@ def test_a_relay_beside_the_engine_takes_weights_and_hands_on_responses(
     same(served.sampler.generate(served.prompts(), 2, seed=version, limit=16), rollouts)
 
 
+def test_a_server_of_another_model_is_trouble_and_stays_usable(served: Served, tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", hidden_size=64, head_dim=16)
+    policy = CausalLM(str(other), device="cpu", engine="vllm", engine_url=(served.url,), engine_deadline=60.0)
+    sampler = ServedSampler(policy, policy.load(), 40, 512, 0.7, torch.Generator())
+    with pytest.raises(Trouble, match=r"lost 4 times in a row|Does the server serve this model"):
+        sampler.load({}, 0)
+    sampler.close()
+    served.sampler.load({}, served.sampler.version + 1)
+    assert gap(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
+
+
 def test_two_steps_of_training_on_the_command_line(served: Served, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -105,6 +105,7 @@ def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
     listening = [line.split() for line in open("/proc/net/tcp")][1:]  # noqa: SIM115
     ours = [line[1] for line in listening if int(line[1].partition(":")[2], 16) == group.port and line[3] == "0A"]
     assert ours == [f"0100007F:{group.port:04X}"]
+    assert group.wait.total_seconds() > 9.0, "the deadline of the request comes before NCCL's, which ends the process"
 
 
 def test_a_server_is_started_for_a_broadcast_and_others_are_refused() -> None:

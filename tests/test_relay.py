@@ -219,7 +219,13 @@ def test_without_the_key_nothing_is_said_or_done(quiet: Relaying, key: str) -> N
     "target",
     [
         *("/collective_rpc", "/update_weights", "/inference/v1/generate", "/generate/", "//generate", "/Generate"),
-        *("/generate?x=1", "/health/../collective_rpc", "/generate%2f..%2fcollective_rpc", "/weights/../../etc/passwd"),
+        *(
+            "/about?x=1",
+            "/generate?x=1",
+            "/health/../collective_rpc",
+            "/generate%2f..%2fcollective_rpc",
+            "/weights/../../etc/passwd",
+        ),
         *("http://127.0.0.1:9/collective_rpc", "/health#/collective_rpc", "/\\collective_rpc"),
     ],
 )

@@ -306,6 +306,18 @@ def test_a_server_of_another_version_or_with_too_little_room_gets_no_weights(sta
 
 @every_engine
 @pytest.mark.long
+def test_a_server_of_another_engine_among_the_others_is_trouble(stack: ExitStack, engine: str) -> None:
+    (other,) = STAND_INS.keys() - {engine}
+    strange = stack.enter_context(serving(deepcopy(model_of(**SMALL).model), other))
+    urls = iter([None, strange.url + "/"])
+    world = World(stack, servers=2, engine=engine, through=lambda server: next(urls) or server.url)
+    with pytest.raises(Trouble, match=r"(Is it|not that of) (vLLM 0\.32|SGLang 0\.5\.23)"):
+        world.load(0)
+    assert not strange.received
+
+
+@every_engine
+@pytest.mark.long
 @pytest.mark.parametrize(("last", "words"), [(7, "at token 7, which does not end one here"), (3, "")])
 def test_a_response_that_ends_too_early_is_trouble(stack: ExitStack, engine: str, last: int, words: str) -> None:
     """As one does that a server cuts for want of memory, or at an end token that is not the model's."""

@@ -191,7 +191,7 @@ class Client:
 
     def _advice(self, reply: Any) -> str:
         if reply.status_code == 401:
-            return ". Is the key the one of that `ascent engine`"
+            return ". Is the key the one of that `ascent engine`?"
         if reply.status_code != 404:
             return ""
         return f". {self.dialect.advice}? docs/serving.md has the command"

@@ -26,13 +26,16 @@ from ascent.engines.serving.vllm import VLLM
 from ascent.engines.serving.weights import Manifest
 
 LOOPBACK = "127.0.0.1"
+PATIENCE = 4
+"""NCCL ends its whole process when its own time is over. So that is this many times the deadline, which comes first."""
 
 
 class WeightGroup:
     """A process group of this process, rank 0, and the workers of one server. They meet at a store on loopback."""
 
     def __init__(self, size: int, device: torch.device, seconds: float):
-        self.size, self.device, self.wait = size, device, timedelta(seconds=seconds)
+        self.size, self.device = size, device
+        self.wait = timedelta(seconds=seconds * (PATIENCE if self.backend == "nccl" else 1))
         listening = socket.create_server((LOOPBACK, 0))
         self.port = listening.getsockname()[1]
         self.store = dist.TCPStore(
@@ -105,7 +108,8 @@ class Collective(VLLM):
         workers = int((await server.ask("/get_world_size"))["world_size"])
         group = WeightGroup(1 + workers, self.device, self.seconds)
         self._groups[server.url] = group
-        about = {"port": group.port, "size": group.size, "backend": group.backend, "seconds": self.seconds}
+        about: dict[str, Any] = {"port": group.port, "size": group.size, "backend": group.backend}
+        about["seconds"] = group.wait.total_seconds()
         await both(server.ask("/init_weight_transfer_engine", {"init_info": about}), group.join)
 
     async def update(self, server: Spoken, weights: Manifest) -> None:

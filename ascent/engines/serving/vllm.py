@@ -25,7 +25,7 @@ class VLLM(Dialect):
     narrowed = "its log-probs are then over what is left, and it does not say which probability they kept"
     transfer = "file"
     """Its name among vLLM's ways to transfer weights; `inside/ascent_worker.py` has registered it."""
-    advice = "Was it started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+    advice = "Is it vLLM 0.32, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
     def body(self, request: Request, salt: str) -> dict[str, Any]:
         drawn: dict[str, Any] = {"temperature": 0.0}
