@@ -1,6 +1,7 @@
 """Sampling ahead: what it costs per sample, what it saves, and whether any token is older than allowed.
 
     python -m benchmarks.ahead [--seeds 100] [--schedules 1000] [--smoke]
+    python -m benchmarks.ahead --engine .engines/vllm      the part with a serving engine, benchmarks/ahead_engine.py
 
 Three parts. **Schedules**: the loop's own tickets, with a sampler whose responses have random lengths and appear at
 random speeds by a clock of its own, killed and resumed at random: no token may be older than K updates. **Learning**:
@@ -38,6 +39,7 @@ from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import CausalLM, PerPosition
 from ascent.records.statistics import interval
 from ascent.tasks.small.sort import Sort
+from benchmarks import ahead_engine
 from benchmarks.common import close, markdown, pair, show, write_page
 from benchmarks.many import train_many
 from benchmarks.peers.models import SMOKE, random_model
@@ -183,7 +185,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--smoke", action="store_true", help="few and short, only to see that it runs")
+    parser.add_argument("--engine", help="the environment of vLLM; `make engines` makes .engines/vllm")
+    parser.add_argument("--kills", type=int, default=20, help="with --engine: how often its server is killed")
+    parser.add_argument("--repeats", type=int, default=5, help="with --engine: how often its speed is measured")
     options = parser.parse_args(argv)
+    if options.engine:
+        return ahead_engine.measure(options.engine, options.kills, options.repeats)
     smoke = options.smoke
     rng = random.Random(0)
     tried = [try_schedule(rng) for _ in range(5 if smoke else options.schedules)]
@@ -208,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         schedules=len(tried), resumes=resumes, lanes=markdown(head, table), learned=markdown(columns, rows),
         seeds=options.seeds, ratio=passes[0] / passes[1],
     )  # fmt: skip
-    write_page("ahead", text)
+    write_page("ahead", f"{text}\n\n{ahead_engine.section()}")
     return close("ahead", passes[1], passes[0], SAVED, passes[1] <= SAVED * passes[0], learning=rows, **more)[1]
 
 

@@ -180,9 +180,18 @@ def test_a_run_that_samples_ahead_and_is_killed_equals_its_journal(served: Serve
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder, size = tmp_path / "run", ["--steps", "12", "--prompts", "2", "--samples", "4", "--max-tokens", "24"]
-    size += ["--ahead", "3", "--checkpoint-every", "100", "--eval-prompts", "4", "--eval-every", "4", "--lr", "0.01"]
+    size += ["--ahead", "3", "--checkpoint-every", "100", "--no-keep-best", "--eval-prompts", "4", "--eval-every", "4"]
     engine = ["--engine", "vllm", "--engine.url", served.url, "--policy.device", "cpu", "--out", str(folder)]
-    task = [f"jsonl:{tmp_path}/rows.jsonl", "--model", str(served.model), "--max-prompt", "64", "--no-preflight"]
+    task = [
+        f"jsonl:{tmp_path}/rows.jsonl",
+        "--model",
+        str(served.model),
+        "--max-prompt",
+        "64",
+        "--no-preflight",
+        "--lr",
+        "0.01",
+    ]
     training = Popen([sys.executable, "-m", "ascent", "train", *task, *size, *engine], stdout=DEVNULL, stderr=DEVNULL)
     while len(numbers(folder)) < 6:
         assert training.poll() is None

@@ -42,7 +42,7 @@ class StandIn:
         self.model = model.eval().requires_grad_(False)
         for p in self.model.parameters():  # as vLLM's dummy weights: nothing works before a load
             p.data = torch.zeros_like(p)
-        self.version, self.paused, self.received = "none", False, {}
+        self.version, self.paused, self.received = "default", False, {}
         self.untouched: list[str] = []
         self.asked: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -54,6 +54,8 @@ class StandIn:
         """The weights of the keys and values of each response that is being written."""
         self.hold_at, self.held = -1, 0
         """The token before which every response waits, until it is another; and how many wait there."""
+        self.kills: list[int] = []
+        """After how many tokens and calls, each time, it is killed and at once started again."""
         # how it misbehaves
         self.die_after = self.hang_after = -1
         """Requests until it drops every connection, or answers none, until it is told otherwise."""
@@ -70,11 +72,22 @@ class StandIn:
     def kill(self) -> None:
         """As kill -9 does: whoever waits loses the connection, and nothing is left."""
         with self.lock:
-            self.dead, self.life, self.paused, self.version = True, self.life + 1, False, "none"
+            self.dead, self.life, self.paused, self.version = True, self.life + 1, False, "default"
             self.cache, self.running = {}, {}
             for p in self.model.parameters():
                 p.data = torch.zeros_like(p)
             self.lock.notify_all()
+
+    def live(self) -> None:
+        """One more token or call, unless it dies of it."""
+        with self.lock:
+            if self.kills and not self.kills[0]:
+                self.kills.pop(0)
+                self.kill()
+                self.revive()
+                raise ConnectionError
+            if self.kills:
+                self.kills[0] -= 1
 
     def revive(self) -> None:
         self.die_after, self.dead = -1, False
@@ -113,6 +126,7 @@ class StandIn:
                 self._wait(len(tokens) if ends else -2)
                 if life != self.life:
                     raise ConnectionError
+                self.live()
                 weights = self.running.setdefault(me, self.weights_for(ids, salt))
                 out = torch.func.functional_call(self.model, weights, (torch.tensor([ids + tokens]),), tie_weights=True)
                 z = out.logits[0, -1].float()
@@ -166,6 +180,8 @@ class StandIn:
         if where == self.generates:
             return self.respond(body)
         with self.lock:
+            if where != "/health":
+                self.live()
             return self.say(where, body)
 
     def respond(self, body: dict[str, Any]) -> tuple[int, Any]:

@@ -6,6 +6,7 @@ The server is a stand-in (tests/stand_in.py); tests/engines_vllm.py asks a real 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -231,6 +232,36 @@ def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(st
     world.server.revive()
     world.load(7)
     assert not world.sampler.fleet.servers[0].down and world.server.version == "7"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("servers", [1, 2])
+def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
+    monkeypatch.setattr(probe, "TOKENS", 2)
+    world, rng, ahead = World(stack, servers=servers, rows=3), random.Random(servers), 2
+    gaps = [gap for _ in range(10) for gap in (rng.randrange(30), rng.randrange(40, 70))]
+    for place, server in enumerate(world.servers):
+        server.kills = gaps[place::servers]
+    number, asked = 0, dict[int, int]()
+    while any(server.kills for server in world.servers):
+        world.load(number)
+        for later in range(number, number + ahead + 1):
+            if later not in asked.values():
+                world.sampler.submit(tickets(later, samples=3))
+                (seeds,) = [one.seeds for one in world.sampler.pending if one.ticket.step == later]
+                assert seeds is not None
+                asked |= dict.fromkeys(seeds.flatten().tolist(), later)
+        groups = step(world.sampler, number)
+        versions = torch.cat([each.version.expand(each.mask.shape)[each.mask] for each in groups])
+        assert number - ahead <= int(versions.min()) <= int(versions.max()) <= number
+        assert [one.ticket.step for one in world.sampler.pending] == [number + 1, number + 2]
+        world.move(0.01)
+        number += 1
+        assert number < 100
+    bodies = [body for server in world.servers for body in server.asked if body]  # one that was given up may be empty
+    sent = {body["sampling_params"]["seed"] for body in bodies} - {0, 1}  # probes
+    assert sent <= asked.keys() and number > 5
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------

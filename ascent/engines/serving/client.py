@@ -157,6 +157,8 @@ class Client:
         with self._reading():
             answer = self.dialect.read(reply)
         tokens, logp, versions, aborted, _ = answer
+        if -1 in versions:
+            raise Lost(f"{self.url} was started again, and has no weights yet")
         if not (len(tokens) == len(logp) == len(versions)) or not (tokens or aborted):
             raise Trouble(
                 f"{self.url}: a response of {len(tokens)} tokens came with {len(logp)} log-probs and {len(versions)} "

@@ -131,5 +131,6 @@ class Dialect(ABC):
 
 
 def versions_of(spans: Any) -> list[int]:
-    """The version of each token, from spans of tokens."""
-    return [int(span["version"]) for span in spans or [] for _ in range(int(span["start"]), int(span["end"]))]
+    """The version of each token, from spans of tokens; −1: the server has not got any weights from us."""
+    named = {span["version"]: -1 if span["version"] == "default" else int(span["version"]) for span in spans or []}
+    return [named[span["version"]] for span in spans or [] for _ in range(int(span["start"]), int(span["end"]))]

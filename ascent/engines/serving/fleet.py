@@ -1,12 +1,11 @@
 """The servers of a run. They get each version's weights and a probe before any request; a lost one is brought back."""
 
+import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ascent.core.types import Trouble
 from ascent.engines.serving.client import Calls, Client, Lost
@@ -37,6 +36,8 @@ class Server:
     """How often it got weights or was given up: what an earlier life owed and lost is asked for again."""
     known: bool = False
     """Was it asked what it is, since it was started or came back?"""
+    probed: list[Answer] = field(default_factory=list)
+    """What it answered to the latest probe."""
     down: bool = False
     """Is it left alone until the next load, because others serve?"""
 
@@ -120,44 +121,27 @@ class Fleet:
         with prepared(checkpoint_tensors(self.lm), self._dialect.by_file) as weights:
             left = servers
             while left:
-                lost = self._lost(left, [self._load(server, weights) for server in left])
-                left = [server for server, why in lost if self._bring_back(server, why)]
+                lost = zip(left, self.calls.together([self._equip(server, weights) for server in left]), strict=True)
+                left = [server for server, why in lost if why and self._bring_back(server, why)]
         self._served = self.version
         for server in servers:
             server.life += 1
             if not server.down:
-                self._check(server)
+                self.probe.check(server.probed, server.client.url, self.version)
 
-    async def _load(self, server: Server, weights: Manifest) -> None:
-        if not server.known:
-            await server.client.greet(self._serving)
-            server.known = True
-        await server.client.load(weights, self.version)
-
-    def _lost(self, servers: list[Server], calls: list[Coroutine[Any, Any, None]]) -> list[tuple[Server, str]]:
-        """Which of the servers were lost during these calls, and how."""
-
-        async def outcome(call: Coroutine[Any, Any, None]) -> str:
-            try:
-                await call
-            except Lost as error:
-                return str(error)
-            return ""
-
-        words = self.calls.together([outcome(call) for call in calls])
-        return [(server, why) for server, why in zip(servers, words, strict=True) if why]
-
-    def _check(self, server: Server) -> None:
-        """Probe it. A response to a probe ends at no token."""
-        requests = [
-            Request(prompt, self.probe.tokens, self.probe.temperature, seed, ())
-            for seed, prompt in enumerate(self.probe.prompts)
-        ]
+    async def _equip(self, server: Server, weights: Manifest) -> str:
+        """Weights for a server, and its answers to the probe, which end at no token; how it was lost, if it was."""
+        client, probe, salt = server.client, self.probe, f"{self._run}-{self.version}"
         try:
-            answers = self.calls.together([server.client.generate(each, self._salt) for each in requests])
+            if not server.known:
+                await client.greet(self._serving)
+                server.known = True
+            await client.load(weights, self.version)
+            requests = [Request(ids, probe.tokens, probe.temperature, i, ()) for i, ids in enumerate(probe.prompts)]
+            server.probed = await asyncio.gather(*(client.generate(each, salt) for each in requests))
         except Lost as error:
-            raise Trouble(f"the engine was lost while it was probed: {error}{server.words()}") from None
-        self.probe.check(answers, server.client.url, self.version)
+            return str(error)
+        return ""
 
     # ---- servers that are lost
 
@@ -178,9 +162,7 @@ class Fleet:
         if server.process is None and any(not other.down for other in self.servers if other is not server):
             server.down = True
             return False
-        server.lost += 1
-        if server.lost > TRIES:
-            raise Trouble(f"the engine was lost {server.lost} times in a row. The last time: {why}{server.words()}")
+        self._count(server, why)
         if server.process is not None:
             self._start(server)
             return True
@@ -194,13 +176,23 @@ class Fleet:
             time.sleep(0.2)
         return True
 
+    def _count(self, server: Server, why: str) -> None:
+        server.lost += 1
+        if server.lost > TRIES:
+            raise Trouble(f"the engine was lost {server.lost} times in a row. The last time: {why}{server.words()}")
+
     def _start(self, server: Server) -> None:
+        """Start our server, and once more where it is killed before it answers."""
         assert server.process is not None
         server.process.end()
         server.process.start()
         old, server.client = server.client, self._client(server.process.url)
         self.calls.together([old.close()])
-        server.process.wait(lambda: self.calls.together([server.client.alive()])[0])
+        try:
+            server.process.wait(lambda: self.calls.together([server.client.alive()])[0])
+        except Lost as error:
+            self._count(server, str(error))
+            self._start(server)
 
     def close(self) -> None:
         if self.calls.loop.is_closed():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused, Trouble
+from ascent.engines.serving.client import Lost
 from ascent.engines.serving.dialect import Dialect, Serving
 
 START = 600.0
@@ -64,9 +65,15 @@ class Process:
         return [*self.dialect.arguments(self.serving, model, self.port), *self.args]
 
     def wait(self, answers: Any) -> None:
-        """Until `answers()` is true. Trouble with the end of its log where it ends before, or takes too long."""
+        """Until `answers()` is true. Trouble with the end of its log where it ends before, or takes too long.
+
+        Lost: somebody has killed it.
+        """
         until = time.monotonic() + START
         while not answers():
+            if self.ended == -signal.SIGKILL:
+                self.end()
+                raise Lost(f"the server of --engine {self.dialect.name} was killed while it started")
             if self.ended is not None or time.monotonic() > until:
                 why = f"has not answered within {START:g} seconds" if self.ended is None else f"ended with {self.ended}"
                 self.end()
