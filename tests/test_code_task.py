@@ -26,7 +26,7 @@ from ascent.sandbox.judge import BrokenTests, CodeProblem, ProgramJudge, Verdict
 from ascent.sandbox.values import NotData, decode, encode
 from ascent.settings import configure
 from ascent.tasks import sandboxed
-from ascent.tasks.text.code import Code, in_form, programs_of, read_humaneval
+from ascent.tasks.text.code import Code, in_form, parses, programs_of, read_humaneval
 from ascent.tasks.text.grading import Grading, self_test
 from benchmarks.sandbox import CHEATS
 from benchmarks.sandbox import TESTS as CHECK
@@ -169,6 +169,7 @@ WORKS = {
     "an iterator as an argument": ("def f(xs): return sum(xs)", "assert f(iter([1, 2])) == 3"),
     "an error by its class": ("def f(): return {}['a']", "try:\n    f()\n    assert False\nexcept KeyError as e:\n    assert e.args == ('a',)"),
     "an error class of its own": ("class E(ValueError): pass\ndef f(): raise E('no')", "try:\n    f()\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"),
+    "an end of file": ("def f(x): return input() if x else 3", "try:\n    f(1)\n    assert False\nexcept EOFError:\n    pass\nassert f(0) == 3"),
     "nan": ("def f(): return float('nan')", "assert f() != f()"),
     "large numbers": ("def f(): return 7 ** 9999", "assert f() == 7 ** 9999"),
     "half surrogates": ("def f(): return '\\ud800'", "assert f() == '\\ud800'"),
@@ -259,6 +260,9 @@ def test_what_is_wrong_with_a_program_is_said(judge: ProgramJudge, program: str,
 def test_tests_that_do_not_run_are_no_programs_fault(judge: ProgramJudge) -> None:
     with pytest.raises(BrokenTests, match="SyntaxError"):
         verdict(judge, "def f(x): return x", "assert f(")
+    for program in ("def f(x): return x", "def f("):
+        with pytest.raises(BrokenTests, match="NameError"):
+            verdict(judge, program, "assert f(1) == 1", "import math\nno_such_name")
     with pytest.raises(BrokenTests, match="ModuleNotFoundError"):
         verdict(judge, "def f(x): return x", "import no_such_module\nassert f(1) == 1")
 
@@ -297,6 +301,7 @@ def test_programs_are_found_in_responses() -> None:
     block = "Sure:\n```python\ndef f(): pass\n```\nand\n```\nf()\n```"
     assert programs_of(block, "")[:2] == ["def f(): pass\n", "f()\n"]
     assert programs_of("    return 1", "def f():\n") == ["    return 1", "def f():\n    return 1\n"]
+    assert parses("reverse") and not parses("reverse", with_names=True) and parses("def f(): ...", with_names=True)
     assert in_form(block, "f") and not in_form("def f(): pass", "f") and not in_form("```python\ndef f(): pass", "f")
 
 

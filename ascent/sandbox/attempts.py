@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascent.sandbox.box import BoxLimits, Ended, Sandbox
-from ascent.sandbox.line import Line
+from ascent.sandbox.line import Closed, Line
 
 LIMITS = BoxLimits(seconds=1.0, memory=0.5, disk=4 << 20)
 PATIENCE = 60.0
@@ -210,7 +210,7 @@ def serve_attempts(_: dict[str, Any]) -> Callable[[Line], None]:
     """A guest that makes the attempts that it is sent, and says what they got."""
 
     def make(line: Line) -> None:
-        with suppress(EOFError):
+        with suppress(Closed):
             while True:
                 line.write(attempt(line, line.read()))
 

@@ -73,19 +73,28 @@ class ProgramJudge:
         until = time.monotonic() + self.limits.seconds
         with self.programs.job() as program, self.tests.job() as tests:
             given = {"prelude": problem.prelude, "programs": list(programs), "entry": problem.entry}
-            try:
-                loaded = program.ask(given, until - time.monotonic())
-            except Ended as ended:
-                return Verdict(0, 0, f"the program {ended}")
-            if not isinstance(loaded, dict) or "class" not in loaded:
-                return Verdict(0, 0, f"the program does not run: {_words(loaded)}")
             asked = {"prelude": problem.prelude, "tests": problem.tests, "entry": problem.entry}
-            first = json.dumps(asked | {"class": loaded["class"] is True}).encode()
-            return _Relay(program, tests, until)(first)
+            try:
+                loaded, wrong = program.ask(given, until - time.monotonic()), "it said nothing"
+                if isinstance(loaded, dict) and "class" in loaded:
+                    return _Relay(program, tests, until)(
+                        json.dumps(asked | {"class": loaded["class"] is True}).encode()
+                    )
+                wrong = str(loaded.get("error", wrong))[:300] if isinstance(loaded, dict) else wrong
+                wrong = f"the program does not run: {wrong}"
+            except Ended as ended:
+                wrong = f"the program {ended}"
+            return Verdict(0, self._count(tests, json.dumps(asked | {"class": False}).encode()), wrong)
 
-
-def _words(reply: Any) -> str:
-    return str(reply.get("error", "it said nothing"))[:300] if isinstance(reply, dict) else "it said nothing"
+    def _count(self, tests: BoxJob, asked: bytes) -> int:
+        """How many tests there are, for a program that none is run on; `BrokenTests` if they would not run either."""
+        try:
+            found = json.loads(tests.ask_bytes(asked)[1:])
+        except Ended as ended:
+            raise BrokenTests(f"the tests {ended}") from None
+        if "broken" in found:
+            raise BrokenTests(f"the tests do not run: {found['broken']}")
+        return int(found["total"])
 
 
 class _Relay:

@@ -7,8 +7,12 @@ from typing import Any
 PART = 1 << 16
 
 
+class Closed(BaseException):
+    """The other end is gone, and so the job is over. No code in a job catches it by catching what goes wrong."""
+
+
 class Line:
-    """Reads and writes, one value after the other. At the end of the line the job ends: `EOFError`."""
+    """Reads and writes, one value after the other; `Closed` at the end."""
 
     def __init__(self, end: socket.socket):
         self.socket, self.rest = end, b""
@@ -21,7 +25,7 @@ class Line:
         while b"\n" not in parts[-1]:
             parts.append(self.socket.recv(PART))
             if not parts[-1]:
-                raise EOFError
+                raise Closed
         whole, _, self.rest = b"".join(parts).partition(b"\n")
         return whole
 

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ascent.sandbox.line import Line
+from ascent.sandbox.line import Closed, Line
 from ascent.sandbox.values import NotData, decode, encode
 
 WORDS = 300
@@ -140,7 +140,7 @@ class Peer:
             changed = [self.pack(value) if isinstance(value, list | dict | set) else None for value in args]
             other = any(c is not None and c != q for c, q in zip(changed, question["args"], strict=True))
             reply: dict[str, Any] = {"is": result, "changed": changed} if other else {"is": result}
-        except EOFError:
+        except Closed:
             raise
         except BaseException as error:
             reply = _raised(error)

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ascent.sandbox.line import Line
+from ascent.sandbox.line import Closed, Line
 
 PRINTED = 20_000
 """Characters of one call's output that are kept."""
@@ -26,7 +26,7 @@ def answer_calls(line: Line) -> None:
     while True:
         try:
             code = line.read()["code"]
-        except EOFError:
+        except Closed:
             return
         line.write({"text": run_shown(code, scope)})
 

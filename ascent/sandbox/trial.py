@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
-from ascent.sandbox.line import Line
+from ascent.sandbox.line import Closed, Line
 from ascent.sandbox.peer import CALLED_BACK, ObjectProxy, Peer, classes_of, define, exception_words
 
 TO_PROGRAM, SO_FAR, VERDICT = b"P", b"S", b"V"
@@ -63,7 +63,7 @@ def run_program(line: Line) -> None:
     while True:
         try:
             question = line.read()
-        except EOFError:
+        except Closed:
             return
         peer.answer(question)
 
@@ -116,7 +116,7 @@ def run_tests(line: Line) -> None:
         scope[given["entry"]] = scope["candidate"] = trial.stub(given["entry"], given["class"])
         sources = [ast.parse(source, "<tests>") for source in given["tests"]]
         units = [split_tests(tree) for tree in sources]
-    except EOFError:
+    except Closed:
         return
     except BaseException as error:
         return line.write({"broken": exception_words(error)}, VERDICT)
@@ -126,7 +126,7 @@ def run_tests(line: Line) -> None:
     for tree, count in zip(sources, units, strict=True):
         try:
             trial.run(tree, count, scope, given["entry"])
-        except EOFError:
+        except Closed:
             return
         except BaseException as error:
             if not trial.peer.asked:  # the program had no part in it
@@ -161,7 +161,7 @@ class Trial:
         self.say(SO_FAR)
 
     def failed(self, error: BaseException, what: str) -> None:
-        if isinstance(error, EOFError) and not error.args:  # the line is closed
+        if isinstance(error, Closed):
             raise error
         words = exception_words(error)
         self.why = self.why or (f"{what} fails" + ("" if words == "AssertionError" else f": {words}"))

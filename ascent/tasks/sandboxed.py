@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ascent.sandbox.box import BoxLimits, Broken, Ended, Sandbox
-from ascent.sandbox.line import Line
+from ascent.sandbox.line import Closed, Line
 from ascent.sandbox.walls import NoWalls, Walls, choose
 from ascent.tasks.base import refuse
 from ascent.tasks.calls import REASON, Call, Job, Wrong, compute, error_words, read_call
@@ -120,7 +120,7 @@ def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
     ]
 
     def answer(line: Line) -> None:
-        with suppress(EOFError):
+        with suppress(Closed):
             while True:
                 question = line.read()
                 line.write({"call": described} if "describe" in question else _compute(call, question))

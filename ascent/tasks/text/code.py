@@ -105,7 +105,7 @@ class Code(TableTask):
                 refuse(f"{where}, column {name}: it is Python; got {code!r:.60}")
             if name != "solution" and not parses(code):
                 refuse(f"{where}, column {name} is not Python: {code.strip()!r:.80}")
-        given = prompt if parses(prompt) else ""
+        given = prompt if parses(prompt, with_names=True) else ""
         words = f"Complete this Python code.\n```python\n{prompt.rstrip()}\n```" if given else prompt
         if not given and not re.search(rf"\b{entry}\b", prompt):
             words = f"{prompt.rstrip()}\nCall it `{entry}`."
@@ -178,9 +178,11 @@ def _mentions(code: str, entry: str) -> bool:
     return re.search(rf"^\s*(?:async def|def|class)\s+{entry}\b|^{entry}\s*=", code, re.MULTILINE) is not None
 
 
-def parses(code: str) -> bool:
+def parses(code: str, with_names: bool = False) -> bool:
+    """Is it Python, and (`with_names`) does it define or import anything? A word alone is Python too."""
     try:
-        ast.parse(code)
+        body = ast.parse(code).body
     except (SyntaxError, ValueError):
         return False
-    return True
+    naming = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return not with_names or any(isinstance(node, naming) for node in body)
