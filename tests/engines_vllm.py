@@ -236,8 +236,8 @@ def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(serve
 
 
 def test_weights_arrive_by_a_broadcast(tmp_path: Path) -> None:
-    """As over NCCL, but over gloo: a server of its own, with tied embeddings."""
-    served = Served(tmp_path, tied=True, engine_transport="nccl")
+    """As over NCCL, but over gloo: a server of its own, with tied embeddings, and adapters that are merged for it."""
+    served = Served(tmp_path, tied=True, engine_transport="nccl", lora=4)
     try:
         for version in (1, 2, 3):
             served.move(version)

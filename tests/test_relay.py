@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import httpx
@@ -348,3 +350,18 @@ def test_the_command_listens_to_other_machines_only_with_a_certificate(monkeypat
         EngineCommand.read(["vllm", "--url", "http://10.0.0.1:1"]).execute()
     with pytest.raises(Refused, match=r"\$ASCENT_ENGINE_KEY has no key"):
         EngineCommand.read(["sglang"]).execute()
+
+
+@pytest.mark.slow
+def test_the_command_relays_until_it_is_told_to_end(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o600)
+    words = ["engine", "sglang", "--port", "0", "--key-file", str(tmp_path / "key"), "--url", "http://[::1]:9/"]
+    with Popen([sys.executable, "-m", "ascent", *words], stdout=PIPE, text=True) as relay:
+        assert relay.stdout is not None
+        said = relay.stdout.readline()
+        url = said.split("relayed at ")[1].split(". Ctrl-C")[0]
+        about = httpx.get(f"{url}/about", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60)
+        relay.terminate()
+        assert relay.wait(60) == 143
+    assert about.json() == {"engine": "sglang"} and KEY not in said
