@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import ascent
 from ascent.core.protocols import Open, Ticket
 from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Trouble
-from ascent.engines.serving import probe
+from ascent.engines.serving import fleet, probe
 from ascent.engines.serving.fleet import Fleet
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.policies import CausalLM
@@ -238,11 +238,10 @@ def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(st
 @pytest.mark.parametrize("servers", [1, 2])
 def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
-    monkeypatch.setattr(probe, "TOKENS", 2)
+    monkeypatch.setattr(probe, "TOKENS", 2), monkeypatch.setattr(fleet, "TRIES", 20)
     world, rng, ahead = World(stack, servers=servers, rows=3), random.Random(servers), 2
-    gaps = [gap for _ in range(10) for gap in (rng.randrange(30), rng.randrange(40, 70))]
-    for place, server in enumerate(world.servers):
-        server.kills = gaps[place::servers]
+    for server in world.servers:
+        server.kills = [rng.randrange(90) for _ in range(20 // servers)]
     number, asked = 0, dict[int, int]()
     while any(server.kills for server in world.servers):
         world.load(number)
@@ -261,7 +260,7 @@ def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, mo
         assert number < 100
     bodies = [body for server in world.servers for body in server.asked if body]  # one that was given up may be empty
     sent = {body["sampling_params"]["seed"] for body in bodies} - {0, 1}  # probes
-    assert sent <= asked.keys() and number > 5
+    assert sent <= asked.keys() and number > 1
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------
@@ -305,9 +304,9 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner is so slow that all that was asked for is written before the next version."""
     load = Fleet.load
 
-    def late(fleet: Fleet, version: int) -> None:
-        assert not wait([future for server in fleet.servers for future in server.owed], 60).not_done
-        load(fleet, version)
+    def late(served: Fleet, version: int) -> None:
+        assert not wait([future for server in served.servers for future in server.owed], 60).not_done
+        load(served, version)
 
     monkeypatch.setattr(Fleet, "load", late)
 
