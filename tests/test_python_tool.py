@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import ascent
 from ascent.cli import sandbox as command
 from ascent.cli.main import main
 from ascent.environments import python_tool
-from ascent.environments.episode import Source
+from ascent.environments.play import tools_source
 from ascent.environments.processes import Episodes, Reply
 from ascent.environments.tools import Tools, load_tool, schemas_of
 from ascent.sandbox.attempts import ATTEMPTS, Result
@@ -82,11 +83,16 @@ def test_a_sandbox_that_fails_is_no_message_to_the_model(tools: Tools, monkeypat
 
 
 @pytest.mark.slow
-def test_episodes_in_processes_share_one_warm_sandbox() -> None:
-    settings = {"sources": ["python"], "schemas": schemas_of([load_tool("python")]), "form": "plain"}
-    pool = Episodes(
-        Source("ascent.environments.tools:make_tools", {**settings, "sandbox": SETTINGS}), Limits(60.0, 4.0)
-    )
+@pytest.mark.parametrize("sources", [["python"], ["python", "object:double@1"]])
+def test_episodes_in_processes_share_one_warm_sandbox(sources: list[str]) -> None:
+    """Also beside a function that was given in Python, which is sent to them."""
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    functions = [load_tool("python"), double][: len(sources)]
+    chat: Any = SimpleNamespace(schemas=schemas_of(functions), format=SimpleNamespace(name="plain"))
+    pool = Episodes(tools_source(sources, functions, chat, SETTINGS), Limits(60.0, 4.0))
 
     def replies(count: int) -> dict[int, Reply]:
         found: dict[int, Reply] = {}

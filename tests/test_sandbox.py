@@ -115,6 +115,12 @@ def test_walls_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(walls.NoWalls):
             walls.choose(kind)
     assert walls.choose("none").kind == "none"
+    monkeypatch.setattr(walls.platform, "machine", lambda: "riscv64")
+    with pytest.raises(walls.NoWalls, match="this is riscv64"):
+        walls.choose("auto")
+    monkeypatch.setattr(walls.sys, "platform", "darwin")
+    with pytest.raises(walls.NoWalls, match="on Linux only, and this is darwin"):
+        walls.choose("none")
 
 
 def test_bubblewrap_that_may_make_no_namespace_is_no_wall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -301,6 +307,19 @@ def test_jobs_leave_no_process_and_no_file_descriptor(session: Sandbox) -> None:
         with contextlib.suppress(Ended), session.job() as job:
             job.ask({"code": code}, LONG)
     assert processes_below(warm) == before and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_the_folder_of_a_job_is_wiped_whatever_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without walls, because only then can it be seen from outside."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = (
+        "import os\nos.symlink('/etc', 'link'); open('file', 'w')\nfor _ in range(300): os.mkdir('d'); os.chdir('d')\n"
+    )
+    code += "os.makedirs('a/b'); os.chmod('a', 0); print('made')"
+    with Sandbox("ascent.sandbox.session:serve_session", SHORT, kind="none") as box:
+        with box.job() as job:
+            assert job.ask({"code": code}, LONG)["text"] == "made\n" and len(os.listdir(tmp_path)) == 1
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_sandbox_that_was_killed_is_started_anew(session: Sandbox) -> None:

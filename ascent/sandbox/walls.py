@@ -76,11 +76,13 @@ class Walls:
 
 def choose(kind: str = "auto") -> Walls:
     """The best walls that work here, or those that were asked for; `NoWalls` if there are none."""
+    if sys.platform != "linux":
+        raise NoWalls(f"such code runs on Linux only, and this is {sys.platform}")
     if kind == "none":
         return Walls("none")
     version, machine = kernel.landlock_version(), platform.machine()
-    if sys.platform != "linux" or machine not in MACHINES:
-        raise NoWalls(f"the sandbox needs Linux on {' or '.join(MACHINES)}, and this is {sys.platform} {machine}")
+    if machine not in MACHINES:
+        raise NoWalls(f"the sandbox needs {' or '.join(MACHINES)}, and this is {machine}")
     wrong = bubblewrap_trouble() if kind != "landlock" else "not asked for"
     if not wrong:
         return Walls("bubblewrap", version)
