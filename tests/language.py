@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 import string
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ascent.core.types import Batch, Prompts, Rollouts, to_batch
 from ascent.engines.language.learning.learner import LanguageLearner
@@ -25,7 +29,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -54,6 +58,7 @@ class Tokens:
 
 
 WINDOW = {"sliding_window": 16}
+THREE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | {
     "image_size": 28,
     "patch_size": 14,
@@ -68,9 +73,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "GPTNeo": {"attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2, "window_size": 16},
     "Qwen3": WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
     "Gemma2": WINDOW | {"attn_logit_softcapping": 5.0},
-    "Gemma3Text": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Gemma3Text": WINDOW | THREE,
     "Gemma3": {
-        "text_config": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "text_config": WINDOW | THREE,
         "vision_config": VISION,
         "mm_tokens_per_image": 4,
     },
@@ -103,7 +108,7 @@ def config_of(kind: str, **more: Any) -> Any:
     return config
 
 
-def model_of(kind: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float64, **more: Any) -> LanguageModel:
+def model_of(kind: str = "Llama", seed: int = 2, dtype: torch.dtype = torch.float64, **more: Any) -> LanguageModel:
     """A random model of this architecture whose next token is far from uniform."""
     import transformers
 
@@ -243,7 +248,7 @@ def write_tiny(folder: Path, seed: int = 0, kind: str = "Llama", **more: Any) ->
     tokenizer = tiny_tokenizer()
     ends = tokenizer.eos_token_id
     shape = {"vocab_size": len(tokenizer), "eos_token_id": ends, "pad_token_id": ends, "bos_token_id": None}
-    longest = {"max_position_embeddings": 4096} | ({"num_hidden_layers": 2} if kind == "Llama" else {})
+    longest = {"max_position_embeddings": 4096}
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **shape | longest | more)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -259,6 +264,17 @@ def smollm2_folder() -> str:
     """What tools/smollm2.py prints: it makes the folder where it is not there yet."""
     tool = Path(__file__).parent.parent / "tools" / "smollm2.py"
     return subprocess.run([sys.executable, tool], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def shorten(model: Path, folder: Path, layers: int = 4) -> None:
+    """A folder with the first layers of a model, and all that is around them."""
+    later = re.compile(rf"model\.layers\.(?!(?:{'|'.join(map(str, range(layers)))})\.)")
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with safe_open(model / "model.safetensors", "pt") as whole:
+        kept = {name: whole.get_tensor(name) for name in whole.keys() if not later.match(name)}  # noqa: SIM118
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
 
 
 def train_smollm2(model: str, folder: Path) -> None:

@@ -234,13 +234,13 @@ def test_the_mass_is_that_of_the_support() -> None:
 def test_tokens_are_drawn_in_proportion(support: Support) -> None:
     """Every u on a fine grid: the share of each token is its probability among the allowed, to the grid."""
     torch.manual_seed(0)
-    logits = torch.randn(1, 700, dtype=torch.float64) * 3
-    grid = 20_000
+    logits = torch.randn(1, 300, dtype=torch.float64) * 3
+    grid = 10_000
     u = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
     token, logp, _ = draw_tokens(logits.expand(grid, -1), 1.0, support, u)
     p = torch.softmax(logits, -1)
     allowed = torch.where(support.allowed(p), p, 0.0) if not support.whole else p
-    share = torch.bincount(token, minlength=700) / grid
+    share = torch.bincount(token, minlength=300) / grid
     assert (share - allowed[0] / allowed.sum()).abs().max() < 1.01 / grid
     assert torch.allclose(logp, p[0].log()[token])
 
@@ -292,19 +292,13 @@ EXACT = replace(ALGORITHMS["grpo"], kl=InLoss("exact", 0.3), exploration=Constan
 @pytest.mark.parametrize("algorithm", [*(ALGORITHMS[r] for r in ROWS), EXACT], ids=[*ROWS, "exact KL and entropy"])
 def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
     """Any token budget, checkpointed or not, shared or plain: the same objective and the same gradient."""
-    budgets = (
-        (1, 7, 12, 20, 33) if algorithm in (ALGORITHMS["grpo"], EXACT) else (7,)
-    )  # no row is split in a way of its own
+    knobs = [(0, False, True), (7, False, True), (12, True, False)]  # no row is split in a way of its own
+    if algorithm in (ALGORITHMS["grpo"], EXACT):
+        knobs += [*((n, False, True) for n in (1, 12, 20, 33)), (12, True, True), (0, False, False)]
     lm = model_of()
     batch = awkward(lm)
     whole = None
-    for budget, checkpointing, share in (
-        (0, False, True),
-        *((n, False, True) for n in budgets),
-        (12, True, True),
-        (0, False, False),
-        (12, True, False),
-    ):
+    for budget, checkpointing, share in knobs:
         lm.shares = share
         learner = learner_of(lm, algorithm, budget, checkpointing=checkpointing)
         terms = learner.gradient(credited(batch, algorithm, learner), algorithm.objective)
@@ -354,13 +348,13 @@ def test_a_reference_is_what_training_started_from() -> None:
 def test_bfloat16_is_stepped_in_float32() -> None:
     """A rate of 1e-6 would be lost in bfloat16: many such steps have to add up."""
     lm = model_of(dtype=torch.bfloat16)
-    algorithm = replace(ALGORITHMS["reinforce"], update=replace(ALGORITHMS["reinforce"].update, lr=6e-5))
+    algorithm = replace(ALGORITHMS["reinforce"], update=replace(ALGORITHMS["reinforce"].update, lr=12e-5))
     learner = learner_of(lm, algorithm)
     batch = rewarded(sampler_of(lm).generate(Prompts.of(prompts_of()), 4))
     first = [p.detach().clone() for p in lm.model.parameters()]
     mini = credited(batch, algorithm, learner)
     mini = mini.add(advantage=mini.advantage.float())
-    for _ in range(12):
+    for _ in range(6):
         learner.step(mini, algorithm.objective, algorithm.update)
     assert all(p.dtype == torch.float32 for p in learner.trainable())
     for wide, p, start in zip(learner.trainable(), lm.model.parameters(), first, strict=True):

@@ -50,7 +50,7 @@ def audit(schedule: Schedule) -> None:
     room=st.integers(0, 30),
     together=st.integers(1, 4),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_traffic_finishes_and_no_page_is_held_twice_or_lost(
     seed: int, size: int, lanes: int, samples: int, prompts: list[int], limit: int, room: int, together: int
 ) -> None:
@@ -206,7 +206,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_were_evicted_draw_what_they_would_have_drawn(decoder: Any, rows: int) -> None:
     lm = model_of()
     want, _ = draws(PlainDecoderWithSchedule, lm, rows=64)
-    got, (schedule,) = draws(decoder, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 2 * 12)
+    got, (schedule,) = draws(decoder, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 12)
     assert schedule.evictions > 0 or rows == 3
     assert len(schedule.pages) == schedule.pages.count, "every page came back"
     same(got, want)
@@ -256,7 +256,7 @@ def test_who_answers_first_changes_nothing(decoder: Any, monkeypatch: pytest.Mon
     lm = model_of()
     want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
     evictions = 0
-    cases = ((8, 12, 0, 0), (1, 5, 48, 999), (4, 12, 60, 6))
+    cases = ((8, 12, 0, 0), (1, 5, 48, 999), (4, 12, 60, 6)) if decoder == "graphs" else ((8, 5, 48, 0), (8, 12, 60, 0))
     for order, (together, rows, room, prefill) in enumerate(cases):
         monkeypatch.setattr(cuda, "ROUND", together)
         monkeypatch.setattr(cuda, "PREFILL", prefill)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,10 @@ from ascent.engines.language.learning.plan import (
     update_operations,
 )
 from ascent.engines.language.learning.states import computed_tokens, hidden_states, parts_of
-from tests.language import VOCAB, batch_of, gradient_of, model_of
+from tests import language
+from tests.language import VOCAB, batch_of, gradient_of
+
+model_of = partial(language.model_of, num_hidden_layers=3)
 
 
 def batch_with(prompts: list[int], responses: list[list[int]], sampled: bool = True) -> Batch:
