@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test wheel test check clean
+.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test wheel test smokes check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -63,7 +63,11 @@ TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist worksteal
 
 test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
-	$(TESTS) -n 4
+	$(TESTS) -n 4 -m "not smoke"
+
+# Every benchmark once, as small as it goes, and the whole table of estimators: what users never run.
+smokes: setup
+	$(TESTS) -n 2 -m smoke tests/test_benchmarks.py tests/test_oracle.py
 
 # vLLM in an environment of its own, for a machine without a GPU: nothing of it is imported by Ascent. Minutes, 2 GB.
 # It brings packages for pictures and sound that fail to import where their libraries are missing: they go again.
@@ -89,7 +93,7 @@ wheel: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@$(BIN)/mypy & types=$$!; $(TESTS) -n 2 -m "not slow and not long"; tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy & types=$$!; $(TESTS) -n 2 -m "not slow and not long and not smoke"; tests=$$?; wait $$types && exit $$tests
 
 clean:
 	rm -rf .venv .engines build *.egg-info

@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -98,11 +98,11 @@ def proven_once() -> Iterator[None]:
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shapes are checked, but not where the same is computed again and again.
 
-    That is in slow tests, in unchecked ones, and in two of three cases of a test with many: every function that has
-    shapes is then still called in a test that checks them.
+    That is in slow tests, in smokes, in unchecked ones, and in two of three cases of a test with many: every function
+    that has shapes is then still called in a test that checks them.
     """
     node = request.node
-    repeats = any(node.get_closest_marker(mark) for mark in ("slow", "unchecked"))
+    repeats = any(node.get_closest_marker(mark) for mark in ("slow", "smoke", "unchecked"))
     repeats |= hasattr(node, "callspec") and zlib.crc32(node.nodeid.encode()) % 3 > 0
     jaxtyping.config.update("jaxtyping_disable", repeats)
     yield
@@ -285,15 +285,28 @@ def smollm2() -> str:
 
 
 @pytest.fixture(scope="session")
-def smollm2_run(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 trained for a step of a few tokens. Training it takes long, so all workers share one run."""
+def smollm2_short(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of SmolLM2's first layers with its tokenizer, for what does not need all of its thirty."""
+    from tests.language import shorten
+
+    return made_once(tmp_path_factory, "smollm2-short", lambda folder: shorten(Path(smollm2), folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2_run(smollm2_short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """These layers trained for a step of a few tokens."""
     from tests.language import train_smollm2
 
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    with (folder / "smollm2.lock").open("w") as lock:
+    return made_once(tmp_path_factory, "smollm2", lambda folder: train_smollm2(str(smollm2_short), folder)) / "run"
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that takes long to make, so all workers share it."""
+    root = factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "smollm2" / "trained").exists():
-            train_smollm2(smollm2, folder / "smollm2")
-            (folder / "smollm2" / "trained").touch()
-    return folder / "smollm2" / "run"
+        if not (root / f"{name}.made").exists():
+            make(root / name)
+            (root / f"{name}.made").touch()
+    return root / name

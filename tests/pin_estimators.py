@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -112,8 +113,12 @@ def prompt_of(space: Space) -> Tensor:
     return torch.tensor([2, 0] if space.end is None else [1, 0])[: space.prompt_length]
 
 
+@cache
 def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions, stale: bool = False) -> Table:
-    """Every response; stale: drawn by a policy that is a little way off, with the reference further off."""
+    """Every response; stale: drawn by a policy that is a little way off, with the reference further off.
+
+    Nobody changes it, and its gradients take long: there is one of each.
+    """
     policy = policy_of(space)
     old = moved(policy, 1.0, 0.1 if space.end is None else 0.25) if stale else None
     return Table(policy, prompt_of(space), Tiny(space, reward), old=old, reference=moved(policy, 2.0, 0.2))
@@ -136,17 +141,20 @@ WORLDS = {
 """On fresh samples every surrogate has the gradient of the first, which a test shows; so only that is pinned."""
 
 
-def measure(world: str) -> dict[str, list[float]]:
-    """Scale, cosine and variance of every credit × surrogate × weights on the menus, by name."""
+def measure(world: str, every: bool = True) -> dict[str, list[float]]:
+    """Scale, cosine and variance of every credit × surrogate × weights on the menus, by name.
+
+    Not `every`: each pair of the three is there, with one of the third.
+    """
     enumerated = WORLDS[world]()
     rows = {}
-    for credit, weights in itertools.product(credits(), WEIGHTS):
+    for (i, credit), (j, weights) in itertools.product(enumerate(credits()), enumerate(WEIGHTS)):
         valued = isinstance(credit, Valued)
         critic = {"critic": OwnCritic()} if valued else {}
         state = credit.start() | STATE
         groups = enumerate_groups(enumerated, Algorithm(credit, weights=weights(), **critic), SAMPLES, state)
-        for loss in losses() if "stale" in world else [LogProb()]:
-            if valued and loss.sequence:
+        for k, loss in enumerate(losses() if "stale" in world else [LogProb()]):
+            if (valued and loss.sequence) or not (every or (i + k) % len(WEIGHTS) == j or "fresh" in world):
                 continue
             e = estimate(enumerated, Algorithm(credit, loss, weights(), **critic), SAMPLES, state, groups=groups)
             name = f"{spell(credit)} / {spell(loss)} / {spell(weights())}"

@@ -15,6 +15,7 @@ from ascent.settings import configure
 
 TINY_SORT = {"length": 3, "numbers": 4, "policy.width": 32, "policy.layers": 1, "policy.heads": 2, "prompts": 16}
 TINY_SORT |= {"samples": 8, "eval_every": 30, "eval_prompts": 50, "record_every": 1000, "threads": 1}
+REGION = {"steps": 14, "prompts": 8, "update.delta": 0.1}
 
 
 def rise(run: Any) -> tuple[float, float]:
@@ -28,37 +29,50 @@ def rise(run: Any) -> tuple[float, float]:
     ("row", "more"),
     [
         ("actor-critic", {}),
-        ("ppo", {"minibatches": 2}),
-        ("ppo", {"critic": "shared-critic", "minibatches": 2}),
         ("ppo", {"reward": "process", "advantage.lam": 0.5, "minibatches": 2}),
         ("ppo", {"end": True, "advantage.bootstrap": True, "minibatches": 2, "critic.clip": 0.5}),
         ("trpo", {}),
-        ("trpo", {"advantage": "gae", "critic": "own-critic", "critic.steps": 5}),
     ],
     ids=str,
 )
 def test_the_transformer_learns(row: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Three numbers out of four, in a few seconds: the reward rises by far more than chance would have it."""
+    """Three numbers out of four, in a few steps: the reward rises by far more than chance would have it."""
     sizes = {
-        "trpo": {"steps": 14, "prompts": 8, "update.delta": 0.1},
-        "ppo": {"steps": 30, "lr": 7e-3},
-        "actor-critic": {"steps": 45, "lr": 5e-3},
+        "trpo": {"steps": 8, "prompts": 8, "update.delta": 0.2},
+        "ppo": {"steps": 12, "lr": 15e-3},
+        "actor-critic": {"steps": 18, "lr": 2e-2},
     }
     run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm=row, **TINY_SORT | sizes[row] | more)
     before, after = rise(run)
-    assert after > before + 0.3, (before, after)
-    if ("critic" in more or row != "trpo") and "advantage.bootstrap" not in more:
-        assert run.metrics[-1]["value/loss"] < run.metrics[0]["value/loss"]
+    assert after > before + 0.2, (before, after)
     if row == "trpo":
-        assert max(line["trust_region/kl"] for line in run.metrics) <= 0.1
+        assert max(line["trust_region/kl"] for line in run.metrics) <= 0.2
         assert all(line["trust_region/accepted"] == 1 for line in run.metrics if line["frac_reward_zero_std"] < 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "more"),
+    [
+        ("ppo", {"minibatches": 2, "steps": 30, "lr": 7e-3}),
+        ("ppo", {"critic": "shared-critic", "minibatches": 2, "steps": 30, "lr": 7e-3}),
+        ("trpo", {"advantage": "gae", "critic": "own-critic", "critic.steps": 5, **REGION}),
+    ],
+    ids=str,
+)
+def test_the_critic_learns_with_the_policy(row: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Slowly enough for it to follow, though the rewards that it predicts rise meanwhile."""
+    run = ascent.train("sort", out=tmp_path / "r", show=False, algorithm=row, **TINY_SORT | more)
+    before, after = rise(run)
+    assert after > before + 0.2, (before, after)
+    assert run.metrics[-1]["value/loss"] < run.metrics[0]["value/loss"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "more"), [("ppo", {}), ("trpo", {"epochs": 1, "update.delta": 0.1})])
 def test_the_per_position_policy_learns(row: str, more: dict[str, Any], tmp_path: Path) -> None:
     more = {"exploration": "annealed", **more}
-    run = ascent.train("lecture", out=tmp_path / "r", show=False, algorithm=row, steps=60, **more)
+    run = ascent.train("lecture", out=tmp_path / "r", show=False, algorithm=row, steps=30, **more)
     before, after = rise(run)
     assert after > before + 0.15, (before, after)
     if row == "ppo":

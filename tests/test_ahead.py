@@ -209,7 +209,14 @@ def brevity(prompt: str, response: str) -> float:
 
 def language(folder: Path, model: Path, **more: Any) -> Run:
     given = {"algorithm": "grpo", "samples": 4, "prompts": 3, "steps": 4, "max_tokens": 8, "lr": 0.01, "threads": 1}
-    given |= {"policy.rows": 7, "eval_every": 4, "eval_prompts": 2, "checkpoint_every": 2, "keep": 9}
+    given |= {
+        "policy.rows": 7,
+        "eval_every": 4,
+        "eval_prompts": 2,
+        "checkpoint_every": 2,
+        "keep": 9,
+        "reward_workers": 1,
+    }
     plain = {"out": folder, "show": False, "preflight": False}
     reward = folder.with_name("brevity.py")  # a process that rates loads this file alone
     reward.write_text("def brevity(response):\n    return float(len(response) % 7)\n")

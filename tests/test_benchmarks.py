@@ -1,4 +1,4 @@
-"""Every benchmark imports, and the cheap ones run and close with the line that scripts read.
+"""Every benchmark imports, and runs small (`make smokes`) to close with the line that scripts read.
 
 No test here asserts a time: that is for the benchmark itself, on a quiet machine.
 """
@@ -89,7 +89,7 @@ def test_each_has_a_main_and_says_what_it_measures(name: str) -> None:
     assert f"`python -m benchmarks.{name}" in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_published_run_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     closing, before = run("lecture_logs", capsys, "--credit", "normalized")
     assert closing["ok"]
@@ -111,7 +111,7 @@ def test_the_published_run_is_told_from_another() -> None:
     assert difference(first, first | {"responses": [[[0, 0, 0]]]}) == float("inf")
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 def test_a_lecture_that_is_not_solved_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten steps of a hundred; that a hundred are enough is for tests/test_demo.py."""
     closing, before = run("lecture_solve", capsys, "--seeds", "1", "--steps", "10")
@@ -119,7 +119,7 @@ def test_a_lecture_that_is_not_solved_is_told(capsys: pytest.CaptureFixture[str]
     assert any("no" in line.split() for line in before)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_loophole_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     closing, before = run("loophole", capsys, "--steps", "25")
     assert closing["ok"]
@@ -137,7 +137,7 @@ def test_the_house_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert closing["circles"] == closing["unchecked_rooms"] == closing["kinds_asked"] == closing["wrong_imports"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_credit_is_unbiased_where_it_has_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_credit_is_unbiased_where_it_has_to_be(
     assert (tmp_path / "credit_variance.png").exists() and len(before) == 17
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "flags"), [("sort_samples", ["--steps", "2", "--eval-prompts", "50"]), ("trpo", ["--updates", "2"])]
 )
@@ -161,7 +161,7 @@ def test_the_long_ones_run(name: str, flags: list[str], capsys: pytest.CaptureFi
         assert not closing["ok"] and len(closing["samples_ppo"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -185,7 +185,7 @@ def test_the_learned_ones_run(
         assert (closing["labels_sft"], closing["labels_dpo"], closing["labels_grpo"]) == (64, 64, 512)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_first_minutes_are_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, warm_python: Any
 ) -> None:
@@ -194,13 +194,13 @@ def test_the_first_minutes_are_measured(
     assert closing["ok"] and closing["value"] < closing["peer"] and closing["seconds"].keys() == {"ascent"}
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_import_cost_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("import_cost", capsys, "--repeats", "1")
     assert closing["value"] > 0 and closing["peer"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_latency_of_every_figure_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, warm_python: Any
 ) -> None:
@@ -235,7 +235,7 @@ def test_an_attack_that_is_not_held_is_told(tmp_path: Path) -> None:
     assert attempt.BROKEN in str(attacks.try_attack(failed).armed)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.browser
 @pytest.mark.parametrize(
     ("name", "flags"),
@@ -297,7 +297,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", LANGUAGE)
 @pytest.mark.usefixtures("threads")
 def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,14 +306,14 @@ def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.C
     assert closing["value"] is None, "nothing was compared"
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 def test_sampling_ahead_takes_fewer_decoding_steps(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("ahead", capsys, "--smoke")
     alone, ahead = (each["passes"] for each in closing["lanes"])
     assert closing["ok"] and closing["schedules"] == 5 and ahead < alone
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 @pytest.mark.usefixtures("threads")
 def test_memory_is_compared_only_between_equal_updates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -348,7 +348,7 @@ def test_a_peer_takes_turns_and_its_end_is_told(tmp_path: Path, monkeypatch: pyt
     peer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ON_GPU)
 def test_a_gpu_benchmark_runs_small_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run(name, capsys, "--smoke")

@@ -148,7 +148,7 @@ LANDMARKS = {
     "centered": (0.029, -0.235, 2.333, 3.333, 3.333),
 }
 """SPEC, section 3: the loss at updates 0 and 9; the mean reward in epochs 0, 50 and 99. Those of the third credit,
-normalized, are for tests/test_benchmarks.py, which looks at the same run more closely."""
+normalized, are for tests/test_benchmarks.py (`make smokes`), which looks at the same run more closely."""
 
 
 @pytest.mark.slow
@@ -466,9 +466,9 @@ def test_an_existing_run_is_never_overwritten(ascent: Any, course: Run) -> None:
 
 @pytest.mark.slow
 def test_the_command_as_a_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ascent", "train", "lecture", "--steps", "2", "--out", tmp_path / "run"]
-    good = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert good.returncode == 0 and "Look closer: ascent show" in good.stdout and "2/2" in good.stderr
+    """`make wheel` starts them anew, as installed."""
+    good = ascent_process(tmp_path / "good", "train", "lecture", "--steps", 2, "--out", tmp_path / "run")
+    assert good.wait() == 0 and "Look closer: ascent show" in good.stdout and "2/2" in good.stderr
     bad = ascent_process(tmp_path / "bad", "train", "lecture", "--steps", "no", cwd=tmp_path)
     assert bad.wait() == 2 and bad.stdout == "" and "Traceback" not in bad.stderr
     trouble = ascent_process(tmp_path / "trouble", "train", "lecture", "--steps", 2, "--lr", 1e30, cwd=tmp_path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ascent.cli.main import main
 from ascent.records.run import Run
+from tests.test_watch import flags_in
 
 
 @pytest.mark.slow
@@ -31,6 +33,10 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
     assert hacked["eval/reward"] >= 0.95 * hacked["max_reward"] and hacked["eval/accuracy"] < 0.5
     assert any(word.startswith("Reward without accuracy") for word in hacked["words"])
 
+    assert flags_in(ours) == {}, "a run that learns raises no flag"
+    assert "which gives group credit nothing to compare" in " ".join(stuck["words"])
+    check_collapse(course, flags_in(course)["entropy-collapse"])
+
     assert len(course.metrics) == len(ours.metrics), "the same budget"
     assert sum(m["num_responses"] for m in course.metrics) == sum(m["num_responses"] for m in ours.metrics) == 3000
     assert len(course.updates) == len(ours.updates) == 1000
@@ -50,6 +56,21 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
             break
     else:
         pytest.fail("the demo suggests no `ascent show`")
+
+
+def check_collapse(run: Run, event: dict[str, Any]) -> None:
+    """The evidence of the flag is the metrics' own means, over the steps that it names."""
+    evidence = event["evidence"]
+    start, now = evidence["metrics"]["entropy"]
+    assert now < 0.1 * start and evidence["rollouts"]["step"] % 20 == 0
+    span = re.search(r"from steps (\d+)–(\d+) to (\d+)–(\d+) ", event["text"])
+    assert span is not None
+    begin, until, since, end = map(int, span.groups())
+    assert evidence["steps"] == [begin, end] == [0, event["step"]]
+    for name, pair in evidence["metrics"].items():
+        windows = [[line[name] for line in run.metrics[a : b + 1]] for a, b in ((begin, until), (since, end))]
+        assert pair == pytest.approx([sum(window) / len(window) for window in windows], rel=1e-9), name
+    assert set(evidence["metrics"]) == {"entropy", "accuracy"}
 
 
 def test_the_demo_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:

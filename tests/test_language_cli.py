@@ -97,6 +97,7 @@ def settings_of(world: Path, model: Path) -> dict[str, Any]:
         "checkpoint_every": 1,
         "lr": 0.02,
         "threads": 1,
+        "reward_workers": 1,
         "show": False,
         "preflight": False,
     }

@@ -168,6 +168,7 @@ BRUTE_AND_SPACE = [(name, SHORT) for name in BRUTE] + [(n, INDEPENDENT) for n in
 
 
 @pytest.mark.long
+@pytest.mark.unchecked
 @pytest.mark.parametrize(("name", "space"), BRUTE_AND_SPACE, ids=space_name)
 def test_classes_agree_with_brute_force(name: str, space: Space) -> None:
     """Stale samples, groups of two: the same mean and variance as a loop over all ordered pairs."""

@@ -237,44 +237,40 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 def kills(names: list[str], took: float, rng: random.Random, turn: int) -> list[list[dict[str, Any]]]:
-    """The kills of four stories: chosen moments, random ones, and random times.
+    """The kills of two stories: one between the first checkpoint and the last, and one of seven that take turns.
 
-    What a kill leaves behind at the end of a run, or of half a file, is the same under all settings: they take turns.
+    What a setting remembers is lost in the first, if at all. What a kill leaves behind before the first checkpoint, in
+    the middle of one or at the end of a run is the same under all settings.
     """
     begins = [i for i, name in enumerate(names) if name == "before save"]
     ends = [i for i, name in enumerate(names) if name == "after save"]
     torn = [i for i, name in enumerate(names) if name == "inside save_file"]
-    first_life = {"moment": rng.randrange(begins[0])}
     inside = [{"moment": rng.randrange(b, e)} for b, e in zip(begins, ends, strict=True)]
+    anywhere = {"moment": rng.randrange(len(names) // 2)}
     in_turn = [
         [{"moment": rng.choice(torn)}, {"moment": rng.randrange(len(names))}],
         [inside[-1]],
         [{"moment": len(names) - 2}],
         [{"moment": len(names) - 1}],
-    ]
-    return [
-        [first_life, {"moment": rng.randrange(len(names) // 2)}],
+        [{"moment": rng.randrange(begins[0])}, anywhere],
         [inside[0], inside[0]],
-        in_turn[turn % len(in_turn)],
         [{"seconds": rng.uniform(0.1, 0.9) * took} for _ in range(3)],
     ]
+    return [[{"moment": rng.randrange(ends[0], begins[-1])}, anywhere], in_turn[turn % len(in_turn)]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_killed_run_ends_in_the_same_bits(name: str, tmp_path: Path, unharmed: Any) -> None:
     expected, names, took = unharmed(name)
-    died = 0
     for i, story in enumerate(kills(names, took, random.Random(name), list(SETTINGS).index(name))):
         path = tmp_path / f"story-{i}"
         for life, kill in enumerate(story):
             dead = not live(path, config_of(name), **kill)
-            died += dead
             assert dead or life or "seconds" in kill, "a moment of a whole first life is never missed"
         assert go_on(path, config_of(name)).status == "finished", story
         assert differing(path, expected) == [], story
         assert not [p for p in path.rglob(".*") if p.name != ".lock"], "litter of a kill"
-    assert died >= 4, "too few of the kills came before the end of the run"
 
 
 Spoil = Callable[[pytest.MonkeyPatch], None]

@@ -345,7 +345,7 @@ def test_a_critic_sees_the_state_and_nothing_after_it(policy: Any) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_new_critic_says_0_and_learns_its_returns(policy: Any, shared: bool) -> None:
     """Fitted for long enough, it knows the returns of a batch; its own backbone leaves the policy alone."""
-    choice = SharedCritic(lr=0.05, steps=100) if shared else OwnCritic(lr=0.05, steps=100)
+    choice = SharedCritic(lr=0.05, steps=40) if shared else OwnCritic(lr=0.05, steps=40)
     algorithm = Algorithm(MonteCarlo(), weights=SequenceSum(), critic=choice)
     learner = learner_of(policy, algorithm)
     assert learner.critic is not None
@@ -357,7 +357,7 @@ def test_a_new_critic_says_0_and_learns_its_returns(policy: Any, shared: bool) -
     first = choice(learner, batch)["value/loss"]
     close(first, 0.5 * (batch.returns[batch.counted] ** 2).sum())
     last = choice(learner, batch)["value/loss"]
-    assert last < 0.2 * first
+    assert last < 0.25 * first
     same = all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
     assert same is not shared
 

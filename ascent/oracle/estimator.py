@@ -121,8 +121,8 @@ def estimate(
     scatter = groups.weight.new_zeros(len(groups.chance))
     for members, here, one, n in groups.classes:
         A, B = class_moments(table, algorithm, batch, outputs, members, groups.credit[one], groups.weight[one])
-        total[here] += n[:, None] * A
-        scatter[here] += n * (B - (A**2).sum(-1))
+        total.index_add_(0, here, n[:, None] * A)
+        scatter.index_add_(0, here, n * (B - (A**2).sum(-1)))
     mean = groups.chance @ total
     second = groups.chance @ ((total**2).sum(-1) + scatter)
     return Estimate(mean, float(second - mean @ mean), groups.coupled)
@@ -167,26 +167,29 @@ def credit_groups(
 ) -> tuple[Float[Tensor, "group sample #token"], Float[Tensor, "group sample token"], bool]:
     """δ and the token weights of each group as a batch of its own, and whether groups depend on one another.
 
-    All groups are first credited as one batch. If a few of them get the same credit alone, and the same
-    weights up to 1/groups, groups are independent and the result holds for all; else each is credited alone.
+    All groups are first credited as one batch. If a few of them get the same credit alone, and the same weights up
+    to 1/groups, groups are independent and the result holds for all; else each is weighed alone, and credited alone
+    where it is the credit that differs.
     """
 
-    def credited(some: Batch) -> tuple[Tensor, Tensor]:
-        some, _ = algorithm.credit(some, state)
-        assert some.advantage is not None
-        return some.advantage, algorithm.weights(some)
+    def agree(single: list[Tensor], whole: Tensor) -> bool:
+        return torch.allclose(torch.cat(single), whole, rtol=1e-9, atol=1e-12)
 
-    def alone(which: list[int]) -> tuple[Tensor, Tensor]:
-        parts = [credited(everything.select(slice(c, c + 1))) for c in which]
-        return torch.cat([credit for credit, _ in parts]), torch.cat([weight for _, weight in parts])
+    def credited(some: Batch, which: list[int]) -> list[Batch]:
+        return [algorithm.credit(some.select(slice(c, c + 1)), state)[0] for c in which]
 
     count = len(everything.mask)
-    credit, weight = credited(everything)
-    joint = credit, weight * count
-    some = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
-    pairs = zip(alone(some), joint, strict=True)
-    same = all(torch.allclose(single, whole[some], rtol=1e-9, atol=1e-12) for single, whole in pairs)
-    return (*joint, False) if same else (*alone(list(range(count))), True)
+    probed = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
+    alone, (whole, _) = credited(everything, probed), algorithm.credit(everything, state)
+    assert whole.advantage is not None
+    weight = algorithm.weights(whole) * count
+    if agree([one.advantage for one in alone], whole.advantage[probed]):  # type: ignore[misc]
+        if agree([algorithm.weights(one) for one in alone], weight[probed]):
+            return whole.advantage, weight, False
+        single = [whole.select(slice(c, c + 1)) for c in range(count)]
+    else:
+        single = credited(everything, list(range(count)))
+    return torch.cat([one.advantage for one in single]), torch.cat([algorithm.weights(one) for one in single]), True  # type: ignore[misc]
 
 
 def class_moments(
