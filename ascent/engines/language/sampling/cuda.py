@@ -248,7 +248,7 @@ class Run:
                 elif launched is None and self.drawn.asked:
                     self._hear(wait=True)
                     # all rows wait for their environments together, and the card for them: let half of them go first
-                    self.most = -(-len(self.schedule.rows) // 2)
+                    self.most = max(1, -(-len(self.schedule.rows) // 2))  # those that were evicted have no row
             self._land()
         self.drawn.timeline.stop()
         self._collect()
