@@ -231,7 +231,7 @@ the same prompts.
 **Lanes.** 512 responses in eight steps of 64, lengths log-normal with mean 24, σ = 1 and a limit of 192, through 128
 lanes, by a tiny random model. With K = 4 it takes {ratio:.2f} times fewer decoding steps. On a GPU a decoding step
 takes about as long for few rows as for many, so this is what sampling ahead can save there at most; on a CPU the time
-of a step grows with its rows. It has not been measured on a GPU yet.
+of a step grows with its rows. [On a GPU](ahead_gpu.md) it is 1.8 times as many tokens per second.
 
 {lanes}
 

@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
     "eval_every": 10,
     "eval_prompts": HELD_OUT,
 }
-WARM_UP: dict[str, Any] = {"algorithm": "sft", "prompts": 16, "steps": 24, "lr": 2e-5}
+WARM_UP: dict[str, Any] = {"algorithm": "sft", "prompts": 16, "steps": 8, "lr": 2e-5}
 
 
 def problems(count: int, seed: int) -> list[tuple[int, int]]:
