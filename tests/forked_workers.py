@@ -136,10 +136,11 @@ def fork_workers(count: int) -> None:
 
 
 LONGEST = {
-    **{"benchmarks": 75, "lab_browser": 60, "viewer_completions_browser": 50, "viewer_browser": 35, "resume": 35},
-    **{"watch": 35, "language_engines": 33, "viewer_compare_browser": 32, "oracle": 30, "pages": 26, "cli": 24},
-    **{"architectures": 24, "language_cli": 24, "start": 18, "actor_critic": 18, "rewards": 18, "language_rows": 16},
-    **{"objects": 16, "demo": 16, "smollm2": 16, "notebooks": 15, "lessons": 14, "stops": 14, "docs": 12},
+    **{"lab_browser": 60, "viewer_completions_browser": 40, "viewer_browser": 35, "viewer_compare_browser": 32},
+    **{"oracle": 30, "watch": 26, "architectures": 26, "language_engines": 26, "ahead": 25, "resume": 24, "demo": 20},
+    **{"language_cli": 22, "pages": 20, "viewer_hostile": 18, "rewards": 18, "start": 18, "serving": 16, "cli": 14},
+    **{"language_rows": 16, "lessons": 16, "objects": 16, "notebooks": 15, "split": 14, "actor_critic": 14},
+    **{"smollm2": 12, "cuda_decoder": 12, "stops": 12, "docs": 12, "play": 12, "pairs": 12, "turns": 11},
 }
 """The modules of tests that take longest, and roughly how many seconds of a core. It matters for nothing but time."""
 

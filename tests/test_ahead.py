@@ -112,6 +112,7 @@ def own_logp(sampler: LanguageSampler, params: Params, rollouts: Rollouts) -> Te
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_every_token_has_the_log_prob_of_the_version_that_drew_it(decoder: Any) -> None:
     """Keys and values of what was drawn before are those of the new parameters too, or later tokens would be off."""
@@ -131,6 +132,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_drew_it(decoder: Any) 
     assert off > 0.01, "versions differ by far more than the bound"
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
     sampler = sampler_for(GroupDecoder)
@@ -147,6 +149,7 @@ def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
     assert torch.equal(fresh.response.where(fresh.mask, -1), done.rollouts.response.where(done.rollouts.mask, -1))
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize("decoder", [*DECODERS, pytest.param(PlainDecoder, id="plain")])
 def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
@@ -189,6 +192,7 @@ def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
 # ---- the loop's tickets, by a simulated clock ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 def test_no_token_is_older_than_what_was_allowed_in_any_schedule() -> None:
     """Random lengths, speeds, kills and resumes; `benchmarks.ahead` tries a thousand."""
@@ -249,6 +253,7 @@ def test_a_run_that_samples_ahead_resumes_to_the_same_bits(
     assert numbers(again) == lines and params.read_bytes() == kept
 
 
+@pytest.mark.long
 def test_a_small_policy_is_drawn_whole_and_resumes_too(tmp_path: Path) -> None:
     """Conversations among them: what was said is in the checkpoint, so no environment is asked again."""
     given = {"steps": 6, "prompts": 4, "samples": 2, "checkpoint_every": 3, "keep": 9, "eval_every": 6, "ahead": 2}

@@ -210,6 +210,7 @@ def test_a_finished_run_is_drawn(course: Run, capsys: pytest.CaptureFixture[str]
     assert path == course.folder / "plot.png" and path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1.0, -1.2345e-4, -9.8765e4, 1e-12, 3e17])
 def test_no_label_of_a_plot_is_cut_off_or_upon_its_neighbor(
     size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkey
     same(drawn_by(decoder_of(lm), lm, rows=rows), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.6}, {"greedy": True}])
 def test_every_way_to_draw(cut: dict[str, Any]) -> None:
     lm = model_of()

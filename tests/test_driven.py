@@ -40,6 +40,7 @@ def test_a_driven_run_has_the_bits_of_one_that_is_trained(whole: ascent.Run, tmp
     assert driven.run.status == "finished" and not differing(driven.folder, bits(whole.folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["stop", "break", "close", "error"])
 def test_a_run_that_is_left_early_is_saved_and_resumes_to_the_same_bits(
     how: str, whole: ascent.Run, tmp_path: Path

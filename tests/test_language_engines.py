@@ -54,6 +54,7 @@ def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
 # ---- architectures --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SHARING)
 def test_an_architecture_shares_its_prompts(kind: str) -> None:
     lm = model_of(kind)
@@ -184,6 +185,7 @@ def test_an_entropy_that_nobody_asked_the_gradient_of_has_none() -> None:
 # ---- sampling -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 64])
 def test_what_is_drawn_does_not_depend_on_the_batching(rows: int) -> None:
     """Rows are shared, replaced and moved; every response is the one that it would be alone."""

@@ -94,6 +94,7 @@ def test_centered_is_shorter_by_its_own_share(space: Space, reward: object) -> N
         exact_to(estimate(found, Algorithm(Centered()), samples), (samples - 1) / samples * found.gradient)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 @pytest.mark.parametrize("credit", [*UNBIASED, OptimalBaseline("exact")], ids=repr)
 def test_unbiased_with_rewards_per_token(space: Space, credit: object) -> None:
@@ -172,6 +173,7 @@ def compared(world: str, every: bool = True) -> dict[str, list[float]]:
     return measured
 
 
+@pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize("choice", [*credits(), *(cls() for cls in WEIGHTS)], ids=repr)
 def test_what_is_said_of_a_gradient_holds(choice: Any) -> None:

@@ -200,6 +200,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PAGE", 2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("rows", [3, 12])
@@ -268,6 +269,7 @@ def test_who_answers_first_changes_nothing(decoder: Any, monkeypatch: pytest.Mon
     assert evictions > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoder", [*DECODERS, PlainDecoder])
 def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
     """A turn of five tokens is asked about though it did not end; after nine drawn tokens a response is cut off."""
@@ -290,6 +292,7 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
         assert torch.bincount(turn[mask]).max() <= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma", "Phi3"])
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_the_size_of_a_page_changes_nothing(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def first_end(tokenizer: Any, strings: tuple[str, ...], tokens: list[int]) -> in
 # ---- the strings ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", "marks", "words"])
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())

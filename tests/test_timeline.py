@@ -44,6 +44,7 @@ def test_the_slices_hold_all_rows(spans: list[tuple[float, int]]) -> None:
     assert sum(running) * seen.seconds / timeline.SLICES == pytest.approx(area, abs=0.005 * seen.seconds + 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decoder", [GroupDecoder, PlainDecoder, "graphs"])
 def test_every_decoder_notes_the_rollouts_of_a_step_and_not_those_of_an_evaluation(
     decoder: Any, monkeypatch: pytest.MonkeyPatch
