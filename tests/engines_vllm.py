@@ -1,6 +1,7 @@
 """What the stand-in server is taken for, asked of a real vLLM: `make engines-test`. Not part of `make test`.
 
-One server of a model with tied embeddings, one of a model without. Starting each takes a minute or two.
+One server of a model with tied embeddings, one of a model without, and one that a run starts itself. Starting each
+takes a minute or two.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ascent.core.types import Prompts, Trouble
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM
-from tests.language import sampler_of, write_tiny
+from tests.language import sampler_of, smollm2_folder, write_tiny
 from tests.test_relay import KEY, relaying
 from tests.test_serving import gap, same, wait_for_end
 
@@ -246,3 +247,14 @@ def test_weights_arrive_by_a_broadcast(tmp_path: Path) -> None:
             assert gap(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
     finally:
         served.sampler.close()
+
+
+def test_smollm2_takes_two_steps_by_the_command_of_the_docs(tmp_path: Path) -> None:
+    """`ascent train … --engine vllm --engine.python .engines/vllm` starts a server of a real model, and ends it."""
+    command = [sys.executable, "-m", "ascent", "train", "reasoning-gym:chain_sum", "--model", smollm2_folder()]
+    command += ["--engine", "vllm", "--engine.python", str(ENVIRONMENT), "--policy.device", "cpu"]
+    command += ["--steps", "2", "--prompts", "2", "--samples", "4", "--max-tokens", "8", "--eval-prompts", "2"]
+    done = run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = numbers(tmp_path / "run")
+    assert len(lines) == 2 and all(line["sampling/sampling_logp_difference/mean"] < 1e-3 for line in lines)
