@@ -168,7 +168,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadLab]:
     """A lab that has little patience, and takes few connections."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "PATIENCE", 0.25)
-        patch.setattr(connections, "MOST_OF_PEER", 8)
+        patch.setattr(Connection, "most_of_peer", 8)
         found = ThreadLab(tmp_path_factory.mktemp("runs"))
         yield found
         found.kill()
@@ -266,7 +266,7 @@ def test_a_stream_outlives_the_deadline_and_makes_no_room(lab: ThreadLab, monkey
 
 
 def test_all_peers_together_have_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_OPEN", 5)
+    monkeypatch.setattr(Connection, "most_open", 5)
     everyone: set[Any] = set()
     for i in range(6):
         one: Any = Connection.__new__(Connection)

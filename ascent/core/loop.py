@@ -158,13 +158,13 @@ def collect(
     sampled: list[Batch] = []
     kept: list[Batch] = []
     missing, errors = config.prompts, []
-    asked = ask(task, sampler, algorithm, config, rng, step)
+    asked, greedy = ask(task, sampler, algorithm, config, rng, step), "reward_greedy" in algorithm.needs
     epoch = asked[0].prompts.epoch
     for again in range(algorithm.groups.rounds):
         if again:
             seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
             prompts = task.draw(missing, Generator().manual_seed(int(seeds[0])))
-            asked = tickets(step, prompts, config.samples, len(asked) > 1, int(seeds[1]))
+            asked = tickets(step, prompts, config.samples, greedy, int(seeds[1]))
             sampler.submit(asked)
         batch, reasons = answered(asked, task, sampler, clock)
         errors += reasons

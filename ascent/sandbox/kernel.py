@@ -6,7 +6,6 @@ Each is for good: neither this process nor its children can undo it.
 import ctypes
 import os
 import platform
-import resource
 import struct
 import sys
 from collections.abc import Iterable
@@ -90,6 +89,8 @@ def landlock(readable: Iterable[str], writable: Iterable[str] = (), devices: Ite
 
 def limit(memory: int, cpu: int, disk: int, files: int) -> None:
     """Bytes of address space (0: no limit), seconds of computing, bytes of a file, files that are open at once."""
+    import resource  # it is not there on Windows, where this module is imported and never used
+
     limits = [(resource.RLIMIT_CPU, cpu), (resource.RLIMIT_FSIZE, disk), (resource.RLIMIT_NOFILE, files)]
     limits += [(resource.RLIMIT_CORE, 0), *([(resource.RLIMIT_AS, memory)] if memory else [])]
     for what, most in limits:
