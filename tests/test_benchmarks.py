@@ -70,6 +70,13 @@ NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine")
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A benchmark that takes two threads leaves none to the next test, which may fork."""
+    yield
+    torch.set_num_threads(1)
+
+
 def run(name: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[dict[str, Any], list[str]]:
     """A benchmark's closing line and what it printed before."""
     status = importlib.import_module(f"benchmarks.{name}").main(list(flags))

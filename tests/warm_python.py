@@ -20,6 +20,7 @@ from typing import Any
 
 import jaxtyping
 import pytest
+import torch
 
 from tests.processes import Forked, as_a_program
 
@@ -55,7 +56,8 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def serve(listening: socket.socket) -> None:
-    """A keeper per program, which nobody waits for."""
+    """A keeper per program, which nobody waits for. One thread each: those of a pool do not survive a fork."""
+    torch.set_num_threads(1)
     jaxtyping.config.update("jaxtyping_disable", True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
