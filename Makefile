@@ -81,9 +81,9 @@ ENGINE := .engines/vllm/bin/python -m pip --disable-pip-version-check
 	$(ENGINE) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# What the stand-in server of the tests is taken for, asked of the real one. Minutes.
+# What the stand-in server of the tests is taken for, asked of the real one; each test has a second chance. Minutes.
 engines-test: setup engines
-	$(TESTS) -p no:cacheprovider tests/engines_vllm.py
+	$(TESTS) -p no:cacheprovider --reruns 1 tests/engines_vllm.py
 
 # The wheel, installed with no extras into an empty environment: the demo runs, and what needs an extra says so. Minutes.
 wheel: setup
