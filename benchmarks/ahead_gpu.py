@@ -32,7 +32,7 @@ from ascent.core.loop import train
 from ascent.core.types import Prompts
 from ascent.settings import configure
 from benchmarks import learn
-from benchmarks.common import close, show
+from benchmarks.common import NoRecords, close, show
 from benchmarks.peers.fixed_prompts import FixedPrompts
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts, smollm2
 from benchmarks.peers.steps import NEVER
@@ -48,7 +48,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-class Watch:
+class Watch(NoRecords):
     """Records that keep how long each phase of each step took."""
 
     def __init__(self) -> None:
@@ -59,17 +59,6 @@ class Watch:
         self.ages.append(metrics.get("sampling/lag", 0.0))
         for name in self.phases:
             self.phases[name] += metrics[f"time/{name}"]
-
-    def checkpoint(self, *_: Any) -> None: ...
-
-    def dump(self, *_: Any) -> str:
-        return "nothing"
-
-    def stopping(self) -> bool:
-        return False
-
-    def best(self) -> bool:
-        return False
 
 
 def speed(steps: int, smoke: bool) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,21 @@ def close(
     return line, 0 if ok else 1
 
 
+class NoRecords:
+    """Records that write nothing. A benchmark adds `step`, and keeps there what it needs."""
+
+    def checkpoint(self, *_: Any) -> None: ...
+
+    def dump(self, step: int, batch: Any) -> str:
+        return "no file: benchmarks keep nothing"
+
+    def stopping(self) -> bool:
+        return False
+
+    def best(self) -> bool:
+        return False
+
+
 def workers(jobs: int) -> Executor:
     """A pool of this many processes; a single job runs in this process."""
     return ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))

@@ -35,7 +35,7 @@ from ascent.assemble import assemble
 from ascent.core.loop import train
 from ascent.records.statistics import interval, wilson
 from ascent.settings import configure
-from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
+from benchmarks.common import COLORS, RESULTS, NoRecords, close, figure, markdown, save_picture, show, write_page
 from benchmarks.peers import HERE_TOO, Peer
 from benchmarks.peers.models import SMOKE, random_model, smollm2
 
@@ -56,7 +56,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Curve:
+class Curve(NoRecords):
     """Records that keep a learning curve, and end the run when its time is over."""
 
     def __init__(self, seconds: float, steps: int | None):
@@ -81,16 +81,8 @@ class Curve:
         if "eval/accuracy" in metrics:
             self.note(metrics)
 
-    def checkpoint(self, *_: Any) -> None: ...
-
-    def dump(self, *_: Any) -> str:
-        return "nothing"
-
     def stopping(self) -> bool:
         return self.spent >= self.limit or self.done == self.steps
-
-    def best(self) -> bool:
-        return False
 
 
 def ours(model: str, seconds: float, steps: int | None, more: dict[str, Any]) -> list[dict[str, float]]:

@@ -29,6 +29,7 @@ from ascent.policies import PerPosition, Policy
 from ascent.policies.small import Sampled
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
+from benchmarks.common import NoRecords
 
 LAST = 10
 """Steps at the end of a run over which the share of groups without signal is taken."""
@@ -103,7 +104,7 @@ class Lectures(Lecture):
 
 
 @dataclass
-class Memory:
+class Memory(NoRecords):
     """Records that keep, for every run, what the benchmarks report; nothing is written."""
 
     runs: int
@@ -115,17 +116,6 @@ class Memory:
         self.silent.append(without_signal(batch).view(self.runs, -1).double().mean(1))
         self.responses += batch.valid.numel() // self.runs
         self.updates += len(updates)
-
-    def checkpoint(self, *_: Any) -> None: ...
-
-    def dump(self, step: int, batch: Batch) -> str:
-        return "no file: benchmarks keep nothing"
-
-    def stopping(self) -> bool:
-        return False
-
-    def best(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)

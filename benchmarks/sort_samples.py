@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import close, markdown, show, workers, write_page
+from benchmarks.common import NoRecords, close, markdown, show, workers, write_page
 
 ACCURACY = 0.99
 COMMON: dict[str, Any] = {"eval_every": 5, "threads": 1}
@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Stopwatch:
+class Stopwatch(NoRecords):
     """Records that count, and stop the run once it is accurate."""
 
     samples: int = 0
@@ -48,16 +48,8 @@ class Stopwatch:
             self.accuracy = metrics["eval/accuracy"]
             self.curve.append((self.samples, self.accuracy))
 
-    def checkpoint(self, *_: Any) -> None: ...
-
-    def dump(self, step: int, batch: Any) -> str:
-        return "no file: benchmarks keep nothing"
-
     def stopping(self) -> bool:
         return self.accuracy >= ACCURACY
-
-    def best(self) -> bool:
-        return False
 
 
 def run(row: str, seed: int, more: dict[str, Any]) -> tuple[str, int, Stopwatch]:

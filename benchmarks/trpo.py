@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import close, markdown, show, workers, write_page
+from benchmarks.common import NoRecords, close, markdown, show, workers, write_page
 
 RATIO, ACCEPTED, MEDIAN, UPDATES, ENDS = 1.0, 0.95, 0.5, 200, 10
 
 
-class Watched:
+class Watched(NoRecords):
     """Records that keep the reward of each step, and whether any group had signal."""
 
     def __init__(self) -> None:
@@ -37,17 +37,6 @@ class Watched:
     def step(self, step: int, metrics: dict[str, Any], batch: Any, minis: Any, updates: Any) -> None:
         self.rewards.append(metrics["reward"])
         self.signal.append(metrics["frac_reward_zero_std"] < 1)
-
-    def checkpoint(self, *_: Any) -> None: ...
-
-    def dump(self, step: int, batch: Any) -> str:
-        return "no file: benchmarks keep nothing"
-
-    def stopping(self) -> bool:
-        return False
-
-    def best(self) -> bool:
-        return False
 
 
 @torch.no_grad()

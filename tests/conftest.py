@@ -254,14 +254,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Any:
-    """The last lines say what was left out for want of a browser or of bubblewrap."""
+    """The last lines say what was left out for want of a browser or of walls."""
     from tests.browser import MISSING
-    from tests.sandboxes import NO_BUBBLEWRAP
+    from tests.sandboxes import MISSING_WALLS
 
     done = yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
-        for what, why in (("the lab in a browser", MISSING), ("the sandbox", NO_BUBBLEWRAP)):
+        for what, why in (("the lab in a browser", MISSING), *(("the sandbox", wall) for wall in MISSING_WALLS)):
             skipped = [r for r in reporter.stats.get("skipped", ()) if why in str(r.longrepr)]
             if skipped:
                 reporter.write_line(f"Left out: {len(skipped)} tests of {what}, for {why}.", yellow=True)

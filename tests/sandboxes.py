@@ -11,6 +11,8 @@ from ascent.sandbox import kernel, walls
 
 KINDS = ("bubblewrap", "landlock")
 NO_BUBBLEWRAP = "bubblewrap is not installed: `make sandbox` installs it, or says how"
+FORBIDDEN, NO_LANDLOCK = "bubblewrap does not work here", "this kernel has no Landlock"
+MISSING_WALLS = (NO_BUBBLEWRAP, FORBIDDEN, NO_LANDLOCK)
 
 
 def need_walls(kind: str) -> str:
@@ -18,7 +20,7 @@ def need_walls(kind: str) -> str:
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(NO_BUBBLEWRAP)
     if kind == "bubblewrap" and (trouble := walls.bubblewrap_trouble()):
-        pytest.skip(f"bubblewrap does not work here: {trouble}")
+        pytest.skip(f"{FORBIDDEN}: {trouble}")
     if kind == "landlock" and not kernel.landlock_version():
-        pytest.skip("this kernel has no Landlock")
+        pytest.skip(NO_LANDLOCK)
     return kind

@@ -57,13 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         place = args.index("--trust")
         trust(args[place + 1])
         del args[place : place + 2]
+    return guarded(lambda: _execute(args))
+
+
+def _execute(args: list[str]) -> int:
     if args[:1] in (["--version"], ["-V"]):
         print(f"ascent {ascent.__version__}")
         return 0
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
-    return guarded(lambda: _command(args[0]).read(args[1:]).execute() or 0)
+    return _command(args[0]).read(args[1:]).execute() or 0
 
 
 def _command(name: str) -> type[Command]:

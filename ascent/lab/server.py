@@ -23,7 +23,7 @@ from ascent.core.types import Refused
 from ascent.lab import modules_in, places_of
 from ascent.lab.figures import all_figures
 from ascent.lab.page import Lab
-from ascent.web.connections import Connection, bind, is_local
+from ascent.web.connections import Connection, bind, configure, is_local
 from ascent.web.guard import ONWARD, Guard, host_name, host_names
 from ascent.web.secret import kept_secret
 
@@ -60,18 +60,7 @@ def lab_server(runs: Path, host: str, port: int, secret: bytes) -> tuple[uvicorn
     listening = bind(host, port)
     port = listening.getsockname()[1]
     guard = Guard(application(runs), host_names(host, port), secret, f"http://{host_name(host)}:{port}")
-    config = uvicorn.Config(
-        guard,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        proxy_headers=False,  # a peer does not say who it is
-        server_header=False,
-        log_level="error",
-        access_log=False,
-        timeout_graceful_shutdown=1,
-    )
-    return uvicorn.Server(config), listening, guard
+    return uvicorn.Server(configure(guard, Connection)), listening, guard
 
 
 @contextmanager

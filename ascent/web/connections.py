@@ -14,6 +14,7 @@ import socket
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ascent.core.types import Refused
@@ -83,6 +84,22 @@ def make_room(newcomer: Connection) -> None:
     crowd = peers if len(peers) > newcomer.most_of_peer else everyone if len(everyone) > newcomer.most_open else []
     if crowd:
         min(crowd, key=lambda one: one.due).transport.abort()
+
+
+def configure(application: Any, http: type[Connection], **more: Any) -> uvicorn.Config:
+    """How every server of ours runs: HTTP alone, without a log, and with these limits on its connections."""
+    return uvicorn.Config(
+        application,
+        http=http,
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,  # a peer does not say who it is
+        server_header=False,
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        **more,
+    )
 
 
 def is_local(host: str) -> bool:

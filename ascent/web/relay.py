@@ -30,7 +30,7 @@ from ascent.engines.serving.client import Client, Lost
 from ascent.engines.serving.dialect import Answer, Request, Serving
 from ascent.engines.serving.relayed import ABOUT, GENERATE, GREET, LOAD, WEIGHTS
 from ascent.engines.serving.weights import Manifest, weights_folder
-from ascent.web.connections import Connection, bind
+from ascent.web.connections import Connection, bind, configure
 
 MOST_WORDS = 64 * 2**20
 """Bytes of a request that is not a file of weights: names and checksums of all tensors, or a long prompt."""
@@ -212,20 +212,8 @@ def relay_server(
 ) -> tuple[uvicorn.Server, socket.socket]:
     """A server of the relay, and the socket that it listens on."""
     listening = bind(host, port)
-    config = uvicorn.Config(
-        relay,
-        http=RelayConnection,
-        ws="none",
-        lifespan="off",
-        proxy_headers=False,  # a peer does not say who it is
-        server_header=False,
-        log_level="error",
-        access_log=False,
-        timeout_keep_alive=60,  # `Connection` ends those that are idle
-        timeout_graceful_shutdown=1,
-        ssl_certfile=certificate or None,
-        ssl_keyfile=private_key or None,
-    )
+    tls = {"ssl_certfile": certificate or None, "ssl_keyfile": private_key or None}
+    config = configure(relay, RelayConnection, timeout_keep_alive=60, **tls)  # `Connection` ends those that are idle
     return uvicorn.Server(config), listening
 
 

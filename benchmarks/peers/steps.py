@@ -12,7 +12,7 @@ from ascent.assemble import assemble
 from ascent.core.loop import train
 from ascent.core.types import Metrics
 from ascent.settings import configure
-from benchmarks.common import close
+from benchmarks.common import NoRecords, close
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw
 from benchmarks.peers.fixed_prompts import FixedPrompts
 
@@ -39,7 +39,7 @@ class Work:
         return len(self.prompts) * self.samples * self.tokens
 
 
-class Ours:
+class Ours(NoRecords):
     """Ascent's own loop on its own parts, one step per turn. It records nothing, and TRL is set to record nothing."""
 
     def __init__(self, work: Work):
@@ -71,22 +71,9 @@ class Ours:
     def close(self) -> None:
         self.parts.close()
 
-    # ---- records that keep nothing
-
     def step(self, step: int, metrics: Metrics, batch: Any, *_: Any) -> None:
         self.metrics = metrics
         self.prompts = sorted([i for i in row if i >= 0] for row in batch.prompt.tolist())
-
-    def checkpoint(self, *_: Any) -> None: ...
-
-    def dump(self, *_: Any) -> str:
-        return "nothing"
-
-    def stopping(self) -> bool:
-        return False
-
-    def best(self) -> bool:
-        return False
 
 
 def compare(name: str, work: Work, repeats: int, target: float, smoke: bool) -> int:
