@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen, run
 from typing import Any
@@ -23,11 +24,11 @@ import pytest
 import torch
 
 from ascent.core.protocols import Ticket
-from ascent.core.types import Prompts, Trouble
+from ascent.core.types import Prompts, Rollouts, Trouble
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM
-from tests.language import sampler_of, smollm2_folder, write_tiny
+from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
 from tests.test_relay import KEY, relaying
 from tests.test_serving import gap, same, wait_for_end
 
@@ -101,6 +102,22 @@ def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(serv
         for drawn, lm in ((version, old), (version + 1, served.lm)):
             assert gap(lm, rollouts, (versions == drawn) & rollouts.mask) <= 1e-4
     assert len(done) == 2 and crossed, "some were under way"
+    assert min(sampler.fleet.probe.continued) > 0, "of the probe's own too"
+
+
+def test_a_conversation_has_the_tokens_that_were_drawn_and_their_log_probs(served: Served) -> None:
+    sampler, prompts = served.sampler, served.prompts(100)
+
+    def played(sampler: Any, **more: Any) -> Rollouts:
+        play = AtOnce(lambda response, tokens: [7, 8 + response % 5, 9] if len(tokens) < 24 else [])
+        play.turn_tokens = 8
+        return sampler.generate(replace(prompts, play=play), 2, **more)
+
+    rollouts = played(sampler, seed=3)
+    assert gap(served.lm, rollouts) <= 1e-4 and int(rollouts.turn.max()) >= 2  # type: ignore[union-attr]
+    same(played(sampler, seed=3), rollouts)
+    local = sampler_of(served.lm, limit=40, temperature=0.7)
+    same(played(sampler, greedy=True), played(local, greedy=True))
 
 
 def test_seeds_ends_and_greedy_answers(served: Served) -> None:

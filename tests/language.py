@@ -174,7 +174,9 @@ class InAnyOrder(AtOnce):
         self.seed, self.rng = seed, random.Random(seed)
 
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> InAnyOrder:
-        return InAnyOrder(self.answer, self.seed)
+        made = InAnyOrder(self.answer, self.seed)
+        made.turn_tokens = self.turn_tokens
+        return made
 
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
         self.rng.shuffle(self.ready)

@@ -54,6 +54,8 @@ class StandIn:
         """The weights of the keys and values of each response that is being written."""
         self.hold_at, self.held = -1, 0
         """The token before which every response waits, until it is another; and how many wait there."""
+        self.hold_probe_at, self.probe_held = -1, False
+        """The token before which a probe waits for the next weights; and whether one does."""
         self.kills: list[int] = []
         """After how many tokens and calls, each time, it is killed and at once started again."""
         # how it misbehaves
@@ -124,6 +126,9 @@ class StandIn:
         while len(tokens) < most:
             with self.lock:
                 self._wait(len(tokens) if ends else -2)
+                if not ends:
+                    self.probe_held = len(tokens) == self.hold_probe_at
+                    self.lock.wait_for(lambda: len(tokens) != self.hold_probe_at and not self.paused)
                 if life != self.life:
                     raise ConnectionError
                 self.live()
@@ -156,6 +161,7 @@ class StandIn:
         self.lock.notify_all()
 
     def forget_caches(self) -> None:
+        self.hold_probe_at = -1
         if not self.keep_cache:
             self.cache = {}
         if not self.keep_running:

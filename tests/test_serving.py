@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -35,7 +36,7 @@ from ascent.engines.serving.vllm import INSIDE, VLLM
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM, LanguageModel
 from ascent.settings import configure
-from tests.language import model_of, prompts_of, sampler_of, write_tiny
+from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of, write_tiny
 from tests.stand_in import STAND_INS, StandIn, serving
 
 SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_layers": 2}
@@ -94,10 +95,10 @@ def gap(lm: LanguageModel, rollouts: Rollouts, some: torch.Tensor | None = None)
         for mask, tokens, logp, which in zip(
             rollouts.mask[i], rollouts.response[i], rollouts.logp_sampler[i], some[i], strict=True
         ):
-            tokens = tokens[mask]
-            hidden = lm.backbone(input_ids=torch.cat([ids, tokens])[None]).last_hidden_state[0, len(ids) - 1 : -1]
-            own = token_stats(Head.of(lm.model), hidden, tokens, rollouts.temperature)[0]
-            far = max([far, *(own - logp[mask])[which[mask]].abs().tolist()])
+            end = 1 + int(mask.nonzero().max())
+            hidden = lm.backbone(input_ids=torch.cat([ids, tokens[:end]])[None]).last_hidden_state[0, len(ids) - 1 : -1]
+            own = token_stats(Head.of(lm.model), hidden, tokens[:end], rollouts.temperature)[0]
+            far = max([far, *(own - logp[:end])[(which & mask)[:end]].abs().tolist()])
     return far
 
 
@@ -156,6 +157,54 @@ def test_greedy_answers_are_those_of_the_local_sampler(stack: ExitStack, engine:
     world.load(0)
     local = sampler_of(world.lm, limit=5, temperature=0.7)
     same(world.generate(1, greedy=True), local.generate(Prompts.of(prompts_of()), 1, greedy=True))
+
+
+@every_engine
+@pytest.mark.long
+def test_conversations_are_those_of_the_local_sampler_whoever_answers_first(stack: ExitStack, engine: str) -> None:
+    world = World(stack, engine=engine, limit=24, rows=3, max_position_embeddings=64)
+    world.load(0)
+    local = sampler_of(world.lm, limit=24, temperature=0.7)
+
+    def played(sampler: Any, order: int | None, **more: Any) -> Rollouts:
+        turns: dict[int, int] = {}
+
+        def observe(response: int, tokens: list[int]) -> list[int]:
+            turns[response] = turns.get(response, 0) + 1
+            return [7, 8 + response % 5, 9][: 1 + response % 3] if turns[response] <= 2 + response % 2 else []
+
+        play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
+        play.turn_tokens = 4
+        return sampler.generate(replace(Prompts.of(prompts_of()), play=play), 2, **more)
+
+    one, other = played(world.sampler, None, greedy=True), played(local, None, greedy=True)
+    same(one, other)
+    for name in ("present", "turn", "truncated", "valid"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert not one.truncated.all() and int(one.turn.max()) == 3  # type: ignore[union-attr]
+    drawn = [played(world.sampler, order, seed=5) for order in (None, 3, 8)]
+    same(drawn[0], drawn[1]), same(drawn[0], drawn[2])
+    assert gap(world.lm, drawn[0]) < 1e-5
+    seeds = {
+        body["sampling_params"].get("seed", body["sampling_params"].get("sampling_seed")) for body in world.server.asked
+    }
+    assert len(seeds) > 6, "turns of a response are drawn with seeds of their own"
+
+
+@pytest.mark.long
+def test_a_server_that_dies_in_a_conversation_changes_nothing(stack: ExitStack) -> None:
+    world = World(stack, servers=2, limit=24, max_position_embeddings=64)
+    world.load(0)
+
+    def played() -> Rollouts:
+        play = AtOnce(lambda _, tokens: [7, 8] if len(tokens) < 12 else [])
+        play.turn_tokens = 4
+        return world.sampler.generate(replace(Prompts.of(prompts_of()), play=play), 2, seed=5)
+
+    whole = played()
+    world.server.die_after = len(world.server.asked) + 4
+    same(played(), whole)
+    assert world.server.dead
 
 
 @pytest.mark.long
@@ -624,7 +673,6 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"top_p": 0.9}, "which probability they kept"),
         ({"top_k": 3}, "which probability they kept"),
         ({"min_tokens": 2}, "which probability they kept"),
-        ({"tools": "calculator"}, "only the local engine plays turns"),
         ({"temperature": 0.005}, "draws from another distribution below 0.01"),
         ({"engine": "sglang", "top_p": 0.9}, "is not asked of it"),
         ({"engine": "sglang", "temperature": 1e-7}, "draws from another distribution below 1e-06"),
@@ -638,8 +686,22 @@ def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[s
         backend_of(config).check(config)
 
 
+HIGHER = """
+from ascent import Environment, Step
+class Higher(Environment):
+    turns = 0
+    def step(self, action):
+        self.turns += 1
+        return Step("higher", len(action) / 10, done=self.turns == 2)
+"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("more", [{}, {"algorithm": "ppo", "policy.lora": 4}], ids=["grpo", "ppo with adapters"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"algorithm": "ppo", "policy.lora": 4}, {"environment": "python:{}/higher.py:Higher", "turn_tokens": 3}],
+    ids=["grpo", "ppo with adapters", "conversations"],
+)
 def test_a_run_is_trained_through_an_engine_and_resumed_to_the_same_numbers(
     stack: ExitStack, tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -647,6 +709,8 @@ def test_a_run_is_trained_through_an_engine_and_resumed_to_the_same_numbers(
     model = write_tiny(tmp_path / "tiny", max_position_embeddings=128)
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "higher.py").write_text(HIGHER)
+    more = {name: value.format(tmp_path) if name == "environment" else value for name, value in more.items()}
     import transformers
 
     quiet = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

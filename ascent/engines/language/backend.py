@@ -113,8 +113,8 @@ class LanguageBackend(Backend):
             return self.local_sampler(config, model, generator)
         task = config.task
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
-        longest = task.max_prompt + task.room
-        return ServedSampler(config.policy, model, task.room, longest, config.temperature, generator, stops)
+        longest, most = task.max_prompt + task.room, task.max_tokens if task.plays else 0
+        return ServedSampler(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
     def local_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
         task, support = config.task, Support(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
@@ -291,8 +291,6 @@ def check_engine(config: Config) -> None:
             f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
             "set --engine local"
         )
-    if config.task.plays:
-        raise Refused(f"--tools and --environment with {engine}: only the local engine plays turns; set --engine local")
     if config.data != "samples":
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
 

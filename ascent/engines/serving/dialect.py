@@ -38,6 +38,11 @@ class Answer(NamedTuple):
     ended: bool = False
     """By an end token or a stop string, and not by its limit."""
 
+    def then(self, later: "Answer") -> "Answer":
+        """This, and what follows it."""
+        tokens, logp, versions = self.tokens + later.tokens, self.logp + later.logp, self.versions + later.versions
+        return Answer(tokens, logp, versions, later.aborted, later.ended)
+
 
 class Serving(NamedTuple):
     """What a server is to serve."""

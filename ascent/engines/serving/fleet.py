@@ -18,6 +18,8 @@ from ascent.engines.serving.relayed import Relayed, read_key
 from ascent.engines.serving.weights import Manifest, checkpoint_tensors, prepared
 from ascent.policies.causal_lm import CausalLM, LanguageModel
 
+BEGUN = 0.25
+"""Of a probe's time, what the response has that is begun just before a load: it shall be neither new nor over."""
 TRIES = 3
 """How often in a row a server may be lost, with no response in between, before the run stops."""
 
@@ -38,6 +40,10 @@ class Server:
     """Was it asked what it is, since it was started or came back?"""
     probed: list[Answer] = field(default_factory=list)
     """What it answered to the latest probe."""
+    seconds: float = 0.0
+    """How long that took."""
+    continued: Answer | None = None
+    """The response that was begun just before the latest load, if any was."""
     down: bool = False
     """Is it left alone until the next load, because others serve?"""
 
@@ -61,7 +67,7 @@ class Fleet:
         described = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
         described["eos_token_id"] = sorted(lm.ends)
         dtype = str(lm.model.dtype).removeprefix("torch.")
-        rows += len(self.probe.prompts)  # a probe finds room, however many responses are under way
+        rows += len(self.probe.prompts) + 1  # a probe finds room, however many responses are under way
         self._serving = Serving(described, dtype, max(length, self.probe.length), rows, lm.device.type == "cpu")
 
     def start(self, folder: Path) -> None:
@@ -128,20 +134,36 @@ class Fleet:
             server.life += 1
             if not server.down:
                 self.probe.check(server.probed, server.client.url, self.version)
+                if server.continued is not None:
+                    self.probe.check_continued(server.continued, server.client.url, self.version)
 
     async def _equip(self, server: Server, weights: Manifest) -> str:
         """Weights for a server, and its answers to the probe, which end at no token; how it was lost, if it was."""
-        client, probe, salt = server.client, self.probe, f"{self._run}-{self.version}"
+        client, requests, salt = server.client, self.probe.requests(), f"{self._run}-{self.version}"
+        continued: asyncio.Task[Answer] | None = None
         try:
             if not server.known:
                 await client.greet(self._serving)
                 server.known = True
+            elif server.owed and server.seconds:  # responses are under way: one more is, which is looked at
+                continued = asyncio.ensure_future(client.generate(requests[0], self._salt))
+                await asyncio.sleep(BEGUN * server.seconds)
             await client.load(weights, self.version)
-            requests = [Request(ids, probe.tokens, probe.temperature, i, ()) for i, ids in enumerate(probe.prompts)]
+            begun = time.monotonic()
             server.probed = await asyncio.gather(*(client.generate(each, salt) for each in requests))
+            server.seconds = time.monotonic() - begun
         except Lost as error:
             return str(error)
+        finally:
+            server.continued = await self._rest(continued)
         return ""
+
+    async def _rest(self, continued: "asyncio.Task[Answer] | None") -> Answer | None:
+        """What came of it; nothing, if the server had lost it before it got these weights."""
+        try:
+            return None if continued is None else await continued
+        except Lost:
+            return None
 
     # ---- servers that are lost
 

@@ -3,15 +3,19 @@
 Two seeded prompts, each longer than a block of the engine's prefix cache, and a few tokens behind each. The engine's
 log-probs of these tokens are compared with the learner's own. Two engines round differently, in half precision by about
 0.01 nats. So the bound is a multiple of the gap of the first load.
+
+Where responses are under way during a load, one more is begun just before it. The tokens that it gets after the load
+have to be the new policy's too: an engine that goes on with old keys and values draws them from no policy at all.
 """
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ascent.core.types import Trouble
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.serving.dialect import Answer
+from ascent.engines.serving.dialect import Answer, Request
 from ascent.policies.causal_lm import LanguageModel
 
 PROMPT, TOKENS = 300, 64
@@ -32,6 +36,8 @@ class Probe:
         self.prompts: list[list[int]] = drawn.tolist()
         self.gap = 0.0
         """The mean distance of the log-probs, in nats, after the latest load."""
+        self.continued = (0, 0)
+        """Of the latest response that was under way during a load, the tokens before it and after it."""
 
     first: float | None
 
@@ -44,26 +50,50 @@ class Probe:
     def bound(self) -> float:
         return FIRST if self.first is None else max(FLOOR, FACTOR * self.first)
 
-    @torch.no_grad()
+    def requests(self) -> list[Request]:
+        """They end at no token."""
+        return [Request(ids, self.tokens, self.temperature, i, ()) for i, ids in enumerate(self.prompts)]
+
     def check(self, answers: Sequence[Answer], url: str, version: int) -> None:
         """Trouble where the engine's log-probs are too far from the learner's, or an answer is of another version."""
-        gaps = []
-        for prompt, answer in zip(self.prompts, answers, strict=True):
-            ids = torch.tensor([prompt + answer.tokens], device=self.lm.device)
-            hidden = self.lm.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
-            own = token_stats(Head.of(self.lm.model), hidden, ids[0, len(prompt) :], self.temperature)[0]
-            gaps.append((own.float().cpu() - torch.tensor(answer.logp)).abs())
+        gaps = [self._distance(prompt, answer) for prompt, answer in zip(self.prompts, answers, strict=True)]
         self.gap = float(torch.cat(gaps).mean())
         if not self.gap <= self.bound:
-            known = "of the first load" if self.first is None else f"{FACTOR:g} times that of the first load"
             raise Trouble(
                 f"{url} does not draw from this policy: after version {version} was loaded, its log-probs are "
-                f"{self.gap:.3g} nats from the learner's on average, and the bound, {known}, is {self.bound:.3g}. Look "
-                "at its log for tensors that it did not load; whether it serves this model, in this precision; whether "
-                "it keeps its prefix cache over new weights; whether its log-probs are after temperature. "
+                f"{self.gap:.3g} nats from the learner's on average, and the bound, {self._known}, is {self.bound:.3g}"
+                ". Look at its log for tensors that it did not load; whether it serves this model, in this precision; "
+                "whether it keeps its prefix cache over new weights; whether its log-probs are after temperature. "
                 "docs/serving.md has the command that starts it"
             )
         others = sorted({v for answer in answers for v in answer.versions} - {version})
         if others:
             raise Trouble(f"{url} says that version {others[0]} drew what was asked of version {version}")
         self.first = self.gap if self.first is None else self.first
+
+    def check_continued(self, answer: Answer, url: str, version: int) -> None:
+        """Trouble where what was drawn after the load, of a response begun before it, is not the new policy's."""
+        new = torch.tensor(answer.versions, dtype=torch.long) == version
+        self.continued = (int((~new).sum()), int(new.sum()))
+        if answer.aborted or not new.any():  # it was over before the load
+            return
+        gap = float(self._distance(self.prompts[0], answer)[new].mean())
+        if not gap <= self.bound:
+            raise Trouble(
+                f"{url} goes on with old keys and values: of a response that was being written when version {version} "
+                f"was loaded, the log-probs of the tokens after it are {gap:.3g} nats from the learner's on average, "
+                f"and the bound, {self._known}, is {self.bound:.3g}. It has to compute its caches anew under new "
+                "weights; --ahead 0 loads them between responses only"
+            )
+
+    @property
+    def _known(self) -> str:
+        return "of the first load" if self.first is None else f"{FACTOR:g} times that of the first load"
+
+    @torch.no_grad()
+    def _distance(self, prompt: list[int], answer: Answer) -> Tensor:
+        """|log-prob − the learner's| of each token."""
+        ids = torch.tensor([prompt + answer.tokens], device=self.lm.device)
+        hidden = self.lm.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
+        own = token_stats(Head.of(self.lm.model), hidden, ids[0, len(prompt) :], self.temperature)[0]
+        return (own.float().cpu() - torch.tensor(answer.logp)).abs()

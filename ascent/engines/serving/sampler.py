@@ -3,6 +3,9 @@
 One request per response, with a seed of its own, drawn as the local sampler draws it. Who answers, when, and how often
 it had to be asked decides nothing else: a response that a dead server owed is asked for again with the same seed.
 Servers go on writing while the run computes, and with the new weights after each load.
+
+A conversation is asked for turn by turn: each request has all tokens before it, as they were drawn and as they were
+observed, which the engine finds in its prefix cache. It begins with its own step, however far others run ahead.
 """
 
 import queue
@@ -14,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +30,17 @@ from ascent.engines.serving.client import Lost
 from ascent.engines.serving.dialect import Answer, Request
 from ascent.engines.serving.fleet import Fleet, Server
 from ascent.engines.timeline import Timeline
+from ascent.engines.turns import Turns
 from ascent.policies.causal_lm import CausalLM, LanguageModel
 
 ROWS = 256
 """Responses that one server decodes at once where nobody says otherwise."""
 LOOK = 5.0
 """Seconds without any response after which servers are asked whether they live."""
+POLL = 0.01
+"""Seconds between two looks at what environments have answered, where any was asked."""
+GOLDEN = 0x1E3779B97F4A7C15
+"""What the seeds of two turns of a response differ by."""
 WHOLE = 3600.0
 """Seconds that responses outside of a step, such as an evaluation's, may take."""
 
@@ -53,6 +62,10 @@ class UnderWay:
     ready: deque[int] = field(default_factory=deque)
     """Prompts whose groups are whole and were not handed over."""
     handed: int = 0
+    turns: Turns | None = None
+    """What answers turns, where responses are conversations."""
+    waiting: dict[int, "Asked"] = field(default_factory=dict)
+    """By response, the latest request of a conversation whose environment is at work."""
 
     def __post_init__(self) -> None:
         self.missing = [self.ticket.samples] * len(self.ticket.prompts)
@@ -75,6 +88,8 @@ class Asked:
     of: UnderWay
     place: tuple[int, int]
     request: Request
+    before: Answer = NOTHING
+    """The turns before this one, with what was observed between them."""
     server: Server | None = None
     life: int = 0
     """The server's, when it was asked."""
@@ -96,10 +111,14 @@ class ServedSampler(Sampler):
         temperature: float,
         generator: torch.Generator,
         stops: Stops | None = None,
+        most: int = 0,
     ):
-        """`longest`: the most tokens of a prompt with its response. Servers are started when weights are loaded."""
+        """`longest`: the most tokens of a prompt with its response. `most`: those of a conversation that are drawn.
+
+        Servers are started when weights are loaded.
+        """
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
-        self.stops, self.rows, self.version = stops, policy.rows or ROWS, -1
+        self.stops, self.most, self.rows, self.version = stops, most, policy.rows or ROWS, -1
         self.fleet = Fleet(policy, lm, self.rows, longest, temperature)
         self.timeline, self.look = Timeline(), LOOK
         self.folder: Path | None = None
@@ -150,6 +169,7 @@ class ServedSampler(Sampler):
         return replace(one, drawn=self._rollouts(each, every), going=going if bool(going.any()) else None)
 
     def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+        self._begin_all(step)
         wanted = [each for ticket, each in self._open.items() if ticket.step == step]
         for each, prompt in self._groups(wanted, deadline, self.timeline):
             yield Finished(each.ticket, torch.tensor([prompt]), self._rollouts(each, [prompt]))
@@ -173,9 +193,10 @@ class ServedSampler(Sampler):
             return torch.zeros(shape, dtype=torch.long)
         return response_seeds(*shape, self.generator, ticket.seed)
 
-    def _begin_all(self) -> None:
+    def _begin_all(self, step: int = -1) -> None:
+        """All that is not begun; conversations only of this step."""
         for one in self.pending:
-            if one.ticket not in self._open:
+            if one.ticket not in self._open and (one.ticket.prompts.play is None or one.ticket.step == step):
                 self._begin(one, self.limit)
 
     def _begin(self, one: Open, limit: int) -> UnderWay:
@@ -183,9 +204,14 @@ class ServedSampler(Sampler):
         assert one.seeds is not None
         prompts, each, ends = one.ticket.prompts, UnderWay(one.ticket, limit, one.seeds), tuple(sorted(self.lm.ends))
         self._open[one.ticket] = each
+        limits = torch.full((len(prompts),), limit) if prompts.limits is None else prompts.limits.clamp(max=limit)
+        if prompts.play is not None:
+            luck = list(range(one.seeds.numel())) if one.ticket.greedy else one.seeds.flatten().tolist()
+            episodes = prompts.play(prompts, one.ticket.samples, luck)
+            each.turns = Turns(episodes, limits.repeat_interleave(one.ticket.samples), self.most, limit)
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()
-            most = limit if prompts.limits is None else min(limit, int(prompts.limits[i]))
+            most = int(limits[i]) if each.turns is None else each.turns.limit(i * one.ticket.samples)
             for k, seed in enumerate(one.seeds[i].tolist()):
                 if one.drawn is not None and (one.going is None or not one.going[i, k]):
                     each.take((i, k), _answer(one.drawn, i, k))
@@ -217,19 +243,23 @@ class ServedSampler(Sampler):
                 if all(each.handed == len(each.ticket.prompts) for each in wanted) or time.monotonic() > until:
                     return
                 timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
-                self._receive(until)
+                for each in wanted:
+                    self._hear(each)
+                self._receive(until, POLL if any(each.waiting for each in wanted) else self.look)
         finally:
             timeline.stop()
             for each in wanted:
                 self._open.pop(each.ticket, None)
+                if each.turns is not None:
+                    each.turns.episodes.close()
 
-    def _receive(self, until: float) -> None:
+    def _receive(self, until: float, wait: float) -> None:
         """The next response that arrives. Where none does, give up on servers that do not say that they live."""
         left = max(until - time.monotonic(), 0.0)
         try:
-            asked, future = self._arrived.get(timeout=min(self.look, left))
+            asked, future = self._arrived.get(timeout=min(wait, left))
         except queue.Empty:
-            for server in self.fleet.silent() if left > self.look else ():
+            for server in self.fleet.silent() if left > wait == self.look else ():
                 for future in list(server.owed):
                     future.cancel()
             return
@@ -259,7 +289,34 @@ class ServedSampler(Sampler):
                 f"of version {asked.version}"
             )
         server.lost = 0
-        asked.of.take(asked.place, self._cut(answer))
+        self._end_turn(asked, self._cut(answer))
+
+    # ---- turns
+
+    def _end_turn(self, asked: Asked, turn: Answer) -> None:
+        """A turn is there: the response is over, or its environment is asked."""
+        each, whole = asked.of, asked.before.then(turn)
+        response = asked.place[0] * each.ticket.samples + asked.place[1]
+        if each.turns is None or not (turn.ended or len(whole.tokens) < each.turns.end(response)):
+            each.take(asked.place, whole)
+        else:
+            each.waiting[response] = replace(asked, before=whole)
+            each.turns.ask(response, turn.tokens)
+
+    def _hear(self, each: UnderWay) -> None:
+        """What environments have answered: the next turn of a conversation is asked for, or it is over."""
+        for response, observed in each.turns.answers() if each.turns is not None else ():
+            assert each.turns is not None
+            asked = each.waiting.pop(response)
+            seen = Answer(observed, [0.0] * len(observed), [self.version] * len(observed))
+            whole = asked.before.then(seen)
+            if not observed:
+                each.take(asked.place, whole._replace(ended=response in each.turns.over))
+                continue
+            prompt = each.ticket.prompts.prompt[asked.place[0]]
+            seed = (asked.request.seed + GOLDEN) % 2**62
+            ids, most = prompt[prompt >= 0].tolist() + whole.tokens, each.turns.limit(response) - len(whole.tokens)
+            self._ask(replace(asked, request=asked.request._replace(prompt=ids, most=most, seed=seed), before=whole))
 
     def _cut(self, answer: Answer) -> Answer:
         """The answer up to the token that completes a stop string: what was drawn behind it does not exist."""
@@ -300,18 +357,23 @@ class ServedSampler(Sampler):
         length = torch.tensor([[len(answer.tokens) for answer in group] for group in groups])
         present, version = torch.arange(width) < length.unsqueeze(-1), padded("versions", torch.long)
         constant = bool(((version == version[..., :1]) | ~present).all())
+        said: dict[str, Any] = {"mask": present, "present": present}
+        if each.turns is not None:
+            there = torch.zeros(*each.seeds.shape, width, dtype=torch.bool)
+            there[which] = present
+            parts = each.turns.fields((there.shape[0], there.shape[1]), there)
+            said = {name: None if part is None else part[which] for name, part in parts.items()}
         return Rollouts(
             prompt=prompts.prompt,
             problem=prompts.problem,
             response=padded("tokens", torch.long),
-            mask=present,
-            present=present,
             logp_sampler=padded("logp", torch.float32),
             limit=each.limit,
             limits=prompts.limits,
             truncated=~torch.tensor([[answer.ended for answer in group] for group in groups]),
             temperature=1.0 if ticket.greedy else self.temperature,  # the engine's greedy log-probs have none
             version=version[..., :1] if constant else version,
+            **said,
         )
 
     def close(self) -> None:
