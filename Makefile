@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test wheel test smokes check clean
+.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test verifiers openenv bridges-test wheel test smokes check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -84,6 +84,21 @@ ENGINE := .engines/vllm/bin/python -m pip --disable-pip-version-check
 # What the stand-in server of the tests is taken for, asked of the real one; each test has a second chance. Minutes.
 engines-test: setup engines
 	$(TESTS) -p no:cacheprovider --reruns 1 tests/engines_vllm.py
+
+# verifiers and OpenEnv, each in an environment of its own, for agents of these kinds (docs/agents.md). Two minutes each.
+verifiers: .engines/verifiers/.installed
+openenv: .engines/openenv/.installed
+
+.engines/verifiers/.installed: PACKAGE := verifiers==0.4.0
+.engines/openenv/.installed: PACKAGE := openenv==0.10.0
+.engines/verifiers/.installed .engines/openenv/.installed:
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(PACKAGE)
+	@touch $@
+
+# What the stand-ins of tests/test_agents.py are taken for, asked of the real ones.
+bridges-test: setup verifiers openenv
+	$(TESTS) -p no:cacheprovider tests/bridges.py
 
 # The wheel, installed with no extras into an empty environment: the demo runs, and what needs an extra says so. Minutes.
 wheel: setup

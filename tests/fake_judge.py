@@ -65,8 +65,10 @@ class FakeJudge:
             handler.close_connection = True
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
-        choice = {"message": {"role": "assistant", "content": reply.text}, "finish_reason": reply.finish}
-        chat = {"choices": [choice], "usage": {"total_tokens": 11}}
+        choice = {"index": 0, "message": {"role": "assistant", "content": reply.text}, "finish_reason": reply.finish}
+        usage = {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11}
+        about = {"id": f"chat-{number}", "object": "chat.completion", "created": 0, "model": body.get("model")}
+        chat = about | {"choices": [choice], "usage": usage}
         sent = reply.raw if reply.raw is not None else json.dumps(chat).encode()
         handler.send_response(reply.status)
         if reply.endless:

@@ -34,7 +34,7 @@ from ascent.tasks.keeper import (
     say,
     wait_for,
 )
-from ascent.tasks.text.base import Message, Problem
+from ascent.tasks.text.base import Message
 
 OBSERVATION = 100_000
 """The most characters of an observation. What is longer is cut, and says so."""
@@ -124,7 +124,7 @@ class EpisodePlayer:
         self.make = make
         self.environment: Environment | None = None
 
-    def begin(self, problem: Problem, shared: int, own: int) -> Step:
+    def begin(self, problem: Any, shared: int, own: int) -> Step:
         """What a group shares comes from one seed, everything later from another."""
         rng = random.Random(shared)
         self.environment = self.make()

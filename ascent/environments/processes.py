@@ -55,7 +55,9 @@ class Reply(NamedTuple):
 class Episodes:
     """Episodes of one environment, each in its own process."""
 
-    def __init__(self, source: Source, limits: Limits, most: int = 64):
+    def __init__(self, source: Source, limits: Limits, most: int = 64, what: str = "environment"):
+        """`what` plays the episodes, in the words of errors."""
+        self.what = what
         self.source = pickle.dumps((source.source, dict(source.settings), source.sent))
         self.limits, self.most, self.owner = limits, most, os.getpid()
         self.rows: dict[int, _Row] = {}
@@ -75,12 +77,13 @@ class Episodes:
 
     # ---- what is asked
 
-    def begin(self, episode: int, problem: Problem, shared: int, own: int) -> None:
-        """Begin an episode. All of a group have the `shared` seed, and with it the first observation."""
+    def begin(self, episode: int, problem: Any, shared: int, own: int, seconds: float | None = None) -> None:
+        """Begin an episode with what its `begin` takes. All of a group have the `shared` seed, and with it the first
+        observation. `seconds`: what each of its calls may take, if not as long as the others'."""
         self._check_owner()
         if episode in self.rows:
             raise ValueError(f"episode {episode} has begun already")
-        self.rows[episode] = _Row()
+        self.rows[episode] = _Row(self.limits.seconds if seconds is None else seconds)
         self._ask(episode, "begin", (problem, shared, own))
 
     def step(self, episode: int, action: str) -> None:
@@ -164,7 +167,7 @@ class Episodes:
                     self.queue.extend([episode] if episode in self.rows else [])
                     continue
             row.asked, row.reading = time.monotonic(), False
-            row.deadline = row.asked + (self.limits.seconds if row.began else START)
+            row.deadline = row.asked + (row.seconds if row.began else START)
             row.line.send(row.frame)
             self.busy[episode] = row
             self.files[row.line.socket.fileno()] = episode
@@ -194,7 +197,7 @@ class Episodes:
         with theirs:
             try:
                 socket.send_fds(self.warm.socket, [b"."], [theirs.fileno()])
-                row.line = _Line(ours)
+                row.line = ProcessLine(ours)
             except OSError:  # its buffer is full, or it has ended, which will be heard
                 ours.close()
                 self.warm.full = True
@@ -224,9 +227,9 @@ class Episodes:
             self.poll.modify(row.line.socket, row.line.events)
         for reply in replies:
             if not row.began and reply.keys() == {"began"} and isinstance(reply["began"], float):
-                row.began, row.deadline = True, min(reply["began"], time.monotonic()) + self.limits.seconds
+                row.began, row.deadline = True, min(reply["began"], time.monotonic()) + row.seconds
             elif reply.keys() == {"ended"}:
-                return self._fail(episode, f"its environment ended its process: {reply['ended']!s:.40}")
+                return self._fail(episode, f"its {self.what} ended its process: {reply['ended']!s:.40}")
             elif not row.began and reply.keys() == {"error"}:
                 return self._fail(episode, str(reply["error"])[:REASON])
             elif reply.pop("number", None) != row.number:
@@ -241,15 +244,15 @@ class Episodes:
             row.again, row.line = True, None
             self.queue.append(episode)
         elif row.line.ended:
-            self._fail(episode, "its environment ended its process: it closed its pipe")
+            self._fail(episode, f"its {self.what} ended its process: it closed its pipe")
 
     def _answered(self, episode: int, row: "_Row", reply: dict[str, Any]) -> None:
         self.deaths = 0
         seconds, error, step = reply.get("seconds"), reply.get("error"), _read(reply.get("step"))
         if not isinstance(seconds, float) or not seconds >= 0 or (not isinstance(error, str) and step is None):
             self._fail(episode, f"its process sent what is not a step: {sorted(reply)}"[:REASON])
-        elif seconds > self.limits.seconds:
-            self._fail(episode, self._late())
+        elif seconds > row.seconds:
+            self._fail(episode, self._late(row))
         elif error is not None:
             self._fail(episode, whole_text(error), seconds)
         else:
@@ -262,7 +265,7 @@ class Episodes:
             if reply.keys() == {"ready"}:
                 warm.ready, warm.deadline = True, math.inf
             elif "error" in reply:
-                return self._lose_warm(f"its environment cannot be loaded: {reply['error']!s:.300}")
+                return self._lose_warm(f"its {self.what} cannot be loaded: {reply['error']!s:.300}")
             else:
                 return self._warm_died(reply.get("ended", "it sent what is no answer"))
         if warm.line.ended:
@@ -272,7 +275,7 @@ class Episodes:
         """Start it anew for those that wait; they fail if that was in vain."""
         self.warm, self.deaths = None, self.deaths + 1
         if self.deaths > 1:
-            self._lose_warm(f"the process that makes its environment ended twice: {how!s:.40}")
+            self._lose_warm(f"the process that makes its {self.what} ended twice: {how!s:.40}")
 
     def _lose_warm(self, why: str) -> None:
         self.warm, self.deaths = None, 0
@@ -286,14 +289,14 @@ class Episodes:
             if row.line.read and not row.reading:
                 row.reading, row.deadline = True, now + READING
             else:
-                self._fail(episode, self._late() if row.began else f"no process was made for it within {START:g} s")
+                self._fail(episode, self._late(row) if row.began else f"no process was made for it within {START:g} s")
         if self.warm is not None and now >= self.warm.deadline:
             self.warm.end()
             self.kept.remove(self.warm)
-            self._lose_warm(f"the process that makes its environment did not start within {START:g} s")
+            self._lose_warm(f"the process that makes its {self.what} did not start within {START:g} s")
 
-    def _late(self) -> str:
-        return f"its environment took longer than {self.limits.seconds:g} s"
+    def _late(self, row: "_Row") -> str:
+        return f"its {self.what} took longer than {row.seconds:g} s"
 
     def _fail(self, episode: int, error: str, seconds: float | None = None) -> None:
         """The error of an episode, which is over: its process ends."""
@@ -333,7 +336,7 @@ def _read(sent: Any) -> Step | None:
 # ---- what is known of a process -------------------------------------------------------------------------
 
 
-class _Line:
+class ProcessLine:
     """Our end of a socket to a process: nothing blocks."""
 
     def __init__(self, end: socket.socket):
@@ -346,7 +349,10 @@ class _Line:
         self.ended = False
 
     def send(self, frame: bytes) -> None:
-        self.out += framed(frame)
+        self.write(framed(frame))
+
+    def write(self, content: bytes) -> None:
+        self.out += content
         self._flush()
 
     def _flush(self) -> None:
@@ -393,7 +399,9 @@ def _parse(line: bytes) -> dict[str, Any]:
 class _Row:
     """An episode, and its call."""
 
-    line: _Line | None = None
+    seconds: float
+    """What a call may take."""
+    line: ProcessLine | None = None
     """None: it has no process yet."""
     frame: bytes = b""
     """The call that waits or is under way."""
@@ -412,7 +420,7 @@ class _Warm(Kept):
 
     def __init__(self, source: bytes, limits: Limits):
         super().__init__("ascent.environments.episode:keep_warm", limits, PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
-        self.line = _Line(self.socket)
+        self.line = ProcessLine(self.socket)
         self.line.send(source)
         self.deadline = time.monotonic() + START
         self.ready = False

@@ -236,8 +236,13 @@ def error_words(error: BaseException) -> str:
             return str(error)[:REASON]
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         files = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-        ours = (Path(__file__).parent, Path(__file__).parents[1] / "environments")
-        own = [(file.name, line) for file, line in files if file.parent not in ours and file.is_file()]
-        return message[:REASON] + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")
+        ours = Path(__file__).parents[1]
+        own = [(file, line) for file, line in files if ours not in file.parents and file.is_file()]
+        own = [place for place in own if not _is_library(place[0])] or own
+        return message[:REASON] + (f" ({own[-1][0].name}, line {own[-1][1]})" if own else "")
     except BaseException as worse:  # an error whose own words are broken
         return f"{type(error).__name__}, and {type(worse).__name__} when asked for its words"
+
+
+def _is_library(file: Path) -> bool:
+    return "site-packages" in file.parts or Path(asyncio.__file__).parents[1] in file.parents

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ascent.tasks.base import refuse
 from ascent.tasks.text.base import Message, Problem
 
 MODEL = "policy"
@@ -55,8 +54,3 @@ class Agent(Protocol):
 
     def close(self) -> None:
         """End all that was started."""
-
-
-def read_agent(text: str) -> Agent:
-    """The agent that a setting names: python:FILE:NAME, command:WORDS, verifiers:NAME, openenv:URL."""
-    return refuse(f"--agent {text}: no such kind of agent")

@@ -1,0 +1,34 @@
+"""Agents: programs that talk to the policy over HTTP, one per response, with whatever client and harness they like."""
+
+import math
+
+from ascent.environments.agents.base import MODEL, Agent, Assignment, Outcome
+from ascent.tasks.agent_sources import agent_source, verify_agent
+from ascent.tasks.keeper import Limits
+
+__all__ = ["MODEL", "Agent", "Assignment", "Outcome", "read_agent"]
+FREE = Limits(math.inf)
+"""No limit of memory, and no environment variables beyond the usual ones."""
+
+
+def read_agent(text: str, limits: Limits = FREE, most: int = 64) -> Agent:
+    """The agent that a setting names: python:FILE:NAME, command:WORDS, verifiers:NAME, openenv:URL.
+
+    Refused if it is not there; nothing is started before it runs. At most `most` episodes are run at once. An episode's
+    seconds are its assignment's; memory and environment variables are those of `limits`.
+    """
+    from ascent.environments.agents.function import function_source
+    from ascent.environments.agents.pool import PooledAgent
+    from ascent.environments.agents.verifiers import VerifiersAgent
+    from ascent.environments.episode import Source
+
+    source = agent_source(text)
+    verify_agent(source)
+    kind, _, where = source.partition(":")
+    if kind == "verifiers":
+        return VerifiersAgent(where, limits, most)
+    if kind == "command":
+        return PooledAgent(Source("ascent.environments.agents.command:CommandAgent", {"command": where}), limits, most)
+    if kind == "openenv":
+        return PooledAgent(Source("ascent.environments.agents.openenv:make_openenv", {"url": where}), limits, most)
+    return PooledAgent(function_source(source), limits, most)

@@ -1,0 +1,56 @@
+"""An agent that is a Python function: what runs in the process of its episode."""
+
+import asyncio
+import functools
+import inspect
+import random
+from typing import Any
+
+from ascent.environments.agents.base import Assignment
+from ascent.environments.agents.pool import written_outcome
+from ascent.environments.episode import Source
+from ascent.tasks.agent_sources import Signature, read_signature
+from ascent.tasks.environment import Environment
+from ascent.tasks.files import load_code
+from ascent.tasks.objects import PREFIX, pickled
+
+
+def function_source(source: str) -> Source:
+    """Where the processes find the function."""
+    sent = pickled(source, "agent") if source.startswith(PREFIX) else None
+    return Source("ascent.environments.agents.function:make_function", {"source": source, "sent": sent})
+
+
+class FunctionAgent(Environment):
+    """One episode of a function: it is over when `begin` returns."""
+
+    def __init__(self, call: Signature):
+        self.call = call
+
+    def begin(self, problem: Any, rng: random.Random) -> str:
+        assignment: Assignment = problem
+        returned = self.call(
+            base_url=assignment.url,
+            key=assignment.key,
+            problem=assignment.problem,
+            messages=[dict(message) for message in assignment.messages],
+            seed=assignment.seed,
+            seconds=assignment.seconds,
+        )
+        return written_outcome(asyncio.run(_wait_for(returned)) if inspect.isawaitable(returned) else returned)
+
+
+async def _wait_for(returned: Any) -> Any:
+    return await returned
+
+
+@functools.lru_cache
+def _load(source: str, sent: bytes | None) -> Signature:
+    return read_signature(load_code(source, sent))
+
+
+def make_function(source: str, sent: bytes | None) -> FunctionAgent:
+    return FunctionAgent(_load(source, sent))
+
+
+make_function.prepare = _load  # type: ignore[attr-defined]

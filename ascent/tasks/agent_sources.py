@@ -1,0 +1,152 @@
+"""How settings name agents, and what is refused before a run begins.
+
+python:FILE:NAME             a function, async or not: f(base_url, key, problem)
+command:WORDS                a program, started once per episode
+verifiers:NAME[:FOLDER]      a taskset of verifiers, by its name, its file or a TOML file with its [env]; FOLDER is the
+                             virtual environment that verifiers is in
+openenv:URL                  a server of OpenEnv, which the policy plays
+object:NAME@HASH             a function that was given in Python
+"""
+
+import importlib.util
+import inspect
+import os
+import shlex
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ascent.tasks.base import refuse
+from ascent.tasks.calls import Wrong
+from ascent.tasks.files import absolute_path, load_python
+from ascent.tasks.objects import PREFIX, find_object
+
+KINDS = ("python", "command", "verifiers", "openenv")
+GIVEN = ("base_url", "key", "problem", "messages", "seed", "seconds")
+"""What an agent's function may ask for by name; one with other names gets the first three by place."""
+FORM = "an agent is a function, f(base_url, key, problem), async or not"
+ASKING = 5.0
+"""Seconds that a server of OpenEnv has to say that it is there."""
+
+
+def agent_source(text: str) -> str:
+    """The setting with whole paths, so that a run can be resumed from any folder; refused if it is of no kind."""
+    kind, colon, where = text.partition(":")
+    if text.startswith(PREFIX):
+        return text
+    if kind not in KINDS or not colon or not where.strip():
+        forms = "python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL"
+        refuse(f"--agent {text}: an agent is {forms}.", kind, KINDS)
+    if kind == "python":
+        file, _, name = where.rpartition(":")
+        if not file or not name:
+            refuse(f"--agent {text}: write python:FILE:NAME")
+        return f"python:{absolute_path(file)}:{name}"
+    if kind == "verifiers":
+        taskset, environment = split_verifiers(where)
+        taskset = absolute_path(taskset) if taskset.endswith((".py", ".toml")) else taskset
+        return f"verifiers:{taskset}:{environment}"
+    if kind == "openenv" and (urlsplit(where).scheme not in ("http", "https") or not urlsplit(where).hostname):
+        refuse(f"--agent {text}: write the address of its server, such as openenv:http://127.0.0.1:8000")
+    return text
+
+
+def split_verifiers(where: str) -> tuple[str, str]:
+    """NAME and the whole path of the virtual environment, which is .engines/verifiers if none is named."""
+    taskset, _, folder = where.partition(":")
+    return taskset, absolute_path(folder or ".engines/verifiers")
+
+
+def verify_agent(source: str) -> None:
+    """Refuse what is not there: a file, a function, a program, an environment, a server."""
+    kind, _, where = source.partition(":")
+    if kind in ("python", "object"):
+        try:
+            read_signature(find_agent(source))
+        except Wrong as error:
+            refuse(f"--agent {source}: {error}")
+    elif kind == "command":
+        _verify_command(source, where)
+    elif kind == "verifiers":
+        taskset, folder = split_verifiers(where)
+        if taskset.endswith((".py", ".toml")) and not Path(taskset).is_file():
+            refuse(f"--agent {source}: there is no file {taskset}")
+        if not os.access(Path(folder, "bin", "python"), os.X_OK):
+            refuse(
+                f"--agent {source}: there is no virtual environment with verifiers in {folder}. `make verifiers` makes "
+                ".engines/verifiers; for another one, write verifiers:NAME:FOLDER"
+            )
+    else:
+        _verify_server(source, where)
+
+
+def find_agent(source: str) -> Any:
+    """The function of python:FILE:NAME, or the one that was given in Python."""
+    return find_object(source, "agent") if source.startswith(PREFIX) else load_python("--agent", source)
+
+
+def _verify_command(source: str, where: str) -> None:
+    try:
+        words = shlex.split(where)
+    except ValueError as error:
+        refuse(f"--agent {source}: its words cannot be read: {error}")
+    if not words or shutil.which(words[0]) is None:
+        refuse(f"--agent {source}: there is no program {words[0] if words else ''!r} to start")
+
+
+def _verify_server(source: str, url: str) -> None:
+    if importlib.util.find_spec("websockets") is None:
+        refuse(f"--agent {source} needs websockets: pip install 'ascent-rl[agents]'")
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=ASKING) as answer:
+            answer.read(1)
+    except (OSError, ValueError) as error:
+        reason = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(error)
+        refuse(f"--agent {source}: no server of OpenEnv answers at {url} ({reason:.120}). Start it first")
+
+
+# ---- how a function is called -------------------------------------------------------------------------
+
+
+class Signature(NamedTuple):
+    """How an agent's function is called."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...] | None
+    """What it takes by name; None: address, key and problem by place."""
+
+    def __call__(self, **given: Any) -> Any:
+        if self.names is None:
+            return self.function(*(given[name] for name in GIVEN[:3]))
+        return self.function(**{name: given[name] for name in self.names})
+
+
+def read_signature(function: Any) -> Signature:
+    """By its parameters; refused if they cannot be those of an agent."""
+    if not callable(function) or isinstance(function, type):
+        raise Wrong(f"it is a {type(function).__name__}, and {FORM}")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise Wrong(f"its signature cannot be read: {FORM}") from None
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in variable]
+    named = [p.name for p in parameters if p.kind not in (*variable, inspect.Parameter.POSITIONAL_ONLY)]
+    if all(p.name in GIVEN and p.kind is not p.POSITIONAL_ONLY for p in needed):
+        more = GIVEN if any(p.kind is p.VAR_KEYWORD for p in parameters) else ()
+        names = tuple(name for name in GIVEN if name in named or name in more)
+        if names:
+            return Signature(function, names)
+    places = sum(p.kind in by_place for p in parameters)
+    if all(p.kind in by_place for p in needed) and len(needed) <= 3 <= places:
+        return Signature(function, None)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters) and not needed:
+        return Signature(function, None)
+    raise Wrong(
+        f"it takes ({', '.join(map(str, parameters))}), and {FORM}; by name it may ask for any of {', '.join(GIVEN)}"
+    )
