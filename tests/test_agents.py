@@ -19,6 +19,7 @@ import websockets.sync.server
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 
+from ascent.cli.main import main
 from ascent.core.types import Refused
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent, verifiers
 from ascent.environments.agents.openenv import describe_action, read_action, show
@@ -474,6 +475,17 @@ def test_episodes_of_verifiers_come_back_with_reward_errors_and_metrics(environm
         Outcome(error="TaskError: it broke"),
         Outcome(0.5, "", {"turns": 2.0}),
     ]
+
+
+def test_the_tasks_of_a_taskset_become_a_file_of_rows(environment: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["rows", f"verifiers:guess:{environment}", str(tmp_path / "rows.jsonl"), "--count", "3"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == [{"prompt": "x", "task": n} for n in range(3)] and capsys.readouterr().out.startswith("3 rows in")
+    for wrong in (["command:ls", "x"], [f"verifiers:missing:{environment}", "x"], [f"verifiers:x:{tmp_path}", "x"]):
+        assert main(["rows", *wrong]) == 2
+    errors = capsys.readouterr().err
+    for words in ("only a taskset of verifiers has rows", "ModuleNotFoundError: no taskset", "`make verifiers`"):
+        assert words in errors
 
 
 def test_a_process_of_verifiers_that_dies_or_hangs_is_replaced(environment: Path, monkeypatch: Any) -> None:

@@ -39,6 +39,7 @@ GUIDES = {
     "menu": "The menu in three tables",
     "language-models": "Language models",
     "environments": "Conversations and tools",
+    "agents": "Agents",
     "sandbox": "Code in a sandbox",
     "serving": "Rollouts from vLLM and SGLang",
     "python": "Python and notebooks",

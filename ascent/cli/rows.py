@@ -1,0 +1,42 @@
+"""`ascent rows`: the tasks of an environment of somebody else's, as rows to train on."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascent.cli.flags import Command
+from ascent.core.types import Refused
+from ascent.environments.agents.verifiers import VerifiersAgent
+from ascent.tasks.agent_sources import agent_source, verify_agent
+from ascent.tasks.files import write_jsonl
+from ascent.tasks.keeper import Limits
+
+
+@dataclass
+class RowsCommand(Command):
+    """Write the tasks of a verifiers taskset as a JSONL file to train on.
+
+    Then: ascent train jsonl:FILE --model MODEL --agent verifiers:NAME
+    """
+
+    agent: str
+    """verifiers:NAME, verifiers:FILE.py or verifiers:FILE.toml."""
+    file: str
+    """The file to write."""
+    count: int = 1000
+    """The most tasks."""
+
+    def execute(self) -> None:
+        source = agent_source(self.agent)
+        if not source.startswith("verifiers:"):
+            raise Refused(f"ascent rows {self.agent}: only a taskset of verifiers has rows, verifiers:NAME")
+        if self.count < 1:
+            raise Refused(f"--count is {self.count}: it has to be at least 1")
+        verify_agent(source)
+        with closing(VerifiersAgent(source.removeprefix("verifiers:"), Limits(0.0), 1)) as agent:
+            rows = agent.rows(self.count)
+        write_jsonl(Path(self.file), rows)
+        print(f"{len(rows)} rows in {self.file}")
+
+
+COMMANDS = {"make data": (RowsCommand,)}
