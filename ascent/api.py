@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascent.assemble import Parts, assemble
+from ascent.assemble import Parts
 from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
 from ascent.core.types import Batch, Refused, State, Trouble
+from ascent.engines.ranks.ranks import rank_here
 from ascent.explain.explain import formula, objective_in_words
+from ascent.launch import assemble_ranks
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.records import checkpoint
 from ascent.records.ahead import check_ahead, put_together
@@ -94,9 +96,9 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
     check_sinks(config.track)
     path = Path(out) if out is not None else default_folder(config)
     refuse_taken(path)
-    given = keep_given(config, path)
+    given = None if rank_here() else keep_given(config, path)
     try:
-        parts = assemble(config)
+        parts = assemble_ranks(config)
     except BaseException:
         shutil.rmtree(given or "", ignore_errors=True)
         raise
@@ -193,6 +195,11 @@ def reopen(
         return None
     existing.take_objects(objects, anyway)
     check_sinks(existing.config.track)
+    config = existing.config
+    if model is not None:
+        config = replace(config, policy=give_again(config.policy, *model))
+    if rank_here():
+        assemble_ranks(config)
     killed = memory_ran_out(existing.folder)
     folder = RunFolder.reopen(existing.folder)
     if folder.run["status"] == "finished" and from_step is None:  # it ended while it was looked at
@@ -208,10 +215,7 @@ def reopen(
             groups, saved = checkpoint.load_checkpoint(chosen)
         first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_cut(sizes)
-        config = existing.config
-        if model is not None:
-            config = replace(config, policy=give_again(config.policy, *model))
-        parts = assemble(config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
+        parts = assemble_ranks(config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
         if chosen is not None:
             with naming(chosen):
                 parts.streams.restore(groups.pop("rng"))

@@ -13,6 +13,7 @@ from ascent.core.types import Streams
 from ascent.engines import old_logp
 from ascent.engines.backend import Backend, BoundTask, Report, Start
 from ascent.engines.backends import backend_of
+from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.records import checkpoint
 from ascent.records.evaluation import Evaluate, Keep, offline_evaluator, sample_evaluator
 from ascent.records.run import init_folder
@@ -72,7 +73,7 @@ class Parts:
             part.close()
 
 
-def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> Parts:
+def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = None, ranks: Ranks = ALONE) -> Parts:
     """The parts of a config.
 
     `groups`: what a checkpoint will fill in; of --init only the reference is then needed, and only if it is not among
@@ -87,7 +88,7 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
         source = kept or init_folder(config.init, resumed=not fresh)
         start = Start(source, checkpoint.params(source))
     model, notes = backend.model(config, streams, start)
-    learner = backend.learner(config, model, streams)
+    learner = backend.learner(config, model, streams, ranks)
     judged = None
     if config.algorithm.loss.trains == "policy" and config.task.data == "samples":
         judged = bind_task(backend, config.task, model), backend.sampler(config, model, streams.sampling)

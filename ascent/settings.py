@@ -22,7 +22,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.core.config import Config
+from ascent.core.config import Config, Torchrun
 from ascent.core.correction import Truncated
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.preferences import SHOWN
@@ -43,7 +43,7 @@ SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
 ENGINE = ("url", "python", "args", "deadline", "transport", "key_env", "key_file")
 SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ENGINE}
 """Flags that stand for a field of a choice."""
-CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
+CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "ranks": (Torchrun,), **MENU}
 ROW_SETTINGS = ("samples", "epochs", "minibatches")
 """Plain settings of which a row may need another value than other rows: see `row_needs`."""
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path", NoneType: "None"}
@@ -158,7 +158,11 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-PLAIN = {name: setting for name, setting in settings_of(Config).items() if name not in ("task", "policy", "algorithm")}
+PLAIN = {
+    name: setting
+    for name, setting in settings_of(Config).items()
+    if name not in ("task", "policy", "ranks", "algorithm")
+}
 """The fields of a run that belong to no choice."""
 
 
@@ -183,7 +187,7 @@ class Resolved:
 
     def config(self) -> Config:
         axes = dict(self.chosen)
-        policy = axes.pop("policy")
+        policy, ranks = axes.pop("policy"), axes.pop("ranks")
         passes = self.plain.get("data_epochs")
         if passes is not None and not 0 < passes < float("inf"):
             raise Refused(f"--data-epochs is {passes:g}: set a number of passes above 0")
@@ -195,7 +199,13 @@ class Resolved:
             )
         if getattr(policy, "engine", "local") != "local" and self.plain.get("old_logp", "auto") == "auto":
             self.plain["old_logp"] = "learner"  # another engine's rounding is not to pass for a ratio
-        return Config(task=build("task", self.task, self.own), policy=policy, algorithm=Algorithm(**axes), **self.plain)
+        return Config(
+            task=build("task", self.task, self.own),
+            policy=policy,
+            algorithm=Algorithm(**axes),
+            ranks=ranks,
+            **self.plain,
+        )
 
 
 def configure(task: Any, *layers: Settings) -> Config:
@@ -211,7 +221,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
     name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
     preset = {} if recorded else find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}")
     preset = {canonical(k): v for k, v in preset.items()}
-    chosen: dict[str, Any] = {"policy": POLICIES[0](), **vars(Algorithm())}
+    chosen: dict[str, Any] = {"policy": POLICIES[0](), "ranks": Torchrun(), **vars(Algorithm())}
     own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
     resolved, fields_of_task = Resolved(cls, own, {}, chosen), settings_of(cls)
     kept = chosen["update"]  # the last one that no row brought along

@@ -53,7 +53,8 @@ MAY_IMPORT: dict[str, Room] = {
     "web": Room("what listens: the guard of every route", ("core",)),
     "web.relay": Room("a relay beside a serving engine", ("core", "engines", "web")),
     "assemble": Room("a config comes to life", _RUN),
-    "api": Room("train, resume, load", (*_RUN, "assemble")),
+    "launch": Room("a config comes to life on every rank", (*_RUN, "assemble")),
+    "api": Room("train, resume, load", (*_RUN, "assemble", "launch")),
     "workflows": Room("what is done with runs: evaluate, sample, export, pairs, rounds", (*_RUN, "assemble", "api")),
     "lab": Room("the local web page", (*_RUN, "web", "assemble", "api", "workflows")),
     "cli": Room("one class per command", (*_RUN, "sandbox", "web", "assemble", "api", "workflows", "lab")),
@@ -79,9 +80,9 @@ Python where names were (1,250), runs that are driven and notebooks (400), micro
 tools and games (3,000), conversations that are seen, flagged and played by a person (900), mathematics and the hub
 (600), the tail and predicted seconds (400), sampling ahead and its journal (490), serving engines and a relay to them
 (2,170), the sandbox with its attempts to get out, verdicts on programs and the task of them (2,650), agents and their
-bridges (1,170). The core was 3,000; credit by turn and what prompts bring for it are 57, and sampling ahead with its
-journal, which is the loop's own matter, 95."""
-TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 31, 3, 60, 3_155
+bridges (1,170), ranks (1,200). The core was 3,000; credit by turn and what prompts bring for it are 57, and sampling ahead with its
+journal, which is the loop's own matter, 95; the settings of ranks 15."""
+TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 31, 3, 60, 3_170
 LONG_FILE = 500
 
 

@@ -66,7 +66,7 @@ ON_GPU = (
     "turns_gpu",
     "ahead_gpu",
 )
-NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine")
+NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks")
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 

@@ -436,7 +436,7 @@ def test_every_choice_has_a_name_and_comes_back(axis: str) -> None:
 
 def test_every_plain_setting_is_in_the_dictionary() -> None:
     written = configure("sort").to_dict()
-    assert set(written) == {"task", "policy", *MENU, *PLAIN}
+    assert set(written) == {"task", "policy", "ranks", *MENU, *PLAIN}
     json.dumps(written, allow_nan=False)
 
 

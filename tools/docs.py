@@ -42,6 +42,7 @@ GUIDES = {
     "agents": "Agents",
     "sandbox": "Code in a sandbox",
     "serving": "Rollouts from vLLM and SGLang",
+    "scale": "Several processes",
     "python": "Python and notebooks",
     "runs": "Runs",
     "learned-rewards": "SFT, DPO, reward models",

@@ -63,6 +63,8 @@ class Command:
     """Other words (flags of `ascent train` or of a task) are kept in `rest` instead of refused."""
     part: ClassVar[type | None] = None
     """Another dataclass whose fields are flags too."""
+    ranks: ClassVar[bool] = False
+    """May torchrun start it as several processes?"""
     rest: list[str] = field(default_factory=list, init=False)
     of_part: dict[str, Any] = field(default_factory=dict, init=False)
     """The values of the flags of `part`."""

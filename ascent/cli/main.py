@@ -13,6 +13,7 @@ import ascent.cli
 from ascent.cli.flags import Command
 from ascent.core.menu import nearest
 from ascent.core.types import Refused, Trouble
+from ascent.engines.ranks.ranks import rank_here, size_here
 from ascent.records.code import trust
 from ascent.records.display import printable
 
@@ -73,11 +74,16 @@ def _execute(args: list[str]) -> int:
 def _command(name: str) -> type[Command]:
     if name not in commands():
         raise Refused(f"{name}: no such command.{nearest(name, commands())} `ascent --help` lists them")
+    if size_here() > 1 and not commands()[name].ranks:
+        several = " and ".join(command for command, cls in commands().items() if cls.ranks)
+        raise Refused(f"ascent {name} is work for one process: start it without torchrun. With it there are {several}")
     return commands()[name]
 
 
 def tell(words: str) -> None:
-    """What went wrong, which may quote a response: as text, whatever is in it."""
+    """What went wrong, which may quote a response: as text, whatever is in it. Of several ranks one says it."""
+    if rank_here() and "rank 0 of " not in words:
+        return
     print(printable(words), file=sys.stderr)
 
 

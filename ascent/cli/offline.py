@@ -127,6 +127,7 @@ class OfflineCommand(Command):
     """A training on FILE, or on the offline data that a task has."""
 
     takes_more = True
+    ranks = True
     task_of_file: ClassVar[str]
     """The task that reads FILE."""
     source: Annotated[str, "FILE|TASK"]

@@ -15,6 +15,7 @@ from ascent.assemble import assemble
 from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
 from ascent.core.types import Refused
+from ascent.engines.ranks.ranks import rank_here
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records.display import cell_text, table, width, wrapped
 from ascent.records.folder import refuse_taken, write_json
@@ -31,6 +32,7 @@ class TrainCommand(Command):
     """Train a policy; any axis of the menu is a flag."""
 
     words = "TASK"
+    ranks = True
     config: Config
     options: TrainOptions
 
@@ -44,6 +46,8 @@ class TrainCommand(Command):
 
 class PreflightCommand(TrainCommand):
     """Check a training before it starts: batch sizes, memory, the reward, a first sample, seconds per step."""
+
+    ranks = False
 
     def execute(self) -> None:
         with closing(assemble(self.config)) as parts:
@@ -63,6 +67,7 @@ class PreflightCommand(TrainCommand):
 class ResumeCommand(Command):
     """Resume a run; the result has the same bits as without the interruption."""
 
+    ranks = True
     run: Path
     """The run's folder."""
     from_: Annotated[int | None, "STEP"] = None
@@ -81,6 +86,8 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
         return report_end(start(config, options.out, for_stream(), options.preflight), then)
     folder = options.out or default_folder(config)
     refuse_taken(folder)
+    if rank_here():
+        return None
     with closing(assemble(config)) as parts:
         print(plan(parts.config, folder))
     return None

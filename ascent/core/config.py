@@ -10,6 +10,21 @@ from ascent.core.types import Refused, check_counts
 
 
 @dataclass(frozen=True)
+class Torchrun:
+    """Processes that train one model together, if torchrun has started them: the numbers are those of one process."""
+
+    shard: Literal["auto", "replicate", "shard"] = "auto"
+    """Where parameters are: replicate, all on every rank; shard, a part on each; auto: in shards if they would not fit.
+    Language models only."""
+    deadline: float = 600.0
+    """Seconds that ranks wait for each other; a rank that does not come ends the run."""
+
+    def __post_init__(self) -> None:
+        if not self.deadline > 0:
+            raise Refused(f"--ranks.deadline is {self.deadline:g}: set a number of seconds above 0")
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that decides a run's numbers, and how it is recorded."""
 
@@ -69,6 +84,8 @@ class Config:
     """The run stops when the log-probs of sampler and learner differ by more than this on average."""
     track: tuple[str, ...] = ()
     """Trackers that get every metric too: tensorboard, wandb, trackio, mlflow."""
+    ranks: Torchrun = Torchrun()
+    """How several processes share the work, if there are several."""
     threads: int = 0
     """Threads of torch; 0: torch's default. Results are bit-identical only for the same number of threads."""
 
@@ -139,8 +156,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Every setting, resolved; `settings.flatten` reads it back."""
         axes = {axis: to_dict(getattr(self.algorithm, axis)) for axis in MENU}
-        choices = {"task": to_dict(self.task), "policy": to_dict(self.policy), **axes}
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("task", "policy", "algorithm")}
+        choices = {name: to_dict(getattr(self, name)) for name in ("task", "policy", "ranks")} | axes
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*choices, "algorithm")}
         return {**choices, **plain}
 
 

@@ -303,14 +303,14 @@ def to_batch(rollouts: Rollouts, **more: Any) -> Batch:
     return Batch(**{f.name: getattr(rollouts, f.name) for f in fields(rollouts)} | more)
 
 
-def join(batches: list[Batch]) -> Batch:
-    """One batch with the prompts of all of them, in order; responses padded to the longest."""
+def join(batches: list[Some]) -> Some:
+    """One batch with the prompts of all of them, in order; responses padded to the longest. Or of rollouts."""
     if len(batches) == 1:
         return batches[0]
     width = max(b.mask.shape[2] for b in batches)
     position = max(b.prompt.shape[1] for b in batches)
     joined: dict[str, Any] = {}
-    for f in fields(Batch):
+    for f in fields(batches[0]):
         values = [getattr(b, f.name) for b in batches]
         if isinstance(values[0], np.ndarray):
             joined[f.name] = np.concatenate(values)
@@ -327,7 +327,7 @@ TOKENWISE = ("response", "mask", "present", "logp_sampler", "mass", "turn", "wai
 """Fields that always have one number per token."""
 
 
-def _widen(value: Tensor, name: str, batch: Batch, width: int) -> Tensor:
+def _widen(value: Tensor, name: str, batch: Rollouts, width: int) -> Tensor:
     """A field of one batch with the token length of the joined one."""
     if name not in TOKENWISE and value.shape[-1] == 1:  # of whole responses, but per token in another batch
         value = at_last(batch, value) if name == "reward" else value.expand(batch.mask.shape)

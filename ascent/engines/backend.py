@@ -18,6 +18,7 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler, Task
 from ascent.core.types import Prompts, Refused, Rollouts, Streams
+from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.engines.timeline import Timeline
 
 Params = dict[str, Tensor]
@@ -129,6 +130,8 @@ class Backend(ABC):
     typed one has no answer to score a response by."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions run.json lists, beside those of every run."""
+    seeded: ClassVar[bool] = False
+    """Has every response a seed of its own? Then any rank may draw it."""
     enumerates: ClassVar[bool] = False
     """Can its policies give the probability of every response, where there are few? Then E[R] is exact."""
 
@@ -142,6 +145,16 @@ class Backend(ABC):
     def check(self, config: Config) -> None:
         """Refuse, before any work, what this backend cannot do."""
 
+    def check_ranks(self, config: Config, size: int) -> None:
+        """Refuse what this backend cannot do on so many ranks."""
+        if config.ahead and size > 1:
+            raise Refused(
+                f"--ahead {config.ahead} on {size} ranks: how far sampling gets ahead would depend on their number, "
+                "and so would the numbers of the run. Leave --ahead out"
+            )
+        if config.ranks.shard == "shard":
+            raise Refused("--ranks.shard shard: a small policy fits everywhere. Set replicate, or leave it out")
+
     def check_task(self, config: Config, task: Any, flag: str) -> None:  # noqa: B027 (most tasks of a kind will do)
         """Refuse another task that the policy of a config cannot read."""
 
@@ -152,7 +165,7 @@ class Backend(ABC):
         """What is trained: a policy, or a model with a reward head; and what a person should know of it."""
 
     @abstractmethod
-    def learner(self, config: Config, model: Any, streams: Streams) -> Learner: ...
+    def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = ALONE) -> Learner: ...
 
     @abstractmethod
     def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler: ...

@@ -1,6 +1,6 @@
-"""What every learner in one process shares: gradients, steps and Fisher products as plain sums over micro-batches."""
+"""What every learner shares: gradients, steps and Fisher products as plain sums over micro-batches and ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +11,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ascent.core.protocols import Learner, Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Terms
 from ascent.core.update import Adam
+from ascent.engines.ranks.ranks import ALONE, Ranks
 
 
 class InProcessLearner(Learner, Protocol):
     """A learner whose parameters are in this process. An engine adds how a batch is cut, and its forward passes.
 
-    Every token count that a sum is divided by is the whole mini-batch's, so that shares of it add up.
+    Every token count that a sum is divided by is the whole mini-batch's, so that shares of it add up. Of several ranks
+    each is called with the same batch and computes its share; what is joined is whole on rank 0.
     """
+
+    ranks: Ranks = ALONE
+    placement: str = "each has every parameter, and gradients are summed"
 
     fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
     optimizer: torch.optim.Optimizer | None
@@ -70,6 +75,22 @@ class InProcessLearner(Learner, Protocol):
             self.critic_optimizer = update.optimizer(critic.trained())
             self.fills = self.fills | {"value"}
 
+    def mine(self, batch: Batch) -> Iterable[Batch]:
+        """The micro-batches of this rank's share."""
+        return self.split(self.ranks.share(batch))
+
+    def whole(self, parts: list[Tensor], batch: Batch) -> Tensor:
+        """Numbers of all micro-batches of all ranks, as `[prompt sample …]` of the batch."""
+        return self.ranks.put_together(joined(parts, self.ranks.share(batch)), batch)
+
+    def sum_gradients(self, parameters: list[Tensor]) -> None:
+        """Those of this rank's share become those of all."""
+        self.ranks.sum_gradients(parameters)
+
+    def _summed(self, value: Tensor) -> Tensor:
+        self.ranks.sum([value])
+        return value
+
     def params(self) -> dict[str, Tensor]:
         return self._params
 
@@ -79,16 +100,16 @@ class InProcessLearner(Learner, Protocol):
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         needs = needs & self.fills
-        parts = [self.scored(micro, needs) for micro in self.split(batch)] if needs else []
-        return {name: joined([part[name] for part in parts], batch).cpu() for name in needs}
+        parts = [self.scored(micro, needs) for micro in self.mine(batch)] if needs else []
+        return {name: self.whole([part[name] for part in parts], batch).cpu() for name in sorted(needs)}
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        """−∇objective into `.grad`: a plain sum over micro-batches, whatever their number."""
+        """−∇objective into `.grad`: a plain sum over micro-batches and ranks, whatever their number."""
         for parameter in self.trainable():
             parameter.grad = None
         parts: list[Terms] = []
         self._logp, self._entropy = [], []
-        for micro in self.split(mini):
+        for micro in self.mine(mini):
             out = self.forward(micro)
             terms = objective(micro, out)
             terms.objective.backward(self._uphill)
@@ -96,26 +117,27 @@ class InProcessLearner(Learner, Protocol):
             if out.rating is None:
                 self._entropy.append(out.entropy.detach())
             parts.append(Terms(terms.objective.detach(), terms.sums, terms.means))
-        return added(parts)
+        self.sum_gradients(self.trainable())
+        return self.ranks.sum_terms(added(parts))
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         terms, report = update(self, mini, objective)
         torch.autograd.graph.increment_version(self.trainable())  # fused optimizers do not, and samplers go by it
-        entropy = joined(self._entropy, mini) if self._entropy else None
+        entropy = self.whole(self._entropy, mini) if self._entropy else None
         metrics = {"loss": -terms.objective, **terms.means, **report}
-        return Stepped(metrics, terms.sums, joined(self._logp, mini), entropy)
+        return Stepped(metrics, terms.sums, self.whole(self._logp, mini), entropy)
 
     @torch.no_grad()
     def total(self, mini: Batch, objective: Objective) -> Tensor:
-        parts = [objective(micro, self.forward(micro)).objective for micro in self.split(mini)]
-        return torch.stack(parts).sum()
+        parts = [objective(micro, self.forward(micro)).objective for micro in self.mine(mini)]
+        return self._summed(torch.stack(parts).sum())
 
     def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
         """v ↦ F·v = Jᵀ (π ∘ J·v) / tokens, with J = ∂ log π / ∂θ at every state and for every token of the vocabulary.
 
         A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
         """
-        micros = list(self.split(mini))
+        micros = [micro for micro in self.mine(mini) if len(micro.prompt)]
         kept = [self._linearized(micros[0])] if len(micros) == 1 else None
 
         def product(vector: list[Tensor]) -> list[Tensor]:
@@ -127,6 +149,7 @@ class InProcessLearner(Learner, Protocol):
                     logp_all, self.trainable(), weight * Jv, retain_graph=kept is not None, materialize_grads=True
                 )
                 torch._foreach_add_(total, part)
+            self.ranks.sum(total)
             return list(torch._foreach_div(total, max(mini.tokens, 1)))
 
         return product
@@ -142,8 +165,8 @@ class InProcessLearner(Learner, Protocol):
     @torch.no_grad()
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
         """The mean KL(π_old ‖ π): a forward pass of each, so that no distribution is kept."""
-        parts = [torch.where(micro.counted, self.kl(micro, params), 0.0).sum() for micro in self.split(mini)]
-        return torch.stack(parts).sum() / max(mini.tokens, 1)
+        parts = [torch.where(micro.counted, self.kl(micro, params), 0.0).sum() for micro in self.mine(mini)]
+        return self._summed(torch.stack(parts).sum()) / max(mini.tokens, 1)
 
     @torch.no_grad()
     def assign(self, params: list[Tensor]) -> None:
@@ -153,13 +176,15 @@ class InProcessLearner(Learner, Protocol):
         assert self.critic_optimizer is not None and self.critic_update is not None
         self.critic_optimizer.zero_grad()
         parts = []
-        for micro in self.split(mini):
+        for micro in self.mine(mini):
             part = loss(micro, self.values(micro))
             (part / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
+        moved = self.critic_optimizer.param_groups[0]["params"]
+        self.sum_gradients(moved)
         self.critic_update.step(self.critic_optimizer, mini.progress)
-        torch.autograd.graph.increment_version(self.critic_optimizer.param_groups[0]["params"])
-        return torch.stack(parts).sum()
+        torch.autograd.graph.increment_version(moved)
+        return self._summed(torch.stack(parts).sum())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"params": {name: p.detach() for name, p in self._params.items()}}

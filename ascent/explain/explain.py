@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ascent.core import kl as kl_
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
+from ascent.core.config import Torchrun
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
 from ascent.core.values import Valued
@@ -30,7 +31,7 @@ __all__ = ["Page", "explanation", "formula", "latex", "menu_text", "objective_in
 
 WIDTH = 96
 OBJECTIVE = r"\text{objective} = "
-CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS}
+CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS, "ranks": (Torchrun,)}
 """What is explained in addition to the axes of an algorithm."""
 
 
@@ -330,7 +331,7 @@ def pages_of(name: str) -> list[Page]:
 def menu_text() -> str:
     """Every name of the menu, with one line for each."""
     lines: list[str] = []
-    for title, axis in (("TASKS", "task"), ("POLICIES", "policy")):
+    for title, axis in (("TASKS", "task"), ("POLICIES", "policy"), ("RANKS  (--ranks)", "ranks")):
         lines += _section(title, *(_item(name_of(cls), first_line(cls), 20) for cls in CHOICES[axis]))
     rows = (_item(name, str(row.words), 20) for name, row in ABOUT_ALGORITHMS.items())
     lines += _section("ALGORITHMS  (--algorithm)", *rows)

@@ -25,6 +25,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
 from ascent.engines.serving.sampler import ServedSampler
@@ -50,6 +51,7 @@ class LanguageBackend(Backend):
     task_kind = "text"
     words = True
     packages = ("transformers", "peft")
+    seeded = True
 
     def mismatch(self, config: Config) -> str:
         return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"
@@ -82,6 +84,15 @@ class LanguageBackend(Backend):
                 f"{data}, and the task has {offline}. For {needed} there is {COMMANDS[needed]}"
             )
 
+    def check_ranks(self, config: Config, size: int) -> None:
+        if size > 1 and config.policy.engine != "local":
+            raise Refused(f"--engine {config.policy.engine} on {size} ranks was never tried: set --engine local")
+        if size > 1 and ":" in config.policy.device:
+            raise Refused(
+                f"--policy.device {config.policy.device} on {size} ranks: each has a GPU of its own; set cuda"
+            )
+        super().check_ranks(config, size)
+
     def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm = config.policy.load(config.seed, exact=True)
@@ -98,11 +109,12 @@ class LanguageBackend(Backend):
             add_head(lm, trains == "steps")
         return lm, notes
 
-    def learner(self, config: Config, model: LanguageModel, streams: Streams) -> Learner:
+    def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
         critic = LanguageCritic(model, choice.shared) if choice.on else None
         learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
+        learner.ranks = ranks
         if algorithm.loss.trains != "policy":
             learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, model))
         return learner

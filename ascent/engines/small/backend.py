@@ -13,6 +13,7 @@ from ascent.core.menu import hyperparameters, name_of
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Refused, Streams
 from ascent.engines.backend import Backend, LearnedReward, OfflineSampler, Params, Start
+from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.engines.small.engine import SmallLearner, SmallSampler, score_small_responses, score_small_steps
 from ascent.environments.play import play_small
 from ascent.policies.small import Policy, ValueFunction, draw_next
@@ -60,11 +61,12 @@ class SmallBackend(Backend):
                 ) from None
         return policy, ()
 
-    def learner(self, config: Config, model: Any, streams: Streams) -> Learner:
+    def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = ALONE) -> Learner:
         algorithm = config.algorithm
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
         critic = config.policy.critic(model, choice.shared, streams.critic) if choice.on else None
         learner = SmallLearner(model, algorithm.update, kept, outputs, config.micro_batch, critic, choice.update)
+        learner.ranks = ranks
         if algorithm.loss.trains != "policy":
             learner.train_reward(partial(SCORES[algorithm.loss.trains], model))
         return learner

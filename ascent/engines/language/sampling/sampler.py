@@ -60,7 +60,7 @@ class LanguageSampler(Sampler):
             self.decoder = graphs or GroupDecoder
         self.timeline = Timeline()
         """How many responses ran when, of the tickets since it was last taken."""
-        self._latest = Timeline()
+        self.latest = Timeline()
         """That of the latest call."""
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
@@ -69,18 +69,23 @@ class LanguageSampler(Sampler):
         self.lm.take(params)
         self.version = version
 
-    @torch.no_grad()
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
+        seeds = None if greedy else response_seeds(len(prompts), samples, self.generator, seed)
+        return self.draw(prompts, samples, seeds, limit)
+
+    @torch.no_grad()
+    def draw(self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None) -> Rollouts:
+        """Responses to these prompts from a seed for each `[prompt sample]`; None: greedy ones."""
         count, limit = len(prompts) * samples, limit or self.limit
-        seeds = None if greedy else response_seeds(len(prompts), samples, self.generator, seed).flatten()
+        seeds = None if seeds is None else seeds.flatten()
         own = self.limits(prompts, samples, limit)
         with self._prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
             how = (self.temperature, self.support, turns, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
             self.decoder(self.lm, _ids(prompts), samples, self.rows, drawn, self.room)()
-        self._latest = drawn.timeline
+        self.latest = drawn.timeline
         return self._rollouts(prompts, samples, drawn)
 
     def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
@@ -105,7 +110,7 @@ class LanguageSampler(Sampler):
     def _whole(self, one: Open) -> Rollouts:
         rollouts = super()._whole(one)
         if rollouts is not one.drawn:  # an evaluation is no part of a step's rollouts
-            self.timeline.add(self._latest)
+            self.timeline.add(self.latest)
         return rollouts
 
     @torch.no_grad()
