@@ -80,8 +80,8 @@ Python where names were (1,250), runs that are driven and notebooks (400), micro
 tools and games (3,000), conversations that are seen, flagged and played by a person (900), mathematics and the hub
 (600), the tail and predicted seconds (400), sampling ahead and its journal (490), serving engines and a relay to them
 (2,170), the sandbox with its attempts to get out, verdicts on programs and the task of them (2,650), agents and their
-bridges (1,170), ranks (1,200). The core was 3,000; credit by turn and what prompts bring for it are 57, and sampling ahead with its
-journal, which is the loop's own matter, 95; the settings of ranks 15."""
+bridges (1,170), ranks (1,200). The core was 3,000; credit by turn and what prompts bring for it are 57, sampling ahead
+with its journal, which is the loop's own matter, 95, and the settings of ranks 15."""
 TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 31, 3, 60, 3_170
 LONG_FILE = 500
 

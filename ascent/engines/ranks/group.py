@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ascent.core.types import Refused, Trouble
 from ascent.engines.ranks.ranks import ALONE, Ranks, size_here
-from ascent.engines.ranks.watch import Watch
+from ascent.engines.ranks.watch import SignsOfLife
 
 BUCKET = 2**24
 """Numbers that are summed at once."""
@@ -52,7 +52,7 @@ class RankGroup(Ranks):
         backend, self.device = ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), torch.device(device)
         own, wait = dist.PrefixStore("group", store), timedelta(seconds=deadline)
         watched: Any = dist.PrefixStore("watch", store)
-        self.watch = Watch(watched.clone(), self.rank, self.size, deadline)
+        self.watch = SignsOfLife(watched.clone(), self.rank, self.size, deadline)
         with self._together():
             dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=wait)
             self._orders = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
