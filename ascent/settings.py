@@ -36,7 +36,7 @@ from ascent.tasks.files import load_python
 from ascent.tasks.objects import find_object, label_of, name_class, names_in
 from ascent.tasks.reward_sources import name_rewards
 from ascent.tasks.text.given import given_task, name_rows
-from ascent.tasks.tool_sources import name_played
+from ascent.tasks.tool_sources import PLAYED, name_played
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
@@ -261,7 +261,7 @@ def in_words(layer: Settings) -> dict[str, Any]:
     words = dict(layer)
     if "reward" in words:
         words["reward"] = name_rewards(words["reward"])
-    for setting in ("environment", "tools"):
+    for setting in PLAYED:
         if setting in words:
             words[setting] = name_played(setting, words[setting])
     if words.get("eval") is not None and not isinstance(words["eval"], str):
@@ -286,14 +286,14 @@ def name_given(objects: Settings) -> list[str]:
             names += names_in(name_rewards(value))
         elif setting in ("rows", "eval"):
             names.append(name_rows(setting, value))
-        elif setting in ("environment", "tools"):
+        elif setting in PLAYED:
             names += names_in([name_played(setting, value)])
         elif setting == "task" or setting in CHOICES:
             cls = value if isinstance(value, type) else type(value)
             name_class(setting, cls)
             names.append(name_of(cls))
         else:
-            known = ["rows", "eval", "reward", "environment", "tools", "task", *CHOICES]
+            known = ["rows", "eval", "reward", *PLAYED, "task", *CHOICES]
             raise Refused(f"{setting}: no such object of a run. There are {', '.join(known)}.{nearest(setting, known)}")
     return names
 

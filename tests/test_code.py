@@ -163,3 +163,29 @@ def test_every_file_that_settings_name_is_found(tmp_path: Path) -> None:
         "advantage": {"name": f"python:{tmp_path}/c: d.py:Mine"},
     }
     assert sorted(code.code_hashes(settings)) == [f"{tmp_path}/{name}" for name in ("a.py", "b.py", "c: d.py")]
+
+
+def test_a_program_that_a_folder_names_is_not_started_until_it_is_trusted(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr(code, "PROGRAMS", set())
+    settings = {"task": {"agent": "command:sh -c 'touch x'"}}
+    with pytest.raises(Refused, match=r"its settings start a program.*Nothing of it was started.*--trust 'command:sh"):
+        code.check_code(run.folder, settings, {})
+    library.trust("command:sh -c 'touch x'")
+    code.check_code(run.folder, settings, {})
+    code.code_hashes({"task": {"agent": "command:ls"}})  # a run is made with it
+    code.check_code(run.folder, {"task": {"agent": "command:ls"}}, {})
+
+
+def test_a_taskset_that_a_folder_names_is_the_one_that_it_was_made_with(run: Run, tmp_path: Path) -> None:
+    file, own = tmp_path / "taskset.py", {"task": {"agent": f"verifiers:{tmp_path}/taskset.py:{tmp_path}/env"}}
+    file.write_text("x = 1")
+    made = code.code_hashes(own)
+    assert list(made) == [str(file)]
+    code.check_code(run.folder, own, made)
+    file.write_text("x = 2")
+    with pytest.raises(Refused, match=r"verifiers file .* has changed since the run was made"):
+        code.check_code(run.folder, own, made)
+    for folder, why in ((run.folder / "env", "came with the folder"), ("env", "not a whole path")):
+        with pytest.raises(Refused, match=f"environment file .*{why}"):
+            code.check_code(run.folder, {"task": {"agent": f"verifiers:name:{folder}"}}, {})
+    code.check_code(run.folder, {"task": {"agent": f"verifiers:owner/name@1.0:{tmp_path}/env"}}, {})

@@ -10,6 +10,12 @@ from ascent.tasks.base import refuse
 from ascent.tasks.files import absolute_path
 from ascent.tasks.objects import PREFIX, name_object
 
+PLAYED = {
+    "environment": "an environment is a class, which each episode makes",
+    "tools": "a tool is a function",
+    "agent": "an agent is a function, f(base_url, key, problem)",
+}
+"""What answers the turns of a response, by its setting, and what it is as an object of Python."""
 BUILT_IN_TOOLS = ("calculator", "python")
 """Those of `environments.tools`."""
 
@@ -40,7 +46,7 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
 
 
 def name_played(setting: str, value: Any) -> Any:
-    """Tools or an environment as settings have them: functions and classes by their names. Text stays as it is."""
+    """Tools, an environment or an agent as settings have them: functions and classes by name. Text stays as it is."""
     if value is None or isinstance(value, str):
         return value or ""
     if setting == "tools":
@@ -51,8 +57,7 @@ def name_played(setting: str, value: Any) -> Any:
 
 def _name(setting: str, value: Any) -> str:
     if not callable(value):
-        what = "a tool is a function" if setting == "tools" else "an environment is a class, which each episode makes"
-        refuse(f"{setting} {value!r:.60}: {what}")
+        refuse(f"{setting} {value!r:.60}: {PLAYED[setting]}")
     return name_object(setting, value)
 
 
