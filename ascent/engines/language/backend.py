@@ -1,5 +1,6 @@
 """Language models on text tasks, in one process, on a CPU or one GPU."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from ascent.engines.language.learning.plan import bytes_per_token, critic_bytes,
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
+from ascent.engines.language.sampling.requests import VisitedSampler
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.ranks.ranks import ALONE, Ranks
@@ -67,8 +69,12 @@ class LanguageBackend(Backend):
         offline, data = config.task.data, config.algorithm.loss.data
         if config.task.plays and config.data != "samples":
             raise Refused(
-                f"--tools and --environment answer what the policy samples, and this run learns from {config.data}: "
-                "leave them out"
+                "--tools, --environment and --agent answer what the policy samples, and this run learns from "
+                f"{config.data}: leave them out"
+            )
+        if config.task.agent and config.ahead:
+            raise Refused(
+                f"--ahead {config.ahead} with --agent: an episode is drawn whole by one policy. Leave --ahead out"
             )
         if offline == "demonstrations" and data == "samples" and type(config.algorithm.loss) is LogProb:
             return
@@ -132,7 +138,8 @@ class LanguageBackend(Backend):
         task, support = config.task, Support(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
-        return LanguageSampler(model, task.room, *how, most=task.max_tokens if task.plays else 0)
+        kind = VisitedSampler if task.agent else LanguageSampler
+        return kind(model, task.room, *how, most=task.max_tokens if task.plays else 0)
 
     def timeline(self, sampler: Any) -> Timeline:
         return sampler.timeline
@@ -149,6 +156,11 @@ class LanguageBackend(Backend):
             source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
             for source, reward in rewards.items()
         }
+        if task.agent:
+            check_listening("--agent")
+            from ascent.web.agents import play_agents
+
+            return play_agents(task, model, TokenizedTask(task, model, graders))
         return play_text(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
 
     def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, Sampler]:
@@ -178,7 +190,9 @@ class LanguageBackend(Backend):
             report.lines.append(f"engine     {config.policy.engine}, {where}: probed after each load of weights")
         elif config.data == "samples" and not report.refusals:
             probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
-            _seconds(config, learner, task, probe, _sample(config, task, probe, report), report)
+            sample = _sample(config, task, probe, report)
+            if not config.task.agent:  # how long agents take, short trials of the model do not say
+                _seconds(config, learner, task, probe, sample, report)
         if config.task.sandboxed:
             report.lines.append(f"sandbox    {check_walls(config.task.sandbox_settings).words()}")
         report.lines += [f"data       {line}" for line in task.report()]
@@ -288,6 +302,12 @@ def _positions(lm: LanguageModel) -> int | None:
     return getattr(lm.config, "max_position_embeddings", None)
 
 
+def check_listening(flag: str) -> None:
+    """Refuse where the packages of a server are missing."""
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise Refused(f"{flag} needs {' and '.join(missing)}: pip install 'ascent-rl[lab]'")
+
+
 def check_engine(config: Config) -> None:
     """Refuse what a serving engine cannot do, or cannot say what it did."""
     engine, dialect = f"--engine {config.policy.engine}", dialect_of(config.policy.engine)
@@ -303,6 +323,8 @@ def check_engine(config: Config) -> None:
             f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
             "set --engine local"
         )
+    if config.task.agent:
+        raise Refused(f"--agent with {engine}: agents talk to the local engine; set --engine local")
     if config.data != "samples":
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
 

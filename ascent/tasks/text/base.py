@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from ascent.tasks.agent_sources import agent_source, verify_agent
 from ascent.tasks.base import BaseTask, refuse
 from ascent.tasks.files import absolute_path, is_held_out, load_python
 from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, call_of, parse_rewards
@@ -120,8 +121,13 @@ class TextTask(BaseTask):
     python:FILE:FUNCTION,FUNCTION."""
     environment: str = ""
     """python:FILE:CLASS or textarena:NAME: what answers the policy's turns. Its rewards are added to --reward."""
+    agent: str = ""
+    """python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL: a program that talks to the policy over the run's
+    own endpoint, in a session per response. What it returns is the reward; or --reward scores its last turn."""
+    agent_seconds: float = 600.0
+    """Wall-clock limit of one episode of an agent. One that takes longer has failed."""
     max_turns: int = 8
-    """The most turns of a response, with tools or an environment."""
+    """The most turns of a response, with tools, an environment or an agent."""
     turn_tokens: int = 0
     """The most tokens of a turn; 0: as many as --max-tokens leaves."""
     turn_seconds: float = 10.0
@@ -174,6 +180,11 @@ class TextTask(BaseTask):
             )
         if self.tools and self.environment:
             refuse("--tools with --environment: one of them answers a turn. An environment can call functions itself")
+        object.__setattr__(self, "agent", agent_source(self.agent) if self.agent else "")
+        if self.agent and (self.tools or self.environment):
+            refuse("--agent with --tools or --environment: an agent brings its own. Leave them out")
+        if not self.agent_seconds > 0:
+            refuse(f"--agent-seconds is {self.agent_seconds:g}: an episode takes some time")
         if min(self.max_turns, self.turn_workers) < 1 or self.turn_tokens < 0 or not self.turn_seconds > 0:
             refuse(
                 f"--max-turns {self.max_turns} --turn-tokens {self.turn_tokens} --turn-seconds {self.turn_seconds:g} "
@@ -189,7 +200,7 @@ class TextTask(BaseTask):
     @property
     def plays(self) -> bool:
         """Does anything answer the turns of a response?"""
-        return bool(self.tools or self.environment)
+        return bool(self.tools or self.environment or self.agent)
 
     @property
     def sandbox_settings(self) -> SandboxSettings:
@@ -251,6 +262,8 @@ class TextTask(BaseTask):
         for flag, source in [("--environment", self.environment), *(("--tools", tool) for tool in self.tools)]:
             if source.startswith("python:") and not callable(load_python(flag, source)):
                 refuse(f"{flag} {source}: it cannot be called; a tool is a function, and an environment a class")
+        if self.agent:
+            verify_agent(self.agent)
         if self.environment.startswith(TEXTARENA):
             check_game(self.environment.removeprefix(TEXTARENA))
 
@@ -264,7 +277,7 @@ class TextTask(BaseTask):
     @property
     def max_reward(self) -> float | None:
         """The largest reward there is; unknown with rewards other than `own`, and with those of an environment."""
-        if self.environment or any(entry.kind != OWN for entry in self.rewards):
+        if self.environment or self.agent or any(entry.kind != OWN for entry in self.rewards):
             return None
         return sum(max(entry.weight, 0.0) for entry in self.rewards)
 

@@ -88,14 +88,13 @@ class GraphDecoder:
     def __call__(
         self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
     ) -> Run:
-        rows, keys = min(rows, len(prompts) * samples), [len(p) - 1 for p in prompts]
-        long, longest = -(-drawn.limit // PAGE), -(-max(keys) // PAGE)
-        slots = min(len(prompts), 4 * -(-rows // samples) + TOGETHER)  # prompts whose responses are under way
+        rows, keys = min(rows, len(drawn.length)), [len(p) - 1 for p in prompts]
+        long, longest = -(-drawn.limit // PAGE), -(-max(keys, default=drawn.longest) // PAGE)
+        slots = min(len(prompts) or rows, 4 * -(-rows // samples) + TOGETHER)  # prompts whose responses are under way
         pages = self._pages(rows * long + slots * longest, long + longest)
         pages = min(pages, -(-room // PAGE)) if room else pages
         self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.limit)
         self.board.limit.fill_(drawn.limit)
-        self.board.temperature.fill_(drawn.temperature)
         self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
         drawn.timeline.lanes = rows
         schedule = Schedule(
@@ -218,8 +217,8 @@ class Run:
     def __init__(self, decoder: GraphDecoder, prompts: list[list[int]], schedule: Schedule, drawn: Drawn):
         self.decoder, self.board, self.limit = decoder, decoder.board, drawn.limit
         self.limits: list[int] = drawn.limits.tolist()
-        self.prompts, self.schedule, self.drawn = prompts, schedule, drawn
-        self.seeds = [0] * (len(prompts) * schedule.samples) if drawn.seeds is None else drawn.seeds.tolist()
+        self.prompts, self.schedule, self.drawn = dict(enumerate(prompts)), schedule, drawn
+        self.seeds = [0] * len(drawn.length) if drawn.seeds is None else drawn.seeds.tolist()
         self.begun: dict[int, int] = {}
         """By response, the launches before it began or was extended."""
         self.launches = 0
@@ -248,7 +247,8 @@ class Run:
                 elif launched is None and self.drawn.asked:
                     self._hear(wait=True)
                     # all rows wait for their environments together, and the card for them: let half of them go first
-                    self.most = max(1, -(-len(self.schedule.rows) // 2))  # those that were evicted have no row
+                    if not self.drawn.open:
+                        self.most = max(1, -(-len(self.schedule.rows) // 2))  # those that were evicted have no row
             self._land()
         self.drawn.timeline.stop()
         self._collect()
@@ -278,7 +278,7 @@ class Run:
         tokens = {row.response: self._fed_from(row, starts[row.response]) for row in entering}
         back = [row for row in entering if row.response in there]
         steps = sum(row.length - starts[row.response] for row in back)
-        if back and steps <= PREFILL * len(schedule.running) and self.drawn.stops is None:
+        if back and steps <= PREFILL * len(schedule.running) and not self.drawn.reads:
             cells = [(r.lane, starts[r.response] + i, t) for r in back for i, t in enumerate(tokens[r.response][1:])]
             lane, place, token = self.decoder.sent(cells).t()
             self.board.token[lane, place] = token
@@ -309,6 +309,10 @@ class Run:
                 self.schedule.unpark(response, self.held[response] + len(tokens))
             else:
                 self._end(response)
+        for response, prompt, ids in self.drawn.entering():
+            self.prompts[prompt], begun = ids, int(self.drawn.length[response])
+            self.limits[response], self.seeds[response] = int(self.drawn.limits[response]), self.drawn.seed(response)
+            self.schedule.add(response, prompt, len(ids) - 1, begun)
 
     def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""
@@ -347,17 +351,20 @@ class Run:
         steps = min(ROUND, max(self.limits[row.response] - row.length for row in live))
         lanes = [row.lane for row in live]
         splits = self.decoder.split([row.length + self.schedule.keys[row.prompt] for row in live])
-        rows = self.decoder.choose(lanes)
-        graph = self.decoder.graph(rows, self.drawn.support, self.drawn.seeds is None, splits)
-        self.decoder.choose(lanes)
-        for _ in range(steps):
-            graph()
+        for (temperature, support, greedy), some in self.drawn.by_settings([row.response for row in live]).items():
+            self.board.temperature.fill_(temperature)
+            alike = [lanes[i] for i in some]
+            rows = self.decoder.choose(alike)
+            graph = self.decoder.graph(rows, support, greedy, splits)
+            self.decoder.choose(alike)
+            for _ in range(steps):
+                graph()
         ran = [(row, row.length, min(row.length + steps, self.limit)) for row in live]
         for row, _, after in ran:
             row.length = after
         self.launches += 1
         read = [self.board.state[DONE]]
-        if self.drawn.stops is not None:  # the tokens of these steps
+        if self.drawn.reads:  # the tokens of these steps
             places = [[min(start + i, self.limit - 1) for i in range(steps)] for _, start, _ in ran]
             read.append(self.board.token[self.decoder.sent(lanes)[:, None], self.decoder.sent(places)])
         if not self.decoder.on_card:
@@ -391,8 +398,12 @@ class Run:
             self._end(row.response)
 
     def _end(self, response: int) -> None:
+        prompt = self.schedule.prompt(response)
         self.schedule.end(response)
         self.drawn.missing.discard(response)
+        self.held.pop(response, None), self.fed.pop(response, None)
+        if prompt not in self.schedule.keys:
+            del self.prompts[prompt]
 
     def _ask(self, ended: list[Row], lengths: dict[int, int]) -> list[Row]:
         """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""

@@ -167,6 +167,10 @@ class Drawn:
         self.ended = torch.zeros(count, dtype=torch.bool)
         self.stopped: set[int] = set()
         """Responses whose last token completed a stop string, where the decoder looked only later."""
+        self.longest = 0
+        """The most tokens of a prompt that comes while others are decoded."""
+        self.open = False
+        """Do responses come from outside, at any time?"""
         self.missing = set(range(count))
         """Responses that are not over and that the call is there for: it ends when none is left."""
         self.before: Collection[int] = ()
@@ -192,31 +196,58 @@ class Drawn:
         """Of responses that have come some way and are not over, how far."""
         return {i: n for i, n in enumerate(self.length.tolist()) if n and i not in self.before}
 
+    def by_settings(self, responses: list[int]) -> dict[tuple[float, Support, bool], list[int]]:
+        """Places of these responses, by temperature, support and whether the likeliest token is taken."""
+        return {(self.temperature, self.support, self.seeds is None): list(range(len(responses)))}
+
+    @property
+    def reads(self) -> bool:
+        """Has a decoder that looks only every few steps to bring the tokens of those steps?"""
+        return self.stops is not None
+
+    def entering(self) -> list[tuple[int, int, list[int]]]:
+        """Responses that have come since the last look: with a number of their prompt, and its tokens."""
+        return []
+
+    def seed(self, response: int) -> int:
+        return 0 if self.seeds is None else int(self.seeds[response])
+
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         """The next token of these responses, drawn from their last hidden states."""
-        t = self.length[row]
-        u = None if self.seeds is None else uniform(self.seeds[row], t).to(hidden.device)
-        early = t < self.support.min_tokens
-        barred = (early.to(hidden.device), self.ends.to(hidden.device)) if bool(early.any()) else None
-        token, logp, mass = draw_tokens(self.head.logits(hidden), self.temperature, self.support, u, barred)
+        t, logits, alike = self.length[row], self.head.logits(hidden), self.by_settings(row)
+        for settings, some in alike.items():
+            part = (logits, row, t) if len(alike) == 1 else (logits[some], [row[i] for i in some], t[some])
+            self._draw(*part, *settings)
+        self.length[row] += 1
+        self.ended[row] = torch.isin(self.token[row, t], self.ends)
+        if self.reads:
+            stopped = [bool(self._stop(r, last, last + 1)) for r, last in zip(row, t.tolist(), strict=True)]
+            self.ended[row] |= torch.tensor(stopped)
+        return self.token[row, t]
+
+    def _draw(
+        self, logits: Tensor, row: list[int], t: Tensor, temperature: float, support: Support, greedy: bool
+    ) -> None:
+        """Token `t` of each of these responses, which share their settings."""
+        u = None if greedy or self.seeds is None else uniform(self.seeds[row], t).to(logits.device)
+        early = t < support.min_tokens
+        barred = (early.to(logits.device), self.ends.to(logits.device)) if bool(early.any()) else None
+        token, logp, mass = draw_tokens(logits, temperature, support, u, barred)
         self.token[row, t], self.logp[row, t] = token.cpu(), logp.float().cpu()
         if self.mass is not None and mass is not None:
             self.mass[row, t] = mass.float().cpu()
-        self.length[row] += 1
-        self.ended[row] = torch.isin(self.token[row, t], self.ends)
-        if self.stops is not None:
-            stopped = [bool(self._stop(r, last, last + 1)) for r, last in zip(row, t.tolist(), strict=True)]
-            self.ended[row] |= torch.tensor(stopped)
-        return token
 
     def _stop(self, response: int, start: int, end: int) -> int:
         """How many tokens there are up to the one from `start` to `end` that completes a stop string; 0: none does."""
-        start, turn = max(start, self.support.min_tokens - 1), self.begin(response)
+        start, turn, stops = max(start, self.support.min_tokens - 1), self.begin(response), self.stops_of(response)
         fresh = self.token[response, start:end].tolist()
-        if self.stops is None or not any(self.stops.may_complete[token] for token in fresh):
+        if stops is None or not any(stops.may_complete[token] for token in fresh):
             return 0
-        length = self.stops.end(self.token[response, turn:end].tolist(), start - turn)
+        length = stops.end(self.token[response, turn:end].tolist(), start - turn)
         return length and turn + length
+
+    def stops_of(self, response: int) -> Stops | None:
+        return self.stops
 
     def over(self, response: int, before: int, after: int, done: int, fresh: Tensor | None) -> int:
         """How many tokens a response has if it is over, else 0: for a decoder that looks only every few steps.

@@ -101,7 +101,9 @@ class Schedule:
         `together`: prompts that get pages at once, where there is room, because they are encoded together. `begun`: of
         responses that an earlier call began, the tokens to encode when they come back; `over`: those that it ended.
         """
-        self.keys, self.samples, self.pages, self.together = prompts, samples, pages, together
+        self.keys, self.samples, self.pages, self.together = dict(enumerate(prompts)), samples, pages, together
+        self.own: dict[int, int] = {}
+        """The prompts of responses that came while the others ran (`add`)."""
         least = pages.need(max(prompts, default=0)) + pages.need(limit)
         if pages.count < least:
             raise Refused(
@@ -130,6 +132,19 @@ class Schedule:
         self.readers = dict.fromkeys(range(len(prompts)), 0)
         """Rows on each prompt's pages."""
         self.evictions = 0
+
+    def prompt(self, response: int) -> int:
+        return self.own.get(response, response // self.samples)
+
+    def add(self, response: int, prompt: int, keys: int, kept: int = 0) -> None:
+        """One more response waits, to a prompt that may be new. `kept`: tokens to encode when it enters."""
+        self.own[response] = prompt
+        if prompt not in self.keys:
+            self.keys[prompt], self.left[prompt], self.readers[prompt] = keys, 0, 0
+        self.left[prompt] += 1
+        if kept:
+            self.kept[response] = kept
+        self.waiting.append(response)
 
     @property
     def running(self) -> list[Row]:
@@ -165,13 +180,13 @@ class Schedule:
         return True
 
     def _enter(self, response: int, ahead: int) -> Row | None:
-        prompt, length = response // self.samples, self.kept.get(response, 0)
+        prompt, length = self.prompt(response), self.kept.get(response, 0)
         own = self.pages.need(min(length + ahead, self.limit))
         new = 0 if prompt in self.prompts else self.pages.need(self.keys[prompt])
         spare = min(len(self.rows) // SPARE, self._growth())
         if len(self.pages) < own + new + spare:
             self._drop_idle(keep=prompt)
-            if len(self.pages) < own + new + spare:
+            if len(self.pages) < own + new + spare and not self._make_room(own + new + spare, prompt):
                 return None
         self.kept.pop(response, None)
         row = Row(response, prompt, length, self.pages.take(own))
@@ -181,6 +196,16 @@ class Schedule:
         self.readers[prompt] += 1
         return row
 
+    def _make_room(self, pages: int, prompt: int) -> bool:
+        """This many free pages, at the cost of rows that wait for a turn which may never be asked for."""
+        parked = [row for row in self.rows.values() if row.lane == NOWHERE and row.response not in self.ready]
+        for row in parked if self.own else []:
+            self._evict(row)
+            self._drop_idle(keep=prompt)
+            if len(self.pages) >= pages:
+                return True
+        return False
+
     def _growth(self) -> int:
         """Pages that the rows may still come to need."""
         held = self.pages.count - len(self.pages) - sum(map(len, self.prompts.values()))
@@ -188,7 +213,7 @@ class Schedule:
 
     def _encode_from(self, prompt: int) -> None:
         """Pages for this prompt, and for those behind it as far as they leave room for the rows to grow."""
-        for p in range(prompt, min(prompt + self.together, len(self.keys))):
+        for p in (p for p in range(prompt, prompt + self.together) if p in self.keys):
             need = self.pages.need(self.keys[p])
             if p != prompt and (p in self.prompts or not self.left[p] or len(self.pages) < need + 2 * len(self.rows)):
                 continue
@@ -221,9 +246,9 @@ class Schedule:
                 row.pages += self.pages.take(want)
         return evicted
 
-    def _evict(self) -> Row:
-        """The row that entered last gives up its pages and waits, first in line."""
-        row = self.rows[next(reversed(self.rows))]
+    def _evict(self, row: Row | None = None) -> Row:
+        """This row, or the one that entered last, gives up its pages and waits, first in line."""
+        row = row or self.rows[next(reversed(self.rows))]
         self.kept[row.response] = row.length
         if row.lane == NOWHERE and row.response not in self.ready:
             self.away.add(row.response)
@@ -251,15 +276,20 @@ class Schedule:
 
     def end(self, response: int) -> None:
         """This response is over; with its prompt's last one the prompt's pages are free too."""
-        prompt = response // self.samples
-        if response in self.away:
-            self.away.remove(response)
-            del self.kept[response]
-        else:
+        prompt = self.prompt(response)
+        if response in self.rows:
             self._remove(self.rows[response])
+        elif response in self.away:
+            self.away.remove(response)
+        else:
+            self.waiting.remove(response)
+        self.kept.pop(response, None)
         self.left[prompt] -= 1
         if self.left[prompt] == 0:
             self.pages.give(self.prompts.pop(prompt, []))
+            self.fresh = [p for p in self.fresh if p != prompt]
+        if self.own.pop(response, None) is not None and self.left[prompt] == 0:
+            del self.keys[prompt], self.left[prompt], self.readers[prompt]
 
     def _remove(self, row: Row) -> None:
         del self.rows[row.response]

@@ -81,7 +81,7 @@ class LanguageSampler(Sampler):
         count, limit = len(prompts) * samples, limit or self.limit
         seeds = None if seeds is None else seeds.flatten()
         own = self.limits(prompts, samples, limit)
-        with self._prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
+        with self.prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
             how = (self.temperature, self.support, turns, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
             self.decoder(self.lm, _ids(prompts), samples, self.rows, drawn, self.room)()
@@ -129,7 +129,7 @@ class LanguageSampler(Sampler):
         before = {name: torch.cat([_widened(name, part[name], width) for part in each]) for name in each[0]}
         limits = torch.cat([self.limits(one.ticket.prompts, samples, self.limit) for one in opened])
         wanted = torch.cat([torch.full((n,), one.ticket.step == step) for n, one in zip(rows, opened, strict=True)])
-        with self._prepared() as head:
+        with self.prepared() as head:
             how = (self.temperature, self.support, None, self.stops, limits)
             drawn = Drawn(len(limits), self.limit, self.lm.ends, head, before["seed"], *how)
             drawn.go_on(before, before["going"], wanted)
@@ -173,7 +173,7 @@ class LanguageSampler(Sampler):
             yield Turns(episodes, limits, self.most, limit)
 
     @contextmanager
-    def _prepared(self) -> Iterator[Head]:
+    def prepared(self) -> Iterator[Head]:
         """Inside, the model and its head are ready to decode: on a CPU, laid out for products with few rows.
 
         x·Wᵀ with Wᵀ contiguous takes 10 % less time at 64 rows and a quarter less at 16. The copies are made anew
@@ -262,10 +262,10 @@ class GroupDecoder:
     def __init__(
         self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
     ):
-        self.lm, self.prompts, self.samples, self.drawn = lm, prompts, samples, drawn
-        rows, lengths = min(rows, len(prompts) * samples), [len(p) for p in prompts]
-        slots = min(len(prompts), -(-rows // samples) + 1)
-        most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths) // PAGE)
+        self.lm, self.prompts, self.drawn = lm, dict(enumerate(prompts)), drawn
+        rows, lengths = min(rows, len(drawn.length)), [len(p) for p in prompts]
+        slots = min(len(prompts) or rows, -(-rows // samples) + 1)
+        most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths, default=drawn.longest) // PAGE)
         pages = Pages(min(most, -(-room // PAGE)) if room else most, PAGE)
         begun = {response: length - 1 for response, length in drawn.begun.items()}
         self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages, begun=begun, over=drawn.before)
@@ -305,8 +305,13 @@ class GroupDecoder:
         self.drawn.timeline.stop()
 
     def _end(self, response: int) -> None:
+        prompt = self.schedule.prompt(response)
         self.schedule.end(response)
         self.drawn.missing.discard(response)
+        self.last.pop(response, None), self.given.pop(response, None)
+        if prompt not in self.schedule.keys:
+            del self.prompts[prompt]
+            self.hidden.pop(prompt, None)
 
     def _draw(self, hidden: Tensor, responses: list[int]) -> None:
         """The next token of these responses; those that are over leave, and those that ask for an answer are parked."""
@@ -331,6 +336,11 @@ class GroupDecoder:
             self.given[response] = [self.last[response], *tokens[:-1]]
             self.last[response] = tokens[-1]
             self.schedule.unpark(response, int(self.drawn.length[response]) - 1)
+        for response, prompt, ids in self.drawn.entering():
+            self.prompts[prompt], begun = ids, int(self.drawn.length[response])
+            if begun:
+                self.last[response] = int(self.drawn.token[response, begun - 1])
+            self.schedule.add(response, prompt, len(ids), max(begun - 1, 0))
 
     def _extend(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """These tokens are the last of what their rows hold: into their pages."""
@@ -358,7 +368,7 @@ class GroupDecoder:
             self._extend(back, given)
             new = [row.response for row in entering if row.response not in self.last]
             if new:
-                self._draw(torch.stack([self.hidden[i // self.samples] for i in new]), new)
+                self._draw(torch.stack([self.hidden[schedule.prompt(i)] for i in new]), new)
 
     def _encode(self) -> None:
         schedule, fresh = self.schedule, self.schedule.fresh

@@ -1,0 +1,327 @@
+"""Sessions: what a client of the endpoint says, turn by turn, as the tokens that the policy read and drew.
+
+A client sends the whole history each time. If that is what it was answered, and more, then the policy reads on: the
+recorded tokens and what the template puts behind them. The history is compared as messages, and never rendered again:
+decoding and encoding do not give back what was drawn. Of an assistant's message the content and the calls count; its
+reasoning, the ids of calls and the spacing of JSON do not.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ascent.environments.calls import PLAIN, Schema, ToolCall, types_of
+from ascent.environments.choose import ToolChat
+from ascent.environments.template import Tail
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEPT = 32
+"""Lists of tools whose format is remembered."""
+
+
+class Nonsense(Exception):
+    """A request that cannot be answered, and why."""
+
+
+class Rewritten(Exception):
+    """A history that is not what was said, and where it differs."""
+
+
+class Said(NamedTuple):
+    """A message as far as it is compared."""
+
+    role: str
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+    """Names and arguments, as JSON in one spelling."""
+
+
+class Reply(NamedTuple):
+    """A turn of the policy as a client reads it."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def said(self) -> Said:
+        return Said("assistant", self.content.strip(), tuple((c.name, spelled(c.arguments)) for c in self.calls))
+
+
+def spelled(value: Any) -> str:
+    """JSON in one spelling."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+# ---- messages -------------------------------------------------------------------------------------------------
+
+
+def read_messages(messages: Any, most: int) -> list[dict[str, Any]]:
+    """The messages of a request with text as their contents, and arguments of calls as objects; or `Nonsense`."""
+    if not isinstance(messages, list) or not messages:
+        raise Nonsense("messages: a list of one message or more")
+    if len(messages) > most:
+        raise Nonsense(f"messages: {len(messages)} of them, and at most {most} are read")
+    return [_message(message, i) for i, message in enumerate(messages)]
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise Nonsense(f"{where}: a message is an object with a role: {', '.join(ROLES)}")
+    role = "system" if message["role"] == "developer" else message["role"]
+    clean: dict[str, Any] = {"role": role, "content": _text(message.get("content"), where)}
+    calls = message.get("tool_calls")
+    if calls and role != "assistant":
+        raise Nonsense(f"{where}: only an assistant calls tools")
+    if calls:
+        if not isinstance(calls, list):
+            raise Nonsense(f"{where}.tool_calls: a list of calls")
+        clean["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    if role == "tool":
+        clean["tool_call_id"] = str(message.get("tool_call_id") or "")
+        clean["name"] = str(message.get("name") or "")
+    return clean
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise Nonsense(f"{where}.content: text, or a list of parts of the type text; nothing else is read here")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    about = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(about, Mapping) or not isinstance(about.get("name"), str):
+        raise Nonsense(f'{where}: a call is {{"id": …, "function": {{"name": …, "arguments": …}}}}')
+    arguments = about.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise Nonsense(f"{where}.function.arguments: not JSON") from None
+    if not isinstance(arguments, Mapping):
+        raise Nonsense(f"{where}.function.arguments: an object {{…}} as JSON")
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": about["name"], "arguments": dict(arguments)},
+    }
+
+
+def read_tools(tools: Any, most: int) -> list[Schema]:
+    """The tools of a request as templates take them."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or len(tools) > most:
+        raise Nonsense(f"tools: a list of at most {most}")
+    for i, tool in enumerate(tools):
+        about = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(about, Mapping) or not isinstance(about.get("name"), str) or not about["name"]:
+            raise Nonsense(f'tools[{i}]: a tool is {{"type": "function", "function": {{"name": …, "parameters": …}}}}')
+        parameters = about.get("parameters", {})
+        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+            raise Nonsense(f"tools[{i}].function.parameters: a JSON schema of an object")
+    return list(tools)
+
+
+def compared(message: Mapping[str, Any]) -> Said:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    return Said(message["role"], content, tuple((c["name"], spelled(c["arguments"])) for c in calls))
+
+
+# ---- a model's way to write them -------------------------------------------------------------------------------
+
+
+class Writer:
+    """How a model writes conversations: prompts, tails, and the turns that it is answered with."""
+
+    def __init__(self, tokenizer: Any, ends: Collection[int]):
+        self.tokenizer, self.ends = tokenizer, ends
+        self._chats: OrderedDict[str, tuple[ToolChat | None, Tail]] = OrderedDict()
+        special = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def _chat(self, tools: Sequence[Schema]) -> tuple[ToolChat | None, Tail]:
+        """The chat with these tools; without any, its tail alone. It refuses models whose template cannot."""
+        name = spelled(tools)
+        if name not in self._chats:
+            chat = ToolChat(self.tokenizer, tools, self.ends) if tools else None
+            self._chats[name] = chat, chat.tail if chat else Tail(self.tokenizer, (), self.ends)
+            if len(self._chats) > KEPT:
+                self._chats.popitem(last=False)
+        return self._chats[name]
+
+    def first(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[int]:
+        """The ids of a prompt."""
+        chat, tail = self._chat(tools)
+        plain = chat is None or chat.format is PLAIN
+        try:
+            return (chat or tail).first([_plain(m) for m in messages] if plain else messages)  # type: ignore
+        except ValueError:
+            raise
+        except Exception as error:  # a template says in its own way what it does not take
+            raise Nonsense(f"the chat template does not take these messages: {str(error)[:200]}") from None
+
+    def tail(
+        self, turn: Sequence[int], calls: Sequence[ToolCall], messages: Sequence[Mapping[str, Any]], tools: Any
+    ) -> list[int]:
+        """The ids between a turn, which made these calls, and the next one: of messages that answer it."""
+        chat, tail = self._chat(tools)
+        names = [call.name for call in calls]
+        answers: list[dict[str, str]] = []
+        for message in messages:
+            answer = {"role": message["role"], "content": message["content"]}
+            if message["role"] == "tool":
+                done = sum(each["role"] == "tool" for each in answers)
+                name = message["name"] or (names[done] if done < len(names) else "")
+                if chat is None or chat.format is PLAIN:
+                    answer = {"role": "user", "content": message["content"]}
+                else:
+                    answer |= {"name": name, "tool_call_id": calls[done].id if done < len(calls) else ""}
+            answers.append(answer)
+        return tail.answer(turn, answers)
+
+    def words(self, tokens: Sequence[int], special: bool = False) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+    def read(self, turn: Sequence[int], tools: Sequence[Schema]) -> Reply:
+        """A turn as a client reads it. Calls that do not all parse are words."""
+        ids = turn[:-1] if turn and turn[-1] in self.ends else turn
+        plain, chat = self.words(ids), self._chat(tools)[0] if tools else None
+        if chat is not None:
+            words = chat.words(ids)
+            calls = chat.format.read(words, types_of(tools))
+            if calls and not any(call.error for call in calls):
+                before = next(chat.format.blocks(words.rpartition("</think>")[2]), "")
+                return _split(self._before(words, before, chat), tuple(calls))
+        return _split(plain, ())
+
+    def _before(self, words: str, block: str, chat: ToolChat) -> str:
+        """What stands before the first call, without its opening mark and special tokens."""
+        at = words.find(block) if block else -1
+        if at < 0:
+            return ""
+        example = chat.format.example
+        opening = example[: example.find(next(chat.format.blocks(example), ""))]
+        text = words[:at].removesuffix(opening)
+        return self._special.sub("", text) if self._special else text
+
+
+def _split(words: str, calls: tuple[ToolCall, ...]) -> Reply:
+    """Words with the reasoning before </think> apart."""
+    thought, mark, rest = words.rpartition("</think>")
+    if not mark:
+        return Reply(words, "", calls)
+    return Reply(rest.lstrip("\n"), thought.replace("<think>", "").strip(), calls)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, str]:
+    """A message for a template that knows neither calls nor results."""
+    content = message["content"]
+    for call in message.get("tool_calls", ()):
+        about = call["function"]
+        content += f"<call>{about['name']} {json.dumps(about['arguments'], ensure_ascii=False)}</call>"
+    return {"role": "user" if message["role"] == "tool" else message["role"], "content": content}
+
+
+# ---- a session -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """One conversation, and its record: token by token what was read and drawn."""
+
+    seed: int
+    prompt: list[int] = field(default_factory=list)
+    response: list[int] = field(default_factory=list)
+    """All that follows the prompt."""
+    drawn: list[bool] = field(default_factory=list)
+    """Which of those the policy drew."""
+    logp: list[float] = field(default_factory=list)
+    mass: list[float] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    """Seconds until the next request, on the last token of each turn."""
+    turns: int = 0
+    ended: bool = False
+    """Did the latest turn end by itself?"""
+    said: list[Said] | None = field(default_factory=list)
+    """The history, as messages; None: it was given as tokens."""
+    tools: str = "[]"
+    calls: tuple[ToolCall, ...] = ()
+    """Those of the latest turn."""
+    latest: list[int] = field(default_factory=list)
+    """The tokens of the latest turn."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Settings that the client asked for and that were not used."""
+    rewritten: str = ""
+    """Where the client's history differed from what was said."""
+
+    def read_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], writer: Writer) -> list[int]:
+        """What follows the record, as ids, before the turn that is asked for; of a new session, its prompt."""
+        if not self.turns:
+            return writer.first(messages, tools)
+        if self.said is None:
+            raise Rewritten("the session began with tokens, and now comes with messages")
+        if spelled(tools) != self.tools:
+            raise Rewritten("the tools are others than before")
+        history = [compared(message) for message in messages]
+        for i, (then, now) in enumerate(zip(self.said, history, strict=False)):
+            if then != now:
+                raise Rewritten(f"message {i + 1} ({now.role}) is not what was said: {_difference(then, now)}")
+        new = messages[len(self.said) :]
+        if len(history) <= len(self.said):
+            raise Rewritten(f"{len(history)} messages, and {len(self.said)} were said: nothing follows the last turn")
+        if any(message["role"] == "assistant" for message in new):
+            raise Rewritten("an assistant's message that the policy did not say")
+        return writer.tail(self.latest, self.calls, new, tools)
+
+    def read_tokens(self, ids: Sequence[int]) -> list[int]:
+        """The same, where the whole history comes as ids."""
+        if not self.turns:
+            return list(ids)
+        known = self.prompt + self.response
+        if list(ids[: len(known)]) != known:
+            at = next((i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), len(ids))
+            raise Rewritten(f"token {at} of the history is not what was read or drawn")
+        return list(ids[len(known) :])
+
+    def add(self, read: list[int], tokens: list[int], logp: list[float], mass: list[float], waited: float) -> None:
+        """A turn is over: `read` came before it."""
+        if not self.turns:
+            self.prompt = read
+        else:
+            self.waited[-1] = waited
+            self._put(read, False, [0.0] * len(read), [1.0] * len(read), self.turns - 1)
+        self._put(tokens, True, logp, mass, self.turns)
+        self.turns, self.latest = self.turns + 1, tokens
+
+    def _put(self, tokens: list[int], drawn: bool, logp: list[float], mass: list[float], turn: int) -> None:
+        self.response += tokens
+        self.drawn += [drawn] * len(tokens)
+        self.logp += logp
+        self.mass += mass
+        self.turn += [turn] * len(tokens)
+        self.waited += [0.0] * len(tokens)
+
+    def say(self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: Reply) -> None:
+        """What the client now knows of the conversation."""
+        self.said = None if messages is None else [*map(compared, messages), reply.said]
+        self.tools, self.calls = spelled(tools), reply.calls
+
+
+def _difference(then: Said, now: Said) -> str:
+    if then.role != now.role:
+        return f"it was the {then.role}'s"
+    if then.calls != now.calls:
+        return "its calls are others"
+    return "its content is another"

@@ -1,0 +1,274 @@
+"""Agents in training: each response is a session of the run's own endpoint, and an agent talks in it.
+
+    sampler ── prompts.play ──> Episodes: a session and a key per response
+       │                           │ assignments: url, key, problem, seed, deadline
+       │ decodes what comes        v
+       └── Desk <── Endpoint <── agents, in processes and with clients of their own
+
+An agent that dies, hangs or rewrites its history makes its episode invalid, with the reason: never a reward of 0. One
+that ran into a limit of tokens or turns was cut off by what the policy said, so that its episode counts.
+"""
+
+import asyncio
+import copy
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import uvicorn
+
+from ascent.core.types import Prompts, Rollouts, Scores
+from ascent.engines.requests import Desk, Recorded
+from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
+from ascent.environments.play import CUT, FAILED
+from ascent.environments.sessions import Session, Writer
+from ascent.tasks.base import BoundBase
+from ascent.tasks.keeper import Limits
+from ascent.tasks.text.base import Problem
+from ascent.web.connections import bind, configure
+from ascent.web.endpoint import Endpoint, EndpointConnection, Live, Rules
+
+GRACE = 10.0
+"""Seconds beyond the deadline in which agents have to say that they missed it."""
+
+
+class Server:
+    """An application that listens in a thread of its own."""
+
+    def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0, certificate: str = "", private_key: str = ""):
+        self.listening = bind(host, port)
+        self.port = self.listening.getsockname()[1]
+        more = {"ssl_certfile": certificate or None, "ssl_keyfile": private_key or None, "timeout_keep_alive": 60}
+        self.server = uvicorn.Server(configure(app, EndpointConnection, **more))
+        self.thread = threading.Thread(target=self._run, name="ascent endpoint", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve(sockets=[self.listening]))
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(10)
+        self.listening.close()
+
+
+class Told(str):
+    """A note on an episode, with its outcome."""
+
+    outcome: Outcome
+
+
+@dataclass
+class AgentPlayer:
+    """Everything that the episodes of a task share. Called, it begins those of some prompts."""
+
+    agent: Agent
+    problem: Callable[[Any, int], Problem]
+    messages: Callable[[Problem], Any]
+    writer: Writer
+    rules: Rules
+    vocab: int
+    seconds: float
+    """The deadline of an episode."""
+    most: int
+    """Episodes at once; the others wait for their turn, and so do their deadlines."""
+    endpoint: Endpoint | None = None
+    server: Server | None = None
+
+    def __call__(
+        self, prompts: Prompts, samples: int, seeds: list[int], problems: Sequence[Problem] | None = None
+    ) -> "AgentEpisodes":
+        every = problems or [self.problem(prompts, place) for place in range(len(prompts))]
+        return AgentEpisodes(self, every, samples, seeds)
+
+    def listen(self, desk: Desk) -> tuple[Endpoint, str]:
+        """The endpoint, which hands its turns to this desk, and its address."""
+        if self.endpoint is None or self.server is None:
+            self.endpoint = Endpoint(desk, self.writer, self.rules, self.vocab)
+            self.server = Server(self.endpoint)
+        self.endpoint.desk = desk
+        return self.endpoint, f"http://127.0.0.1:{self.server.port}/v1"
+
+    def close(self) -> None:
+        self.agent.close()
+        if self.server is not None:
+            self.server.close()
+            self.server = self.endpoint = None
+
+
+class AgentEpisodes:
+    """The episodes of one call of a sampler (`engines.requests.Visits`)."""
+
+    def __init__(self, player: AgentPlayer, problems: Sequence[Problem], samples: int, seeds: list[int]):
+        self.player, self.problems, self.samples, self.seeds = player, problems, samples, seeds
+        self.desk, self.longest = Desk(len(seeds)), player.rules.prompt
+        self.keys: list[str] = []
+        self.live: list[Live] = []
+        self.outcomes: dict[int, Outcome] = {}
+        self._ending = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
+
+    def begin(self, limits: list[int], temperature: float, support: Any, greedy: bool) -> None:
+        """Open a session for each response, and start their agents. `limits`: tokens behind each prompt."""
+        endpoint, url = self.player.listen(self.desk)
+        assignments = []
+        settings = {"temperature": temperature, "support": support, "greedy": greedy}
+        for i, (seed, limit) in enumerate(zip(self.seeds, limits, strict=True)):
+            problem, rules = self.problems[i // self.samples], replace(self.player.rules, behind=limit, **settings)
+            key, live = endpoint.open(Session(seed), rules)
+            self.keys.append(key)
+            self.live.append(live)
+            chat = self.player.messages(problem)
+            assignments.append(Assignment(url, key, problem, chat, seed, self.player.seconds))
+        self._thread = threading.Thread(target=self._run, args=(assignments,), name="ascent agents", daemon=True)
+        rounds = -(-len(self.keys) // self.player.most)
+        at = min(rounds * self.player.seconds + GRACE, threading.TIMEOUT_MAX)
+        self._timer = threading.Timer(at, self._end_all, ["it did not end by its deadline"])
+        self._timer.daemon = True
+        self._thread.start()
+        self._timer.start()
+
+    def _run(self, assignments: list[Assignment]) -> None:
+        why = "the agents ended without a word about it"
+        try:
+            for place, outcome in self.player.agent.run(assignments):
+                self._end(place, outcome)
+                if len(self.outcomes) == len(self.keys):
+                    break
+        except Exception as error:
+            why = f"the agents failed: {type(error).__name__}: {error}"
+        self._end_all(why)
+
+    def _end(self, place: int, outcome: Outcome) -> None:
+        """An episode is over: its key opens nothing any more."""
+        with self._ending:
+            if place in self.outcomes:
+                return
+            self.outcomes[place] = outcome
+        if self.player.endpoint is not None:
+            self.player.endpoint.close(self.keys[place], "its episode is over")
+
+    def _end_all(self, why: str) -> None:
+        for place in range(len(self.keys)):
+            self._end(place, Outcome(error=why))
+        self.desk.close()
+
+    def records(self) -> list[Recorded]:
+        return [self._record(i, live) for i, live in enumerate(self.live)]
+
+    def _record(self, place: int, live: Live) -> Recorded:
+        session, outcome = live.session, self.outcomes[place]
+        error, notes = outcome.error, []
+        if outcome.reward is not None and not math.isfinite(outcome.reward):
+            error = f"its reward is {outcome.reward}"
+        if live.cut and error:
+            notes.append(f"cut off: {live.cut}; then {error}")
+            error, outcome = "", Outcome(metrics=outcome.metrics)
+        elif live.cut:
+            notes.append(f"cut off: {live.cut}")
+        if session.rewritten:
+            error = f"its history was rewritten: {session.rewritten}"
+        if not session.turns:
+            error = error or "its agent asked nothing of the policy"
+        if session.asked:
+            notes.append("asked for and not used: " + ", ".join(f"{k} {v}" for k, v in session.asked.items()))
+        notes += [f"{FAILED}{error}"] if error else []
+        note = Told(f"turn {max(session.turns, 1)}: {'; '.join(notes)}" if notes else "")
+        note.outcome = outcome
+        truncated = bool(live.cut) or not session.ended
+        tokens = (session.response, session.drawn, session.logp, session.mass, session.turn, session.waited)
+        return Recorded(session.prompt, *tokens, truncated, not error, note)
+
+    def close(self) -> None:
+        """The call is over, whether or not its agents are."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_all("the call was ended")
+        if self._thread is not None:
+            self._thread.join(GRACE)
+
+
+class AgentTask(BoundBase):
+    """A bound task whose responses are sessions of agents."""
+
+    def __init__(self, task: Any, player: AgentPlayer):
+        self.task, self.player = task, player
+
+    def draw(self, count: int, generator: Any) -> Prompts:
+        return replace(self.task.draw(count, generator), play=self.player)
+
+    def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Prompts:
+        return replace(self.task.step_prompts(step, count, seed, generator), play=self.player)
+
+    def held_out(self, count: int) -> Prompts:
+        return replace(self.task.held_out(count), play=self.player)
+
+    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+        prompts, words = self.task.read_prompts(typed, plain)
+        return replace(prompts, play=partial(self.player, problems=[Problem(text) for text in typed])), words
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        """What agents pay is the reward; where they leave it open, the task's own score of the last turn."""
+        shape = rollouts.mask.shape[:2]
+        notes = [] if rollouts.notes is None else list(rollouts.notes.flat)
+        outcomes = [getattr(note, "outcome", Outcome()) for note in notes] or [Outcome()] * (shape[0] * shape[1])
+        paid = torch.tensor([outcome.reward is not None for outcome in outcomes]).view(shape)
+        reward = torch.tensor([float(outcome.reward or 0.0) for outcome in outcomes]).view(*shape, 1)
+        right = reward.squeeze(-1) > 1 - 1e-5
+        lenient = right.float()
+        scores = Scores(reward, torch.ones_like(paid), right, measures={"lenient": lenient})
+        if not bool(paid.all()):
+            own = self.task.score(rollouts)
+            left = int((~own.valid & ~paid).sum())
+            part = torch.where(paid.unsqueeze(-1), reward, own.reward)
+            correct = None if own.correct is None else torch.where(paid, right, own.correct)
+            measures = own.measures | {"lenient": torch.where(paid, lenient, own.measures["lenient"])}
+            scores = replace(own, reward=part, valid=own.valid | paid, correct=correct, errors=own.errors[:left])
+            scores = replace(scores, measures=measures)
+        return replace(scores, measures=scores.measures | self._measures(rollouts, notes, outcomes))
+
+    def _measures(self, rollouts: Rollouts, notes: list[str], outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
+        shape = rollouts.mask.shape[:2]
+        if rollouts.turn is None or rollouts.waited is None:
+            return {}
+        names = dict.fromkeys(name for outcome in outcomes for name in outcome.metrics)
+        values = {
+            f"agent/{name}": torch.tensor([float(o.metrics.get(name, math.nan)) for o in outcomes]).view(shape)
+            for name in names
+        }
+        cut = torch.tensor([float(note.count(CUT)) for note in notes]).view(shape) + rollouts.truncated
+        turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).float()
+        return {"turns": turns, "turns/cut": cut, "time/environment": rollouts.waited.sum(-1), **values}
+
+    def close(self) -> None:
+        self.player.close()
+        self.task.close()
+
+
+def play_agents(task: Any, model: Any, bound: Any) -> AgentTask:
+    """A text task, bound to a language model, whose responses are agents' sessions."""
+    writer = Writer(copy.deepcopy(model.tokenizer), model.ends)  # another thread asks the model's own for words
+
+    def problem(prompts: Any, place: int) -> Problem:
+        return bound.problem(int(prompts.problem[place]))
+
+    rules = Rules(
+        context=task.max_prompt + task.room,
+        prompt=task.max_prompt,
+        behind=task.room,
+        turn_tokens=task.turn_tokens,
+        drawn=task.max_tokens,
+        turns=task.max_turns,
+        stop=task.stop,
+        fixed=True,
+    )
+    limits = Limits(task.agent_seconds, task.reward_memory, task.reward_env)
+    agent = read_agent(task.agent, limits, task.turn_workers)
+    how = (task.agent_seconds, task.turn_workers)
+    player = AgentPlayer(agent, problem, bound.messages, writer, rules, model.vocab, *how)
+    return AgentTask(bound, player)

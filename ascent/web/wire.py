@@ -1,0 +1,202 @@
+"""The wire format of OpenAI's API: settings of a request, messages, errors and events of a stream."""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request as Asked
+from starlette.responses import JSONResponse, Response
+
+from ascent.engines.requests import Done
+from ascent.environments.sessions import Nonsense, Reply, Writer
+
+BODY = 8 * 2**20
+"""Bytes of a request."""
+STOPS = 16
+"""Stop strings of a request."""
+EXTRAS = ("tool_calls", "reasoning_content")
+"""What a message may have beside its content."""
+
+
+class Not(Exception):
+    """What is not done, and the HTTP status that says so."""
+
+    def __init__(self, status: int, words: str, code: str = "", headers: Mapping[str, str] | None = None):
+        super().__init__(words)
+        self.status, self.code, self.headers = status, code, dict(headers or {})
+
+
+class Wish(NamedTuple):
+    """What a client asks for beside the tokens."""
+
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    temperature: float | None
+    narrow: tuple[int, float, float]
+    seed: int | None
+    stream: bool
+    usage: bool
+    logprobs: bool
+    ids: bool
+    noted: dict[str, Any]
+    """All that differs from what a request says by default."""
+
+
+class Shown:
+    """Tokens as words, as they come: no character before it is whole."""
+
+    def __init__(self, writer: Writer):
+        self.writer, self.tokens, self.sent, self.start, self.end = writer, list[int](), "", 0, 0
+
+    def more(self, tokens: list[int]) -> str:
+        """What can be said now. Words are those behind a few tokens that were said, so that spaces are right."""
+        self.tokens += [token for token in tokens if token not in self.writer.ends]
+        before, now = (self.writer.words(self.tokens[self.start : end]) for end in (self.end, None))
+        if now.endswith("\N{REPLACEMENT CHARACTER}") or len(now) <= len(before):
+            return ""
+        self.start, self.end = self.end, len(self.tokens)
+        self.sent += now[len(before) :]
+        return now[len(before) :]
+
+    def rest(self, whole: str) -> str:
+        return whole[len(self.sent) :]
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+async def read_body(asked: Asked) -> dict[str, Any]:
+    """The body of a request: a JSON object, of limited size."""
+    length = asked.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > BODY:
+        raise Not(413, f"a request has at most {BODY} bytes")
+    body = bytearray()
+    async for piece in asked.stream():
+        body += piece
+        if len(body) > BODY:
+            raise Not(413, f"a request has at most {BODY} bytes")
+    try:
+        value = json.loads(bytes(body))
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, and no half characters
+    except (ValueError, RecursionError):
+        raise Nonsense("the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise Nonsense("the body is not a JSON object")
+    return value
+
+
+IGNORED = {
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "echo": (False,),
+    "suffix": ("",),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "guided_json": (),
+    "best_of": (1,),
+}
+"""Settings that are not there, and values of them that change nothing."""
+
+
+def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
+    """The settings of a request; `Nonsense` for what no setting can be. `plain`: logprobs is a number there."""
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
+    if (
+        not isinstance(stop, tuple)
+        or len(stop) > STOPS
+        or not all(isinstance(s, str) and 0 < len(s) <= 200 for s in stop)
+    ):
+        raise Nonsense(f"stop: text, or a list of at most {STOPS} of them")
+    if any("\N{REPLACEMENT CHARACTER}" in string for string in stop):
+        raise Nonsense("stop: text without U+FFFD")
+    if most is not None and (type(most) is not int or most < 1):
+        raise Nonsense("max_tokens: a whole number above 0")
+    if body.get("n") not in (None, 1):
+        raise Nonsense("n: one answer per request")
+    if body.get("top_logprobs"):
+        raise Nonsense("top_logprobs: only the log-probs of the tokens that were drawn are known")
+    top_k = _number(body, "top_k", 0, -1, 1 << 30)
+    narrow = (max(int(top_k), 0), _number(body, "top_p", 1.0, 1e-9, 1.0), _number(body, "min_p", 0.0, 0.0, 0.999999))
+    temperature, seed = body.get("temperature"), body.get("seed")
+    if temperature is not None:
+        temperature = _number(body, "temperature", 1.0, 0.0, 100.0)
+    if seed is not None and type(seed) is not int:
+        raise Nonsense("seed: a whole number")
+    stream, options = body.get("stream") or False, body.get("stream_options") or {}
+    if type(stream) is not bool or not isinstance(options, Mapping):
+        raise Nonsense("stream: true or false")
+    noted = {name: body[name] for name in IGNORED if body.get(name) is not None and body[name] not in IGNORED[name]}
+    asked = {
+        name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if body.get(name) is not None
+    }
+    logprobs = body.get("logprobs")
+    return Wish(
+        most,
+        stop,
+        temperature,
+        narrow,
+        None if seed is None else seed % 2**62,
+        stream,
+        bool(options.get("include_usage")),
+        logprobs is not None and logprobs is not False if plain else bool(logprobs),
+        bool(body.get("return_token_ids")),
+        {**asked, **noted},
+    )
+
+
+def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+        raise Nonsense(f"{name}: a number from {low:g} to {high:g}")
+    return value
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+def message_of(reply: Reply, numbered: bool = False) -> dict[str, Any]:
+    """A turn as the message of an assistant. `numbered`: its calls have their places, as in a stream."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                **({"index": i} if numbered else {}),
+                "id": call.id or f"call_{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for i, call in enumerate(reply.calls)
+        ]
+    return message
+
+
+def cut(reply: Reply, stops: Sequence[str]) -> Reply:
+    """The words before the first stop string."""
+    found = [at for at in (reply.content.find(string) for string in stops) if at >= 0]
+    return reply._replace(content=reply.content[: min(found)]) if found else reply
+
+
+def reason_of(done: Done, reply: Reply | None = None) -> str:
+    return "length" if not done.ended else "tool_calls" if reply and reply.calls else "stop"
+
+
+def error_reply(status: int, words: str, code: str, headers: Mapping[str, str]) -> Response:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    error = {"message": words, "type": kind, "param": None, "code": code or None}
+    return JSONResponse({"error": error}, status, headers=headers)
+
+
+def event_of(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"

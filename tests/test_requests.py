@@ -1,0 +1,224 @@
+"""Requests that join rows while others are decoded: the tokens are those of one call, whoever comes when."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ascent.core.types import Prompts, Trouble
+from ascent.engines.language.sampling.cuda import graph_decoder
+from ascent.engines.language.sampling.draw import Support, response_seeds
+from ascent.engines.language.sampling.requests import serve_requests
+from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler, PlainDecoder
+from ascent.engines.requests import Desk, Done, Drew, Full, Request
+from tests.language import VOCAB, AtOnce, model_of, prompts_of, sampler_of
+
+LIMIT, LONG = 24, 60
+"""Tokens behind a prompt and tokens of a turn, at most; seconds that a test waits for a state."""
+DECODERS = ("group", "graph", "waves")
+pytestmark = pytest.mark.long
+
+
+def ready(decoder: str, **more: Any) -> LanguageSampler:
+    lm = model_of()
+    sampler = sampler_of(lm, LIMIT, rows=more.pop("rows", 3), **more)
+    if decoder == "graph":
+        made, why = graph_decoder(lm)
+        assert made is not None, why
+        sampler.decoder = made
+    elif decoder == "waves":
+        lm.shares = False
+    assert sampler.decoder is not PlainDecoder
+    sampler.version = 5
+    return sampler
+
+
+@contextmanager
+def serving(sampler: LanguageSampler, most: int = 64, slots: int = 4, room: int = 0) -> Iterator[Desk]:
+    desk = Desk(most)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            serve_requests(sampler, desk, slots, LIMIT, 16, room)
+        except BaseException as error:
+            failed.append(error)
+            desk.fail(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield desk
+    finally:
+        desk.close()
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert not failed, failed
+
+
+class Asked:
+    """A request whose events a test reads."""
+
+    def __init__(self, desk: Desk, prompt: list[int], response: list[int], seed: int, **more: Any):
+        self.events: queue.Queue[Drew | Done] = queue.Queue()
+        more = {"limit": LIMIT} | more
+        self.request = Request(list(prompt), list(response), seed, tell=self.events.put, **more)
+        desk.submit(self.request)
+
+    def done(self) -> Done:
+        while True:
+            event = self.events.get(timeout=LONG)
+            if isinstance(event, Done):
+                return event
+
+
+def follow(response: int, tokens: list[int]) -> list[int]:
+    """What is said after a turn: nothing after 14 tokens, else what depends on the response and its tokens."""
+    if len(tokens) >= 14:
+        return []
+    return [(7 * response + len(tokens) + i) % (VOCAB - 4) + 4 for i in range(1 + (response + len(tokens)) % 3)]
+
+
+def talk(
+    desk: Desk, prompt: list[int], response: int, seed: int, turn_tokens: int = 6
+) -> tuple[list[int], list[float]]:
+    """A whole conversation, one turn after the other: its tokens, and the log-probs of those that were drawn."""
+    tokens, logp = list[int](), list[float]()
+    while len(tokens) < LIMIT:
+        asked = Asked(desk, prompt, tokens, seed, limit=turn_tokens, conversation=response)
+        done = asked.done()
+        assert not done.error and done.version == 5 and done.tokens
+        tokens, logp = tokens + done.tokens, logp + done.logp
+        more = follow(response, tokens)
+        if not more or len(tokens) + len(more) >= LIMIT:
+            break
+        tokens = tokens + more
+    desk.forget(response)
+    return tokens, logp
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_conversations_over_requests_are_those_of_one_call(decoder: str) -> None:
+    sampler = ready(decoder)
+    prompts, samples = Prompts.of(prompts_of()), 2
+    play = AtOnce(follow)
+    play.turn_tokens = 6
+    seeds = response_seeds(3, samples, torch.Generator(), 11).flatten().tolist()
+    plain = ready("group").generate(Prompts(prompts.prompt, prompts.problem, play=play), samples, seed=11)
+    ids = [row[row >= 0].tolist() for row in prompts.prompt]
+    talks: dict[int, tuple[list[int], list[float]]] = {}
+    with serving(sampler) as desk:
+
+        def one(i: int) -> None:
+            talks[i] = talk(desk, ids[i // samples], i, seeds[i])
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(len(seeds))]
+        random.Random(0).shuffle(threads)
+        [thread.start() for thread in threads]
+        [thread.join(LONG) for thread in threads]
+    for i in range(len(seeds)):
+        present, mask = (part.flatten(0, 1)[i] for part in (plain.present, plain.mask))
+        assert talks[i][0] == plain.response.flatten(0, 1)[i][present].tolist(), i
+        logp = plain.logp_sampler.flatten(0, 1)[i][mask]
+        assert torch.allclose(torch.tensor(talks[i][1]), logp, atol=1e-5)
+    assert len({len(tokens) for tokens, _ in talks.values()}) > 1
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_turn_is_the_same_alone_watched_and_begun_anew(decoder: str) -> None:
+    """Its row may be gone, or the slot another's: what was recorded is encoded again."""
+    sampler = ready(decoder)
+    with serving(sampler, slots=2) as desk:
+        first = Asked(desk, [5, 6, 7], [], 1, limit=4, conversation="a").done()
+        given = [*first.tokens, 9, 10]
+        others = [Asked(desk, [8, i], [], i, limit=5, conversation=i) for i in range(5)]
+        [other.done() for other in others]  # its slot is needed
+        again = Asked(desk, [5, 6, 7], given, 1, limit=6, conversation="a", watched=True)
+        shown: list[int] = []
+        while not isinstance(event := again.events.get(timeout=LONG), Done):
+            shown += event.tokens
+        assert event.tokens[: len(shown)] == shown
+        assert Asked(desk, [5, 6, 7], given, 1, limit=6).done().tokens == event.tokens
+        assert Asked(desk, [5, 6, 7], [], 1, limit=4).done() == first
+        exact = Asked(desk, [5, 6, 7], first.tokens, 1, limit=2, conversation="a").done()
+        assert len(exact.tokens) >= 1 and not exact.error
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_each_request_has_settings_of_its_own(decoder: str) -> None:
+    sampler = ready(decoder)
+    greedy = ready("group").generate(Prompts.of(torch.tensor([[5, 6]])), 1, greedy=True)
+    cold = ready("group", temperature=0.3)
+    narrow = ready("group", top_k=2)
+    wanted = [
+        greedy.response[0, 0][greedy.mask[0, 0]].tolist(),
+        *(
+            (r := one.generate(Prompts.of(torch.tensor([[5, 6]])), 1, seed=3)).response[0, 0][r.mask[0, 0]].tolist()
+            for one in (cold, narrow, ready("group"))
+        ),
+    ]
+    seed = int(response_seeds(1, 1, torch.Generator(), 3))
+    with serving(sampler) as desk:
+        asked = [
+            Asked(desk, [5, 6], [], seed, greedy=True),
+            Asked(desk, [5, 6], [], seed, temperature=0.3),
+            Asked(desk, [5, 6], [], seed, support=Support(top_k=2)),
+            Asked(desk, [5, 6], [], seed),
+        ]
+        done = [one.done() for one in asked]
+    assert [one.tokens for one in done] == wanted
+    assert min(done[2].mass) < 1 and set(done[0].mass) == {1.0}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_cancelled_request_frees_its_row_and_nobody_else_is_touched(decoder: str) -> None:
+    sampler = ready(decoder, rows=1, min_tokens=LIMIT)
+    with serving(sampler, slots=2) as desk:
+        alone = Asked(desk, [4, 5], [], 3).done()
+        victims = [Asked(desk, [6, i], [], 1, watched=True) for i in range(4)]
+        desk.cancel(victims[3].request)  # it waits for a slot
+        desk.cancel(victims[0].request)  # it runs, or is about to
+        other = Asked(desk, [4, 5], [], 3)
+        assert other.done().tokens == alone.tokens
+        for victim in victims[1:3]:
+            assert len(victim.done().tokens) == LIMIT
+        assert not desk.active
+
+
+def test_more_requests_than_are_taken_are_refused_and_a_closed_desk_says_so() -> None:
+    desk = Desk(2)
+    asked = [Asked(desk, [1], [], i) for i in range(2)]
+    with pytest.raises(Full):
+        Asked(desk, [1], [], 3)
+    desk.cancel(asked[0].request)
+    last = Asked(desk, [1], [], 4)
+    desk.close()
+    assert "ended" in last.done().error and "ended" in asked[1].done().error and asked[0].events.empty()
+    with pytest.raises(Trouble, match="sampled any more"):
+        Asked(desk, [1], [], 5)
+
+
+@pytest.mark.parametrize("decoder", ["group", "graph"])
+def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
+    def drawn(room: int) -> list[list[int]]:
+        with serving(ready(decoder, rows=4, min_tokens=LIMIT), slots=6, room=room) as desk:
+            asked = [Asked(desk, [4 + i % 2, 5, 6], [], i, conversation=i) for i in range(6)]
+            first = [one.done().tokens for one in asked]
+            again = [
+                Asked(desk, [4 + i % 2, 5, 6], [*tokens[:8], 7], i, conversation=i) for i, tokens in enumerate(first)
+            ]
+            return first + [one.done().tokens for one in again]
+
+    size = 64 if decoder == "graph" else 32
+    assert drawn(3 * size) == drawn(0)
+
+
+def test_the_decoder_of_groups_is_the_one_that_serves() -> None:
+    assert ready("group").decoder is GroupDecoder
