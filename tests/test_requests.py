@@ -17,7 +17,7 @@ from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.draw import Support, response_seeds
 from ascent.engines.language.sampling.requests import serve_requests
 from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler, PlainDecoder
-from ascent.engines.requests import Desk, Done, Drew, Full, Request
+from ascent.engines.requests import Desk, Done, Drew, Full, TurnRequest
 from tests.language import VOCAB, AtOnce, model_of, prompts_of, sampler_of
 
 LIMIT, LONG = 24, 60
@@ -69,7 +69,7 @@ class Asked:
     def __init__(self, desk: Desk, prompt: list[int], response: list[int], seed: int, **more: Any):
         self.events: queue.Queue[Drew | Done] = queue.Queue()
         more = {"limit": LIMIT} | more
-        self.request = Request(list(prompt), list(response), seed, tell=self.events.put, **more)
+        self.request = TurnRequest(list(prompt), list(response), seed, tell=self.events.put, **more)
         desk.submit(self.request)
 
     def done(self) -> Done:

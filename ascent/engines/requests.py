@@ -44,7 +44,7 @@ class Done(NamedTuple):
 
 
 @dataclass(eq=False)
-class Request:
+class TurnRequest:
     """One turn that is asked for."""
 
     prompt: list[int]
@@ -106,8 +106,8 @@ class Full(Exception):
 class Taken(NamedTuple):
     """What has come to a desk since the last look."""
 
-    requests: list[Request]
-    cancelled: list[Request]
+    requests: list[TurnRequest]
+    cancelled: list[TurnRequest]
     forgotten: list[Any]
 
 
@@ -117,14 +117,14 @@ class Desk:
     def __init__(self, most: int):
         """`most`: requests that are waiting or under way at once."""
         self.most = most
-        self.active: set[Request] = set()
+        self.active: set[TurnRequest] = set()
         self.closed = False
         self._changed = threading.Condition()
-        self._new: deque[Request] = deque()
-        self._cancelled: list[Request] = []
+        self._new: deque[TurnRequest] = deque()
+        self._cancelled: list[TurnRequest] = []
         self._forgotten: list[Any] = []
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: TurnRequest) -> None:
         with self._changed:
             if self.closed:
                 raise Trouble("nothing is sampled any more")
@@ -134,7 +134,7 @@ class Desk:
             self._new.append(request)
             self._changed.notify()
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: TurnRequest) -> None:
         """Nobody waits for this turn any more."""
         with self._changed:
             if request in self.active:
@@ -173,7 +173,7 @@ class Desk:
             self._new, self._cancelled, self._forgotten = deque(), [], []
             return taken
 
-    def done(self, request: Request, done: Done) -> None:
+    def done(self, request: TurnRequest, done: Done) -> None:
         with self._changed:
             if request not in self.active:  # it was cancelled
                 return

@@ -276,7 +276,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
 
     Tools are in the prompt, so that it is the encoder's to write them there.
     """
-    if not task.plays:
+    if not (task.tools or task.environment):
         return bind(model)
     limits = Limits(task.turn_seconds, task.reward_memory, task.reward_env)
     if task.tools:

@@ -39,7 +39,7 @@ class Said(NamedTuple):
     """Names and arguments, as JSON in one spelling."""
 
 
-class Reply(NamedTuple):
+class AssistantTurn(NamedTuple):
     """A turn of the policy as a client reads it."""
 
     content: str
@@ -48,10 +48,10 @@ class Reply(NamedTuple):
 
     @property
     def said(self) -> Said:
-        return Said("assistant", self.content.strip(), tuple((c.name, spelled(c.arguments)) for c in self.calls))
+        return Said("assistant", self.content.strip(), tuple((c.name, one_spelling(c.arguments)) for c in self.calls))
 
 
-def spelled(value: Any) -> str:
+def one_spelling(value: Any) -> str:
     """JSON in one spelling."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
@@ -135,13 +135,13 @@ def read_tools(tools: Any, most: int) -> list[Schema]:
 def compared(message: Mapping[str, Any]) -> Said:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    return Said(message["role"], content, tuple((c["name"], spelled(c["arguments"])) for c in calls))
+    return Said(message["role"], content, tuple((c["name"], one_spelling(c["arguments"])) for c in calls))
 
 
 # ---- a model's way to write them -------------------------------------------------------------------------------
 
 
-class Writer:
+class ChatWriter:
     """How a model writes conversations: prompts, tails, and the turns that it is answered with."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int]):
@@ -152,7 +152,7 @@ class Writer:
 
     def _chat(self, tools: Sequence[Schema]) -> tuple[ToolChat | None, Tail]:
         """The chat with these tools; without any, its tail alone. It refuses models whose template cannot."""
-        name = spelled(tools)
+        name = one_spelling(tools)
         if name not in self._chats:
             chat = ToolChat(self.tokenizer, tools, self.ends) if tools else None
             self._chats[name] = chat, chat.tail if chat else Tail(self.tokenizer, (), self.ends)
@@ -193,7 +193,7 @@ class Writer:
     def words(self, tokens: Sequence[int], special: bool = False) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
-    def read(self, turn: Sequence[int], tools: Sequence[Schema]) -> Reply:
+    def read(self, turn: Sequence[int], tools: Sequence[Schema]) -> AssistantTurn:
         """A turn as a client reads it. Calls that do not all parse are words."""
         ids = turn[:-1] if turn and turn[-1] in self.ends else turn
         plain, chat = self.words(ids), self._chat(tools)[0] if tools else None
@@ -216,12 +216,12 @@ class Writer:
         return self._special.sub("", text) if self._special else text
 
 
-def _split(words: str, calls: tuple[ToolCall, ...]) -> Reply:
+def _split(words: str, calls: tuple[ToolCall, ...]) -> AssistantTurn:
     """Words with the reasoning before </think> apart."""
     thought, mark, rest = words.rpartition("</think>")
     if not mark:
-        return Reply(words, "", calls)
-    return Reply(rest.lstrip("\n"), thought.replace("<think>", "").strip(), calls)
+        return AssistantTurn(words, "", calls)
+    return AssistantTurn(rest.lstrip("\n"), thought.replace("<think>", "").strip(), calls)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, str]:
@@ -266,13 +266,15 @@ class Session:
     rewritten: str = ""
     """Where the client's history differed from what was said."""
 
-    def read_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], writer: Writer) -> list[int]:
+    def read_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], writer: ChatWriter
+    ) -> list[int]:
         """What follows the record, as ids, before the turn that is asked for; of a new session, its prompt."""
         if not self.turns:
             return writer.first(messages, tools)
         if self.said is None:
             raise Rewritten("the session began with tokens, and now comes with messages")
-        if spelled(tools) != self.tools:
+        if one_spelling(tools) != self.tools:
             raise Rewritten("the tools are others than before")
         history = [compared(message) for message in messages]
         for i, (then, now) in enumerate(zip(self.said, history, strict=False)):
@@ -313,10 +315,10 @@ class Session:
         self.turn += [turn] * len(tokens)
         self.waited += [0.0] * len(tokens)
 
-    def say(self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: Reply) -> None:
+    def say(self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: AssistantTurn) -> None:
         """What the client now knows of the conversation."""
         self.said = None if messages is None else [*map(compared, messages), reply.said]
-        self.tools, self.calls = spelled(tools), reply.calls
+        self.tools, self.calls = one_spelling(tools), reply.calls
 
 
 def _difference(then: Said, now: Said) -> str:

@@ -21,6 +21,7 @@ from ascent.records.folder import write_json
 from ascent.records.run import Run, best_of
 from ascent.rewards.judge.settings import read_judge
 from ascent.rewards.judge.verdicts import JudgeGrader
+from ascent.web.packages import check_packages
 
 BATCH = 16
 
@@ -56,9 +57,15 @@ def check_rewards(backend: Backend, task: Any) -> None:
 
 
 def bind_task(backend: Backend, task: Any, model: Any) -> BoundTask:
-    """The task as the loop calls it: bound to the policy's tokens, and to the rewards that it names."""
+    """The task as the loop calls it: bound to the policy's tokens, to the rewards that it names, and to its agent."""
     rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task)}
-    return backend.bind(task, model, rewards)
+    bound = backend.bind(task, model, rewards)
+    if not (backend.words and task.agent):
+        return bound
+    check_packages("--agent")
+    from ascent.web.agents import play_agents
+
+    return play_agents(task, model, bound)
 
 
 def _reward(backend: Backend, task: Any, source: str) -> Any:

@@ -25,18 +25,18 @@ from ascent.core.types import Prompts, Rollouts, Scores
 from ascent.engines.requests import Desk, Recorded
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
 from ascent.environments.play import CUT, FAILED
-from ascent.environments.sessions import Session, Writer
+from ascent.environments.sessions import ChatWriter, Session
 from ascent.tasks.base import BoundBase
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
 from ascent.web.connections import bind, configure
-from ascent.web.endpoint import Endpoint, EndpointConnection, Live, Rules
+from ascent.web.endpoint import Endpoint, EndpointConnection, OpenSession, Rules
 
 GRACE = 10.0
 """Seconds beyond the deadline in which agents have to say that they missed it."""
 
 
-class Server:
+class ServerThread:
     """An application that listens in a thread of its own."""
 
     def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0, certificate: str = "", private_key: str = ""):
@@ -69,7 +69,7 @@ class AgentPlayer:
     agent: Agent
     problem: Callable[[Any, int], Problem]
     messages: Callable[[Problem], Any]
-    writer: Writer
+    writer: ChatWriter
     rules: Rules
     vocab: int
     seconds: float
@@ -77,7 +77,7 @@ class AgentPlayer:
     most: int
     """Episodes at once; the others wait for their turn, and so do their deadlines."""
     endpoint: Endpoint | None = None
-    server: Server | None = None
+    server: ServerThread | None = None
 
     def __call__(
         self, prompts: Prompts, samples: int, seeds: list[int], problems: Sequence[Problem] | None = None
@@ -89,7 +89,7 @@ class AgentPlayer:
         """The endpoint, which hands its turns to this desk, and its address."""
         if self.endpoint is None or self.server is None:
             self.endpoint = Endpoint(desk, self.writer, self.rules, self.vocab)
-            self.server = Server(self.endpoint)
+            self.server = ServerThread(self.endpoint)
         self.endpoint.desk = desk
         return self.endpoint, f"http://127.0.0.1:{self.server.port}/v1"
 
@@ -107,7 +107,7 @@ class AgentEpisodes:
         self.player, self.problems, self.samples, self.seeds = player, problems, samples, seeds
         self.desk, self.longest = Desk(len(seeds)), player.rules.prompt
         self.keys: list[str] = []
-        self.live: list[Live] = []
+        self.live: list[OpenSession] = []
         self.outcomes: dict[int, Outcome] = {}
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -161,7 +161,7 @@ class AgentEpisodes:
     def records(self) -> list[Recorded]:
         return [self._record(i, live) for i, live in enumerate(self.live)]
 
-    def _record(self, place: int, live: Live) -> Recorded:
+    def _record(self, place: int, live: OpenSession) -> Recorded:
         session, outcome = live.session, self.outcomes[place]
         error, notes = outcome.error, []
         if outcome.reward is not None and not math.isfinite(outcome.reward):
@@ -250,9 +250,9 @@ class AgentTask(BoundBase):
         self.task.close()
 
 
-def play_agents(task: Any, model: Any, bound: Any) -> AgentTask:
+def play_agents(task: Any, model: Any, bound: Any) -> Any:
     """A text task, bound to a language model, whose responses are agents' sessions."""
-    writer = Writer(copy.deepcopy(model.tokenizer), model.ends)  # another thread asks the model's own for words
+    writer = ChatWriter(copy.deepcopy(model.tokenizer), model.ends)  # another thread asks the model's own for words
 
     def problem(prompts: Any, place: int) -> Problem:
         return bound.problem(int(prompts.problem[place]))

@@ -28,13 +28,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ascent.core.types import Refused, Trouble
-from ascent.engines.requests import Desk, Done, Drew, Full, Request
-from ascent.environments.sessions import Nonsense, Reply, Rewritten, Session, Writer, read_messages, read_tools
+from ascent.engines.requests import Desk, Done, Drew, Full, TurnRequest
+from ascent.environments.sessions import (
+    AssistantTurn,
+    ChatWriter,
+    Nonsense,
+    Rewritten,
+    Session,
+    read_messages,
+    read_tools,
+)
 from ascent.web.connections import Connection
 from ascent.web.wire import (
     EXTRAS,
     IGNORED,
-    Not,
+    Denied,
     Shown,
     Wish,
     cut,
@@ -87,12 +95,12 @@ class Rules:
 
 
 @dataclass(eq=False)
-class Live:
+class OpenSession:
     """A session that is open."""
 
     session: Session
     rules: Rules
-    busy: Request | None = None
+    busy: TurnRequest | None = None
     closed: str = ""
     """Why nothing more is answered."""
     cut: str = ""
@@ -101,13 +109,13 @@ class Live:
 
 
 @dataclass(eq=False)
-class Turn:
+class PendingTurn:
     """A turn that was asked for, and what has come of it."""
 
-    live: Live
+    live: OpenSession
     read: list[int]
     """Tokens that come before it and are not recorded yet."""
-    request: Request
+    request: TurnRequest
     events: "asyncio.Queue[Drew | Done]"
     waited: float
     begun: str = "extended"
@@ -120,14 +128,14 @@ class Turn:
 class Endpoint:
     """The application. `key`: of the whole server; without one, sessions have keys of their own (`open`)."""
 
-    def __init__(self, desk: Desk, writer: Writer, rules: Rules, vocab: int, name: str = "policy", key: str = ""):
+    def __init__(self, desk: Desk, writer: ChatWriter, rules: Rules, vocab: int, name: str = "policy", key: str = ""):
         self.desk, self.writer, self.rules, self.vocab, self.name = desk, writer, rules, vocab, name
         self._key = key.encode()
-        self._keyed: dict[str, Live] = {}
-        self._named: OrderedDict[str, Live] = OrderedDict()
+        self._keyed: dict[str, OpenSession] = {}
+        self._named: OrderedDict[str, OpenSession] = OrderedDict()
         self.counts = {"requests": 0, "refused": 0, "rewritten": 0, "cancelled": 0}
         self._reading = 0
-        self._routes: dict[tuple[str, str], Callable[[Asked, Live | None], Awaitable[Response | None]]] = {
+        self._routes: dict[tuple[str, str], Callable[[Asked, OpenSession | None], Awaitable[Response | None]]] = {
             ("GET", "/v1/models"): self._models,
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._complete,
@@ -136,9 +144,9 @@ class Endpoint:
 
     # ---- sessions with keys of their own, for a run: called from other threads
 
-    def open(self, session: Session, rules: Rules) -> tuple[str, Live]:
+    def open(self, session: Session, rules: Rules) -> tuple[str, OpenSession]:
         """A session, and the key that reaches it."""
-        key, live = f"sk-{secrets.token_urlsafe(24)}", Live(session, rules)
+        key, live = f"sk-{secrets.token_urlsafe(24)}", OpenSession(session, rules)
         self._keyed[_digest(key.encode())] = live
         return key, live
 
@@ -162,7 +170,7 @@ class Endpoint:
         self.counts["requests"] += 1
         try:
             reply = await self._answer(scope, asked)
-        except Not as error:
+        except Denied as error:
             self.counts["refused"] += 1
             reply = error_reply(error.status, str(error), error.code, error.headers)
         except ClientDisconnect:
@@ -177,59 +185,59 @@ class Endpoint:
         route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
             known = any(path == scope["path"] for _, path in self._routes)
-            raise Not(405 if known else 404, f"{scope['method']} {scope['path'][:200]}: there is nothing here")
+            raise Denied(405 if known else 404, f"{scope['method']} {scope['path'][:200]}: there is nothing here")
         if self._reading >= 4 * self.desk.most:
-            raise Not(429, "too many requests at once", "rate_limit", {"retry-after": "1"})
+            raise Denied(429, "too many requests at once", "rate_limit", {"retry-after": "1"})
         self._reading += 1
         try:
             return await route(asked, live)
         except (Nonsense, Refused) as error:
-            raise Not(400, str(error)) from None
+            raise Denied(400, str(error)) from None
         except Full:
             words = f"{self.desk.most} requests are waiting or under way"
-            raise Not(429, words, "rate_limit", {"retry-after": "1"}) from None
+            raise Denied(429, words, "rate_limit", {"retry-after": "1"}) from None
         except Trouble as error:
-            raise Not(503, str(error)) from None
+            raise Denied(503, str(error)) from None
         finally:
             self._reading -= 1
 
-    def _session(self, asked: Asked) -> Live | None:
+    def _session(self, asked: Asked) -> OpenSession | None:
         """Whose request it is, by its key. A server's own key may name a session beside it."""
         head = asked.headers.get("authorization", "").encode("latin-1", "replace")
         if asked.headers.get("origin") is not None or asked.headers.get("sec-fetch-site") is not None:
-            raise Not(403, "requests of web pages are not answered")
+            raise Denied(403, "requests of web pages are not answered")
         given = head.removeprefix(b"Bearer ").strip()
         if self._key:
             if not hmac.compare_digest(given, self._key):
-                raise Not(401, "the key of this server is missing or wrong", "invalid_api_key")
+                raise Denied(401, "the key of this server is missing or wrong", "invalid_api_key")
             return self._named_session(asked.headers.get("x-session-id", ""))
         live = self._keyed.get(_digest(given))
         if live is None:
-            raise Not(401, "this key belongs to no session that is open", "invalid_api_key")
+            raise Denied(401, "this key belongs to no session that is open", "invalid_api_key")
         return live
 
-    def _named_session(self, name: str) -> Live | None:
+    def _named_session(self, name: str) -> OpenSession | None:
         if not name:
             return None
         if len(name) > 200:
-            raise Not(400, "X-Session-ID: at most 200 characters")
+            raise Denied(400, "X-Session-ID: at most 200 characters")
         if name not in self._named:
             if len(self._named) >= SESSIONS:
                 idle = next((each for each, live in self._named.items() if live.busy is None), None)
                 if idle is None:
-                    raise Not(429, "too many sessions at once", "rate_limit", {"retry-after": "5"})
+                    raise Denied(429, "too many sessions at once", "rate_limit", {"retry-after": "5"})
                 self.desk.forget(self._named.pop(idle))
-            self._named[name] = Live(Session(secrets.randbits(62)), self.rules)
+            self._named[name] = OpenSession(Session(secrets.randbits(62)), self.rules)
         self._named.move_to_end(name)
         return self._named[name]
 
     # ---- routes
 
-    async def _models(self, asked: Asked, live: Live | None) -> Response:
+    async def _models(self, asked: Asked, live: OpenSession | None) -> Response:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "ascent"}
         return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.rules.context}]})
 
-    async def _chat(self, asked: Asked, live: Live | None) -> Response | None:
+    async def _chat(self, asked: Asked, live: OpenSession | None) -> Response | None:
         body = await read_body(asked)
         messages = read_messages(body.get("messages"), MESSAGES)
         tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"), TOOLS)
@@ -240,7 +248,7 @@ class Endpoint:
         whole = bool(tools) or "</think>" in str(self.writer.tokenizer.chat_template)  # it is read apart at its end
         turn = self._begin(live, wish, lambda session: session.read_chat(messages, tools, self.writer), whole)
 
-        def finish(done: Done) -> Reply:
+        def finish(done: Done) -> AssistantTurn:
             reply = cut(self.writer.read(done.tokens, tools), turn.request.stop)
             turn.live.session.say(messages, tools, reply)
             return reply
@@ -255,16 +263,16 @@ class Endpoint:
             choice["logprobs"] = {"content": self._logprobs(done)}
         return self._respond(turn, wish, made({"choices": [choice]}), done)
 
-    async def _complete(self, asked: Asked, live: Live | None) -> Response | None:
+    async def _complete(self, asked: Asked, live: OpenSession | None) -> Response | None:
         body = await read_body(asked)
         ids, wish = self._prompt(body.get("prompt")), read_wish(body, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
         made = Made(self, "cmpl", "text_completion")
 
-        def finish(done: Done) -> Reply:
-            turn.live.session.say(None, (), Reply(""))
+        def finish(done: Done) -> AssistantTurn:
+            turn.live.session.say(None, (), AssistantTurn(""))
             drawn = done.tokens[:-1] if done.tokens[-1] in self.writer.ends else done.tokens
-            return cut(Reply(self.writer.words(drawn)), turn.request.stop)
+            return cut(AssistantTurn(self.writer.words(drawn)), turn.request.stop)
 
         if wish.stream:
             await self._stream(asked, turn, wish, made, finish)
@@ -276,7 +284,7 @@ class Endpoint:
             choice["logprobs"] = {"tokens": spelled, "token_logprobs": done.logp, "top_logprobs": None}
         return self._respond(turn, wish, made({"choices": [choice]}), done)
 
-    async def _generate(self, asked: Asked, live: Live | None) -> Response | None:
+    async def _generate(self, asked: Asked, live: OpenSession | None) -> Response | None:
         body = await read_body(asked)
         settings = body.get("sampling_params") or {}
         if not isinstance(settings, Mapping):
@@ -286,7 +294,7 @@ class Endpoint:
         ids, wish = self._tokens(body.get("token_ids"), "token_ids"), read_wish(settings, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
         done = await self._draw(asked, turn)
-        turn.live.session.say(None, (), Reply(""))
+        turn.live.session.say(None, (), AssistantTurn(""))
         named: list[dict[str, Any]] = [
             {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []}
             for i, p in zip(done.tokens, done.logp, strict=True)
@@ -300,7 +308,7 @@ class Endpoint:
         name = str(body.get("request_id") or f"gen-{secrets.token_hex(12)}")[:200]
         return self._respond(turn, wish, {"request_id": name, "choices": [choice]}, done)
 
-    def _respond(self, turn: Turn, wish: Wish, body: dict[str, Any], done: Done) -> Response:
+    def _respond(self, turn: PendingTurn, wish: Wish, body: dict[str, Any], done: Done) -> Response:
         if wish.ids:
             body["prompt_token_ids"] = turn.request.prompt + turn.request.response
             body["choices"][0]["token_ids"] = done.tokens
@@ -308,14 +316,16 @@ class Endpoint:
 
     # ---- a turn
 
-    def _begin(self, live: Live | None, wish: Wish, read: Callable[[Session], list[int]], whole: bool = False) -> Turn:
+    def _begin(
+        self, live: OpenSession | None, wish: Wish, read: Callable[[Session], list[int]], whole: bool = False
+    ) -> PendingTurn:
         """Hand a turn to the sampler, or say why not. `whole`: it is shown when it is over, and not before."""
         once = live is None
-        live = live or Live(Session(secrets.randbits(62)), self.rules)
+        live = live or OpenSession(Session(secrets.randbits(62)), self.rules)
         if live.busy is not None:
-            raise Not(409, "this session has a request under way: a conversation has one turn at a time")
+            raise Denied(409, "this session has a request under way: a conversation has one turn at a time")
         if live.closed:
-            raise Not(403, f"this session is closed: {live.closed}")
+            raise Denied(403, f"this session is closed: {live.closed}")
         begun = "extended" if live.session.turns else "new"
         try:
             if live.session.rewritten:
@@ -331,7 +341,7 @@ class Endpoint:
         limit = self._limit(live, prompt, response, wish)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Drew | Done]()
         own = {} if rules.fixed else own_settings(wish, rules)
-        request = Request(
+        request = TurnRequest(
             prompt,
             response,
             session.seed,
@@ -344,27 +354,29 @@ class Endpoint:
         )
         self.desk.submit(request)
         live.busy = request
-        return Turn(live, new, request, events, time.monotonic() - live.answered, begun)
+        return PendingTurn(live, new, request, events, time.monotonic() - live.answered, begun)
 
-    def _rewritten(self, live: Live, error: Rewritten, read: Callable[[Session], list[int]]) -> list[int]:
+    def _rewritten(self, live: OpenSession, error: Rewritten, read: Callable[[Session], list[int]]) -> list[int]:
         """In a run the episode is invalid from here on; a server begins anew."""
         if not live.session.rewritten:
             self.counts["rewritten"] += 1
         if live.rules.fixed:
             live.session.rewritten = str(error)
-            raise Not(400, f"the history was rewritten, so this episode is not valid: {error}", "rewritten") from None
+            raise Denied(
+                400, f"the history was rewritten, so this episode is not valid: {error}", "rewritten"
+            ) from None
         self.desk.forget(live)
         live.session = Session(secrets.randbits(62))
         return read(live.session)
 
-    def _limit(self, live: Live, prompt: list[int], response: list[int], wish: Wish) -> int:
+    def _limit(self, live: OpenSession, prompt: list[int], response: list[int], wish: Wish) -> int:
         """The most tokens of the next turn."""
         rules, session = live.rules, live.session
         if not prompt:
             raise Nonsense("the prompt has no tokens")
         long = f"{len(prompt) + len(response)} tokens, and the model reads {rules.context} with its answer"
         if len(prompt) > rules.prompt:
-            raise Not(400, f"a prompt of {len(prompt)} tokens, and at most {rules.prompt} are read", CONTEXT)
+            raise Denied(400, f"a prompt of {len(prompt)} tokens, and at most {rules.prompt} are read", CONTEXT)
         left = {
             long: min(rules.context - len(prompt), rules.behind) - len(response),
             f"the limit of {rules.drawn} tokens": rules.drawn - sum(session.drawn) if rules.drawn else 1 << 30,
@@ -373,10 +385,10 @@ class Endpoint:
         words, most = min(left.items(), key=lambda item: item[1])
         if most < 1:
             live.cut = live.cut or words
-            raise Not(400, words, CONTEXT)
+            raise Denied(400, words, CONTEXT)
         return min(each for each in (most, wish.max_tokens, rules.turn_tokens or None) if each is not None)
 
-    async def _draw(self, asked: Asked, turn: Turn) -> Done:
+    async def _draw(self, asked: Asked, turn: PendingTurn) -> Done:
         """The whole turn. Nobody decodes for a client that is gone."""
         async with aclosing(self._events(asked, turn)) as events:
             async for event in events:
@@ -384,7 +396,7 @@ class Endpoint:
                     return event
         raise ClientDisconnect
 
-    async def _events(self, asked: Asked, turn: Turn) -> AsyncGenerator[Drew | Done]:
+    async def _events(self, asked: Asked, turn: PendingTurn) -> AsyncGenerator[Drew | Done]:
         """What comes of a turn; with its end it is recorded, and a client that leaves before ends it."""
         leaving, live = asyncio.ensure_future(_gone(asked)), turn.live
         try:
@@ -398,7 +410,7 @@ class Endpoint:
                 if isinstance(event, Done):
                     live.busy = None
                     if event.error:
-                        raise Not(503, event.error)
+                        raise Denied(503, event.error)
                     live.session.add(turn.read, event.tokens, event.logp, event.mass, turn.waited)
                     live.session.ended, live.answered = event.ended, time.monotonic()
                 yield event
@@ -406,7 +418,7 @@ class Endpoint:
             leaving.cancel()
             self._abandon(turn)
 
-    def _abandon(self, turn: Turn) -> None:
+    def _abandon(self, turn: PendingTurn) -> None:
         """Nobody waits for a turn that is not over: nothing of it is recorded."""
         if turn.live.busy is turn.request:
             turn.live.busy = None
@@ -414,7 +426,7 @@ class Endpoint:
             self.desk.cancel(turn.request)
 
     async def _stream(
-        self, asked: Asked, turn: Turn, wish: Wish, made: "Made", finish: Callable[[Done], Reply]
+        self, asked: Asked, turn: PendingTurn, wish: Wish, made: "Made", finish: Callable[[Done], AssistantTurn]
     ) -> None:
         """The turn as server-sent events."""
         send, shown, chat = asked._send, Shown(self.writer), made.kind == "chat.completion"
@@ -441,7 +453,7 @@ class Endpoint:
                             await put(words(text))
                         continue
                     await self._stream_end(turn, wish, chat, event, finish(event), shown, put, words)
-        except Not as error:
+        except Denied as error:
             body = {"error": {"message": str(error), "type": "server_error", "code": error.code or None}}
             await send({"type": "http.response.body", "body": event_of(body), "more_body": True})
         except ClientDisconnect:
@@ -451,7 +463,15 @@ class Endpoint:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _stream_end(
-        self, turn: Turn, wish: Wish, chat: bool, done: Done, reply: Reply, shown: "Shown", put: Any, words: Any
+        self,
+        turn: PendingTurn,
+        wish: Wish,
+        chat: bool,
+        done: Done,
+        reply: AssistantTurn,
+        shown: "Shown",
+        put: Any,
+        words: Any,
     ) -> None:
         """The last events: what was not said yet, calls, why it ended, and what it used."""
         logprobs = {"content": self._logprobs(done)} if wish.logprobs else None
@@ -468,7 +488,7 @@ class Endpoint:
 
     def _fits(self, characters: int) -> None:
         if characters > CHARACTERS * self.rules.context:
-            raise Not(400, f"{characters} characters do not fit a context of {self.rules.context} tokens", CONTEXT)
+            raise Denied(400, f"{characters} characters do not fit a context of {self.rules.context} tokens", CONTEXT)
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -482,7 +502,7 @@ class Endpoint:
         if not isinstance(ids, list) or not ids:
             raise Nonsense(f"{name}: one prompt, as text or as a list of token ids")
         if len(ids) > self.rules.context:
-            raise Not(400, f"{name}: {len(ids)} tokens, and the model reads {self.rules.context}", CONTEXT)
+            raise Denied(400, f"{name}: {len(ids)} tokens, and the model reads {self.rules.context}", CONTEXT)
         if not all(type(i) is int and 0 <= i < self.vocab for i in ids):
             raise Nonsense(f"{name}: a token id is a whole number from 0 to {self.vocab - 1}")
         return ids
@@ -523,7 +543,7 @@ def own_settings(wish: Wish, rules: Rules) -> dict[str, Any]:
     return own
 
 
-def usage_of(turn: Turn, done: Done) -> dict[str, int]:
+def usage_of(turn: PendingTurn, done: Done) -> dict[str, int]:
     before, drawn = turn.prompt_tokens, len(done.tokens)
     return {"prompt_tokens": before, "completion_tokens": drawn, "total_tokens": before + drawn}
 

@@ -10,7 +10,7 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, Response
 
 from ascent.engines.requests import Done
-from ascent.environments.sessions import Nonsense, Reply, Writer
+from ascent.environments.sessions import AssistantTurn, ChatWriter, Nonsense
 
 BODY = 8 * 2**20
 """Bytes of a request."""
@@ -20,7 +20,7 @@ EXTRAS = ("tool_calls", "reasoning_content")
 """What a message may have beside its content."""
 
 
-class Not(Exception):
+class Denied(Exception):
     """What is not done, and the HTTP status that says so."""
 
     def __init__(self, status: int, words: str, code: str = "", headers: Mapping[str, str] | None = None):
@@ -47,7 +47,7 @@ class Wish(NamedTuple):
 class Shown:
     """Tokens as words, as they come: no character before it is whole."""
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: ChatWriter):
         self.writer, self.tokens, self.sent, self.start, self.end = writer, list[int](), "", 0, 0
 
     def more(self, tokens: list[int]) -> str:
@@ -71,12 +71,12 @@ async def read_body(asked: Asked) -> dict[str, Any]:
     """The body of a request: a JSON object, of limited size."""
     length = asked.headers.get("content-length", "")
     if length.isdecimal() and int(length) > BODY:
-        raise Not(413, f"a request has at most {BODY} bytes")
+        raise Denied(413, f"a request has at most {BODY} bytes")
     body = bytearray()
     async for piece in asked.stream():
         body += piece
         if len(body) > BODY:
-            raise Not(413, f"a request has at most {BODY} bytes")
+            raise Denied(413, f"a request has at most {BODY} bytes")
     try:
         value = json.loads(bytes(body))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, and no half characters
@@ -163,7 +163,7 @@ def _number(body: Mapping[str, Any], name: str, default: float, low: float, high
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def message_of(reply: Reply, numbered: bool = False) -> dict[str, Any]:
+def message_of(reply: AssistantTurn, numbered: bool = False) -> dict[str, Any]:
     """A turn as the message of an assistant. `numbered`: its calls have their places, as in a stream."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
     if reply.reasoning:
@@ -181,13 +181,13 @@ def message_of(reply: Reply, numbered: bool = False) -> dict[str, Any]:
     return message
 
 
-def cut(reply: Reply, stops: Sequence[str]) -> Reply:
+def cut(reply: AssistantTurn, stops: Sequence[str]) -> AssistantTurn:
     """The words before the first stop string."""
     found = [at for at in (reply.content.find(string) for string in stops) if at >= 0]
     return reply._replace(content=reply.content[: min(found)]) if found else reply
 
 
-def reason_of(done: Done, reply: Reply | None = None) -> str:
+def reason_of(done: Done, reply: AssistantTurn | None = None) -> str:
     return "length" if not done.ended else "tool_calls" if reply and reply.calls else "stop"
 
 

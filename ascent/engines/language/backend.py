@@ -1,6 +1,5 @@
 """Language models on text tasks, in one process, on a CPU or one GPU."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -156,11 +155,6 @@ class LanguageBackend(Backend):
             source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
             for source, reward in rewards.items()
         }
-        if task.agent:
-            check_listening("--agent")
-            from ascent.web.agents import play_agents
-
-            return play_agents(task, model, TokenizedTask(task, model, graders))
         return play_text(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
 
     def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, Sampler]:
@@ -300,12 +294,6 @@ def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
 def _positions(lm: LanguageModel) -> int | None:
     """The most tokens that the model can read, where its config says it."""
     return getattr(lm.config, "max_position_embeddings", None)
-
-
-def check_listening(flag: str) -> None:
-    """Refuse where the packages of a server are missing."""
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise Refused(f"{flag} needs {' and '.join(missing)}: pip install 'ascent-rl[lab]'")
 
 
 def check_engine(config: Config) -> None:

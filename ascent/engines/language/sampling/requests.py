@@ -17,7 +17,7 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.sampling.draw import Drawn, Support, response_seeds
 from ascent.engines.language.sampling.sampler import LanguageSampler, PlainDecoder
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.requests import Desk, Done, Drew, Recorded, Request
+from ascent.engines.requests import Desk, Done, Drew, Recorded, TurnRequest
 from ascent.engines.timeline import Timeline
 
 KEPT = 4096
@@ -49,9 +49,9 @@ class Requests(Drawn):
         self.keeps = sampler.lm.shares
         """Can a row wait for its next turn?"""
         self.free = list(range(slots))[::-1]
-        self.waiting: list[Request] = []
+        self.waiting: list[TurnRequest] = []
         """Those for whom no slot is free."""
-        self.request: dict[int, Request] = {}
+        self.request: dict[int, TurnRequest] = {}
         """By slot, what is being drawn."""
         self.slot: dict[Any, int] = {}
         """Slots that hold a conversation, by its name."""
@@ -163,7 +163,7 @@ class Requests(Drawn):
             del self.readers[ids], self.prompts[ids]
         self.free.append(slot)
 
-    def _place(self, request: Request) -> list[tuple[int, list[int]]]:
+    def _place(self, request: TurnRequest) -> list[tuple[int, list[int]]]:
         """A slot for a request: that of its conversation, or a free one, or that of whoever has waited longest."""
         heard: list[tuple[int, list[int]]] = []
         slot = self.slot.get(request.conversation) if request.conversation is not None else None
@@ -196,7 +196,7 @@ class Requests(Drawn):
         self.entered.append(slot)
         return heard
 
-    def _write(self, slot: int, request: Request) -> None:
+    def _write(self, slot: int, request: TurnRequest) -> None:
         length = len(request.response)
         self.token[slot, :length] = torch.tensor(request.response, dtype=torch.long)
         self.length[slot] = self.parked.begin[slot] = length

@@ -1,0 +1,550 @@
+"""The endpoint: what a stock client asks, what is recorded of it, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ascent.engines.language.sampling.draw import Support
+from ascent.engines.language.sampling.requests import serve_requests
+from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.engines.requests import Desk, Done
+from ascent.environments.calls import FORMATS
+from ascent.environments.choose import ToolChat
+from ascent.environments.sessions import ChatWriter, Rewritten, Session, read_messages
+from ascent.policies import LanguageModel
+from ascent.web.endpoint import Endpoint, Rules
+from ascent.web.wire import BODY
+from tests.chats import chat_tokenizer, stop_ids
+from tests.language import config_of, tiny_tokenizer
+
+KEY, LONG = "sk-of-the-server", 60
+HELLO = [{"role": "user", "content": "hello"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "a sum",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+
+
+PLAIN: dict[int, Any] = {}
+"""Copies of the models, which nobody decodes with meanwhile."""
+pytestmark = pytest.mark.long
+
+
+@cache
+def language_model(template: str = "") -> LanguageModel:
+    """A random model in float32 with a chat template; each template's once."""
+    import transformers
+
+    tokenizer: Any = chat_tokenizer(template) if template else tiny_tokenizer()
+    ends = stop_ids(template, tokenizer) if template else tokenizer.eos_token_id
+    shape = {"vocab_size": len(tokenizer), "eos_token_id": ends, "max_position_embeddings": 4096}
+    model = transformers.AutoModelForCausalLM.from_config(config_of("Llama", **shape)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.25)
+    PLAIN[id(made := LanguageModel(model, tokenizer))] = copy.deepcopy(model)
+    return made
+
+
+def rules_of(**more: Any) -> Rules:
+    narrowed = lambda k, p, m: Support(k, p, m)  # noqa: E731
+    return Rules(**{"context": 400, "prompt": 300, "behind": 300, "turn_tokens": 24, "narrowed": narrowed} | more)
+
+
+WIDE = rules_of(context=4000, prompt=3000, fixed=True)
+
+
+@contextmanager
+def served(
+    rules: Rules | None = None, key: str = KEY, most: int = 64, template: str = "", **more: Any
+) -> Iterator[Any]:
+    """An endpoint over a tiny model, which a thread decodes for."""
+    lm, rules = language_model(template), rules or rules_of()
+    support = Support(min_tokens=more.pop("min_tokens", 0))
+    sampler = LanguageSampler(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
+    sampler.version = 7
+    desk = Desk(most)
+    endpoint = Endpoint(desk, ChatWriter(lm.tokenizer, lm.ends), rules, lm.vocab, key=key)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            serve_requests(sampler, desk, 8, 300, rules.prompt)
+        except BaseException as error:
+            failed.append(error)
+            desk.fail(repr(error))
+
+    thread = threading.Thread(target=work)
+    if not more.pop("asleep", False):
+        thread.start()
+    try:
+        yield SimpleNamespace(app=endpoint, desk=desk, lm=lm, start=thread.start)
+    finally:
+        desk.close()
+        if thread.ident is not None:
+            thread.join(LONG)
+    assert not failed, failed
+
+
+def client_of(app: Any, key: str = KEY, **headers: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(
+        transport=transport,
+        base_url="http://endpoint",
+        headers={"authorization": f"Bearer {key}", **headers},
+        timeout=LONG,
+    )
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
+    return await client.post(path, json=body)
+
+
+async def chat(client: httpx.AsyncClient, messages: Any = HELLO, **more: Any) -> Any:
+    answer = await post(client, "/v1/chat/completions", model="policy", messages=messages, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def streamed(client: httpx.AsyncClient, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
+    answer = await client.post(path, json={"stream": True, **body})
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def true_logp(lm: LanguageModel, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """The log-prob of each token after the first, by a plain forward pass."""
+    with torch.no_grad():
+        logits = PLAIN[id(lm)](input_ids=torch.tensor([ids])).logits[0, :-1].double() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+
+
+def check_record(lm: LanguageModel, session: Session) -> None:
+    """What was recorded as drawn has the log-probs that the model gives to it there."""
+    truth = true_logp(lm, session.prompt + session.response)[len(session.prompt) - 1 :]
+    mask = torch.tensor(session.drawn)
+    assert mask.any() and len(session.drawn) == len(session.response)
+    assert torch.allclose(torch.tensor(session.logp, dtype=torch.float64)[mask], truth[mask], atol=1e-5)
+
+
+# ---- what a client gets -----------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_answered_with_usage_reason_and_log_probs() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            models = (await client.get("/v1/models")).json()
+            assert models["data"][0]["id"] == "policy"
+            said = await chat(client, seed=5, logprobs=True, return_token_ids=True)
+            again = await chat(client, seed=5)
+            other = await chat(client, seed=6)
+            whole = await chat(client, seed=5, max_tokens=3)
+        choice, usage = said["choices"][0], said["usage"]
+        ids = choice["token_ids"]
+        assert said["prompt_token_ids"] == made.lm.encode(HELLO)
+        assert usage == {"prompt_tokens": len(said["prompt_token_ids"]), "completion_tokens": len(ids)} | {
+            "total_tokens": len(said["prompt_token_ids"]) + len(ids)
+        }
+        logp = [each["logprob"] for each in choice["logprobs"]["content"]]
+        truth = true_logp(made.lm, said["prompt_token_ids"] + ids)[-len(ids) :]
+        assert torch.allclose(torch.tensor(logp, dtype=torch.float64), truth, atol=1e-5)
+        assert choice["finish_reason"] == ("stop" if ids[-1] in made.lm.ends else "length")
+        assert again["choices"][0]["message"] == choice["message"] != other["choices"][0]["message"]
+        assert whole["usage"]["completion_tokens"] == 3 and whole["choices"][0]["finish_reason"] == "length"
+
+    with served() as made:
+        asyncio.run(go(made))
+
+
+def test_a_stream_says_what_a_whole_answer_says() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            for seed in range(3):
+                whole = await chat(client, seed=seed)
+                chunks = await streamed(client, messages=HELLO, seed=seed, stream_options={"include_usage": True})
+                deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+                assert deltas[0]["role"] == "assistant"
+                text = "".join(delta.get("content") or "" for delta in deltas)
+                assert text == whole["choices"][0]["message"]["content"]
+                assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+                assert chunks[-1]["usage"] == whole["usage"]
+                plain = (await post(client, "/v1/completions", prompt="ab", seed=seed)).json()
+                parts = await streamed(client, "/v1/completions", prompt="ab", seed=seed)
+                assert "".join(part["choices"][0]["text"] for part in parts) == plain["choices"][0]["text"]
+            assert len(chunks) > 4
+
+    with served() as made:
+        asyncio.run(go(made))
+
+
+def test_tokens_go_in_and_come_out() -> None:
+    async def go(made: Any) -> None:
+        prompt = made.lm.encode(HELLO)
+        async with client_of(made.app) as client:
+            said = (await post(client, "/v1/completions", prompt=prompt, seed=5, logprobs=0, max_tokens=9)).json()
+            settings = {"seed": 5, "max_tokens": 9, "temperature": 1.0}
+            ids = (await post(client, "/inference/v1/generate", token_ids=prompt, sampling_params=settings)).json()
+            text = (await post(client, "/v1/completions", prompt="hello", seed=1, max_tokens=4)).json()
+        choice = ids["choices"][0]
+        named = [int(each["token"].removeprefix("token_id:")) for each in choice["logprobs"]["content"]]
+        assert named == choice["token_ids"]
+        assert [each["logprob"] for each in choice["logprobs"]["content"]] == (
+            said["choices"][0]["logprobs"]["token_logprobs"]
+        )
+        assert made.app.writer.words(choice["token_ids"]) == said["choices"][0]["text"]
+        assert text["usage"]["prompt_tokens"] == 5
+
+    with served() as made:
+        asyncio.run(go(made))
+
+
+def test_settings_of_a_client_hold_on_a_server_and_not_in_training() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            cold = [await chat(client, temperature=0, seed=seed) for seed in (1, 2)]
+            assert cold[0]["choices"] == cold[1]["choices"]
+            narrow = [await chat(client, top_k=1, seed=seed) for seed in (1, 2)]
+            assert narrow[0]["choices"] == narrow[1]["choices"] == cold[0]["choices"]
+            stopped = await chat(client, seed=5)
+            letter = stopped["choices"][0]["message"]["content"][2]
+            cut = await chat(client, seed=5, stop=[letter])
+            assert (
+                cut["choices"][0]["message"]["content"] == stopped["choices"][0]["message"]["content"].split(letter)[0]
+            )
+            assert cut["choices"][0]["finish_reason"] == "stop"
+            parts = await streamed(client, messages=HELLO, seed=5, stop=letter)
+            text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+            assert text == cut["choices"][0]["message"]["content"]
+
+    async def trained(made: Any) -> None:
+        keys = [made.app.open(Session(9), rules_of(fixed=True)) for _ in range(2)]
+        async with client_of(made.app, keys[0][0]) as first, client_of(made.app, keys[1][0]) as second:
+            plain, asked = await chat(first), await chat(second, temperature=0, seed=4, top_p=0.1, presence_penalty=1)
+        assert plain["choices"] == asked["choices"]
+        assert keys[1][1].session.asked == {"temperature": 0, "seed": 4, "top_p": 0.1, "presence_penalty": 1}
+
+    with served() as made:
+        asyncio.run(go(made))
+    with served(key="") as made:
+        asyncio.run(trained(made))
+
+
+# ---- sessions ---------------------------------------------------------------------------------------------------
+
+
+async def converse(client: httpx.AsyncClient, turns: int, **more: Any) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = list(HELLO)
+    for turn in range(turns):
+        said = await chat(client, messages, **more)
+        messages = [*messages, said["choices"][0]["message"], {"role": "user", "content": f"and then {turn}"}]
+    return messages
+
+
+def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_say_alone() -> None:
+    def sessions(made: Any, rules: Rules) -> list[tuple[str, Any]]:
+        return [made.app.open(Session(seed), rules) for seed in range(10, 16)]
+
+    async def go(made: Any, together: bool) -> list[Session]:
+        keys = sessions(made, rules_of(fixed=True))
+
+        async def one(key: str) -> None:
+            async with client_of(made.app, key) as client:
+                await converse(client, 3)
+
+        if together:
+            await asyncio.gather(*(one(key) for key, _ in keys))
+        else:
+            for key, _ in keys:
+                await one(key)
+        return [live.session for _, live in keys]
+
+    with served(key="") as made:
+        together = asyncio.run(go(made, together=True))
+        alone = asyncio.run(go(made, together=False))
+    for a, b in zip(together, alone, strict=True):
+        assert (a.prompt, a.response, a.drawn, a.turn) == (b.prompt, b.response, b.drawn, b.turn)
+        assert a.turns == 3 and not a.rewritten and a.turn[-1] == 2 and a.seed == b.seed
+        check_record(made.lm, a)
+        tail = made.app.writer.words(a.response, special=True)
+        assert "<|im_end|>\n<|im_start|>user\nand then 0" in tail
+
+
+def test_spacing_ids_and_reasoning_do_not_rewrite_a_history_and_words_do() -> None:
+    writer = ChatWriter(chat_tokenizer("qwen3"), stop_ids("qwen3", chat_tokenizer("qwen3")))
+    words = '<think>\nhm\n</think>\n\nSo <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    turn = [*writer.tokenizer(words, add_special_tokens=False)["input_ids"], writer.tokenizer.eos_token_id]
+    reply = writer.read(turn, [ADD])
+    assert (reply.content.strip(), reply.reasoning, reply.calls[0].arguments) == ("So", "hm", {"a": 1, "b": "é"})
+
+    def history(**change: Any) -> list[dict[str, Any]]:
+        call = {"id": "mine", "function": {"name": "add", "arguments": '{ "b":"\\u00e9",   "a": 1}'}}
+        said = {"role": "assistant", "content": "So", "tool_calls": [call]} | change
+        return read_messages([*HELLO, said, {"role": "tool", "tool_call_id": "mine", "content": "2"}], 10)
+
+    def recorded() -> Session:
+        session = Session(0)
+        read = session.read_chat(HELLO, [ADD], writer)
+        session.add(read, turn, [0.0] * len(turn), [1.0] * len(turn), 0.0)
+        session.say(HELLO, [ADD], reply)
+        return session
+
+    tail = recorded().read_chat(history(), [ADD], writer)
+    assert "2" in writer.words(tail, special=True) and tail == writer.tail(turn, reply.calls, history()[2:], [ADD])
+    for change, why in {
+        "content": ({"content": "So!"}, "content is another"),
+        "call": (
+            {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": "é"}'}}]},
+            "calls are others",
+        ),
+        "no call": ({"tool_calls": None}, "calls are others"),
+        "role": ({"role": "user", "tool_calls": None}, "the assistant's"),
+    }.values():
+        with pytest.raises(Rewritten, match=why):
+            recorded().read_chat(history(**change), [ADD], writer)
+    with pytest.raises(Rewritten, match="tools are others"):
+        recorded().read_chat(history(), [], writer)
+    with pytest.raises(Rewritten, match="nothing follows"):
+        recorded().read_chat(HELLO, [ADD], writer)
+    with pytest.raises(Rewritten, match="did not say"):
+        recorded().read_chat([*history(), {"role": "assistant", "content": "x"}, *HELLO], [ADD], writer)
+
+
+def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew() -> None:
+    async def trained(made: Any) -> None:
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        async with client_of(made.app, key) as client:
+            messages = await converse(client, 1)
+            messages[1] = messages[1] | {"content": "what it never said"}
+            refused = await post(client, "/v1/chat/completions", messages=messages)
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "rewritten"
+            again = await post(client, "/v1/chat/completions", messages=HELLO)
+            assert again.status_code == 400
+        assert "content is another" in live.session.rewritten and made.app.counts["rewritten"] == 1
+        assert live.session.turns == 1
+
+    async def asked(made: Any) -> None:
+        async with client_of(made.app, **{"x-session-id": "mine"}) as client:
+            messages = await converse(client, 1, seed=3)
+            on = await client.post("/v1/chat/completions", json={"messages": messages})
+            assert on.headers["x-ascent-session"] == "extended"
+            messages[1] = messages[1] | {"content": "what it never said"}
+            new = await client.post("/v1/chat/completions", json={"messages": messages})
+            assert (new.status_code, new.headers["x-ascent-session"]) == (200, "rewritten")
+        async with client_of(made.app, **{"x-session-id": "yours"}) as client:
+            first = await client.post("/v1/chat/completions", json={"messages": HELLO})
+            assert first.headers["x-ascent-session"] == "new"
+
+    with served(key="") as made:
+        asyncio.run(trained(made))
+    with served() as made:
+        asyncio.run(asked(made))
+
+
+def test_tokens_extend_a_session_only_if_they_are_its_own() -> None:
+    async def go(made: Any) -> None:
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        async with client_of(made.app, key) as client:
+            first = (await post(client, "/inference/v1/generate", token_ids=[5, 6, 7])).json()
+            ids = [5, 6, 7, *first["choices"][0]["token_ids"], 8, 9]
+            await post(client, "/inference/v1/generate", token_ids=ids)
+            assert live.session.turns == 2 and live.session.drawn[-1]
+            check_record(made.lm, live.session)
+            odd = await post(client, "/inference/v1/generate", token_ids=[5, 6, 8, *ids[3:], 4])
+            assert odd.status_code == 400 and "token 2" in live.session.rewritten
+
+    with served(key="") as made:
+        asyncio.run(go(made))
+
+
+# ---- keys, limits, nonsense -------------------------------------------------------------------------------------
+
+
+def test_another_key_reaches_nothing_and_a_closed_session_is_over() -> None:
+    async def go(made: Any) -> None:
+        key, live = made.app.open(Session(1), rules_of(fixed=True))
+        other, untouched = made.app.open(Session(2), rules_of(fixed=True))
+        for wrong in ("", "sk-nothing", key[:-1], key + "x", KEY, "é"):
+            async with client_of(made.app, "x") as client:
+                answer = await client.post(
+                    "/v1/chat/completions",
+                    json={"messages": HELLO},
+                    headers={"authorization": f"Bearer {wrong}".encode(), "x-session-id": key},
+                )
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        async with client_of(made.app, key, **{"x-session-id": other}) as client:
+            await chat(client)
+            page = await client.post("/v1/chat/completions", json={}, headers={"origin": "http://evil"})
+            assert page.status_code == 403
+            made.app.close(key, "over")
+            assert (await post(client, "/v1/chat/completions", messages=HELLO)).status_code == 401
+        assert live.session.turns == 1 and not untouched.session.turns and not untouched.session.response
+
+    with served(key="") as made:
+        asyncio.run(go(made))
+
+
+NONSENSE: dict[str, Any] = {
+    "no messages": {},
+    "messages": {"messages": "hello"},
+    "none": {"messages": []},
+    "a role": {"messages": [{"role": "king", "content": "x"}]},
+    "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    "calls of a user": {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+    "a call": {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": 3}]}]},
+    "arguments": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+    "temperature": {"messages": HELLO, "temperature": "hot"},
+    "temperature below": {"messages": HELLO, "temperature": -1},
+    "top_p": {"messages": HELLO, "top_p": 2},
+    "max_tokens": {"messages": HELLO, "max_tokens": -3},
+    "max_tokens true": {"messages": HELLO, "max_tokens": True},
+    "n": {"messages": HELLO, "n": 3},
+    "stop": {"messages": HELLO, "stop": [""]},
+    "stop 3": {"messages": HELLO, "stop": 3},
+    "seed": {"messages": HELLO, "seed": "x"},
+    "stream": {"messages": HELLO, "stream": "yes"},
+    "tools": {"messages": HELLO, "tools": [{"function": {}}]},
+    "tools 2": {"messages": HELLO, "tools": 5},
+    "forced": {"messages": HELLO, "tools": [ADD], "tool_choice": "required"},
+    "penalty": {"messages": HELLO, "presence_penalty": 1.0},
+    "alternatives": {"messages": HELLO, "logprobs": True, "top_logprobs": 3},
+    "too long": {"messages": [{"role": "user", "content": "x" * 310}]},
+    "far too long": {"messages": [{"role": "user", "content": "x" * 100_000}]},
+    "too many": {"messages": HELLO * 3000},
+}
+
+
+def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
+    bodies = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"messages": [' * 5000,
+        b'{"x": NaN}',
+        b'"\\ud800"',
+        b'{"a": "\\ud800"}',
+        b"\xff",
+    ]
+    tokens: list[Any] = [None, [], "x", [1.5], [-1], [10**9], [True], [[1, 2], [3]], list(range(2)) * 300]
+
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            for name, body in NONSENSE.items():
+                answer = await client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 400 and answer.json()["error"]["message"], name
+            for raw in bodies:
+                answer = await client.post("/v1/chat/completions", content=raw)
+                assert answer.status_code == 400, raw[:20]
+            for ids in tokens:
+                answer = await post(client, "/inference/v1/generate", token_ids=ids)
+                assert answer.status_code == 400, ids
+            answer = await post(client, "/inference/v1/generate", token_ids=[1], sampling_params=3)
+            assert answer.status_code == 400
+            assert (await client.post("/v1/chat/completions", content=b" " * (BODY + 1))).status_code == 413
+            assert (await client.get("/v1/chat/completions")).status_code == 405
+            assert (await client.get("/etc/passwd")).status_code == 404
+            await chat(client)  # and it still answers
+        assert not made.desk.active
+
+    with served() as made:
+        asyncio.run(go(made))
+
+
+def test_a_flood_is_told_to_come_back_and_a_session_has_one_turn_at_a_time() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client, client_of(made.app, **{"x-session-id": "one"}) as session:
+            waiting = [asyncio.ensure_future(post(session, "/v1/chat/completions", messages=HELLO))]
+            while len(made.desk.active) < 1:
+                await asyncio.sleep(0)
+            busy = await post(session, "/v1/chat/completions", messages=HELLO)
+            assert busy.status_code == 409
+            waiting += [asyncio.ensure_future(post(client, "/v1/chat/completions", messages=HELLO)) for _ in range(2)]
+            while len(made.desk.active) < 3:
+                await asyncio.sleep(0)
+            flood = [await post(client, "/v1/chat/completions", messages=HELLO) for _ in range(8)]
+            assert {answer.status_code for answer in flood} == {429} and flood[0].headers["retry-after"]
+            made.start()
+            assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+            await chat(client)
+        assert not made.desk.active
+
+    with served(most=3, asleep=True) as made:
+        asyncio.run(go(made))
+
+
+def test_a_limit_of_turns_or_tokens_cuts_an_episode_off() -> None:
+    async def go(made: Any) -> None:
+        for rules, turns in ((rules_of(fixed=True, turns=2), 2), (rules_of(fixed=True, drawn=5), 1)):
+            key, live = made.app.open(Session(9), rules)
+            async with client_of(made.app, key) as client:
+                messages = await converse(client, turns)
+                answer = await post(client, "/v1/chat/completions", messages=messages)
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+            assert live.cut.startswith("the limit of") and live.session.turns == turns
+
+    with served(key="", min_tokens=24) as made:
+        asyncio.run(go(made))
+
+
+@pytest.mark.parametrize("template", ["qwen3", "llama3_1", "mistral", "gemma3"])
+def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str) -> None:
+    """The model is random, so what it draws is replaced: a call in the format of its template."""
+
+    async def go(made: Any) -> None:
+        writer = made.app.writer
+        made_of = ToolChat(writer.tokenizer, [ADD], made.lm.ends)
+        words = made_of.format.example if made_of.format.name != "plain" else FORMATS["plain"].example
+        ids = writer.tokenizer(words, add_special_tokens=False)["input_ids"]
+        turn = [*ids, min(made.lm.ends)]
+        said = forced(made, turn)
+        key, live = made.app.open(Session(9), WIDE)
+        async with client_of(made.app, key) as client:
+            first = await chat(client, tools=[ADD])
+            choice = first["choices"][0]
+            call = choice["message"]["tool_calls"][0]
+            assert choice["finish_reason"] == "tool_calls"
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+            messages = [*HELLO, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2 it is"}]
+            said.clear()
+            await chat(client, messages, tools=[ADD])
+        assert live.session.turns == 2 and not live.session.rewritten
+        assert live.session.response[: len(turn)] == turn
+        observed = [i for i, drawn in zip(live.session.response, live.session.drawn, strict=True) if not drawn]
+        assert "2 it is" in writer.words(observed)
+
+    with served(WIDE, key="", template=template) as made:
+        asyncio.run(go(made))
+
+
+def forced(made: Any, turn: list[int]) -> list[list[int]]:
+    """The next turn that is drawn is this one, with log-probs that nobody believes."""
+    left = [turn]
+    submit: Callable[..., None] = made.desk.submit
+
+    def replaced(request: Any) -> None:
+        if left:
+            request.tell(Done(left[0], [-1.0] * len(turn), [1.0] * len(turn), True, 7))
+        else:
+            submit(request)
+
+    made.desk.submit = replaced
+    return left
