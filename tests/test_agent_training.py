@@ -75,7 +75,7 @@ def config(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def make(talk: Talk = two_turns, **more: Any) -> Any:
-        monkeypatch.setattr(in_training, "read_agent", lambda text, limits, most: Threads(talk))
+        monkeypatch.setattr(in_training, "read_agent", lambda *_: Threads(talk))
         settings = {"policy": "causal-lm", "model": str(tiny_folder), "agent": "command:true", "max_tokens": 12}
         settings |= {"max_prompt": 120, "max_context": 220, "turn_tokens": 6, "prompts": 2, "samples": 3, "steps": 2}
         settings |= {"eval_prompts": 2, "max_reward_errors": 1.0, "record_every": 1, "agent_seconds": 60.0}
@@ -103,7 +103,10 @@ def test_episodes_are_rollouts_with_the_learners_log_probs(config: Any) -> None:
     assert float(gap) < 1e-5
     assert rollouts.turn is not None and int(rollouts.turn[rollouts.mask].max()) == 1
     assert bool((rollouts.version == 3).all()) and (rollouts.present & ~rollouts.mask).any()
-    words = [parts.task.text(row[present].tolist()) for row, present in zip(rollouts.response[0], rollouts.present[0])]
+    words = [
+        parts.task.text(row[present].tolist())
+        for row, present in zip(rollouts.response[0], rollouts.present[0], strict=True)
+    ]
     assert all("and " in text for text in words)
     assert batch.reward.shape[-1] == 1 and 0 < float(batch.reward.max()) <= 1
     assert dict(zip(batch.measured, batch.measures[0, 0].tolist(), strict=True))["turns"] == 2
@@ -155,9 +158,7 @@ def test_an_agent_that_fails_makes_its_episode_invalid_with_a_reason(config: Any
         batch, errors = scored(parts.task, rollouts)
     seeds = list(PLACES)
     assert len(seeds) == 6
-    notes = {}
-    for place, note in enumerate(batch.notes.flat):
-        notes[place] = note
+    notes = dict(enumerate(batch.notes.flat))
     valid = batch.valid.flatten().tolist()
     assert sorted(valid) == [False] * 4 + [True] * 2 and len(errors) == 4
     said = " | ".join(errors)
@@ -165,7 +166,7 @@ def test_an_agent_that_fails_makes_its_episode_invalid_with_a_reason(config: Any
         assert reason in said or (reason == "asked nothing"), (reason, said)
     cut = [place for place, note in notes.items() if "cut off: the limit of" in note]
     assert len(cut) == 1 and valid[cut[0]] and bool(batch.truncated.flatten()[cut[0]])
-    assert batch.reward.flatten()[[i for i, ok in enumerate(valid) if ok and i != cut[0]][0]] == 0.5
+    assert batch.reward.flatten()[next(i for i, ok in enumerate(valid) if ok and i != cut[0])] == 0.5
 
 
 def test_where_the_agent_leaves_it_open_the_task_scores_the_last_turn(config: Any, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_critics_adapters_and_narrow_sampling_train_with_agents(config: Any, tmp
     run = start(config(max_reward_errors=0.0, **more), tmp_path / "run", Display(), preflight=True)
     assert len(run.metrics) == 2 and run.metrics[-1]["reward_errors"] == 0
     assert run.metrics[0]["sampling/logp_difference/mean"] < 1e-5
-    rows = [row for row in run.rollouts(1)]
+    rows = list(run.rollouts(1))
     assert rows and len(conversation(rows[0])) >= 3
 
 
