@@ -26,6 +26,7 @@ def as_a_program(program: Callable[[], Any], *files: int) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
         os.dup2(file, number)
+    sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False))
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,7 +216,7 @@ def test_a_run_is_played_with_its_own_settings(play: Play, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_plays_through_the_command_line() -> None:
-    command = [sys.executable, "-m", "ascent", "play", "guess", "--seed", "3"]
+def test_a_pipe_plays_through_the_command_line(warm_python: Any) -> None:
+    command = [warm_python.executable, "-m", "ascent", "play", "guess", "--seed", "3"]
     done = subprocess.run(command, input="7\n3\n", capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "") and "Total reward 0.8571: 2 turns (-0.143, 1)." in done.stdout

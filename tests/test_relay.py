@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import Any
 
 import httpx
@@ -31,6 +30,7 @@ from ascent.settings import configure
 from ascent.web import relay as relay_module
 from ascent.web.relay import Relay, relay_server
 from tests.language import write_tiny
+from tests.processes import ascent_process
 from tests.stand_in import StandIn, serving
 from tests.test_serving import World, every_engine, gap, same, stack
 
@@ -357,11 +357,13 @@ def test_the_command_relays_until_it_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o600)
     words = ["engine", "sglang", "--port", "0", "--key-file", str(tmp_path / "key"), "--url", "http://[::1]:9/"]
-    with Popen([sys.executable, "-m", "ascent", *words], stdout=PIPE, text=True) as relay:
-        assert relay.stdout is not None
-        said = relay.stdout.readline()
-        url = said.split("relayed at ")[1].split(". Ctrl-C")[0]
-        about = httpx.get(f"{url}/about", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60)
-        relay.terminate()
-        assert relay.wait(60) == 143
+    relay = ascent_process(tmp_path / "output", *words)
+    until = time.monotonic() + 60
+    while "Ctrl-C" not in (said := relay.stdout):
+        assert relay.poll() is None and time.monotonic() < until, said + relay.stderr
+        time.sleep(0.01)
+    url = said.split("relayed at ")[1].split(". Ctrl-C")[0]
+    about = httpx.get(f"{url}/about", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60)
+    relay.send_signal(signal.SIGTERM)
+    assert relay.wait(60) == 143
     assert about.json() == {"engine": "sglang"} and KEY not in said

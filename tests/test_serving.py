@@ -504,14 +504,13 @@ def test_an_answer_that_is_not_vllms_is_trouble(stack: ExitStack) -> None:
 # ---- a server that Ascent starts ---------------------------------------------------------------------
 
 
-def fake_environment(folder: Path) -> Path:
-    """A virtual environment whose interpreter runs the stand-in wherever vLLM is meant."""
+def fake_environment(folder: Path, warm: str) -> Path:
+    """A virtual environment whose interpreter runs the stand-in wherever vLLM is meant: `warm` has torch loaded."""
     python = folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     stand_in = Path(__file__).parent / "stand_in.py"
     python.write_text(
-        f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\nshift 2\n'
-        f'exec {sys.executable} {stand_in} "$@"\n'
+        f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\nshift 2\nexec {warm} {stand_in} "$@"\n'
     )
     python.chmod(0o755)
     return folder / "venv"
@@ -539,9 +538,10 @@ def wait_for_end(*groups: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_path: Path) -> None:
+def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_path: Path, warm_python: Any) -> None:
     lm = model_of(**SMALL)
-    policy = CausalLM("tiny", engine="vllm", engine_python=str(fake_environment(tmp_path)), engine_deadline=120.0)
+    venv = fake_environment(tmp_path, warm_python.executable)
+    policy = CausalLM("tiny", engine="vllm", engine_python=str(venv), engine_deadline=120.0)
     sampler = ServedSampler(policy, lm, 5, 32, 0.7, torch.Generator())
     sampler.folder = tmp_path / "engine"
     try:
