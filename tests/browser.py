@@ -71,10 +71,11 @@ def lab(runs: Path) -> Iterator[Lab]:
 
 def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait for something. (The page's own rules forbid the browser's waiting, which evaluates strings.)"""
-    end = time.monotonic() + seconds
+    begin, pause = time.monotonic(), 0.03
     while not what():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.05)
+        assert time.monotonic() < begin + seconds, "it took too long"
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.4)  # asking takes a core too, which what is waited for may need
 
 
 class Lab:
