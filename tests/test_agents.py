@@ -34,7 +34,7 @@ pytestmark = pytest.mark.long
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 SECONDS = 60.0
 FILE = """
-import asyncio, json, os, random, signal, subprocess, sys, time, urllib.request
+import asyncio, json, os, random, signal, subprocess, sys, threading, time, urllib.request
 
 def ask(url, key, words):
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": words}]}).encode()
@@ -63,6 +63,25 @@ async def agent(base_url, key, problem):
     if what == "leave":
         left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         return {"metrics": {"pid": left.pid}}
+    if what == "pid":
+        return {"metrics": {"pid": os.getpid()}}
+    if what == "task":
+        asyncio.create_task(asyncio.sleep(1000))
+        await asyncio.to_thread(time.sleep, 0)
+        return {"metrics": {"pid": os.getpid()}}
+    if what == "thread":
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        return {"metrics": {"pid": os.getpid()}}
+    if what == "daemon":
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(write, str(os.getpid()).encode())
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        return {"metrics": {"pid": os.getpid(), "left": int(os.read(read, 20))}}
     if what == "secret":
         return {"metrics": {"seen": "ASCENT_TEST_SECRET" in os.environ, "named": "ASCENT_TEST_NAMED" in os.environ}}
     if what == "random":
@@ -171,6 +190,29 @@ def test_what_an_agent_leaves_running_ends_with_its_episode(agent: Agent) -> Non
     wait_until(lambda: not alive(int(outcome.metrics["pid"])))
 
 
+def test_a_process_of_which_nothing_is_left_running_plays_another_episode(folder: Path) -> None:
+    with closing(read_agent(f"python:{folder}/own.py:agent")) as agent:
+
+        def play(what: str, **more: Any) -> dict[str, Any]:
+            (outcome,) = outcomes(agent, [given(what, **more)])
+            return {**outcome.metrics}
+
+        first = play("pid")["pid"]
+        assert [play(what)["pid"] for what in ("pid", "task", "pid")] == [first] * 3
+        assert outcomes(agent, [given("hang", seconds=0.3)])[0].error == "its agent took longer than 0.3 s"
+        second = play("thread")["pid"]
+        third = play("daemon")
+        wait_until(lambda: not alive(int(third["left"])))
+        last = play("pid")["pid"]
+        assert len({first, second, third["pid"], last}) == 4
+        wait_until(lambda: not any(alive(int(pid)) for pid in (first, second, third["pid"])))
+        os.kill(int(last), 9)  # while nobody listens to it
+        wait_until(lambda: not alive(int(last)))
+        again = play("pid")["pid"]
+        assert again != last
+    wait_until(lambda: not alive(int(again)))
+
+
 def test_an_agent_sees_no_variable_that_was_not_named(agent: Agent) -> None:
     assert outcomes(agent, [given("secret")]) == [Outcome(None, "", {"seen": 0.0, "named": 1.0})]
 
@@ -190,7 +232,7 @@ def test_a_run_that_is_given_up_ends_what_is_still_running(agent: Agent) -> None
     assert next(run) == (1, Outcome(1.0))
     run.close()  # type: ignore[attr-defined]
     assert outcomes(agent, [given("bool")]) == [Outcome(1.0)]
-    assert not agent.pool.rows  # type: ignore[attr-defined]
+    assert agent.pool.rows.keys() == agent.idle.keys()  # type: ignore[attr-defined]
 
 
 def test_an_agent_that_is_closed_under_way_says_so_and_can_be_used_again(agent: Agent) -> None:

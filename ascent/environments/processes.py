@@ -86,6 +86,15 @@ class Episodes:
         self.rows[episode] = _Row(self.limits.seconds if seconds is None else seconds)
         self._ask(episode, "begin", (problem, shared, own))
 
+    def again(self, episode: int, problem: Any, shared: int, own: int, seconds: float) -> bool:
+        """Begin another episode in the process of this one, which has ended well; False: the process is gone."""
+        row = self.rows.get(episode)
+        if self.owner != os.getpid() or row is None or row.line is None or row.frame or not row.line.silent:
+            return False
+        row.seconds = seconds
+        self._ask(episode, "begin", (problem, shared, own))
+        return True
+
     def step(self, episode: int, action: str) -> None:
         self._check_owner()
         if episode not in self.rows:
@@ -369,6 +378,17 @@ class ProcessLine:
     def events(self) -> int:
         """What to wait for."""
         return select.POLLIN | (select.POLLOUT if self.out else 0)
+
+    @property
+    def silent(self) -> bool:
+        """Is the process there, and says nothing?"""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def hear(self, event: int) -> list[dict[str, Any]]:
         """The replies that are complete; of what is none, an empty one."""

@@ -4,6 +4,8 @@ import asyncio
 import functools
 import inspect
 import random
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ascent.environments.agents.base import Assignment
@@ -37,11 +39,31 @@ class FunctionAgent(Environment):
             seed=assignment.seed,
             seconds=assignment.seconds,
         )
-        return written_outcome(asyncio.run(_wait_for(returned)) if inspect.isawaitable(returned) else returned)
+        return written_outcome(_run(returned) if inspect.isawaitable(returned) else returned)
 
 
-async def _wait_for(returned: Any) -> Any:
-    return await returned
+_loop: list[asyncio.AbstractEventLoop] = []
+"""The one of this process: a client that its file has made keeps its connections from one episode to the next."""
+
+
+def _run(awaited: Awaitable[Any]) -> Any:
+    """What it comes to. Nothing of the episode goes on after it: neither a task nor a thread."""
+    if not _loop:
+        _loop.append(asyncio.new_event_loop())
+    (loop,) = _loop
+    with ThreadPoolExecutor() as executor:
+        loop.set_default_executor(executor)
+        return loop.run_until_complete(_alone(awaited))
+
+
+async def _alone(awaited: Awaitable[Any]) -> Any:
+    try:
+        return await awaited
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 @functools.lru_cache
