@@ -9,6 +9,7 @@ import itertools
 import json
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,7 +23,7 @@ from ascent.core.types import Refused
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
 from ascent.environments.agents.openenv import describe_action
 from tests.fake_judge import Reply, serving
-from tests.test_agents import EXAMPLES, given, guesses, keys_of, outcomes
+from tests.test_agents import EXAMPLES, given, guesses, keys_of, outcomes, trained
 
 ENGINES = Path(__file__).parents[1] / ".engines"
 ROWS = [json.loads(line) for line in (EXAMPLES / "numbers.jsonl").read_text().splitlines()]
@@ -197,3 +198,18 @@ def test_what_openenv_calls_invalid_is_answered_and_may_be_tried_again(server: s
     with serving(policy) as endpoint, closing(read_agent(f"openenv:{server}")) as agent:
         (made,) = outcomes(agent, [given("Guess.", endpoint.url, seed=4)])
     assert made == Outcome(1.0, "", {"actions": 1.0, "refused_actions": 1.0})
+
+
+def test_the_policy_is_trained_through_both(tiny_folder: Path, tmp_path: Path, server: str) -> None:
+    """The game of verifiers is that of the program, so that the policy says the same; OpenEnv's has one more line."""
+    program = trained(tiny_folder, tmp_path / "program", f"command:{sys.executable} -IS {EXAMPLES}/guess_program.py")
+    taskset = f"verifiers:{EXAMPLES}/guess_verifiers.py:{ENGINES}/verifiers"
+    bridged = trained(tiny_folder, tmp_path / "verifiers", taskset)
+    played = trained(tiny_folder, tmp_path / "openenv", f"openenv:{server}")
+    assert bridged.metrics[0]["agent/won"] == pytest.approx(program.metrics[0]["reward"])
+    assert [bridged.metrics[0][name] for name in ("turns", "num_tokens")] == [
+        program.metrics[0][name] for name in ("turns", "num_tokens")
+    ]
+    for run in (bridged, played):
+        assert {row["reward_errors"] for row in run.metrics} == {0}
+        assert all(row["sampling/sampling_logp_difference/mean"] < 1e-5 for row in run.metrics)

@@ -24,6 +24,7 @@ from ascent.core.types import Refused
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent, verifiers
 from ascent.environments.agents.openenv import describe_action, read_action, show
 from ascent.environments.agents.pool import CLOSED, read_outcome
+from ascent.records.run import Run
 from ascent.tasks.agent_sources import agent_source, read_signature, verify_agent
 from ascent.tasks.calls import Wrong
 from ascent.tasks.keeper import Limits
@@ -267,13 +268,24 @@ def test_a_file_that_does_not_load_in_the_process_is_every_episodes_error(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_example_with_a_stock_client(folder: Path) -> None:
-    rows = [json.loads(line) for line in (EXAMPLES / "numbers.jsonl").read_text().splitlines()]
-    with serving(guesses) as endpoint, closing(read_agent(f"python:{EXAMPLES}/guess.py:guess")) as agent:
-        asked = [given(row["prompt"], endpoint.url, answer=row["answer"]) for row in rows]
-        made = outcomes(agent, asked)
-    assert [outcome.reward for outcome in made] == [0, 0, 0.7, 0, 1, 0, 0.7, 0, 0]
-    assert made[4].metrics == {"tries": 1.0}
+def test_the_example_with_a_stock_client_trains_to_the_numbers_of_the_same_agent_as_a_program(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Which process asks, with which client and when, changes no number."""
+    kinds = (f"python:{EXAMPLES}/guess.py:guess", f"command:{sys.executable} -IS {EXAMPLES}/guess_program.py")
+    runs = [trained(tiny_folder, tmp_path / str(n), agent) for n, agent in enumerate(kinds)]
+    for name in ("reward", "loss", "grad_norm", "turns", "num_tokens", "eval/reward"):
+        assert [row[name] for row in runs[0].metrics] == [row[name] for row in runs[1].metrics], name
+    assert {row["reward_errors"] for run in runs for row in run.metrics} == {0}
+    assert all(1 <= row["agent/tries"] <= 3 for row in runs[0].metrics) and runs[0].metrics[0]["reward"] > 0
+
+
+def trained(model: Path, out: Path, agent: str) -> Run:
+    """Two steps of the game with a tiny model, on the command line."""
+    size = "--prompts 4 --samples 8 --max-tokens 24 --turn-tokens 6 --max-context 400 --max-prompt 200 --eval-prompts 1"
+    words = ["train", f"jsonl:{EXAMPLES}/numbers.jsonl", "--model", str(model), "--agent", agent, "--steps", "2"]
+    assert main([*words, *size.split(), "--out", str(out), "--no-preflight"]) == 0
+    return Run(out)
 
 
 def guesses(prompt: str, _: int) -> Reply:
