@@ -19,7 +19,7 @@ from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
 from ascent.core.types import Batch, Refused, State, Trouble
-from ascent.engines.ranks.ranks import rank_here
+from ascent.engines.ranks.ranks import launch_here, rank_here
 from ascent.explain.explain import formula, objective_in_words
 from ascent.launch import assemble_ranks
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
@@ -116,7 +116,8 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
             "objective": objective_in_words(config.algorithm),
             "formula": formula(config.algorithm),
         }
-        folder = RunFolder.create(path, config.to_dict() | words, about(config))
+        launch = {"launch": launch_here()} if launch_here() else {}
+        folder = RunFolder.create(path, config.to_dict() | words, about(config) | launch)
         if given is not None:
             given.rename(path / "model")
     except BaseException:

@@ -17,10 +17,12 @@ import copy
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -42,6 +44,7 @@ from ascent.engines.language.learning.reward_model import add_head, response_sco
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.leading import LeadingLearner, RankedSampler, follow
 from ascent.engines.ranks.ranks import ALONE, Ranks
+from ascent.engines.ranks.sharded import ShardedLearner, _cut
 from benchmarks.common import ROOT, close, show
 from tests.language import model_of, prompts_of, rewarded, sampler_of
 
@@ -52,7 +55,7 @@ LENGTHS = (5, 2, 7, 11, 3, 6, 9)
 STEPS = 5
 KILLED_AFTER = 60.0
 """Seconds within which a run has to be over after one of its ranks was killed."""
-Case = Callable[[Ranks, bool], float]
+Case = Callable[[Ranks, bool], float | None]
 
 
 # ---- one batch ---------------------------------------------------------------------------------------
@@ -146,8 +149,10 @@ def flat(learner: Any, tensors: list[Any]) -> Tensor:
 def gap(
     ranks: Ranks, sharded: bool, algorithm: Algorithm, lengths: tuple[int, ...] = LENGTHS,
     micro: tuple[int, ...] = (0,), **shape: Any,
-) -> float:  # fmt: skip
+) -> float | None:  # fmt: skip
     """The largest difference to one process, on this rank, of anything; what only rank 0 has counts there."""
+    if sharded and (algorithm.critic.on or algorithm.update.whole or algorithm.loss.data in ("pairs", "steps")):
+        return None  # refused
     one = learner_of(algorithm, **shape)
     shake(one)
     mini, _ = credited(one, algorithm, batch_of(algorithm, lengths))
@@ -156,15 +161,22 @@ def gap(
     shake(several)
     several.ranks = ranks
     if sharded:
-        from ascent.engines.ranks.sharded import sharded_like
-
-        several = sharded_like(several, algorithm.update)
+        several = sharded_like(several, algorithm)
     found = numbers(several, algorithm, mini)
     joined = ("score", "logp")
     names = [name for name in wanted if ranks.rank == 0 or not name.startswith(joined)]
     assert float(wanted["gradient"].abs().max()) > 1e-6, "a gradient of 0 would prove nothing"
     gaps = {name: float((found[name].double() - wanted[name].double()).abs().max()) for name in names}
     return max(gaps.values())
+
+
+def sharded_like(made: LanguageLearner, algorithm: Algorithm) -> ShardedLearner:
+    """The same learner in shards; its reference is the policy from before it was shaken."""
+    memory = (made.micro_batch, made.checkpointing, made.ranks)
+    several = ShardedLearner(made.lm, algorithm.update, algorithm.reference.kept, algorithm.outputs, *memory)
+    if made.kept is not None:
+        several.kept = [_cut(old, p) for old, p in zip(made.kept, several.trainable(), strict=True)]
+    return several
 
 
 def cases() -> dict[str, Case]:
@@ -209,10 +221,7 @@ def parts_of(ranks: Ranks, sharded: bool, algorithm: Algorithm) -> Any:
     learner.ranks = ranks
     lm = learner.lm
     if sharded:
-        from ascent.engines.ranks.sharded import sharded_like
-
-        learner = sharded_like(learner, algorithm.update)
-        lm = learner.whole_lm
+        learner = sharded_like(learner, algorithm)
     sampler: Any = sampler_of(lm, limit=14)
     if isinstance(ranks, RankGroup):
         sampler = RankedSampler(sampler, ranks, learner, True)
@@ -275,6 +284,107 @@ def checkpoints(ranks: Ranks, sharded: bool) -> float:
     return float((parameters(parts.learner) - parameters(alone.learner)).abs().max())
 
 
+# ---- a rank is killed ----------------------------------------------------------------------------
+
+
+class Launched:
+    """A training by torchrun, on so many ranks, that a test or a benchmark disturbs."""
+
+    def __init__(self, ranks: int, *words: str, **more: Any):
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until the process is over)
+        head += [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
+        self.process = subprocess.Popen(
+            [*head, "-m", "ascent", *words], env=env, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT
+        )
+
+    def reach(self, folder: Path, steps: int) -> None:
+        """Wait until a run has recorded so many steps."""
+        until = time.monotonic() + 300
+        while len(lines_of(folder)) < steps:
+            assert self.process.poll() is None and time.monotonic() < until, self.said()
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        found = {}
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(word[5:]): int(child) for word in words if word.startswith(b"RANK=")}
+        return found
+
+    def end(self, timeout: float = 300) -> tuple[int, str, float]:
+        """Its exit status, what it said, and how long it took from now on."""
+        begin = time.monotonic()
+        try:
+            status = self.process.wait(timeout)
+        finally:
+            self.process.kill()
+        return status, self.said(), time.monotonic() - begin
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The numbers of each step, without times."""
+    file = folder / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [{k: v for k, v in line.items() if "time" not in k} for line in lines]
+
+
+RUN = ("--steps", "40", "--checkpoint-every", "6", "--eval-every", "9", "--ranks.deadline", "20")
+
+
+def killed(folder: Path, victim: int, steps: int, wait: float, again: int, wanted: list[dict[str, Any]]) -> list[str]:
+    """What went wrong when this rank was killed after so many steps, and the run resumed on `again` ranks."""
+    launched = Launched(2, "train", "lecture", *RUN, "--out", str(folder))
+    launched.reach(folder, steps)
+    pids = launched.ranks()
+    time.sleep(wait)
+    if victim not in launched.ranks():
+        return []  # it was over before
+    os.kill(pids[victim], signal.SIGKILL)
+    status, said, seconds = launched.end()
+    wrong = [f"it ended after {seconds:.0f} s"] if seconds > KILLED_AFTER else []
+    wrong += ["its exit status is 0"] if status == 0 else []
+    wrong += [] if f"rank {victim} of 2, in the phase" in said else [f"nobody said who it was: {said[-900:]}"]
+    wrong += ["a rank is left"] if any(Path(f"/proc/{pid}").exists() for pid in pids.values()) else []
+    torn = [line["step"] for line in lines_of(folder)]
+    wrong += [f"its records are torn: {torn}"] if torn != list(range(len(torn))) else []
+    status, said, _ = Launched(again, "resume", str(folder)).end()
+    found = lines_of(folder)
+    wrong += [] if status == 0 and len(found) == len(wanted) else [f"it was not resumed: {said[-900:]}"]
+    apart = max((abs((a[k] or 0) - (b[k] or 0)) for a, b in zip(found, wanted, strict=False) for k in b), default=0.0)
+    wrong += [f"resumed on {again} ranks, it is {apart:.1e} apart"] if apart > (0.0 if again == 2 else 1e-3) else []
+    return wrong
+
+
+def kills(count: int) -> list[str]:
+    """What went wrong in so many runs of which a random rank was killed at a random moment."""
+    rng, wrong = random.Random(0), []
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "whole"
+        assert Launched(2, "train", "lecture", *RUN, "--out", str(whole)).end()[0] == 0
+        for i in range(count):
+            victim, steps, wait, again = (
+                rng.randrange(2),
+                rng.randrange(1, 36),
+                rng.random() / 2,
+                rng.choice((1, 2, 2, 3)),
+            )
+            found = killed(Path(folder) / str(i), victim, steps, wait, again, lines_of(whole))
+            print(
+                f"kill {i}: rank {victim} after step {steps}, resumed on {again}: {'; '.join(found) or 'as promised'}",
+                flush=True,
+            )
+            wrong += found
+    return wrong
+
+
 # ---- the processes -------------------------------------------------------------------------------
 
 
@@ -299,9 +409,13 @@ def work(rank: int, port: int, only: list[str], out: Path, sharded: tuple[bool, 
                     results = ranks.gather(result)
                     if rank == 0:
                         words = [r for r in results if isinstance(r, str)]
-                        found[f"{name} | {size} ranks | {'sharded' if shards else 'replicated'}"] = (
-                            words or [max(results)]
-                        )[0]
+                        largest = (
+                            None
+                            if None in results
+                            else max([r for r in results if not isinstance(r, str)], default=None)
+                        )
+                        placed = "sharded" if shards else "replicated"
+                        found[f"{name} | {size} ranks | {placed}"] = words[0] if words else largest
             ranks.watch.close()
             dist.destroy_process_group()
     if rank == 0:
@@ -350,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    placements = tuple(p == "shard" for p in args.placement) or (False,)
+    placements = tuple(p == "shard" for p in args.placement) or (False, True)
     sizes = tuple(args.size) or SIZES
     if args.rank is not None:
         work(args.rank, args.port, args.only, args.out, placements, sizes)
@@ -361,8 +475,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = [[name, *(cell(gaps.get(f"{name} | {column}")) for column in columns)] for name in names]
     show(["largest gap to one process", *columns], rows)
     values = [value if isinstance(value, float) else float("inf") for value in gaps.values() if value is not None]
-    ok = bool(values) and max(values) <= TARGET
-    return close("ranks", max(values, default=None), None, TARGET, ok)[1]
+    wrong = kills(args.kills) if args.kills else []
+    ok = bool(values) and max(values) <= TARGET and not wrong
+    return close("ranks", max(values, default=None), None, TARGET, ok, kills=args.kills, wrong=wrong)[1]
 
 
 def cell(value: Any) -> str:

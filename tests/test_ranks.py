@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from language import batch_of, model_of
 
+import ascent
 from ascent.core.types import Refused
 from ascent.engines.backends import backend_of
 from ascent.engines.ranks.ranks import ALONE, shares
+from ascent.engines.ranks.watch import SignsOfLife
 from ascent.launch import refuse_other
+from ascent.records.display import Display
 from ascent.settings import config_from, configure
 
 ROWS = ["grpo", "ppo", "trpo", "gspo", "dpo", "process-reward"]
 HARD = ["tied embeddings", "adapters (LoRA)", "a rank without work", "unequal passes", "checkpointing"]
 WHOLE = ["exact KL in the loss", "padded (GPT-2)", "five steps", "checkpoints"]
+REFUSED = ["ppo", "trpo", "dpo", "process-reward"]
+"""In shards."""
 
 
 # ---- one group of processes for all cases
@@ -26,15 +37,125 @@ WHOLE = ["exact KL in the loss", "padded (GPT-2)", "five steps", "checkpoints"]
 def gaps() -> dict[str, Any]:
     from benchmarks.ranks import measure
 
-    return measure([*ROWS, *HARD, *WHOLE], sizes=(3,))
+    return measure([*ROWS, *HARD, *WHOLE], sharded=(False, True), sizes=(3,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*ROWS, *HARD, *WHOLE])
 def test_three_ranks_give_the_numbers_of_one_process(gaps: dict[str, Any], case: str) -> None:
-    found = {name: value for name, value in gaps.items() if name.startswith(f"{case} |")}
-    assert found, f"{case} was not measured"
-    assert all(isinstance(value, float) and value <= 1e-12 for value in found.values()), found
+    """With every parameter on each of them, and in shards where that is not refused."""
+    replicated, sharded = (gaps[f"{case} | 3 ranks | {how}"] for how in ("replicated", "sharded"))
+    assert isinstance(replicated, float) and replicated <= 1e-12, replicated
+    assert (sharded is None) == (case in REFUSED)
+    assert sharded is None or (isinstance(sharded, float) and sharded <= 1e-12), sharded
+
+
+# ---- torchrun
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Any]]:
+    """Starts a command by torchrun; whatever happens, it is ended."""
+    from benchmarks.ranks import Launched
+
+    started = []
+
+    def start(ranks: int, *words: str) -> Launched:
+        started.append(Launched(ranks, *words))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.end()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[..., Any], tmp_path: Path) -> None:
+    """Meanwhile a second launch of the same run is refused. In the end the numbers are those of one process."""
+    from benchmarks.ranks import lines_of
+
+    folder, flags = tmp_path / "run", ["--steps", "150", "--checkpoint-every", "3", "--eval-every", "50"]
+    run = launch(2, "train", "lecture", *flags, "--out", str(folder))
+    run.reach(folder, 4)
+    pids, second = run.ranks(), launch(2, "resume", str(folder))
+    status, said, _ = second.end()
+    assert status != 0 and "is being written by another process" in said
+    os.kill(pids[1], signal.SIGKILL)
+    status, said, _ = run.end()
+    assert status != 0 and "rank 1 of 2, in the phase" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    failed = ascent.load(folder)
+    assert failed.status == "failed" and "rank 1 of 2" in failed.info["reason"]
+    resumed = ascent.api.resume(folder, display=Display())
+    assert resumed.status == "finished"
+    assert [line["step"] for line in resumed.metrics] == list(range(150))
+    whole = ascent.train("lecture", out=tmp_path / "whole", show=False, steps=150, checkpoint_every=3, eval_every=50)
+    for one, two in zip(lines_of(whole.folder)[:12], lines_of(folder)[:12], strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[..., Any], tmp_path: Path) -> None:
+    from benchmarks.ranks import lines_of
+
+    folder, flags = tmp_path / "run", ["--steps", "40", "--checkpoint-every", "100", "--eval-every", "100"]
+    run = launch(2, "train", "lecture", *flags, "--out", str(folder))
+    run.reach(folder, 2)
+    run.process.send_signal(signal.SIGINT)
+    run.end()
+    saved = list((folder / "checkpoints").iterdir())
+    assert ascent.load(folder).status == "interrupted" and len(saved) == 1
+    status, said, _ = launch(2, "resume", str(folder)).end()
+    assert status == 0, said
+    whole = ascent.train("lecture", out=tmp_path / "whole", show=False, steps=40, checkpoint_every=100, eval_every=100)
+    assert len(lines_of(folder)) == 40
+    for one, two in zip(lines_of(whole.folder)[:12], lines_of(folder)[:12], strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+
+
+# ---- who it was
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[SignsOfLife, SignsOfLife]]:
+    """Two ranks in one process, each with its signs of life."""
+    store = dist.HashStore()
+    both = SignsOfLife(store, 0, 2, 1.0), SignsOfLife(store, 1, 2, 1.0)
+    yield both
+    for one in both:
+        one.close()
+
+
+def until(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 60
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
+
+
+def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[SignsOfLife, SignsOfLife]) -> None:
+    first, second = pair
+    first.over = True  # it is asked below, and not interrupted
+    second.phase, second.step = "update", 7
+    until(lambda: first._beats.get(1, {}).get("step") == 7)
+    first.over = False
+    first._interrupt = lambda *_: None  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    second._stop.set()
+    said = until(first.said)
+    assert said.startswith("rank 1 of 2, in the phase update of step 7: no sign of life for 1 seconds")
+
+
+def test_the_first_failure_is_what_every_rank_says(pair: tuple[SignsOfLife, SignsOfLife]) -> None:
+    first, second = pair
+    first.over = second.over = True
+    second.phase, second.step = "generate", 3
+    error = second.explain(torch.OutOfMemoryError("too much"))
+    assert "rank 1 of 2, in the phase generate of step 3: out of memory: lower --micro-batch" in str(error)
+    assert str(first.explain(RuntimeError("[gloo] Connection closed by peer"))) == str(error)
 
 
 # ---- shares
@@ -83,8 +204,14 @@ def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:
 )
 def test_what_ranks_cannot_do_is_refused_with_a_reason(task: str, settings: dict[str, Any], why: str) -> None:
     config = configure(task, settings)
+    backend = backend_of(config)
+
+    def check() -> None:
+        backend.check(config)
+        backend.check_ranks(config, 2)
+
     with pytest.raises(Refused, match=why):
-        backend_of(config).check_ranks(config, 2)
+        check()
 
 
 def test_a_deadline_has_to_be_above_zero() -> None:

@@ -15,7 +15,7 @@ from ascent.assemble import assemble
 from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
 from ascent.core.types import Refused
-from ascent.engines.ranks.ranks import rank_here
+from ascent.engines.ranks.ranks import launch_here, rank_here, restarted
 from ascent.explain.explain import formula, objective_in_words
 from ascent.records.display import cell_text, table, width, wrapped
 from ascent.records.folder import refuse_taken, write_json
@@ -82,6 +82,10 @@ class ResumeCommand(Command):
 
 def run_training(config: Config, options: TrainOptions, then: Callable[[Run], None] | None = None) -> int | None:
     """Train, and `then` do something with the finished run; the exit status, where it is not 0."""
+    if options.out is not None and restarted() and (options.out / "run.json").exists():
+        begun = Run(options.out)
+        if begun.info.get("launch") == launch_here() != "":
+            return report_end(resume(options.out), then)
     if not options.dry_run:
         return report_end(start(config, options.out, for_stream(), options.preflight), then)
     folder = options.out or default_folder(config)

@@ -152,8 +152,6 @@ class Backend(ABC):
                 f"--ahead {config.ahead} on {size} ranks: how far sampling gets ahead would depend on their number, "
                 "and so would the numbers of the run. Leave --ahead out"
             )
-        if config.ranks.shard == "shard":
-            raise Refused("--ranks.shard shard: a small policy fits everywhere. Set replicate, or leave it out")
 
     def check_task(self, config: Config, task: Any, flag: str) -> None:  # noqa: B027 (most tasks of a kind will do)
         """Refuse another task that the policy of a config cannot read."""

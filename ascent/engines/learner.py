@@ -23,6 +23,10 @@ class InProcessLearner(Learner, Protocol):
 
     ranks: Ranks = ALONE
     placement: str = "each has every parameter, and gradients are summed"
+    alone: bool = True
+    """Can one rank by itself compute a batch?"""
+    spread: int = 1
+    """How many ranks hold the trained state together."""
 
     fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
     optimizer: torch.optim.Optimizer | None
@@ -86,6 +90,10 @@ class InProcessLearner(Learner, Protocol):
     def sum_gradients(self, parameters: list[Tensor]) -> None:
         """Those of this rank's share become those of all."""
         self.ranks.sum_gradients(parameters)
+
+    def refresh(self) -> None:
+        """What a sampler reads follows the parameters; here it is the parameters themselves."""
+        return None
 
     def _summed(self, value: Tensor) -> Tensor:
         self.ranks.sum([value])

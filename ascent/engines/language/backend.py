@@ -19,7 +19,14 @@ from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, Of
 from ascent.engines.language import trials
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
-from ascent.engines.language.learning.plan import bytes_per_token, critic_bytes, update_operations, wider
+from ascent.engines.language.learning.plan import (
+    SHARE,
+    STATE_BYTES,
+    bytes_per_token,
+    critic_bytes,
+    update_operations,
+    wider,
+)
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
@@ -27,6 +34,7 @@ from ascent.engines.language.sampling.requests import VisitedSampler
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.ranks.ranks import ALONE, Ranks
+from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
 from ascent.engines.serving.sampler import ServedSampler
@@ -65,6 +73,8 @@ class LanguageBackend(Backend):
             )
         if config.policy.engine != "local":
             check_engine(config)
+        if config.ranks.shard == "shard" and (why := never_in_shards(config)) is not None:
+            raise Refused(f"--ranks.shard shard with {why}. Set replicate, or leave it out")
         offline, data = config.task.data, config.algorithm.loss.data
         if config.task.plays and config.data != "samples":
             raise Refused(
@@ -96,6 +106,10 @@ class LanguageBackend(Backend):
             raise Refused(
                 f"--policy.device {config.policy.device} on {size} ranks: each has a GPU of its own; set cuda"
             )
+        if size == 1 and config.ranks.shard == "shard":
+            raise Refused(
+                "--ranks.shard shard: one process has nothing to share. Start it by torchrun, or leave it out"
+            )
         super().check_ranks(config, size)
 
     def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[LanguageModel, tuple[str, ...]]:
@@ -117,6 +131,8 @@ class LanguageBackend(Backend):
     def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
+        if in_shards(config, model, ranks):
+            return ShardedLearner(model, algorithm.update, kept, outputs, *memory, ranks)
         critic = LanguageCritic(model, choice.shared) if choice.on else None
         learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
         learner.ranks = ranks
@@ -317,6 +333,32 @@ def check_engine(config: Config) -> None:
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
 
 
+def never_in_shards(config: Config) -> str | None:
+    """Why a run cannot be trained in shards, where it cannot."""
+    algorithm, policy = config.algorithm, config.policy
+    if algorithm.critic.on:
+        return f"--critic {name_of(algorithm.critic)}: a critic is not cut into shards"
+    if algorithm.update.whole:
+        return f"--update {name_of(algorithm.update)}: FSDP2 does not differentiate twice, as Fisher products do"
+    if algorithm.loss.trains != "policy" or config.data in COMMANDS:
+        return f"--loss {name_of(algorithm.loss)}: reward models and pairs are trained by ranks with every parameter"
+    if policy.lora and policy.dtype_on(pick_device(policy.device)) != torch.float32:
+        return "--policy.lora in bfloat16: adapters are in float32 beside it, and a shard has one type"
+    return None
+
+
+def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
+    """Is the trained state spread over the ranks? By itself only where a GPU could not hold all of it."""
+    if ranks.size == 1 or config.ranks.shard == "replicate":
+        return False
+    if config.ranks.shard == "shard":
+        return True
+    if lm.device.type != "cuda" or never_in_shards(config) is not None:
+        return False
+    state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
+    return state > SHARE * torch.cuda.get_device_properties(lm.device).total_memory
+
+
 # ---- before training ---------------------------------------------------------------------------------
 
 
@@ -350,7 +392,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     model = lm.config
     every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
     size = every[0].element_size()
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    names, spread = ("num_hidden_layers", "hidden_size", "num_attention_heads"), learner.spread
     layers, width, heads = (getattr(model, name, 1) for name in names)
     channel = getattr(model, "head_dim", None) or width // heads
     shared = getattr(model, "num_key_value_heads", None) or heads
@@ -360,12 +402,17 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     longest = repeated * config.task.max_prompt + config.samples * config.task.room
     micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
+    whole = (
+        0
+        if spread == 1
+        else sum(p.numel() * p.element_size() for p in getattr(learner, "whole_lm", lm).model.parameters())
+    )
     copies = weights if rows and lm.device.type == "cpu" else 0
     return {
-        "parameters": weights,
-        "gradients": count * max(size, 4),
-        "Adam": 8 * count + (4 * count if size < 4 else 0),
-        "reference": count * size if config.algorithm.reference.kept else 0,
+        "parameters": weights // spread + whole,
+        "gradients": count * max(size, 4) // spread,
+        "Adam": (8 * count + (4 * count if size < 4 else 0)) // spread,
+        "reference": count * size // spread if config.algorithm.reference.kept else 0,
         "critic": critic_bytes(learner.critic),
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
         "activations": micro * wider(lm, learner.critic) * bytes_per_token(lm, config.policy.checkpointing),

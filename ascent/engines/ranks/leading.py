@@ -53,7 +53,9 @@ class LeadingLearner:
         return self._alone("total", mini, objective)
 
     def _alone(self, name: str, mini: Batch, objective: Objective) -> Any:
-        """Rank 0 has all parameters, and computes the whole batch."""
+        """Where rank 0 has all parameters, it computes the whole batch."""
+        if not self.inner.alone:
+            return self._all(name, mini, objective)
         self.inner.ranks = ALONE
         try:
             return getattr(self.inner, name)(mini, objective)
@@ -104,6 +106,7 @@ class RankedSampler(Sampler):
     def take(self, version: int) -> None:
         """The parameters of this rank's own learner."""
         self.ranks.watch.step = version
+        self.learner.refresh()
         self.inner.load(self.learner.params(), version)
 
     def generate(

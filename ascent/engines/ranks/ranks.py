@@ -29,6 +29,17 @@ def size_here() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
+def launch_here() -> str:
+    """The name of the launch that this process belongs to; nothing, if nobody gave it one of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else name
+
+
+def restarted() -> bool:
+    """Has torchrun started this process in the place of one that failed (--max-restarts)?"""
+    return launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 class Ranks:
     """One process: nothing to do. `group.RankGroup` is the same for several."""
 

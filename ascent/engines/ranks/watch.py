@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class SignsOfLife:
 
     def _suspect(self, late: bool) -> tuple[int, str, dict[str, Any]] | None:
         """Whoever is not heard of any more; where a wait was too long (`late`), whoever has met the others least."""
-        self._listen(range(self.size))
+        with suppress(RuntimeError):  # without the store, what was heard last has to do
+            self._listen(range(self.size))
         now, others = time.monotonic(), [r for r in self._beats if r != self.rank]
         gone = [r for r in others if now - self._heard[r] > SUSPECT]
         if gone:
@@ -159,6 +161,6 @@ class SignsOfLife:
             if not self.over and self.rank == 0:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         elif time.monotonic() - self._known > GRACE:
-            sys.stderr.write(f"ascent: stopped: {why}\n" if self.rank == 0 else "")
+            sys.stderr.write(f"ascent: stopped: {why}\n" if self.rank == 0 or "rank 0 of " in why else "")
             sys.stderr.flush()
             os._exit(1)

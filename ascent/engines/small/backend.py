@@ -35,6 +35,8 @@ class SmallBackend(Backend):
     def check(self, config: Config) -> None:
         if config.top_k or config.top_p < 1 or config.min_p:
             raise Refused("--top-k, --top-p and --min-p are for language models: leave them out here")
+        if config.ranks.shard == "shard":
+            raise Refused("--ranks.shard shard: a small policy fits everywhere. Set replicate, or leave it out")
         if config.task.episode() is not None and not getattr(config.policy, "reads", False):
             raise Refused(
                 f"--policy {name_of(config.policy)} with {name_of(config.task)}, which answers its turns: every "

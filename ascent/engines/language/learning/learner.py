@@ -121,7 +121,7 @@ class LanguageLearner(InProcessLearner):
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
-        if checkpointing and not _layers(lm.backbone):
+        if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
         if lm.device.type == "cuda":
             fuse(lm.model)
@@ -334,7 +334,7 @@ def checkpointed(backbone: nn.Module, on: bool = True) -> Iterator[None]:
     transformers' own switch works in training mode alone, and that mode turns on whatever dropout, layer dropping or
     router noise an architecture has. Log-probs are the policy's own only without them, so no model ever enters it.
     """
-    layers = _layers(backbone) if on else []
+    layers = layers_of(backbone) if on else []
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
@@ -344,7 +344,7 @@ def checkpointed(backbone: nn.Module, on: bool = True) -> Iterator[None]:
             del layer.forward
 
 
-def _layers(backbone: nn.Module) -> list[Any]:
+def layers_of(backbone: nn.Module) -> list[Any]:
     """The layers that transformers lets one compute again."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
