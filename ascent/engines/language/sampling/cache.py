@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from ascent.engines.language.attention import Flash, Spans, fits_flash, send
 from ascent.engines.language.sampling.pages import Row, Schedule
-from ascent.policies.causal_lm import LanguageModel
 
 DENSE = 0.75
 """Share of a stretch of pages that has to be prompts' for it to be read where it lies; else it is copied."""
@@ -105,7 +105,17 @@ class Extending:
         return torch.cat([_causal(*part, scale) for part in parts]).unsqueeze(0)
 
 
-def extend(lm: LanguageModel, cache: Cache, tokens: Sequence[Sequence[int]], segments: Sequence[Segment]) -> Tensor:
+class Encodes(Protocol):
+    """A model, or what computes the same."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        """Hidden states after each of these tokens, which the layout brings together with what they see."""
+
+
+def extend(lm: Encodes, cache: Cache, tokens: Sequence[Sequence[int]], segments: Sequence[Segment]) -> Tensor:
     """Tokens join their rows' pages; returned is the hidden state after the last of each."""
     hidden: list[Tensor] = []
     first = 0

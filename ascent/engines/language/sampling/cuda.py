@@ -10,6 +10,7 @@ step as every other, and a prompt is encoded without its last token.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Pair, Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
-from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Llama, Unlike
+from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Encoder, Llama, Unlike
 from ascent.policies.causal_lm import LanguageModel
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -43,6 +44,10 @@ ROUND = 4
 """Steps between two looks at which responses have finished."""
 PREFILL = 6
 """Steps that take as long as encoding what rows were given. If feeding it one by one keeps fewer busy, that is done."""
+IDLE = 0.2
+"""Share of a call's time for which nobody ran, from which on the next one begins with half of its rows."""
+APART, LATEST = 0.002, 0.05
+"""Seconds: answers that come no further apart are taken together, but none waits longer for others."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far hidden states may be apart by rounding alone, relative to their size."""
 
@@ -84,6 +89,8 @@ class GraphDecoder:
         self.chunk_now = 0
         self.full = False
         """There is no room for more pages."""
+        self.idled = False
+        """Did the latest call wait for environments with nothing to run?"""
 
     def __call__(
         self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
@@ -133,6 +140,11 @@ class GraphDecoder:
         self.tables: Pair = net.tables(width * PAGE)
         self.pool = torch.cuda.graph_pool_handle() if self.on_card else None
         self.lanes_now, self.chunk_now = [], 0
+
+    @property
+    def encoder(self) -> Encoder:
+        """What encodes tokens that are given."""
+        return Encoder(self.net, self.ops, self.tables)
 
     def step(self, rows: int, splits: int, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
@@ -199,7 +211,7 @@ class GraphDecoder:
             want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):
-                extend(self.lm, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
+                extend(self.encoder, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
                 rows = [pages[: before + own], pages[:before] + pages[before + own :]]
                 board.table[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
                 self.choose([0, 1])
@@ -224,8 +236,14 @@ class Run:
         self.launches = 0
         self.flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
-        self.most: int | None = None
-        """Rows that may run at once, until some of them are over or asked about; None: as many as there are lanes."""
+        half = -(-min(len(schedule.free_lanes), len(schedule.waiting)) // 2)
+        self.most = max(1, half) if decoder.idled and drawn.turns is not None and not drawn.open else None
+        """Rows that may run at once, until some of them are over or asked about; None: as many as there are lanes.
+
+        Where all rows wait for their environments together, the card waits too. So half of them go first.
+        """
+        self.idle = 0.0
+        """Seconds for which nobody ran, because all were waiting for their environments."""
         self.held: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
         self.fed: dict[int, int] = {}
@@ -236,6 +254,7 @@ class Run:
         """Responses that are over, their lengths, and what their lanes had: tokens, log-probs and masses."""
 
     def __call__(self) -> None:
+        begun = time.perf_counter()
         with ours(self.decoder.lm.model):
             while self.drawn.missing:
                 self._hear(wait=False)
@@ -245,13 +264,26 @@ class Run:
                 if flight is not None:
                     flight()
                 elif launched is None and self.drawn.asked:
-                    self._hear(wait=True)
-                    # all rows wait for their environments together, and the card for them: let half of them go first
+                    self._gather()
                     if not self.drawn.open:
                         self.most = max(1, -(-len(self.schedule.rows) // 2))  # those that were evicted have no row
             self._land()
+        self.decoder.idled = self.idle > IDLE * (time.perf_counter() - begun)
         self.drawn.timeline.stop()
         self._collect()
+
+    def _gather(self) -> None:
+        """Wait for answers, and for those that come right behind the first: rows that go on together stay together."""
+        begun = time.perf_counter()
+        self._hear(wait=True)
+        until = time.perf_counter() + LATEST
+        self.idle += until - LATEST - begun
+        while self.drawn.asked and time.perf_counter() < until:
+            before = len(self.drawn.missing), len(self.schedule.ready), len(self.schedule.waiting)
+            time.sleep(APART)
+            self._hear(wait=False)
+            if before == (len(self.drawn.missing), len(self.schedule.ready), len(self.schedule.waiting)):
+                return
 
     def _land(self) -> None:
         """Wait for the steps that were launched last, if any were, and see who has finished."""
@@ -269,7 +301,7 @@ class Run:
         entering = schedule.admit(ROUND, self.most)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
-            extend(self.decoder.lm, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
+            extend(self.decoder.encoder, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
         schedule.fresh = []
         if not entering:
             return
@@ -319,7 +351,7 @@ class Run:
         before, keys = self.schedule.prompts, self.schedule.keys
         parts = zip(rows, starts, tokens, strict=True)
         segments = [Segment(r.pages, len(own), at, before[r.prompt], keys[r.prompt]) for r, at, own in parts]
-        extend(self.decoder.lm, self.board.cache, tokens, segments)
+        extend(self.decoder.encoder, self.board.cache, tokens, segments)
 
     def _lay_out(self, grown: list[tuple[Row, int]]) -> None:
         """Write the pages of these rows to the table; of each, those from the given one on are new."""

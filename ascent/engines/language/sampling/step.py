@@ -275,6 +275,41 @@ class Llama:
         return h
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """The same model over tokens that are given, packed into one row: `extend` takes it in place of the model itself.
+
+    With few kernels, for the host launches each of them: a pass of the model takes it several times as long.
+    """
+
+    net: Llama
+    ops: ModuleType
+    tables: Pair
+
+    @property
+    def device(self) -> torch.device:
+        return self.net.embedding.device
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
+        net, channel = self.net, self.net.channel
+        cos, sin = (table[positions[0]].unsqueeze(1) for table in self.tables)
+        x, h = self.ops.add_norm(F.embedding(ids[0], net.embedding), None, *net.layers[0].norm_attention)
+        norms = [layer.norm_attention for layer in net.layers[1:]] + [net.norm]
+        for i, (layer, after) in enumerate(zip(net.layers, norms, strict=True)):
+            qkv = F.linear(h, *layer.qkv).view(len(h), -1, channel)
+            q, k, v = qkv.split([qkv.shape[1] - 2 * net.heads, net.heads, net.heads], 1)
+            if layer.norms_qk is not None:
+                pairs = zip((q, k), layer.norms_qk[:2], strict=True)
+                q, k = (add_norm(part, None, weight, layer.norms_qk[2])[1] for part, weight in pairs)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            mixed = layout.attend(i, *(part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)), layer.scale)
+            x, h = self.ops.add_norm(x, F.linear(mixed[0].flatten(1), *layer.o), *layer.norm_mlp)
+            inner = self.ops.gated(F.linear(h, *layer.gate_up))
+            x, h = self.ops.add_norm(x, F.linear(inner, *layer.down), *after)
+        return h.unsqueeze(0)
+
+
 def _norm(module: Any) -> Norm:
     if getattr(module, "bias", None) is not None:
         raise Unlike("its norms have a bias")
