@@ -63,6 +63,7 @@ ON_GPU = (
     "mismatch",
     "learn",
     "tools",
+    "programs",
     "turns_gpu",
     "ahead_gpu",
 )

@@ -25,7 +25,7 @@ from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Pair, Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
-from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Encoder, Llama, Unlike
+from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Llama, Prefill, Unlike
 from ascent.policies.causal_lm import LanguageModel
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -142,9 +142,9 @@ class GraphDecoder:
         self.lanes_now, self.chunk_now = [], 0
 
     @property
-    def encoder(self) -> Encoder:
+    def prefill(self) -> Prefill:
         """What encodes tokens that are given."""
-        return Encoder(self.net, self.ops, self.tables)
+        return Prefill(self.net, self.ops, self.tables)
 
     def step(self, rows: int, splits: int, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
@@ -211,7 +211,7 @@ class GraphDecoder:
             want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):
-                extend(self.encoder, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
+                extend(self.prefill, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
                 rows = [pages[: before + own], pages[:before] + pages[before + own :]]
                 board.table[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
                 self.choose([0, 1])
@@ -301,7 +301,7 @@ class Run:
         entering = schedule.admit(ROUND, self.most)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
-            extend(self.decoder.encoder, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
+            extend(self.decoder.prefill, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
         schedule.fresh = []
         if not entering:
             return
@@ -351,7 +351,7 @@ class Run:
         before, keys = self.schedule.prompts, self.schedule.keys
         parts = zip(rows, starts, tokens, strict=True)
         segments = [Segment(r.pages, len(own), at, before[r.prompt], keys[r.prompt]) for r, at, own in parts]
-        extend(self.decoder.encoder, self.board.cache, tokens, segments)
+        extend(self.decoder.prefill, self.board.cache, tokens, segments)
 
     def _lay_out(self, grown: list[tuple[Row, int]]) -> None:
         """Write the pages of these rows to the table; of each, those from the given one on are new."""

@@ -276,7 +276,7 @@ class Llama:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class Prefill:
     """The same model over tokens that are given, packed into one row: `extend` takes it in place of the model itself.
 
     With few kernels, for the host launches each of them: a pass of the model takes it several times as long.
