@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, Room] = {
     "assemble": Room("a config comes to life", _RUN),
     "launch": Room("a config comes to life on every rank", (*_RUN, "assemble")),
     "api": Room("train, resume, load", (*_RUN, "assemble", "launch")),
-    "workflows": Room("what is done with runs: evaluate, sample, export, pairs, rounds", (*_RUN, "assemble", "api")),
+    "workflows": Room("what is done with runs: evaluate, sample, serve, pairs", (*_RUN, "web", "assemble", "api")),
     "lab": Room("the local web page", (*_RUN, "web", "assemble", "api", "workflows")),
     "cli": Room("one class per command", (*_RUN, "sandbox", "web", "assemble", "api", "workflows", "lab")),
     "__main__": Room("python -m ascent", ("cli",)),

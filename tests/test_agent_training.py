@@ -16,6 +16,7 @@ import torch
 from ascent.api import resume, start
 from ascent.assemble import Parts, assemble
 from ascent.core.loop import scored
+from ascent.core.metric_names import MISMATCH
 from ascent.core.types import Refused, Trouble
 from ascent.engines.language.sampling.requests import VisitedSampler
 from ascent.environments.agents import Assignment, Outcome
@@ -226,7 +227,7 @@ def test_a_run_that_was_killed_in_a_step_resumes_to_the_same_numbers(
 def test_critics_adapters_and_narrow_sampling_train_with_agents(config: Any, tmp_path: Path, more: Any) -> None:
     run = start(config(max_reward_errors=0.0, **more), tmp_path / "run", Display(), preflight=True)
     assert len(run.metrics) == 2 and run.metrics[-1]["reward_errors"] == 0
-    assert run.metrics[0]["sampling/logp_difference/mean"] < 1e-5
+    assert run.metrics[0][MISMATCH] < 1e-5
     rows = list(run.rollouts(1))
     assert rows and len(conversation(rows[0])) >= 3
 

@@ -22,12 +22,14 @@ from tests.language import VOCAB, AtOnce, model_of, prompts_of, sampler_of
 
 LIMIT, LONG = 24, 60
 """Tokens behind a prompt and tokens of a turn, at most; seconds that a test waits for a state."""
-DECODERS = ("group", "graph", "waves")
+DECODERS = ("group", "graph", "waves", *(["card"] if torch.cuda.is_available() else []))
 pytestmark = pytest.mark.long
 
 
 def ready(decoder: str, **more: Any) -> LanguageSampler:
-    lm = model_of()
+    lm = model_of(dtype=torch.float32 if decoder == "card" else torch.float64)
+    if decoder == "card":
+        lm.model.to("cuda")
     sampler = sampler_of(lm, LIMIT, rows=more.pop("rows", 3), **more)
     if decoder == "graph":
         made, why = graph_decoder(lm)
@@ -35,7 +37,7 @@ def ready(decoder: str, **more: Any) -> LanguageSampler:
         sampler.decoder = made
     elif decoder == "waves":
         lm.shares = False
-    assert sampler.decoder is not PlainDecoder
+    assert sampler.decoder is not PlainDecoder and (decoder != "card" or sampler.decoder is not GroupDecoder)
     sampler.version = 5
     return sampler
 

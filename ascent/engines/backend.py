@@ -233,6 +233,10 @@ class Backend(ABC):
         """A sampler for these prompts, whose draws the seed decides."""
         return self.sampler(config, policy, torch.Generator().manual_seed(seed))
 
+    def endpoint_sampler(self, config: Config, policy: Any, context: int, version: int) -> Any:
+        """A sampler for requests of up to so many tokens, prompts counted."""
+        raise Refused("this policy reads and writes numbers: there is nothing to say to it over HTTP")
+
     @abstractmethod
     def continue_responses(
         self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Sampler

@@ -265,6 +265,17 @@ class LanguageBackend(Backend):
         sampler.load({}, version)
         return sampler
 
+    def endpoint_sampler(self, config: Config, policy: LanguageModel, context: int, version: int) -> LanguageSampler:
+        room = _positions(policy) or context
+        if not 2 <= context <= room:
+            raise Refused(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
+        prove(policy, context, config.policy.share_prompts)
+        support = Support(config.top_k, config.top_p, config.min_p)
+        how = (config.temperature, torch.Generator(), support, config.policy.rows)
+        sampler = LanguageSampler(policy, context, *how)
+        sampler.load({}, version)
+        return sampler
+
     def continue_responses(
         self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Any
     ) -> list[list[list[int]]]:

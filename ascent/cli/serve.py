@@ -1,0 +1,82 @@
+"""`ascent serve`: a policy behind an endpoint that OpenAI's clients know."""
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ascent.cli.flags import Command
+from ascent.core.types import Refused
+from ascent.engines.serving.relayed import read_key
+from ascent.web.packages import check_packages
+from ascent.workflows.policy import find_policy
+from ascent.workflows.serve import Serving, serve
+
+
+@dataclass(kw_only=True)
+class ServeCommand(Command):
+    """Serve the policy of a run, or a model, to OpenAI's clients.
+
+      ascent serve RUN
+      ascent serve FOLDER --port 9000 --rows 128
+
+    It answers /v1/models, /v1/chat/completions, /v1/completions and
+    /inference/v1/generate. A key is always needed: it is printed, or read from
+    --key-file. It listens on this machine alone unless --host says otherwise.
+    """
+
+    source: Annotated[str, "RUN|MODEL"]
+    """A run's folder, or a model: a folder or a name on the hub."""
+    step: Annotated[int | None, "N"] = None
+    """The run's checkpoint of this step. Default: the newest."""
+    best: bool = False
+    """The run's best checkpoint, if it kept one."""
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach needs a certificate."""
+    port: int = 8000
+    """Port to listen on; 0: a free one."""
+    key_file: str = ""
+    """File with the key, for its owner alone. Default: a new key, which is printed."""
+    tls_cert: str = ""
+    """File with the certificate for https (PEM)."""
+    tls_key: str = ""
+    """File with the certificate's private key (PEM)."""
+    rows: int = 0
+    """Requests that are decoded at once; 0: as many as suit the device."""
+    queue: int = 0
+    """Requests that wait beside them; others are told to come back. 0: three times --rows."""
+    max_context: int = 0
+    """The most tokens of a conversation; 0: what the model reads, at most 4,096."""
+    cache: float = 4.0
+    """GiB of keys and values on a CPU; a GPU has what fits."""
+    temperature: Annotated[float | None, "T"] = None
+    """Where a request does not say one. Default: the run's."""
+    device: Annotated[str | None, "DEVICE"] = None
+    """cpu, cuda, cuda:1, …"""
+
+    def execute(self) -> int:
+        check_packages("ascent serve")
+        from ascent.web.connections import is_local
+
+        if bool(self.tls_cert) != bool(self.tls_key) or not (is_local(self.host) or self.tls_cert):
+            raise Refused(
+                f"--host {self.host}: the key and all that is said would cross the network in the open. Set --tls-cert "
+                "and --tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
+            )
+        for name in ("rows", "queue", "max_context", "cache"):
+            if not getattr(self, name) >= 0:
+                raise Refused(f"--{name.replace('_', '-')} is {getattr(self, name)}: set 0 or more")
+        key = read_key("", self.key_file) if self.key_file else ""
+        of_run = (Path(self.source) / "run.json").exists()
+        changes = {"temperature": self.temperature, "device": self.device}
+        run, model = (self.source, None) if of_run else (None, self.source)
+        loaded = find_policy(run, model, None, {}, self.step, self.best, **changes)
+        listening = (self.host, self.port, key, self.tls_cert, self.tls_key)
+        serving = Serving(*listening, self.rows, self.queue, self.max_context, self.cache)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        serve(loaded, serving, Path(self.source).name, not key)
+        return 0
+
+
+COMMANDS = {"look at a run": (ServeCommand,)}

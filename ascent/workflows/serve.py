@@ -1,0 +1,132 @@
+"""`ascent serve`: a policy that OpenAI's clients can ask, on this machine or another."""
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ascent.core.types import Refused, Trouble
+from ascent.engines.language.sampling.draw import Support
+from ascent.engines.language.sampling.requests import serve_requests
+from ascent.engines.requests import Desk
+from ascent.environments.sessions import ChatWriter
+from ascent.web.packages import check_packages
+from ascent.workflows.policy import LoadedPolicy
+
+CONTEXT = 4096
+"""Tokens of a conversation where nobody says otherwise, and the model can read as many."""
+RESTARTS = 3
+"""Failures of the sampler in a row after which the server ends."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a policy is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str = ""
+    """Of the server; empty: one is made."""
+    certificate: str = ""
+    private_key: str = ""
+    rows: int = 0
+    """Requests that are decoded at once; 0: as many as suit the device."""
+    queue: int = 0
+    """Requests that wait beside them before others are told to come back; 0: three times as many."""
+    context: int = 0
+    """Tokens of a conversation; 0: what the model reads, at most 4,096."""
+    cache: float = 4.0
+    """GiB of keys and values on a CPU."""
+
+
+class Service:
+    """A policy behind an endpoint. `run` decodes in the calling thread until `close`."""
+
+    def __init__(self, loaded: LoadedPolicy, serving: Serving, name: str):
+        check_packages("ascent serve")
+        from ascent.web.agents import ServerThread
+        from ascent.web.endpoint import Endpoint, Rules
+
+        if not loaded.backend.words:
+            loaded.backend.endpoint_sampler(loaded.config, loaded.policy, serving.context, 0)  # which says why not
+        lm = loaded.policy
+        if not lm.tokenizer.chat_template:
+            raise Refused("the tokenizer has no chat template: set one, so that messages can be written")
+        reads = getattr(lm.config, "max_position_embeddings", None) or CONTEXT
+        self.context = serving.context or min(reads, CONTEXT)
+        config = replace(loaded.config, policy=replace(loaded.config.policy, rows=serving.rows))
+        self.sampler = loaded.backend.endpoint_sampler(config, lm, self.context, loaded.step or 0)
+        self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
+        self.room = cache_tokens(lm, serving.cache, self.context)
+        self.key, self.desk = serving.key or secrets.token_urlsafe(32), Desk(self.slots)
+        rules = Rules(
+            context=self.context,
+            prompt=self.context - 1,
+            behind=self.context - 1,
+            temperature=config.temperature,
+            support=self.sampler.support,
+            narrowed=Support,
+        )
+        writer = ChatWriter(lm.tokenizer, lm.ends)
+        self.endpoint = Endpoint(self.desk, writer, rules, lm.vocab, name, self.key)
+        how = (serving.host, serving.port, serving.certificate, serving.private_key)
+        self.server = ServerThread(self.endpoint, *how)
+        scheme = "https" if serving.certificate else "http"
+        host = f"[{serving.host}]" if ":" in serving.host else serving.host
+        self.url = f"{scheme}://{host}:{self.server.port}/v1"
+
+    def run(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Decode what is asked for. A failure is told to whoever waits, and the sampler begins anew."""
+        failed = 0
+        while not self.desk.closed:
+            before = self.endpoint.counts["requests"]
+            try:
+                serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
+            except Exception as error:
+                failed = failed + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
+                self.desk.fail(f"the sampler failed: {type(error).__name__}")
+                say(f"the sampler failed and begins anew: {type(error).__name__}: {error}")
+                if failed >= RESTARTS:
+                    raise Trouble(f"the sampler failed {failed} times in a row: {error}") from error
+
+    def close(self) -> None:
+        self.desk.close()
+        self.server.close()
+
+
+@contextmanager
+def service_of(loaded: LoadedPolicy, serving: Serving, name: str = "policy") -> Iterator[Service]:
+    service = Service(loaded, serving, name)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def cache_tokens(lm: Any, gib: float, context: int) -> int:
+    """Tokens whose keys and values fit into so much memory; 0: the decoder sees for itself what fits on its card."""
+    if lm.device.type != "cpu":
+        return 0
+    shape, size = lm.config.get_text_config(), next(lm.model.parameters()).element_size()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    channel = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    tokens = int(gib * 2**30 / (2 * shape.num_hidden_layers * heads * channel * size))
+    if tokens < 3 * context:
+        raise Refused(
+            f"--cache {gib:g} holds {tokens} tokens of this model, and {3 * context} are needed for a context of "
+            f"{context}: raise it, or lower --max-context"
+        )
+    return tokens
+
+
+def serve(loaded: LoadedPolicy, serving: Serving, name: str, key_shown: bool) -> None:
+    """Serve until Ctrl-C."""
+    with service_of(loaded, serving, name) as service:
+        sizes = f"{service.sampler.rows} requests at once, {service.context} tokens each"
+        print(f"{name} is served at {service.url}: {sizes}.")
+        print(f"key: {service.key}" if key_shown else "The key is the one in your file.")
+        print(f"export OPENAI_BASE_URL={service.url}" + (f" OPENAI_API_KEY={service.key}" if key_shown else ""))
+        print("Ctrl-C ends it.", flush=True)
+        service.run(lambda words: print(words, file=sys.stderr, flush=True))

@@ -1,0 +1,317 @@
+"""The endpoint: what it costs to sample through HTTP, what bad clients can do, and an agent that learns through it.
+
+    python -m benchmarks.endpoint [--gpu] [--repeats 3] [--smoke]
+
+Speed: 64 sessions at once, each in a connection of its own from another process, against plain rollouts with 64 rows of
+the same prompts (50 to 70 tokens, 64 of them drawn, 256 on a GPU; SmolLM2-135M's shape, float32 on two threads, or
+bfloat16 on a GPU). No response ends early. Both take turns after a warm-up that does not count; `value` and `peer` are
+their medians in tokens per second, and the target is a ratio of 0.85. `turns` is the same with four turns per session.
+
+Attacks: while a session talks, others stream and leave, flood, stall, send nonsense and other sessions' keys. What the
+session drew has to be what it draws alone, and no key may reach another's record.
+
+Agent: a function with OpenAI's client is trained on a tiny random model (not with --gpu); its reward has to rise, and
+its log-probs have to be the learner's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.core.types import Prompts
+from ascent.engines.language.proof import prove
+from ascent.engines.language.sampling.requests import serve_requests
+from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.engines.requests import Desk
+from ascent.environments.sessions import ChatWriter, Session
+from ascent.web.agents import ServerThread
+from ascent.web.endpoint import Endpoint, Rules
+from benchmarks.common import close, show
+from benchmarks.peers.models import SMOKE as TINY
+from benchmarks.peers.models import random_model
+from benchmarks.rollouts_gpu import SHAPES, SMOKE, model_of, prompts_of
+
+SPEED, THREADS, SESSIONS, TURNS, OBSERVED = 0.85, 2, 64, 4, 8
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'w2', 'user': 'w3', 'assistant': 'w4', 'tool': 'w5'}[m.role] }} "
+    "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}w4 {% endif %}"
+)
+AGENT = '''
+import openai
+
+async def agent(base_url, key, problem):
+    """Two turns; the reward is the share of words below w64."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
+        messages = [{"role": "user", "content": problem.prompt}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            said = answer.choices[0].message
+            messages += [said.model_dump(exclude_none=True), {"role": "user", "content": "w9"}]
+    words = [int(word[1:]) for word in said.content.split() if word.startswith("w")]
+    return sum(number < 64 for number in words) / max(len(words), 1)
+'''
+
+
+class Silent:
+    """A tokenizer for clients that send tokens."""
+
+    all_special_tokens: tuple[str, ...] = ()
+
+
+# ---- a client in a process of its own ---------------------------------------------------------------------------
+
+
+async def ask(
+    port: int, key: str, body: dict[str, Any], path: str = "/inference/v1/generate", leave: bool = False
+) -> tuple[int, Any]:
+    """One request over a connection of its own; its status and its answer. `leave`: without waiting for it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(sent)}\r\n\r\n"
+    writer.write(head.encode() + sent)
+    await writer.drain()
+    if leave:
+        await reader.read(20)
+        writer.close()
+        return 0, None
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    status, length = int(head.split()[1]), [line for line in head.lower().splitlines() if "content-length" in line]
+    answer = await reader.readexactly(int(length[0].split(":")[1])) if length else await reader.read()
+    writer.close()
+    return status, json.loads(answer) if length else answer
+
+
+async def converse(port: int, key: str, prompt: list[int], turns: int, tokens: int) -> list[int]:
+    """A session of so many turns, each of so many tokens; everything that was read and drawn."""
+    ids = list(prompt)
+    for turn in range(turns):
+        status, answer = await ask(port, key, {"token_ids": ids, "sampling_params": {"max_tokens": tokens}})
+        assert status == 200, answer
+        ids += answer["choices"][0]["token_ids"]
+        ids += [5] * OBSERVED if turn + 1 < turns else []
+    return ids
+
+
+def client(pipe: Any) -> None:
+    """Answers (port, keys, prompts, turns, tokens) with the seconds that all sessions together took."""
+    while (work := pipe.recv()) is not None:
+
+        async def all_at_once(port: int, keys: Any, prompts: Any, turns: int, tokens: int) -> float:
+            begin = time.perf_counter()
+            talks = [converse(port, key, ids, turns, tokens) for key, ids in zip(keys, prompts, strict=True)]
+            await asyncio.gather(*talks)
+            return time.perf_counter() - begin
+
+        pipe.send(asyncio.run(all_at_once(*work)))
+
+
+# ---- speed ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(sampler: LanguageSampler, slots: int, limit: int, longest: int, writer: Any) -> Iterator[Any]:
+    desk = Desk(slots)
+    rules = Rules(limit + longest, longest, limit, fixed=True)
+    endpoint = Endpoint(desk, writer, rules, sampler.lm.vocab)
+    server = ServerThread(endpoint)
+    decoding = threading.Thread(target=serve_requests, args=(sampler, desk, slots, limit, longest))
+    decoding.start()
+    try:
+        yield endpoint, server.port
+    finally:
+        desk.close()
+        decoding.join()
+        server.close()
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if options.gpu else "cpu"
+    shape = SHAPES["135m"] | (SMOKE if options.smoke else {})
+    tokens, sessions = (8, 8) if options.smoke else (256 if options.gpu else 64, SESSIONS)
+    lm = model_of(shape, device)
+    prompt = prompts_of(sessions, lm.vocab, 50, 70)
+    limit = tokens + TURNS * OBSERVED
+    prove(lm, 70 + limit)
+    sampler = LanguageSampler(lm, tokens, 1.0, torch.Generator().manual_seed(0), rows=sessions)
+    ids = [row[row >= 0].tolist() for row in prompt]
+    mine, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=client, args=(theirs,), daemon=True)
+    process.start()
+    found: dict[str, list[float]] = {"plain": [], "endpoint": [], "turns": []}
+
+    def through(turns: int) -> float:
+        writer = ChatWriter(Silent(), lm.ends)
+        with serving(sampler, sessions, limit, 70, writer) as (endpoint, port):
+            keys = [endpoint.open(Session(seed), endpoint.rules)[0] for seed in range(sessions)]
+            mine.send((port, keys, ids, turns, tokens // turns))
+            return sessions * tokens / mine.recv()
+
+    for _ in range(options.repeats + 1):
+        sampler.version += 1
+        begin = time.perf_counter()
+        rollouts = sampler.generate(Prompts.of(prompt), 1)
+        found["plain"].append(int(rollouts.mask.sum()) / (time.perf_counter() - begin))
+        found["endpoint"].append(through(1))
+        found["turns"].append(through(TURNS))
+    mine.send(None)
+    process.join()
+    return {name: statistics.median(values[1:]) for name, values in found.items()} | {"every": found}
+
+
+# ---- attacks ----------------------------------------------------------------------------------------------------
+
+NONSENSE: tuple[Any, ...] = (
+    {},
+    {"messages": "x"},
+    {"messages": [{"role": "king"}]},
+    {"messages": [{"role": "user", "content": "x"}], "n": 9},
+    {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
+    {"messages": [{"role": "user", "content": "x " * 100_000}]},
+    {"messages": [{"role": "user", "content": "\ud800"}]},
+    {"messages": [{"role": "user", "content": "x"}], "tools": [3]},
+    {"messages": [{"role": "user", "content": "x"}], "stop": ["", 3]},
+    [1, 2],
+)
+
+
+async def attack(port: int, key: str, closed: str, words: list[int]) -> dict[str, bool]:
+    """What bad clients try, and whether it was held."""
+    chat, said = "/v1/chat/completions", {"messages": [{"role": "user", "content": "w7 w8"}]}
+    held: dict[str, bool] = {}
+    for i, body in enumerate(NONSENSE):
+        held[f"nonsense {i}"] = (await ask(port, key, body, chat))[0] == 400
+    for i, odd in enumerate(([], [-1], [10**9], ["x"], [True], None)):
+        held[f"odd tokens {i}"] = (await ask(port, key, {"token_ids": odd}))[0] == 400
+    for name, wrong in {"no key": "", "a closed key": closed, "half a key": key[:-3], "a made-up key": "sk-x"}.items():
+        held[name] = (await ask(port, wrong, said, chat))[0] == 401
+    held["another path"] = (await ask(port, key, said, "/v1/../etc/passwd"))[0] == 404
+    for i in range(4):
+        await ask(port, key, said | {"stream": bool(i % 2), "max_tokens": 40}, chat, leave=True)
+    for _ in range(8):  # connections that owe a request
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
+    status = 409
+    while status == 409:  # until the server has seen that the others left
+        status, _ = await ask(port, key, {"token_ids": words, "sampling_params": {"max_tokens": 4}})
+    held["a request after those that left"] = status in (200, 400)
+    flood = await asyncio.gather(*(ask(port, key, said, chat) for _ in range(60)))
+    held["a flood"] = {status for status, _ in flood} <= {200, 400, 409, 429}
+    return held
+
+
+def attacks(folder: Path) -> tuple[dict[str, bool], int]:
+    """Everything that was tried while a session talked; and what it drew, alone and beside them."""
+    lm = tiny(folder)
+    sampler = LanguageSampler(lm, 300, 1.0, torch.Generator(), rows=4)
+    sampler.version = 0
+    with serving(sampler, 8, 300, 120, ChatWriter(lm.tokenizer, lm.ends)) as (endpoint, port):
+        sessions = [endpoint.open(Session(seed), endpoint.rules) for seed in (7, 7, 3, 4)]
+        (alone_key, alone), (key, beside), (bad, _), (over, _) = sessions
+        endpoint.close(over, "over")
+        prompt = [3, 7, 8, 9, 0, 4]
+        asyncio.run(converse(port, alone_key, prompt, 6, 12))
+
+        async def together() -> dict[str, bool]:
+            _, held = await asyncio.gather(converse(port, key, prompt, 6, 12), attack(port, bad, over, prompt))
+            return held
+
+        held = asyncio.run(together())
+        same = (alone.session.prompt, alone.session.response, alone.session.drawn)
+        held["nothing leaks"] = same == (beside.session.prompt, beside.session.response, beside.session.drawn)
+        held["nothing is left"] = not endpoint.desk.active
+    return held, beside.session.turns
+
+
+def tiny(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    from ascent.policies import CausalLM
+
+    random_model(folder, TINY | {"max_position_embeddings": 1024})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    lm = CausalLM(str(folder), dtype="float32", device="cpu").load()
+    prove(lm, 500)
+    return lm
+
+
+# ---- an agent ---------------------------------------------------------------------------------------------------
+
+
+def learn(folder: Path, steps: int) -> dict[str, float]:
+    """Reward at the start and at the end, and the largest mean gap between sampler and learner."""
+    from ascent.api import start
+    from ascent.core.metric_names import MISMATCH
+    from ascent.records.display import Display
+    from ascent.settings import configure
+
+    (folder / "agent.py").write_text(AGENT)
+    rows = [json.dumps({"prompt": f"w{i} w{i + 1}", "answer": "x"}) for i in range(20, 60)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    settings = {
+        "policy": "causal-lm",
+        "model": str(folder / "model"),
+        "policy.device": "cpu",
+        "agent": f"python:{folder}/agent.py:agent",
+    }
+    settings |= {"max_tokens": 24, "turn_tokens": 12, "max_prompt": 40, "max_context": 120}
+    settings |= {"prompts": 4, "samples": 8, "steps": steps, "lr": 5e-3, "algorithm": "grpo", "eval_prompts": 4}
+    settings |= {"eval_every": steps, "checkpoint_every": steps, "record_rollouts": "none", "agent_seconds": 120.0}
+    tiny(folder / "model")
+    run = start(configure(f"jsonl:{folder}/rows.jsonl", settings), folder / "run", Display(), preflight=False)
+    rewards, part = [row["reward"] for row in run.metrics], max(1, steps // 5)
+    gap = max(row[MISMATCH] for row in run.metrics)
+    errors = sum(row["reward_errors"] for row in run.metrics)
+    first, last = statistics.mean(rewards[:part]), statistics.mean(rewards[-part:])
+    return {"first": first, "last": last, "gap": gap, "errors": errors}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="speed on one GPU; no agent")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=25, help="of the agent's training")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and two steps, only to see that it runs")
+    options = parser.parse_args(argv)
+    options.repeats, options.steps = (1, 2) if options.smoke else (options.repeats, options.steps)
+    torch.set_num_threads(THREADS)
+    found = speed(options)
+    show(
+        ["tokens per second", "", "of plain"],
+        [
+            [name, f"{found[name]:,.0f}", f"{found[name] / found['plain']:.2f}"]
+            for name in ("plain", "endpoint", "turns")
+        ],
+    )
+    with tempfile.TemporaryDirectory() as place:
+        held, _ = attacks(Path(place) / "attacked")
+        failed = [name for name, fine in held.items() if not fine]
+        print(f"attacks: {len(held) - len(failed)} of {len(held)} held {failed or ''}", flush=True)
+        learned = {} if options.gpu else learn(Path(place), options.steps)
+    if learned:
+        print(f"agent: reward {learned['first']:.3f} → {learned['last']:.3f}, log-probs within {learned['gap']:.1g}")
+    ratio = found["endpoint"] / found["plain"]
+    rose = not learned or (learned["gap"] < 1e-5 and not learned["errors"])
+    rose = rose and (not learned or options.smoke or learned["last"] > learned["first"] + 0.1)
+    ok = not failed and rose and (options.smoke or ratio >= SPEED)
+    more = {"turns": found["turns"], "attacks": len(held), "failed": failed, "agent": learned, "every": found["every"]}
+    return close("endpoint", found["endpoint"], found["plain"], SPEED, ok, **more)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
