@@ -24,7 +24,15 @@ from tests.processes import Here
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-LANGUAGE = ("step_cpu_tiny", "step_cpu_smollm2", "rollouts_cpu", "ragged_cpu", "memory_cpu", "critic_memory")
+LANGUAGE = (
+    "step_cpu_tiny",
+    "step_cpu_smollm2",
+    "rollouts_cpu",
+    "ragged_cpu",
+    "memory_cpu",
+    "critic_memory",
+    "endpoint",
+)
 SMALL = (
     "lecture_logs",
     "lecture_solve",

@@ -25,7 +25,7 @@ from ascent.core.types import Refused
 from ascent.settings import configure
 from ascent.workflows import serve
 from ascent.workflows.policy import LoadedPolicy, model_policy, untrained_policy
-from ascent.workflows.serve import Service, Serving, service_of
+from ascent.workflows.serve import ServeSettings, Service, service_of
 
 pytestmark = pytest.mark.long
 LONG = 60
@@ -39,7 +39,7 @@ def loaded(tiny_folder: Path) -> LoadedPolicy:
 
 @contextmanager
 def running(loaded: LoadedPolicy, **more: Any) -> Iterator[Service]:
-    with service_of(loaded, Serving(**{"port": 0, "rows": 4, "context": 1000, "cache": 1.0} | more)) as service:
+    with service_of(loaded, ServeSettings(**{"port": 0, "rows": 4, "context": 1000, "cache": 1.0} | more)) as service:
         thread = threading.Thread(target=service.run)
         thread.start()
         try:
@@ -183,7 +183,7 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
         assert why in capsys.readouterr().err
     small = untrained_policy(configure("sort", {"length": 3}))
     with pytest.raises(Refused, match="numbers"):
-        Service(small, Serving(port=0), "x")
+        Service(small, ServeSettings(port=0), "x")
 
 
 @pytest.mark.slow

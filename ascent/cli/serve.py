@@ -11,7 +11,7 @@ from ascent.core.types import Refused
 from ascent.engines.serving.relayed import read_key
 from ascent.web.packages import check_packages
 from ascent.workflows.policy import find_policy
-from ascent.workflows.serve import Serving, serve
+from ascent.workflows.serve import ServeSettings, serve_policy
 
 
 @dataclass(kw_only=True)
@@ -73,9 +73,9 @@ class ServeCommand(Command):
         run, model = (self.source, None) if of_run else (None, self.source)
         loaded = find_policy(run, model, None, {}, self.step, self.best, **changes)
         listening = (self.host, self.port, key, self.tls_cert, self.tls_key)
-        serving = Serving(*listening, self.rows, self.queue, self.max_context, self.cache)
+        serving = ServeSettings(*listening, self.rows, self.queue, self.max_context, self.cache)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        serve(loaded, serving, Path(self.source).name, not key)
+        serve_policy(loaded, serving, Path(self.source).name, not key)
         return 0
 
 

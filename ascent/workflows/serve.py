@@ -22,7 +22,7 @@ RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServeSettings:
     """How a policy is served."""
 
     host: str = "127.0.0.1"
@@ -44,7 +44,7 @@ class Serving:
 class Service:
     """A policy behind an endpoint. `run` decodes in the calling thread until `close`."""
 
-    def __init__(self, loaded: LoadedPolicy, serving: Serving, name: str):
+    def __init__(self, loaded: LoadedPolicy, serving: ServeSettings, name: str):
         check_packages("ascent serve")
         from ascent.web.agents import ServerThread
         from ascent.web.endpoint import Endpoint, Rules
@@ -97,7 +97,7 @@ class Service:
 
 
 @contextmanager
-def service_of(loaded: LoadedPolicy, serving: Serving, name: str = "policy") -> Iterator[Service]:
+def service_of(loaded: LoadedPolicy, serving: ServeSettings, name: str = "policy") -> Iterator[Service]:
     service = Service(loaded, serving, name)
     try:
         yield service
@@ -121,7 +121,7 @@ def cache_tokens(lm: Any, gib: float, context: int) -> int:
     return tokens
 
 
-def serve(loaded: LoadedPolicy, serving: Serving, name: str, key_shown: bool) -> None:
+def serve_policy(loaded: LoadedPolicy, serving: ServeSettings, name: str, key_shown: bool) -> None:
     """Serve until Ctrl-C."""
     with service_of(loaded, serving, name) as service:
         sizes = f"{service.sampler.rows} requests at once, {service.context} tokens each"
