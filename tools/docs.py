@@ -40,6 +40,7 @@ GUIDES = {
     "language-models": "Language models",
     "environments": "Conversations and tools",
     "agents": "Agents",
+    "endpoint": "The endpoint",
     "sandbox": "Code in a sandbox",
     "serving": "Rollouts from vLLM and SGLang",
     "scale": "Several processes",
