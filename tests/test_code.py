@@ -189,3 +189,19 @@ def test_a_taskset_that_a_folder_names_is_the_one_that_it_was_made_with(run: Run
         with pytest.raises(Refused, match=f"environment file .*{why}"):
             code.check_code(run.folder, {"task": {"agent": f"verifiers:name:{folder}"}}, {})
     code.check_code(run.folder, {"task": {"agent": f"verifiers:owner/name@1.0:{tmp_path}/env"}}, {})
+
+
+def test_an_engine_that_a_folder_brings_or_gives_arguments_is_not_started(run: Run, tmp_path: Path) -> None:
+    def settings(python: Path, args: str = "") -> dict[str, Any]:
+        return {"policy": {"kind": "causal-lm", "engine": "vllm", "engine_python": str(python), "engine_args": args}}
+
+    code.check_code(run.folder, settings(tmp_path / "venv"), {})
+    with pytest.raises(Refused, match=r"names? the engine file .*which came with the folder"):
+        code.check_code(run.folder, settings(run.folder / "venv"), {})
+    with pytest.raises(Refused, match="which is not a whole path"):
+        code.check_code(run.folder, settings(Path("venv")), {})
+    risky = settings(tmp_path / "venv", "--tool-parser-plugin evil.py")
+    with pytest.raises(Refused, match=r"start a program.*--trust 'engine:--tool-parser-plugin evil.py'"):
+        code.check_code(run.folder, risky, {})
+    library.trust("engine:--tool-parser-plugin evil.py")
+    code.check_code(run.folder, risky, {})

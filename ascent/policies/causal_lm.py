@@ -147,6 +147,8 @@ class CausalLM:
         if self.lora and not self.lora_alpha > 0:
             raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so it must be above 0")
         self._check_engine()
+        if self.engine_python:  # a resume may be started elsewhere
+            object.__setattr__(self, "engine_python", str(Path(self.engine_python).expanduser().absolute()))
 
     def _check_engine(self) -> None:
         if self.engine == "local":

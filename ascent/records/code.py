@@ -2,7 +2,8 @@
 
 Looking at a run runs nothing. Loading its policy does: a run folder that came from elsewhere could name any file. So
 run.json keeps the hash of each file, and a file that is not the same any more is refused until its user says so. The
-words of a program (--agent command:WORDS) could be anything, so they are refused until this process has seen them.
+words of a program (--agent command:WORDS, --engine.args WORDS) could be anything, so they are refused until this
+process has seen them; so is an interpreter of an engine that lies in the folder itself.
 """
 
 import hashlib
@@ -17,15 +18,15 @@ from ascent.core.types import Refused
 TRUSTED: set[Path] = set()
 """Files that the user of this process has named."""
 PROGRAMS: set[str] = set()
-"""Programs that they have named: command:WORDS."""
+"""Programs that they have named: command:WORDS, or engine:WORDS."""
 
 
 def trust(file: str | Path) -> None:
-    """Let runs use the code of this file, or start this program (command:WORDS), whatever they were made with.
+    """Let runs use the code of this file, whatever they were made with. On the command line: --trust FILE.
 
-    On the command line: --trust FILE.
+    Or let them start a program (command:WORDS), or an engine with these arguments (engine:WORDS).
     """
-    if str(file).startswith("command:"):
+    if str(file).startswith(("command:", "engine:")):
         PROGRAMS.add(str(file))
     TRUSTED.add(Path(file).expanduser().resolve())
 
@@ -53,7 +54,7 @@ def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None
         known, why = recorded.get(str(path)), None
         if not path.is_absolute():  # Ascent writes whole paths; this one could lie wherever a command is run
             why = "which is not a whole path"
-        elif kind in ("judge", "environment"):  # it says who is sent the key, or has what is run; both may change
+        elif kind in ("judge", "environment", "engine"):  # who is sent the key, or what is run; both may change
             why = "which came with the folder" if path.resolve().is_relative_to(folder.resolve()) else None
         elif not path.is_file():
             why = "which is not there any more"
@@ -73,6 +74,8 @@ def check_code(folder: Path, settings: Any, recorded: Mapping[str, str]) -> None
 def _files(settings: Any) -> Iterator[tuple[str, Path]]:
     """The files of python:FILE:NAME, sandbox:FILE:NAME, judge:FILE and verifiers:FILE:FOLDER, anywhere, also behind a
     weight or a reward."""
+    for policy in _engines(settings):
+        yield "engine", Path(policy["engine_python"])
     for text in _texts(settings):
         found = re.fullmatch(r"(?s)\s*(?:[^:]*[*+]\s*)?(?:(python|sandbox):(.+):[^:]+|(judge):(.+?)\s*)", text)
         if found:
@@ -84,7 +87,19 @@ def _files(settings: Any) -> Iterator[tuple[str, Path]]:
 
 
 def _programs(settings: Any) -> Iterator[str]:
-    return (text for text in _texts(settings) if text.startswith("command:"))
+    yield from (text for text in _texts(settings) if text.startswith("command:"))
+    yield from (f"engine:{policy['engine_args']}" for policy in _engines(settings) if policy.get("engine_args"))
+
+
+def _engines(settings: Any) -> Iterator[Mapping[str, Any]]:
+    """The policies that start an engine, however deep."""
+    if isinstance(settings, Mapping):
+        if settings.get("engine_python"):
+            yield settings
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _engines(value)
 
 
 def _texts(settings: Any) -> Iterator[str]:

@@ -80,7 +80,8 @@ class GraphDecoder:
         self.lm = lm
         self.on_card = lm.device.type == "cuda"
         self.net = Llama.of(lm.model)
-        plain = not self.on_card or lm.model.dtype == torch.float64 or self.net.channel & (self.net.channel - 1)
+        odd = self.net.channel < 16 or self.net.channel & (self.net.channel - 1)  # no products of tiles
+        plain = not self.on_card or lm.model.dtype == torch.float64 or odd
         self.ops = formulas if plain else load_kernels("decoding") or formulas
         self.board: Board = None  # type: ignore[assignment]
         """There from the first `prepare` on."""
