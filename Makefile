@@ -65,9 +65,9 @@ test: setup
 	@$(BIN)/python tools/smollm2.py >/dev/null
 	$(TESTS) -n 4 -m "not smoke"
 
-# Every benchmark once, as small as it goes, and the whole table of estimators: what users never run.
+# Every benchmark once, as small as it goes, the whole table of estimators, and several ranks against one process.
 smokes: setup
-	$(TESTS) -n 2 -m smoke tests/test_benchmarks.py tests/test_oracle.py
+	$(TESTS) -n 2 -m smoke tests/test_benchmarks.py tests/test_oracle.py tests/test_ranks.py
 
 # vLLM in an environment of its own, for a machine without a GPU: nothing of it is imported by Ascent. Minutes, 2 GB.
 # It brings packages for pictures and sound that fail to import where their libraries are missing: they go again.

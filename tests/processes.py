@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import runpy
@@ -22,6 +23,7 @@ from ascent.records.run import Writer
 
 def as_a_program(program: Callable[[], Any], *files: int) -> int:
     """Run it in this process, a fork, as Python runs one in a session of its own, with these files as 0, 1 and 2."""
+    gc.freeze()  # what the other process made ends there: its threads, for which its end may wait, are not here
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):

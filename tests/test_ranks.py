@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from language import batch_of, model_of
 
 import ascent
 from ascent.core.types import Refused
@@ -22,10 +21,12 @@ from ascent.engines.ranks.watch import SignsOfLife
 from ascent.launch import refuse_other
 from ascent.records.display import Display
 from ascent.settings import config_from, configure
+from tests.language import batch_of, model_of
 
 ROWS = ["grpo", "ppo", "trpo", "gspo", "dpo", "process-reward"]
 HARD = ["tied embeddings", "adapters (LoRA)", "a rank without work", "unequal passes", "checkpointing"]
 WHOLE = ["exact KL in the loss", "padded (GPT-2)", "five steps", "checkpoints"]
+HOW = ("replicated", "sharded")
 REFUSED = ["ppo", "trpo", "dpo", "process-reward"]
 """In shards."""
 
@@ -33,21 +34,17 @@ REFUSED = ["ppo", "trpo", "dpo", "process-reward"]
 # ---- one group of processes for all cases
 
 
-@pytest.fixture(scope="module")
-def gaps() -> dict[str, Any]:
+@pytest.mark.smoke
+def test_three_ranks_give_the_numbers_of_one_process() -> None:
+    """With every parameter on each of them, and in shards where that is not refused."""
     from benchmarks.ranks import measure
 
-    return measure([*ROWS, *HARD, *WHOLE], sharded=(False, True), sizes=(3,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*ROWS, *HARD, *WHOLE])
-def test_three_ranks_give_the_numbers_of_one_process(gaps: dict[str, Any], case: str) -> None:
-    """With every parameter on each of them, and in shards where that is not refused."""
-    replicated, sharded = (gaps[f"{case} | 3 ranks | {how}"] for how in ("replicated", "sharded"))
-    assert isinstance(replicated, float) and replicated <= 1e-12, replicated
-    assert (sharded is None) == (case in REFUSED)
-    assert sharded is None or (isinstance(sharded, float) and sharded <= 1e-12), sharded
+    every = [*ROWS, *HARD, *WHOLE]
+    gaps = measure(every, sharded=(False, True), sizes=(3,))
+    replicated, sharded = ({case: gaps[f"{case} | 3 ranks | {how}"] for case in every} for how in HOW)
+    assert {case for case, gap in sharded.items() if gap is None} == set(REFUSED)
+    found = replicated | {f"{case}, sharded": gap for case, gap in sharded.items() if gap is not None}
+    assert [(case, gap) for case, gap in found.items() if not (isinstance(gap, float) and gap <= 1e-12)] == []
 
 
 # ---- torchrun
@@ -71,7 +68,7 @@ def launch() -> Iterator[Callable[..., Any]]:
             one.end()
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[..., Any], tmp_path: Path) -> None:
     """Meanwhile a second launch of the same run is refused. In the end the numbers are those of one process."""
     from benchmarks.ranks import lines_of
@@ -96,7 +93,7 @@ def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[
         assert two == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[..., Any], tmp_path: Path) -> None:
     from benchmarks.ranks import lines_of
 
