@@ -269,8 +269,15 @@ def learn(folder: Path, steps: int) -> dict[str, float]:
         "policy.device": "cpu",
         "agent": f"python:{folder}/agent.py:agent",
     }
-    settings |= {"max_tokens": 24, "turn_tokens": 12, "max_prompt": 40, "max_context": 120}
-    settings |= {"prompts": 4, "samples": 8, "steps": steps, "lr": 5e-3, "algorithm": "grpo", "eval_prompts": 4}
+    settings |= {
+        "kl": "no-kl",
+        "reference": "no-reference",
+        "max_tokens": 24,
+        "turn_tokens": 12,
+        "max_prompt": 40,
+        "max_context": 120,
+    }
+    settings |= {"prompts": 4, "samples": 8, "steps": steps, "lr": 2e-2, "algorithm": "grpo", "eval_prompts": 4}
     settings |= {"eval_every": steps, "checkpoint_every": steps, "record_rollouts": "none", "agent_seconds": 120.0}
     tiny(folder / "model")
     run = start(configure(f"jsonl:{folder}/rows.jsonl", settings), folder / "run", Display(), preflight=False)
