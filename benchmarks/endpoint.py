@@ -317,7 +317,9 @@ def main(argv: list[str] | None = None) -> int:
     rose = rose and (not learned or options.smoke or learned["last"] > learned["first"] + 0.1)
     ok = not failed and rose and (options.smoke or ratio >= SPEED)
     more = {"turns": found["turns"], "attacks": len(held), "failed": failed, "agent": learned, "every": found["every"]}
-    return close("endpoint", found["endpoint"], found["plain"], SPEED, ok, smoke=options.smoke, **more)[1]
+    if options.smoke:
+        return close("endpoint", None, None, SPEED, ok, smoke=True, **more)[1]
+    return close("endpoint", found["endpoint"], found["plain"], SPEED, ok, **more)[1]
 
 
 if __name__ == "__main__":
