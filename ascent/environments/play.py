@@ -201,8 +201,8 @@ class Conversations:
 class PlayedTask(BoundBase):
     """A bound task whose prompts bring what answers the turns of their responses."""
 
-    def __init__(self, task: Any, player: Player, words: bool):
-        """`words`: its prompts are words, and not numbers."""
+    def __init__(self, task: Any, player: Any, words: bool):
+        """`player`: from prompts to their episodes, as `Player`. `words`: its prompts are words, and not numbers."""
         self.task, self.player, self.in_words = task, player, words
 
     def draw(self, count: int, generator: Any) -> Prompts:

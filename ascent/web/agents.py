@@ -15,7 +15,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ import uvicorn
 from ascent.core.types import Prompts, Rollouts, Scores
 from ascent.engines.requests import Desk, Recorded
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
-from ascent.environments.play import CUT, FAILED
+from ascent.environments.play import CUT, FAILED, PlayedTask
 from ascent.environments.sessions import ChatWriter, Session
-from ascent.tasks.base import BoundBase
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
 from ascent.web.connections import bind, configure
@@ -193,24 +191,8 @@ class AgentEpisodes:
             self._thread.join(GRACE)
 
 
-class AgentTask(BoundBase):
+class AgentTask(PlayedTask):
     """A bound task whose responses are sessions of agents."""
-
-    def __init__(self, task: Any, player: AgentPlayer):
-        self.task, self.player = task, player
-
-    def draw(self, count: int, generator: Any) -> Prompts:
-        return replace(self.task.draw(count, generator), play=self.player)
-
-    def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Prompts:
-        return replace(self.task.step_prompts(step, count, seed, generator), play=self.player)
-
-    def held_out(self, count: int) -> Prompts:
-        return replace(self.task.held_out(count), play=self.player)
-
-    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
-        prompts, words = self.task.read_prompts(typed, plain)
-        return replace(prompts, play=partial(self.player, problems=[Problem(text) for text in typed])), words
 
     def score(self, rollouts: Rollouts) -> Scores:
         """What agents pay is the reward; where they leave it open, the task's own score of the last turn."""
@@ -245,10 +227,6 @@ class AgentTask(BoundBase):
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).float()
         return {"turns": turns, "turns/cut": cut, "time/environment": rollouts.waited.sum(-1), **values}
 
-    def close(self) -> None:
-        self.player.close()
-        self.task.close()
-
 
 def play_agents(task: Any, model: Any, bound: Any) -> Any:
     """A text task, bound to a language model, whose responses are agents' sessions."""
@@ -271,4 +249,4 @@ def play_agents(task: Any, model: Any, bound: Any) -> Any:
     agent = read_agent(task.agent, limits, task.turn_workers)
     how = (task.agent_seconds, task.turn_workers)
     player = AgentPlayer(agent, problem, bound.messages, writer, rules, model.vocab, *how)
-    return AgentTask(bound, player)
+    return AgentTask(bound, player, words=True)
