@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ascent.assemble import Parts
 from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
 from ascent.core.types import Batch, Refused, State, Trouble
 from ascent.engines.ranks.ranks import launch_here, rank_here
+from ascent.engines.threads import free_threads
 from ascent.explain.explain import formula, objective_in_words
 from ascent.launch import assemble_ranks
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
@@ -91,12 +90,14 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
 
 
 def begin(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Begun:
-    config = settled(config)
+    config, note = settled(config)
     _refuse_unreadable(config)
     check_sinks(config.track)
     path = Path(out) if out is not None else default_folder(config)
     refuse_taken(path)
     given = None if rank_here() else keep_given(config, path)
+    if note:
+        display.say(note)
     try:
         parts = assemble_ranks(config)
     except BaseException:
@@ -146,10 +147,14 @@ def as_given(policy: Any) -> Any:
     return replace(policy, model=KEPT_MODEL, dtype=dtype, device=device)
 
 
-def settled(config: Config) -> Config:
-    """The config with its number of threads and the whole path of --init, so that it means the same anywhere."""
+def settled(config: Config) -> tuple[Config, str]:
+    """The config with its number of threads and the whole path of --init, so that it means the same anywhere.
+
+    And what is to be said of the threads, if others compute here too.
+    """
     init = None if config.init is None else str(init_folder(config.init))
-    return replace(config, threads=config.threads or torch.get_num_threads(), init=init)
+    threads, note = (config.threads, "") if config.threads else free_threads()
+    return replace(config, threads=threads, init=init), note
 
 
 def _refuse_unreadable(config: Config) -> None:

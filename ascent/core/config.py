@@ -87,7 +87,7 @@ class Config:
     ranks: Torchrun = Torchrun()
     """How several processes share the work, if there are several."""
     threads: int = 0
-    """Threads of torch; 0: torch's default. Results are bit-identical only for the same number of threads."""
+    """Threads of torch; 0: all cores, or a share where others compute. Another number gives other last bits."""
 
     def __post_init__(self) -> None:
         check_counts(1, **{name: getattr(self, name) for name in _ONE_OR_MORE})

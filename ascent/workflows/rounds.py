@@ -208,13 +208,15 @@ def begin_rounds(
     folder: Path, config: Config, plan: RoundsPlan, reward_model: dict[str, Any], show: bool = True
 ) -> Rounds:
     """New rounds in a new folder; or those of the folder, if they were begun with the same settings."""
-    config = settled(config)
+    kept = read_json(folder / ROUNDS_FILE) if (folder / ROUNDS_FILE).exists() else {}
+    if not config.threads:  # those of the rounds, whoever computes here now
+        config = replace(config, threads=kept.get("config", {}).get("threads", 0))
+    config, _ = settled(config)
     if plan.judge is not None:
         plan = replace(plan, judge=absolute_path(plan.judge))
     settings = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}
     rounds = Rounds(folder, config, plan, reward_model, show)
-    if (folder / ROUNDS_FILE).exists():
-        kept = read_json(folder / ROUNDS_FILE)
+    if kept:
         if {name: kept.get(name) for name in settings} != json.loads(json.dumps(settings)):
             raise Refused(f"--out {folder}: rounds with other settings. Continue those: ascent rounds {folder}")
         return rounds
