@@ -62,12 +62,13 @@ smollm2: setup
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist worksteal
 
 test: setup
-	@$(BIN)/python tools/smollm2.py >/dev/null
 	$(TESTS) -n 4 -m "not smoke"
 
-# Every benchmark once, as small as it goes, the whole table of estimators, and several ranks against one process.
+# What takes whole runs: every benchmark as small as it goes, the whole table of estimators, several ranks against one
+# process, runs that are killed and resumed, lessons, notebooks, the real model of the tests, the documentation's site.
 smokes: setup
-	$(TESTS) -n 2 -m smoke tests/test_benchmarks.py tests/test_oracle.py tests/test_ranks.py
+	@$(BIN)/python tools/smollm2.py >/dev/null
+	$(TESTS) -n 2 -m smoke
 
 # vLLM in an environment of its own, for a machine without a GPU: nothing of it is imported by Ascent. Minutes, 2 GB.
 # It brings packages for pictures and sound that fail to import where their libraries are missing: they go again.

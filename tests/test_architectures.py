@@ -155,7 +155,7 @@ def test_a_model_of_several_parts_is_measured_by_its_text_part() -> None:
     assert bytes_per_token(lm, checkpointing=False) == 4 * 4 * (11 * 32 + 4 * 48)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_model_of_several_parts_is_trained(tmp_path: Path) -> None:
     import ascent
 

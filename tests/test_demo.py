@@ -13,7 +13,7 @@ from ascent.records.run import Run
 from tests.test_watch import flags_in
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_demo_is_stuck_then_solved_then_hacked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

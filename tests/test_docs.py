@@ -82,7 +82,7 @@ def screen(browser: Any) -> Iterator[Any]:
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.browser
 def test_the_site_builds_strictly_and_its_search_works_as_a_file(site: Path, screen: Any) -> None:
     """mkdocs ends at a warning. Then the site is opened without a server; whatever it asks for is a file of its own."""

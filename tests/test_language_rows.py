@@ -11,6 +11,7 @@ import pytest
 from conftest import SAMPLED
 
 import ascent
+from tests.cases import mostly_smokes
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_smokes(CASES, "grpo, lora, mini-batches", "trpo, last layer"))
 def test_a_language_model_resumes_to_the_same_bits(
     case: str, problems: Path, rewards: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ spec.loader.exec_module(lessons_run)
 PAGES, blocks, run_page = lessons_run.PAGES, lessons_run.blocks, lessons_run.run_page
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom in one namespace and one folder, as a reader would; what is printed is what is shown."""

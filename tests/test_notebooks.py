@@ -24,7 +24,7 @@ def test_there_are_three_without_outputs() -> None:
         assert not any(c.get("outputs") or c.get("execution_count") for c in json.loads(path.read_text())["cells"])
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_runs(notebook: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """On a CPU, with a tiny model, cell after cell in one namespace whose functions are in no file."""
@@ -42,7 +42,7 @@ run = ascent.train("sort", length=3, numbers=4, steps=100_000, checkpoint_every=
 """
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_interrupting_the_kernel_saves_and_the_next_cell_resumes(tmp_path: Path) -> None:
     manager = pytest.importorskip("jupyter_client").KernelManager()
     manager.start_kernel(cwd=str(tmp_path))

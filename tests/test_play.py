@@ -291,7 +291,7 @@ def decided(bits: dict[str, Any]) -> dict[str, Any]:
     return {name: settled(value) for name, value in bits.items() if name != "lanes.jsonl"}
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_that_is_killed_in_the_middle_of_a_conversation_resumes_to_the_bit(place: Path, tmp_path: Path) -> None:
     """From the command line, with adapters, a critic, mini- and micro-batches and top-p, all at once.
 

@@ -35,6 +35,7 @@ from ascent.records.ahead import put_together, take_apart
 from ascent.records.journal import Journal
 from ascent.records.run import Run
 from ascent.tasks.text.tokenized import TokenizedTask
+from tests.cases import mostly_smokes
 from tests.language import VOCAB, prompts_of, write_tiny
 from tests.stand_in import StandIn, serving
 from tests.test_serving import World, gap
@@ -267,7 +268,7 @@ def test_what_a_server_draws_that_somebody_has_started_again_unnoticed_is_thrown
     assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == 0).all()
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 @pytest.mark.parametrize("servers", [1, 2])
 def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
@@ -388,7 +389,7 @@ KILLS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("kill", mostly_smokes(KILLS, "while a step is drawn"))
 def test_a_run_that_was_killed_equals_its_journal_to_the_bit(
     trained: Trained, kill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.environments.template import Tail
 from ascent.policies import CausalLM, LanguageModel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.smoke
 BEGUN = ("Paris is the capital of", "1, 2, 3, 4, 5,")
 
 

@@ -17,6 +17,7 @@ from ascent.records.display import Display
 from ascent.records.run import Run, Writer
 from ascent.settings import configure
 from ascent.workflows import compare as comparison
+from tests.cases import mostly_smokes
 from tests.test_resume import bits, differing
 
 SMALL: dict[str, Any] = {"length": 3, "numbers": 4, "policy.width": 8, "policy.layers": 1, "policy.heads": 2}
@@ -77,7 +78,12 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "case"), [*(("small", case) for case in SOME), *(("language", case) for case in CASES)]
+    ("kind", "case"),
+    mostly_smokes(
+        [*(("small", case) for case in SOME), *(("language", case) for case in CASES)],
+        ("small", "a frozen reference"),
+        ("language", "LoRA"),
+    ),
 )
 def test_a_run_resumes_when_what_it_started_from_is_gone(
     kind: str, case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source_of: Any

@@ -482,6 +482,7 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, la
     context.close()
 
 
+@pytest.mark.smoke
 def test_a_real_model(view: View, runs: Path, smollm2_run: Path) -> None:
     """SmolLM2, a step of a few tokens: its words are there, with spaces where it has them."""
     shutil.copytree(smollm2_run, runs / "smollm2", ignore=shutil.ignore_patterns("checkpoints"))

@@ -40,6 +40,7 @@ from ascent.records.watch import (
 from ascent.tasks.small import sort
 from ascent.tasks.small.sort import Sort
 from ascent.tasks.small.turns import Swapping, Swaps
+from tests.cases import mostly_smokes
 
 Line = dict[str, Any]
 Shape = Callable[[float], float]
@@ -506,7 +507,7 @@ def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
         assert said.count(f"step {event['step']}: {event['text']}") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
     more = {"length": 20, "end": True, "steps": 40, "eval_prompts": 20, **SMALL, "lr": 4e-3}
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
@@ -586,7 +587,7 @@ SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOLVES)
+@pytest.mark.parametrize("name", mostly_smokes(SOLVES, "grpo"))
 def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
     """Nor does the lecture, in tests/test_demo.py."""
     task, given = SOLVES[name]
