@@ -56,7 +56,9 @@ def test_the_transformer_learns(row: str, more: dict[str, Any], tmp_path: Path) 
     [
         ("ppo", {"minibatches": 2, "steps": 30, "lr": 7e-3}),
         ("ppo", {"critic": "shared-critic", "minibatches": 2, "steps": 30, "lr": 7e-3}),
-        ("trpo", {"advantage": "gae", "critic": "own-critic", "critic.steps": 5, **REGION}),
+        pytest.param(
+            "trpo", {"advantage": "gae", "critic": "own-critic", "critic.steps": 5, **REGION}, marks=pytest.mark.smoke
+        ),
     ],
     ids=str,
 )

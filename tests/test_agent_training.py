@@ -191,6 +191,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.smoke
 def test_a_run_that_was_killed_in_a_step_resumes_to_the_same_numbers(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,8 +220,8 @@ def test_a_run_that_was_killed_in_a_step_resumes_to_the_same_numbers(
     "more",
     [
         {"algorithm": "ppo"},
-        {"algorithm": "dr-grpo", "policy.lora": 4, "epochs": 2},
-        {"algorithm": "rloo", "top_p": 0.9, "temperature": 0.7},
+        pytest.param({"algorithm": "dr-grpo", "policy.lora": 4, "epochs": 2}, marks=pytest.mark.smoke),
+        pytest.param({"algorithm": "rloo", "top_p": 0.9, "temperature": 0.7}, marks=pytest.mark.smoke),
     ],
     ids=str,
 )

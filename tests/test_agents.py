@@ -268,7 +268,7 @@ def test_a_file_that_does_not_load_in_the_process_is_every_episodes_error(tmp_pa
     assert all(outcome.error.startswith("its agent cannot be loaded: ModuleNotFoundError") for outcome in made)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_example_with_a_stock_client_trains_to_the_numbers_of_the_same_agent_as_a_program(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

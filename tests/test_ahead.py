@@ -235,9 +235,12 @@ def numbers(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "more",
     [
-        {"ahead": 2},
+        pytest.param({"ahead": 2}, marks=pytest.mark.smoke),
         {"ahead": 1, "algorithm": "dapo", "shaping": "no-shaping", "top_p": 0.9, "epochs": 2},
-        {"ahead": 3, "algorithm": "ppo", "policy.lora": 4, "correction": "masked", "record_rollouts": "all"},
+        pytest.param(
+            {"ahead": 3, "algorithm": "ppo", "policy.lora": 4, "correction": "masked", "record_rollouts": "all"},
+            marks=pytest.mark.smoke,
+        ),
     ],
     ids=["grpo", "dapo", "ppo with LoRA"],
 )

@@ -227,7 +227,7 @@ def test_the_latency_of_every_figure_is_measured(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_few_attacks_are_held_and_are_real(capsys: pytest.CaptureFixture[str]) -> None:
     closing, before = run("attacks", capsys, "--trial")
     assert closing["ok"] and closing["held"] == closing["tried"] >= 9, before

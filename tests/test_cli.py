@@ -23,6 +23,7 @@ from ascent.records import plot
 from ascent.records.display import Display
 from ascent.records.run import Run
 from ascent.settings import CHOICES, configure
+from tests.cases import mostly_smokes
 from tests.processes import ascent_process
 
 ON_EVERY_LINE = [
@@ -152,7 +153,7 @@ normalized, are for tests/test_benchmarks.py (`make smokes`), which looks at the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("credit", LANDMARKS)
+@pytest.mark.parametrize("credit", mostly_smokes(LANDMARKS, "raw"))
 def test_the_course_run_has_its_published_landmarks(credit: str, ascent: Any) -> None:
     assert ascent("train", "lecture", "--preset", "course", "--advantage", credit, "--out", "run").status == 0
     run = Run("run")

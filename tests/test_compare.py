@@ -218,6 +218,7 @@ def test_interval_of_known_numbers() -> None:
     assert interval([3.0])[0] == 3 and math.isnan(interval([3.0])[1])
 
 
+@pytest.mark.smoke
 def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in a worker handles it; a worker that waits would end with a traceback. The command still listens."""
     monkeypatch.setattr(comparison, "run_one", write_sigint)

@@ -77,6 +77,7 @@ def as_installed_without_extras() -> int:
     return 0
 
 
+@pytest.mark.smoke
 def test_without_extras_all_works_or_says_which_it_needs(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -94,6 +95,7 @@ def test_without_extras_all_works_or_says_which_it_needs(tmp_path: Path) -> None
     assert all("ascent-rl[lm]" in line for line in refused[1:]), refused
 
 
+@pytest.mark.smoke
 def test_nothing_that_linux_alone_has_is_needed_to_import(tmp_path: Path) -> None:
     """As on macOS: its platform, without the calls that it has not. Every module is imported anew."""
 

@@ -173,7 +173,7 @@ def trained(no_picture: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
     """Over the responses to the prompts that it learned, by their probability: V at every prefix, R at the end."""
     policy, task = Run(trained / "policy").policy, Run(trained / "policy").config.task

@@ -186,7 +186,7 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
         Service(small, ServeSettings(port=0), "x")
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_command_serves_until_it_is_interrupted(tiny_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ascent", "serve", str(tiny_folder), "--port", "0", "--rows", "2"]
     with subprocess.Popen(

@@ -699,7 +699,11 @@ class Higher(Environment):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "more",
-    [{}, {"algorithm": "ppo", "policy.lora": 4}, {"environment": "python:{}/higher.py:Higher", "turn_tokens": 3}],
+    [
+        pytest.param({}, marks=pytest.mark.smoke),
+        pytest.param({"algorithm": "ppo", "policy.lora": 4}, marks=pytest.mark.smoke),
+        {"environment": "python:{}/higher.py:Higher", "turn_tokens": 3},
+    ],
     ids=["grpo", "ppo with adapters", "conversations"],
 )
 def test_a_run_is_trained_through_an_engine_and_resumed_to_the_same_numbers(

@@ -72,7 +72,7 @@ def test_tensorboard_has_the_charts_of_the_table_of_metrics(tmp_path: Path) -> N
         assert matched == [metric.name for metric in chart.series]
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
@@ -132,7 +132,7 @@ def wandb_rewards(file: Path) -> list[tuple[int, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_trackio_holds_the_run_and_leaves_stdout_alone(tmp_path: Path) -> None:
     """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
     code = f"""
