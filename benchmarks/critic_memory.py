@@ -39,7 +39,7 @@ from benchmarks.peers.models import SMOKE, random_model, smollm2
 
 SHARE = 1.0
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 4, 32, 64
-SIDES = {"own": OwnCritic(lr=1e-5), "shared": SharedCritic(lr=1e-5)}
+SIDES = {"own": OwnCritic(lr=1e-5), "shared": SharedCritic()}
 
 
 def batch_of(lm: LanguageModel, prompts: int, tokens: int) -> Batch:

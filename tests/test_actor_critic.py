@@ -117,4 +117,5 @@ def test_a_shared_critic_saves_no_backbone_twice() -> None:
     learner = assemble(config).learner
     assert set(learner.state()["critic"]) == {"head.weight", "head.bias"}
     assert learner.critic is not None and learner.critic.backbone is learner.policy
-    assert len(learner.critic.trained()) == len(list(learner.policy.parameters())) + 2
+    assert len(learner.critic.trained()) == 2 and learner.critic_optimizer is None
+    assert len(learner.trainable()) == len(list(learner.policy.parameters())) + 2

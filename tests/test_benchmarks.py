@@ -67,6 +67,7 @@ ON_GPU = (
     "step_gpu",
     "memory_gpu",
     "update_gpu",
+    "critic_gpu",
     "scaling_gpu",
     "mismatch",
     "learn",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
 from ascent.policies import CausalLM, LanguageModel
-from ascent.settings import configure
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
 
 SHARING = ("Llama", "Qwen2", "Qwen3", "Phi3", "Olmo", "Granite", "Cohere", "Mistral")
@@ -425,36 +423,21 @@ def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_pr
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) -> None:
     lm = model_of()
-    algorithm = replace(ALGORITHMS["ppo"], critic=(SharedCritic if shared else OwnCritic)(lr=5e-3))
+    choice = SharedCritic() if shared else OwnCritic(lr=5e-3)
+    algorithm = replace(ALGORITHMS["ppo"], critic=choice, update=Adam(5e-3))
     learner = with_critic(lm, algorithm, budget=60)
     batch = credited(batch_of(lm), algorithm, learner)
+    if shared:
+        batch = batch.add(weight=torch.zeros_like(batch.weight))  # nothing but the value loss
     first = [p.detach().clone() for p in lm.model.parameters()]
-    losses = [float(algorithm.critic(learner, batch)["value/loss"]) for _ in range(15)]
+
+    def loss() -> float:
+        sums = learner.step(batch, algorithm.objective, algorithm.update).sums if shared else choice(learner, batch)
+        return float(sums["value/loss"])
+
+    losses = [loss() for _ in range(15)]
     assert losses[-1] < 0.5 * losses[0]
     assert any(not torch.equal(a, b) for a, b in zip(first, lm.model.parameters(), strict=True)) == shared
-
-
-@pytest.mark.long
-def test_a_shared_critic_of_a_text_task_moves_the_policy_less_than_its_own_step() -> None:
-    """With the text tasks' settings, after the warm-up. At a rate of 1e-3 two of its steps went 72 times as far."""
-    settings = {"model": "m", "algorithm": "ppo", "critic": "shared-critic"}
-    algorithm = configure("countdown", settings).algorithm
-    lm = model_of(dtype=torch.float32)
-    learner, shift = with_critic(lm, algorithm), list[float]()
-    batch = credited(batch_of(lm), algorithm, learner).add(progress=0.5)
-
-    def flat() -> Tensor:
-        return torch.cat([p.detach().flatten() for p in lm.trained().values()])
-
-    places = [flat()]
-    learner.step(batch, algorithm.objective, algorithm.update)
-    places.append(flat())
-    for _ in range(2):
-        shift.append(float(algorithm.critic(learner, batch)["value/logp_shift"]) / batch.tokens)
-    places.append(flat())
-    own, critic = (float((a - b).norm()) for a, b in pairwise(places))
-    assert 0 < critic < 0.25 * own
-    assert all(0 < x < 1e-3 for x in shift)
 
 
 @pytest.mark.long

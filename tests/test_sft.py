@@ -190,21 +190,24 @@ def test_memory_counts_what_is_exact_exactly(problems: Path, tiny_folder: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("lora", [0, 2])
 def test_the_memory_of_a_critic_counts(problems: Path, tiny_folder: Path, lora: int) -> None:
-    """Its parameters and gradients beside the policy's, and both moments of whatever its Adam moves."""
+    """Its parameters, copies and gradients beside the policy's, and both moments of whatever is trained of it."""
     found = {}
-    for critic in ("own-critic", "shared-critic"):
-        more = {"algorithm": "ppo", "critic": critic, "policy.lora": lora, "policy.dtype": "float32"}
+    for critic, dtype in (("own-critic", "float32"), ("shared-critic", "float32"), ("own-critic", "bfloat16")):
+        more = {"algorithm": "ppo", "critic": critic, "policy.lora": lora, "policy.dtype": dtype}
         config = configure(f"jsonl:{problems}", settings(tiny_folder, **more))
         parts = assemble(config)
         learner: Any = parts.learner
         batch = parts.sampler.generate(parts.task.draw(2, torch.Generator()), 2)
         value = learner.score(offline_batch(batch), frozenset({"value"}))["value"]
         mini = offline_batch(batch).add(value=value, returns=torch.ones(batch.mask.shape))
+        mini = mini.add(logp_old=mini.logp_sampler, advantage=mini.reward, weight=torch.ones(mini.mask.shape))
+        learner.step(mini, config.algorithm.objective, config.algorithm.update)
         config.algorithm.critic(learner, mini)
-        moments = [v for state in learner.critic_optimizer.state.values() for v in state.values() if v.dim()]
-        own = list(learner.critic.parameters())
-        held = [*own, *(p for p in own if p.requires_grad), *moments]
-        found[critic] = memory(config, learner, parts.sampler.rows)["critic"]
-        assert found[critic] == sum(t.numel() * t.element_size() for t in held)
+        kept = (learner.critic_optimizer or learner.optimizer).state
+        moments = [v for p in learner.critic.trained() for v in kept[p].values() if v.dim()]
+        every = {id(t): t for t in [*learner.critic.parameters(), *learner.critic.trained()]}
+        held = [*every.values(), *(p.grad for p in learner.critic.trained()), *moments]
+        found[critic, dtype] = memory(config, learner, parts.sampler.rows)["critic"]
+        assert found[critic, dtype] == sum(t.numel() * t.element_size() for t in held)
         parts.close()
-    assert found["own-critic"] > found["shared-critic"] > 0
+    assert found["own-critic", "float32"] > found["shared-critic", "float32"] > 0

@@ -207,9 +207,9 @@ def numbers_of(learner: Any, mini: Batch, algorithm: Algorithm, vector: list[Ten
     parts = [gradient_of(learner), terms.objective.view(1), *(value.view(1) for value in terms.sums.values())]
     parts += [value.view(1) for value in terms.means.values()]
     parts.append(learner.total(mini, algorithm.objective).view(1))
-    if algorithm.loss.trains == "policy":
+    if algorithm.loss.trains == "policy" and not algorithm.critic.shared:
         parts += [part.flatten() for part in learner.fisher(mini)(vector)] + [learner.kl_from(mini, old).view(1)]
-    if algorithm.critic.on:
+    if algorithm.critic.on and not algorithm.critic.shared:  # a shared critic is in the objective
         parts.append(learner.fit(mini, algorithm.critic.loss).view(1))
         parts += [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in learner.critic.trained()]
     return torch.cat([part.to(torch.float64) for part in parts]).detach()

@@ -74,6 +74,8 @@ def test_an_update_counts_its_epochs_its_critic_and_what_is_scored(tiny_folder: 
     assert seconds(algorithm="dr-grpo", epochs=3, old_logp="learner") == pytest.approx((3 + 1 / 3) * once)
     assert seconds(algorithm="grpo") == pytest.approx(4 / 3 * once), "the reference is scored"
     assert seconds(algorithm="ppo") == pytest.approx((2 + 1 / 3) * once), "the critic is trained too"
+    shared = seconds(algorithm="ppo", critic="shared-critic")
+    assert shared == pytest.approx((1 + 1 / 3) * once), "one backward pass for both"
 
 
 def test_a_call_counts_prompts_steps_and_tokens() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS
+from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
 from ascent.engines.language.attention import AttendSegments, Flash, FlashFormulas, Group, Packed, Spans, ours
 from ascent.engines.language.kernels import load_kernels
@@ -369,6 +370,35 @@ def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str) -> None:
         assert stepped.logp.device.type == "cpu"
     for a, b in zip(*grads, strict=True):
         cosine.append(float((a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-30)))
+    assert min(cosine) > 0.98
+
+
+@on_gpu
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_critic_on_a_gpu_has_the_values_and_the_gradient_of_the_cpu(shared: bool) -> None:
+    """bfloat16 on the card, fused, in micro-batches, against float64 on the host; the head is in float32."""
+    algorithm = replace(ALGORITHMS["ppo"], critic=SharedCritic() if shared else OwnCritic())
+    host, card = model_of(), model_of(dtype=torch.float32)
+    for a, b in zip(host.model.parameters(), card.model.parameters(), strict=True):
+        a.data.copy_(b.data.bfloat16())
+    card.model.to("cuda", torch.bfloat16)
+    batch, values, grads = batch_of(host), [], []
+    for lm, budget in ((host, 0), (card, 30)):
+        critic = LanguageCritic(lm, shared)
+        critic.head.weight.data.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(0)))
+        more = (algorithm.outputs, budget, False, critic, algorithm.critic.update)
+        learner = LanguageLearner(lm, algorithm.update, False, *more)
+        ready = credited(batch, algorithm, learner)
+        values.append(ready.value.double())
+        if shared:
+            learner.gradient(ready, algorithm.objective)
+        else:
+            algorithm.critic(learner, ready)
+        moved = learner.trainable() if shared else critic.trained()
+        grads.append([p.grad.double().cpu() for p in moved])
+        assert all(p.dtype != torch.bfloat16 for p in moved)
+    assert (values[0] - values[1]).norm() < 0.02 * values[0].norm()
+    cosine = [float((a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-30)) for a, b in zip(*grads, strict=True)]
     assert min(cosine) > 0.98
 
 

@@ -89,7 +89,7 @@ class Algorithm:
                 "credit does not use one. Set --advantage gae and --critic own-critic, or neither"
             )
         if self.update.whole and self.critic.shared:
-            why = "the critic's own steps would move the policy out of the region. Set --critic own-critic"
+            why = "what the critic learns would move the policy out of the region. Set --critic own-critic"
             raise Refused(f"--update {name_of(self.update)} {critic}: {why}")
         self.loss.check(self)
 
@@ -102,8 +102,9 @@ class Algorithm:
     @property
     def outputs(self) -> frozenset[str]:
         """What the training forward must compute in addition to logp, with a gradient."""
-        exact = self.kl.where == "loss" and self.kl.estimator == "exact"
-        return frozenset(["kl_full"] * exact + ["entropy"] * (not isinstance(self.exploration, NoBonus)))
+        exact = ["kl_full"] * (self.kl.where == "loss" and self.kl.estimator == "exact")
+        bonus = ["entropy"] * (not isinstance(self.exploration, NoBonus))
+        return frozenset(exact + bonus + ["value"] * self.critic.shared)
 
     def start(self) -> State:
         """What the choices remember, before the first step."""
@@ -138,7 +139,7 @@ class Algorithm:
         return {"entropy_coef": self.exploration(progress), "kl_coef": state.get("kl_coef", 0.0), "progress": progress}
 
     def objective(self, mini: Batch, out: Outputs) -> Terms:
-        """What is maximised: Σ weight · (surrogate − β·KL + c·entropy), with sums to report.
+        """What is maximised: Σ weight · (surrogate − β·KL + c·entropy) − c_v · value loss, with sums to report.
 
         A pure function of a mini-batch and of what the learner computed for it.
         """
@@ -160,6 +161,10 @@ class Algorithm:
             sums["kl"] = (kl.detach() * counted).sum()
         if mini.entropy_coef:
             objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
+        if out.value is not None:
+            value_loss = self.critic.loss(mini, out.value)
+            objective = objective - self.critic.coef / max(mini.tokens, 1) * value_loss
+            sums["value/loss"] = value_loss.detach()
         clips = self.loss.clipped(now, logp_old, mini.advantage, counted)
         if clips is not None:
             sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()

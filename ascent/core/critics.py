@@ -17,17 +17,33 @@ class Critic:
 
     on: ClassVar[bool] = False
     shared: ClassVar[bool] = False
-    """Does it share the policy's backbone?"""
-    update: Adam | None = None
-    """How its own steps are taken."""
+    """Does it share the policy's backbone? Then it is trained in the policy's own update."""
+    coef: float = 0.0  # of its loss in the policy's objective
+    clip: float | None = None
+    update: Adam | None = None  # how its own steps are taken
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
         """Train on a mini-batch; return sums over its tokens to report."""
         return {}
 
+    def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, ""]:
+        """Its sum over the counted tokens."""
+        assert mini.returns is not None and mini.value is not None
+        V, old = value[..., :-1], mini.value[..., :-1]
+        error = (V - mini.returns) ** 2
+        if self.clip is not None:
+            error = torch.maximum(error, (old + (V - old).clamp(-self.clip, self.clip) - mini.returns) ** 2)
+        return 0.5 * torch.where(mini.counted, error, 0.0).sum()
+
     def measure(self, batch: Batch) -> dict[str, Tensor]:
-        """How good V is on a batch, before any update."""
-        return {}
+        """1 − Var(return − V) / Var(return) over counted tokens, before any update; 0 where all returns are equal."""
+        if batch.returns is None or batch.value is None:
+            return {}
+        returns, V = batch.returns[batch.counted], batch.value[..., :-1][batch.counted]
+        if len(returns) < 2:
+            return {"value/explained_variance": torch.zeros(())}
+        share = (returns - V).var() / returns.var()
+        return {"value/explained_variance": torch.where(returns.var() > 0, 1 - share, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -61,57 +77,34 @@ class OwnCritic(Critic):
     def __post_init__(self) -> None:
         bounds = all(bound is None or bound > 0 for bound in (self.clip, self.max_norm))
         if not (self.lr > 0 and self.steps >= 1 and bounds and 0 <= self.warmup < 1):
-            raise Refused(
-                f"--critic {self}: lr > 0, steps ≥ 1, clip and max-norm > 0 or None (off), and 0 ≤ warmup < 1"
-            )
+            raise Refused(f"--critic {self}: lr > 0, steps ≥ 1, clip and max-norm > 0 or None, and 0 ≤ warmup < 1")
 
     @property
     def update(self) -> Adam:  # type: ignore[override]
         return Adam(self.lr, self.schedule, self.warmup, max_norm=self.max_norm)
 
-    def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, ""]:
-        """Its sum over the counted tokens."""
-        assert mini.returns is not None and mini.value is not None
-        V, old = value[..., :-1], mini.value[..., :-1]
-        error = (V - mini.returns) ** 2
-        if self.clip is not None:
-            error = torch.maximum(error, (old + (V - old).clamp(-self.clip, self.clip) - mini.returns) ** 2)
-        return 0.5 * torch.where(mini.counted, error, 0.0).sum()
-
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
         first, *_ = [learner.fit(mini, self.loss) for _ in range(self.steps)]
         return {"value/loss": first}
 
-    def measure(self, batch: Batch) -> dict[str, Tensor]:
-        """Explained variance, 1 − Var(return − V) / Var(return) over counted tokens; 0 where all returns are equal.
-
-        The returns are those that it is trained on, which for λ < 1 include some of V itself.
-        """
-        assert batch.returns is not None and batch.value is not None
-        returns, V = batch.returns[batch.counted], batch.value[..., :-1][batch.counted]
-        if len(returns) < 2:
-            return {"value/explained_variance": torch.zeros(())}
-        share = (returns - V).var() / returns.var()
-        return {"value/explained_variance": torch.where(returns.var() > 0, 1 - share, 0.0)}
-
 
 @dataclass(frozen=True)
-class SharedCritic(OwnCritic):
-    """A value head on the policy's backbone: less memory, but what it learns moves the policy too.
+class SharedCritic(Critic):
+    """A value head on the policy's backbone: one backward pass and one optimizer for both.
 
-    loss as own-critic's; its Adam moves the head and, beside the policy's Adam, the backbone
-    Schulman et al. 2017. Bias: its steps move the policy too (value/logp_shift), not along ∇E[R].
+    objective − c_v · loss, the token mean of own-critic's; its head moves at the policy's rate
+    Schulman et al. 2017. Bias: what V learns moves the policy too, not along ∇E[R].
     """
 
-    shared = True
+    coef: float = 0.5
+    """c_v: weight of the value loss in the objective."""
+    clip: float | None = None
+    """ε_v: how far V may move from the batch's old one and still lower the loss. None: off."""
+    on = shared = True
 
-    def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
-        """Also reports how far its steps moved the policy: mean |Δ log π|, on prompts of about 1,000 tokens."""
-        part, needs = mini.select(slice(None, None, max(1, mini.tokens // 1000))), frozenset({"logp_old"})
-        before = learner.score(part, needs)["logp_old"]
-        report = super().__call__(learner, mini)
-        moved = (learner.score(part, needs)["logp_old"] - before).abs()[part.counted]
-        return report | {"value/logp_shift": mini.tokens * moved.sum() / max(len(moved), 1)}
+    def __post_init__(self) -> None:
+        if not (self.coef > 0 and (self.clip is None or self.clip > 0)):
+            raise Refused(f"--critic {self}: coef > 0, and clip > 0 or None")
 
 
 CRITICS = (NoCritic, OwnCritic, SharedCritic)

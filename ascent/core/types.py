@@ -344,6 +344,8 @@ class Outputs:
     """KL(π ‖ π_ref) over the whole vocabulary at each state, where the loss asks for it."""
     rating: Float[Tensor, "prompt sample #token"] | None = None
     """What a reward model gives each response, or a process reward each token; its log-probs are 0."""
+    value: Float[Tensor, "prompt sample state"] | None = None
+    """V at each state before an action, of a critic that is trained in the policy's own update."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class InProcessLearner(Learner, Protocol):
     critic_update: Adam | None = None
     _params: dict[str, Tensor]
     _trainable: list[Tensor]
+    _value_head: tuple[Tensor, ...] = ()
+    """Of a critic on the policy's backbone: it is stepped with the policy."""
     _uphill: Tensor
     """−1: objectives are maximised."""
     _logp: list[Tensor]
@@ -73,11 +75,15 @@ class InProcessLearner(Learner, Protocol):
         self.rate, self.fills = rate, frozenset()
 
     def train_critic(self, critic: Any, update: Adam | None) -> None:
-        """Take this critic along; None: there is none."""
+        """Take this critic along; None: there is none. Without an `update` it is stepped with the policy."""
         self.critic, self.critic_update = critic, update
-        if critic is not None and update is not None:
+        if critic is None:
+            return
+        self.fills = self.fills | {"value"}
+        if update is None:
+            self._value_head = tuple(critic.trained())
+        else:
             self.critic_optimizer = update.optimizer(critic.trained())
-            self.fills = self.fills | {"value"}
 
     def mine(self, batch: Batch) -> Iterable[Batch]:
         """The micro-batches of this rank's share."""
@@ -103,7 +109,7 @@ class InProcessLearner(Learner, Protocol):
         return self._params
 
     def trainable(self) -> list[Tensor]:
-        return self._trainable
+        return [*self._trainable, *self._value_head]
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -207,7 +213,11 @@ class InProcessLearner(Learner, Protocol):
         _restore_optimizer(self.optimizer, state["optimizer"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
-            _restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+            kept, optimizer, first = state["critic_optimizer"], self.critic_optimizer, 0
+            if optimizer is None:  # an earlier version had an Adam for a shared critic: of it, the head's part goes on
+                kept = {name: v for name, v in kept.items() if int(name.split(".")[0]) < len(self._value_head)}
+                optimizer, first = self.optimizer, len(self._trainable)
+            _restore_optimizer(optimizer, kept, first)
 
 
 def joined(parts: list[Tensor], batch: Batch) -> Tensor:
@@ -233,10 +243,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Tenso
     return {f"{i}.{key}": v for i, p in parameters for key, v in optimizer.state.get(p, {}).items()}
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
-    """Give an optimizer back what it kept."""
+def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor], first: int = 0) -> None:
+    """Give an optimizer back what it kept; its parameters are counted from `first`."""
     for name, value in kept.items():
         assert optimizer is not None
         index, key = name.split(".", 1)
-        parameter = optimizer.param_groups[0]["params"][int(index)]
+        parameter = optimizer.param_groups[0]["params"][first + int(index)]
         optimizer.state[parameter][key] = value.to(parameter.device, copy=True)

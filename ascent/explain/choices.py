@@ -454,7 +454,8 @@ ABOUTS: dict[type, About] = {
         verl="a separate critic: ½·max of both squares, cliprange_value 0.5, learning rate 1e-5.",
     ),
     critics.SharedCritic: About(
-        words="The critic, on the policy's backbone, is fitted to the returns by least squares",
+        words="The critic, on the policy's backbone, is fitted to the returns by least squares, "
+        "with {coef:g} times its loss taken off the objective",
         trl="none: TRL 1.16 has no critic.",
         verl="none: the critic is a separate worker.",
     ),

@@ -59,9 +59,8 @@ class ValueFunction(nn.Module):
         return self._backbone[0]
 
     def trained(self) -> list[Tensor]:
-        """The parameters that its optimizer moves: the head and the backbone."""
-        every = {id(p): p for p in [*self.parameters(), *self.backbone.parameters()] if p.requires_grad}
-        return list(every.values())
+        """What is trained with it: the head, and a backbone of its own."""
+        return [p for p in self.parameters() if p.requires_grad]
 
     def values(
         self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]

@@ -29,7 +29,7 @@ BOARD = {
     "turns": {"turns": ".2f", "turns/cut": ".2f", "time/environment": ".2f"},
     "tools": {f"tools/{name}": ".2f" for name in ("calls", "unparsed", "failed", "repeated")},
     "policy": {"entropy": ".3f", "kl": ".4f", "clip_ratio/low_mean": ".2%", "clip_ratio/high_mean": ".2%"},
-    "critic": {"value/explained_variance": ".0%", "value/logp_shift": ".1e"},
+    "critic": {"value/explained_variance": ".0%"},
     "update": {"grad_norm": ".3g", MISMATCH: ".1e"},
     "seconds": {f"time/{phase}": ".2f" for phase in PHASES} | {"time/tokens_per_second": ".0f"},
     "loss": {"loss": ".4f"},

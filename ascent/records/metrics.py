@@ -121,10 +121,6 @@ CHARTS = (
         *("critic", "Critic", "share of the returns' variance", ANY),
         ("value/explained_variance", "explained", "critic"),
     ),
-    _chart(
-        *("shift", "Policy moved by its shared critic", f"mean |Δ log π| per token, {UPDATES}", NOT_NEGATIVE),
-        ("value/logp_shift", "shift", "moves the policy"),
-    ),
     _chart("mismatch", "Sampler mismatch", "mean |logp − logp_sampler|", NOT_NEGATIVE, (MISMATCH, "mismatch")),
     _chart("age", "Age of the tokens", "mean, in updates", NOT_NEGATIVE, (LAG, "age")),
     _chart(

@@ -19,14 +19,7 @@ from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, Of
 from ascent.engines.language import trials
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
-from ascent.engines.language.learning.plan import (
-    SHARE,
-    STATE_BYTES,
-    bytes_per_token,
-    critic_bytes,
-    update_operations,
-    wider,
-)
+from ascent.engines.language.learning.plan import SHARE, STATE_BYTES, bytes_per_token, critic_bytes, update_operations
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
@@ -426,7 +419,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
         "reference": count * size // spread if config.algorithm.reference.kept else 0,
         "critic": critic_bytes(learner.critic),
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
-        "activations": micro * wider(lm, learner.critic) * bytes_per_token(lm, config.policy.checkpointing),
+        "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
         "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
     }
 

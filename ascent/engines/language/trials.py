@@ -96,9 +96,9 @@ def update_seconds(config: Config, learner: LanguageLearner, rate: float, prompt
     """For all epochs over responses of this length, and what is scored before them: a forward pass is a third."""
     groups = [[length] * config.samples] * config.prompts
     once = update_operations(learner.lm, [prompt] * config.prompts, groups)[0] / rate
-    critic = int(config.algorithm.critic.on)
-    scored = critic + config.algorithm.reference.kept + (config.old_logp == "learner")
-    return once * (config.epochs * (1 + critic) + scored / 3)
+    critic = config.algorithm.critic
+    scored = critic.on + config.algorithm.reference.kept + (config.old_logp == "learner")
+    return once * (config.epochs * (1 + (critic.on and not critic.shared)) + scored / 3)
 
 
 def duration(seconds: float) -> str:

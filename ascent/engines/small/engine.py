@@ -162,8 +162,8 @@ class SmallLearner(InProcessLearner):
         self._params = dict(policy.named_parameters())
         self._trainable = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)
-        self.optimizer = update.optimizer(self._trainable)
         self.train_critic(critic, critic_update)
+        self.optimizer = update.optimizer(self.trainable())
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         """What goes through at once: at most `micro_batch` tokens, whole responses and whole pairs."""
@@ -183,7 +183,8 @@ class SmallLearner(InProcessLearner):
         if "kl_full" in self.outputs:
             assert self.reference is not None
             kl = full_kl(logp_all, log_probs(self.reference, batch)).expand(batch.mask.shape)
-        return Outputs(chosen(logp_all, batch), entropy.expand(batch.mask.shape), kl)
+        value = self.values(batch) if "value" in self.outputs else None
+        return Outputs(chosen(logp_all, batch), entropy.expand(batch.mask.shape), kl, value=value)
 
     def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         scores = {}

@@ -30,9 +30,6 @@ TEXT_PRESET: dict[str, Any] = {
     "own-critic.lr": 1e-5,
     "own-critic.max_norm": 1.0,
     "own-critic.warmup": 0.05,
-    "shared-critic.lr": 1e-6,  # below the policy's own rate, because its steps move the policy too
-    "shared-critic.max_norm": 1.0,
-    "shared-critic.warmup": 0.05,
     "steps": 100,
     "prompts": 8,
     "samples": 8,

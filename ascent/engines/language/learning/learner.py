@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,41 +35,47 @@ from ascent.policies.causal_lm import LanguageModel
 
 
 class LanguageCritic(nn.Module):
-    """V(prompt, tokens so far) = head · hidden, 0 everywhere at first.
+    """V(prompt, tokens so far) = head · hidden, 0 everywhere at first. The head is in float32 or better.
 
-    A backbone of its own is a copy of the policy's first one, in float32, and trains what that one trains
-    (every parameter, adapters, or the last layers). On the policy's backbone only the head is new.
+    A backbone of its own is a copy of the policy's first one, in its precision, and trains what that one trains
+    (every parameter, adapters, or the last layers), through float32 copies where the policy does so. On the policy's
+    backbone only the head is new.
     """
 
     def __init__(self, lm: LanguageModel, shared: bool):
         super().__init__()
         weight = lm.model.get_output_embeddings().weight
-        if shared and weight.dtype not in (torch.float32, torch.float64):
-            raise Refused(
-                "--critic shared-critic with parameters in bfloat16: its steps would be lost in them. Set "
-                "--policy.dtype float32, or --critic own-critic"
-            )
-        exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        exact = torch.promote_types(weight.dtype, torch.float32)
         self._lm = [lm]  # in a list, so that a checkpoint of the critic does not hold the policy
-        self.own = None if shared else copy.deepcopy(lm.backbone).to(exact)
+        self.own = None if shared else copy.deepcopy(lm.backbone)
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=exact)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        every = () if self.own is None else self.own.named_parameters()
+        body: dict[str, Tensor] = {name: p for name, p in every if p.requires_grad}
+        self.working = list(body.values())
+        self.stepped = begin_with(stored_of(lm, body), body) if any(map(is_half, self.working)) else self.working
+        """The backbone's trained parameters, or their copies in float32."""
 
     @property
     def backbone(self) -> nn.Module:
         return self._lm[0].backbone if self.own is None else self.own
 
     def trained(self) -> list[Tensor]:
-        """What its optimizer moves."""
-        return [*self.head.parameters(), *(p for p in self.backbone.parameters() if p.requires_grad)]
+        """What an optimizer moves."""
+        return [*self.head.parameters(), *self.stepped]
+
+    def _by_name(self) -> dict[str, Tensor]:
+        names = [name for name, p in self.named_parameters() if p.requires_grad and not name.startswith("head.")]
+        return dict(self.head.named_parameters(prefix="head")) | dict(zip(names, self.stepped, strict=True))
 
     def state_dict(self, *args: object, **more: object) -> dict[str, Tensor]:  # type: ignore[override]
         """Its own trained parameters alone: the rest is the model's, and loaded with it."""
-        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+        return {name: p.detach() for name, p in self._by_name().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
-        load_params(dict(self.named_parameters()), state, partly=True)
+        load_params(self._by_name(), state, partly=True)
+        copy_rounded(self.working, self.stepped)
 
     def attention(self) -> AbstractContextManager[None]:
         """Inside, its layers call our attention function."""
@@ -79,8 +86,10 @@ class LanguageCritic(nn.Module):
         """V at the states before every action and behind the last token of each response; 0 at the others."""
         states = before_actions(batch) | last_states(batch)
         hidden = hidden_states(self._lm[0], batch, states, self.backbone)
-        values = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
-        return spread(values, send(states, batch.mask.device))
+        return spread(self.read(hidden), send(states, batch.mask.device))
+
+    def read(self, hidden: Float[Tensor, "state width"]) -> Float[Tensor, "state"]:
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
 
 class LanguageLearner(InProcessLearner):
@@ -106,17 +115,17 @@ class LanguageLearner(InProcessLearner):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
         self._params, self._forward = lm.trained(), Forward(lm)
         self._working = list(self._params.values())
-        narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self._working)
-        self._trainable = begin_with(lm, self._params) if narrow else self._working
-        self.optimizer = update.optimizer(self._trainable)
+        stored, lm.exact = lm.exact, {}
+        self._trainable = begin_with(stored, self._params) if any(map(is_half, self._working)) else self._working
+        self.train_critic(critic, critic_update)
+        self.optimizer = update.optimizer(self.trainable())
         self.kept = [p.detach().clone() for p in self._working] if reference else None
         self.moved = False
         self._average: list[Tensor] | None = None
         """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
         exact = self._working[0].dtype == torch.float64
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
-        self.train_critic(critic, critic_update)
-        if update.whole and any(p.dtype in (torch.bfloat16, torch.float16) for p in lm.model.parameters()):
+        if update.whole and any(map(is_half, lm.model.parameters())):
             raise Refused(  # adapters are in float32 and do not help: log-probs are those of the whole model
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
@@ -125,6 +134,8 @@ class LanguageLearner(InProcessLearner):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
         if lm.device.type == "cuda":
             fuse(lm.model)
+            if critic is not None and critic.own is not None:
+                fuse(critic.own)
         self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic)
 
     # ---- forward passes -------------------------------------------------------------------------
@@ -153,9 +164,11 @@ class LanguageLearner(InProcessLearner):
             with torch.no_grad():
                 reference = self._reference(batch)
         stats = self._stats(batch, reference=reference, entropy_gradient="entropy" in self.outputs)
-        logp, entropy, kl = self._forward(batch, stats)
+        read = partial(_with_values, self.critic, stats) if "value" in self.outputs else stats
+        logp, entropy, kl, *values = self._forward(batch, read)
         kl = None if kl is None else spread(kl, batch.mask)
-        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask), kl)
+        value = F.pad(spread(values[0], batch.mask), (0, 1)) if values else None
+        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask), kl, value=value)
 
     def _stats(self, batch: Batch, **more: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
         """How log-probs, entropies and the KL to another policy are read off a head and hidden states."""
@@ -196,11 +209,9 @@ class LanguageLearner(InProcessLearner):
         self._narrow()
         return stepped if self.lm.device.type == "cpu" else fetched(stepped, self.lm.device)
 
-    @torch.no_grad()
     def _narrow(self) -> None:
         """The working parameters follow their float32 copies."""
-        if self._trainable is not self._working:
-            torch._foreach_copy_(self._working, self._trainable)
+        copy_rounded(self._working, self._trainable)
 
     def total(self, mini: Batch, objective: Objective) -> Tensor:
         with self._attention():
@@ -224,8 +235,12 @@ class LanguageLearner(InProcessLearner):
         return torch.log_softmax(logits / micro.temperature, -1), micro.counted[micro.mask].unsqueeze(-1)
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        with self.critic.attention(), checkpointed(self.critic.backbone, self.checkpointing):
-            return super().fit(mini, loss).cpu()
+        critic = self.critic
+        again = checkpointed(critic.backbone, self.checkpointing)
+        with critic.attention(), again, gradients_into(critic.stepped, critic.working):
+            total = super().fit(mini, loss)
+        copy_rounded(critic.working, critic.stepped)
+        return total.cpu()
 
     def _attention(self) -> AbstractContextManager[None]:
         return ours(self.lm.model, self.lm.shares)
@@ -276,6 +291,11 @@ def fetched(stepped: Stepped, device: torch.device) -> Stepped:
     return Stepped(metrics, sums, logp, *entropy)
 
 
+def _with_values(critic: LanguageCritic, stats: Callable[..., Any], head: Head, hidden: Tensor) -> tuple[Any, ...]:
+    """What is read off the hidden states for the policy, and their values."""
+    return *stats(head, hidden), critic.read(hidden)
+
+
 def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
     return head, hidden
 
@@ -295,18 +315,35 @@ def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool =
         own[name].copy_(value)
 
 
-def begin_with(lm: LanguageModel, params: dict[str, Tensor]) -> list[Tensor]:
+def is_half(p: Tensor) -> bool:
+    return p.dtype in (torch.bfloat16, torch.float16)
+
+
+def begin_with(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list[Tensor]:
     """The float32 copies of half-precision parameters: as they were stored, where that was finer, or as they are.
 
     A copy that begins at its rounded value has to move by half of the rounding before the model moves at all.
     """
-    stored, lm.exact = lm.exact, {}
     wide = []
     for name, p in params.items():
         exact = stored.get(name)
         same = exact is not None and torch.equal(exact.to(p.dtype), p)  # not if it was started from another run
         wide.append(exact.float() if exact is not None and same else p.detach().float().clone())
     return wide
+
+
+def stored_of(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For a copy of the backbone, its parameters as they were stored, where the model has rounded them."""
+    names = {id(p): name for name, p in lm.model.named_parameters()}
+    pairs = ((own, lm.exact.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body)
+    return {own: exact.clone() for own, exact in pairs if exact is not None}
+
+
+@torch.no_grad()
+def copy_rounded(working: list[Tensor], stepped: list[Tensor]) -> None:
+    """Parameters become what their float32 copies were stepped to, where they have such copies."""
+    if working is not stepped:
+        torch._foreach_copy_(working, stepped)
 
 
 @contextmanager

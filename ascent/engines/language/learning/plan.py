@@ -63,7 +63,7 @@ def plan_of(lm: LanguageModel, checkpointing: bool, reference: bool = False, cri
     state += sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
     state += critic_bytes(critic) + head_bytes(lm)
     free = SHARE * max(0, torch.cuda.get_device_properties(lm.device).total_memory - state)
-    every, again = (wider(lm, critic) * bytes_per_token(lm, flag) for flag in (False, True))
+    every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
     flash = fits_flash(lm.model.get_output_embeddings().weight.new_empty(0, channel_of(lm)))
     repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
@@ -155,16 +155,12 @@ def head_bytes(lm: LanguageModel) -> int:
 
 
 def critic_bytes(critic: Any) -> int:
-    """A critic's parameters and gradients beside the policy's, and two moments of all that its Adam moves."""
+    """A critic's parameters beside the policy's, and the float32 copy, gradient and two moments of what is trained."""
     if critic is None:
         return 0
-    own = sum((1 + p.requires_grad) * p.numel() * p.element_size() for p in critic.parameters())
-    return own + sum(2 * p.numel() * p.element_size() for p in critic.trained())
-
-
-def wider(lm: LanguageModel, critic: Any) -> int:
-    """How many times as much a token takes in a critic, which is in float32, as in the policy; 1 without one."""
-    return 1 if critic is None else max(1, 4 // lm.model.dtype.itemsize)
+    copies = [] if critic.stepped is critic.working else critic.stepped
+    held = [*critic.parameters(), *copies, *(3 * critic.trained())]
+    return sum(p.numel() * p.element_size() for p in held)
 
 
 # ---- what an update computes -------------------------------------------------------------------------
