@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ascent
 from ascent.core.types import Refused
 from ascent.sandbox.box import BoxLimits
 from ascent.sandbox.judge import BrokenTests, CodeProblem, ProgramJudge, Verdict, _Relay
@@ -329,6 +330,22 @@ def test_the_pre_flight_tries_solutions_and_wrong_programs(file: Path) -> None:
     task.verify()
     found = self_test(task)
     assert found.ok and found.gold_passed == found.gold == 1 and found.corrupted >= 3
+
+
+@pytest.mark.smoke
+def test_a_run_of_programs_resumes_to_the_same_bits(file: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """Its sandboxes are others, and so are their processes."""
+    given = {"steps": 4, "prompts": 2, "samples": 3, "max_tokens": 8, "checkpoint_every": 2, "keep": 9, "threads": 1}
+    given |= {"model": str(tiny_folder), "eval_prompts": 1, "eval_every": 4, "record_rollouts": "all"}
+    run = ascent.train(f"code:{file}", out=tmp_path / "run", show=False, **given)
+    lines, kept = numbers(run), (run.checkpoints[-1] / "params.safetensors").read_bytes()
+    assert all("tests pass" in row["reason"] for row in run.rollouts(3))
+    again = ascent.resume(run, from_step=2)
+    assert numbers(again) == lines and (again.checkpoints[-1] / "params.safetensors").read_bytes() == kept
+
+
+def numbers(run: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.metrics]
 
 
 def test_humaneval_is_a_task_with_held_out_problems() -> None:

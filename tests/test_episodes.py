@@ -510,7 +510,11 @@ def test_a_warm_process_that_keeps_dying_is_an_error_for_all_that_wait(odd: str,
                 assert answer.error is not None and re.search(words, answer.error), answer
 
 
-def test_sources_a_function_settings_and_an_object_of_ours(odd: str) -> None:
+def test_sources_a_function_settings_and_an_object_of_ours(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where it counts its episodes
+
     class Notebook(Environment):
         def begin(self, problem: Problem, rng: Any) -> str:
             return "sent"
