@@ -59,6 +59,7 @@ SMALL = (
     "lab_large",
     "attacks",
     "first_minutes",
+    "plan",
 )
 ON_GPU = (
     "rollouts_gpu",
@@ -68,6 +69,7 @@ ON_GPU = (
     "memory_gpu",
     "update_gpu",
     "critic_gpu",
+    "plan_gpu",
     "scaling_gpu",
     "mismatch",
     "learn",
@@ -363,6 +365,12 @@ def test_a_peer_takes_turns_and_its_end_is_told(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(RuntimeError, match=r"(?s)status 1.*no more"):
         peer()
     peer.close()
+
+
+@pytest.mark.smoke
+def test_plans_are_near_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("plan", capsys)
+    assert closing["ok"] and closing["held_out"] >= 20 and closing["value"] <= 0.25 and closing["memory"] <= 0.25
 
 
 @pytest.mark.smoke

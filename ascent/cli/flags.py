@@ -249,11 +249,14 @@ class TrainOptions:
     """A run's config.json to start from, or a TOML file of your own: task = "sort", steps = 100, [loss] high = 0.28."""
 
 
-def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> tuple[Config, TrainOptions]:
+def parse_train(
+    args: list[str], prog: str, shared: Settings | None = None, verify: bool = True
+) -> tuple[Config, TrainOptions]:
     """TASK and flags into a config. TASK may be left out where --config brings one.
 
     There are two passes: first the choices are read, then the fields that the chosen dataclasses have.
-    `shared`: settings of all rows of a comparison, except of those that need another value.
+    `shared`: settings of all rows of a comparison, except of those that need another value. Without `verify` nothing
+    that the task or its rewards name is read.
     """
     task, args = leading(args)
     call, args = take(args, settings_of(TrainOptions).values())
@@ -283,7 +286,8 @@ def parse_train(args: list[str], prog: str, shared: Settings | None = None) -> t
     common = {name: value for name, value in (shared or {}).items() if name not in resolved.needs}
     config = configure(task, *layers, common, names, values)
     backend = backend_of(config)
-    check_rewards(backend, config.task)
+    if verify:
+        check_rewards(backend, config.task)
     backend.check(config)
     return config, options
 

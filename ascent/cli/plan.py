@@ -1,0 +1,84 @@
+"""`ascent plan`: what a run would take on cards that are not there yet."""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Self
+
+from ascent.cli.flags import Command, asks_for_help, parse_train
+from ascent.core.config import Config
+from ascent.core.menu import name_of
+from ascent.core.types import Refused, check_counts
+from ascent.engines.backends import backend_of
+
+MOST = 100_000
+"""Cards of a plan."""
+
+
+@dataclass
+class PlanCommand(Command):
+    """Predict memory, seconds and the best way to share the work on GPUs that are not there yet.
+
+    All flags of `ascent train` count: --prompts, --samples, --max-tokens, --algorithm, … Of the model only its
+    config.json is read: --model is its folder, or that file alone. docs/scale.md says what is measured and what is
+    assumed.
+    """
+
+    words = "TASK"
+    takes_more = True
+    gpus: int = 1
+    """GPUs of a node."""
+    gpu: str = "h200"
+    """Kind of GPU: h200 (measured), h100, b200, a100, mi300x, l40s, rtx4090 (assumed, from published figures)."""
+    nodes: int = 1
+    """Nodes."""
+    network: Annotated[str, "RATE"] = "40GB/s"
+    """What a node sends to others: 40GB/s, or 400Gb/s."""
+    prompt_tokens: int = 128
+    """Tokens of a prompt."""
+    answer_tokens: int | None = None
+    """Tokens of a response on average. Default: half of --max-tokens."""
+    answer_spread: float = 0.5
+    """How much their lengths differ: σ of their logarithm; 0: all are equal, 1: reasoning with a long tail."""
+    json: bool = False
+    """Print one JSON object."""
+    config: Config = field(init=False)
+
+    @classmethod
+    def read(cls, args: list[str]) -> Self:
+        command = super().read(args)
+        if asks_for_help(command.rest):
+            raise SystemExit(0)
+        command.config, _ = parse_train(command.rest, cls.prog(), verify=False)
+        return command
+
+    def execute(self) -> None:
+        from ascent.workflows.planning.cards import Cluster, bytes_per_second, card_of
+        from ascent.workflows.planning.plan import Answers, forecast
+        from ascent.workflows.planning.shapes import read_shape
+        from ascent.workflows.planning.words import plan_text
+
+        config = self.config
+        if not backend_of(config).words or config.data != "samples":
+            raise Refused(
+                f"ascent plan {name_of(config.task)}: plans are for language models that sample, as in ascent plan "
+                "gsm8k --model FOLDER"
+            )
+        if config.policy.dtype == "float32":
+            raise Refused("--policy.dtype float32: plans are for bfloat16 on a GPU. Leave it out")
+        config = replace(config, policy=replace(config.policy, dtype="bfloat16"))
+        check_counts(1, gpus=self.gpus, nodes=self.nodes, prompt_tokens=self.prompt_tokens)
+        if self.gpus * self.nodes > MOST:
+            raise Refused(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MOST:,} cards")
+        limit = config.task.room
+        mean = max(1, limit // 2) if self.answer_tokens is None else self.answer_tokens
+        if not 1 <= mean <= limit:
+            raise Refused(f"--answer-tokens {mean}: from 1 to the limit of a response, {limit} (--max-tokens)")
+        if not 0 <= self.answer_spread <= 3:
+            raise Refused(f"--answer-spread {self.answer_spread:g}: from 0 (all equal) to 3")
+        cluster = Cluster(card_of(self.gpu), self.gpus, self.nodes, bytes_per_second(self.network))
+        answers = Answers(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
+        plan = forecast(config, read_shape(config.policy.model), cluster, answers)
+        print(json.dumps(plan.to_dict()) if self.json else plan_text(plan))
+
+
+COMMANDS = {"train": (PlanCommand,)}
