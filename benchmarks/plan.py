@@ -34,8 +34,8 @@ from scipy.optimize import least_squares
 from ascent.settings import configure
 from ascent.workflows.planning.cards import CARDS, FIT, GIB, Cluster, Fit
 from ascent.workflows.planning.costs import OneCard, Tokens
-from ascent.workflows.planning.plan import REWARD, Answers, forecast
-from ascent.workflows.planning.schedule import Lanes, simulate
+from ascent.workflows.planning.plan import REWARD, Lengths, forecast
+from ascent.workflows.planning.schedule import Decoder, simulate
 from ascent.workflows.planning.shapes import ModelShape, shape_of
 from benchmarks.common import RESULTS, close, markdown, show, write_page
 from benchmarks.plan_gpu import PROMPT, SHAPES, Job, lengths_in, llama_shape
@@ -87,7 +87,7 @@ def room_of(name: str) -> float:
 
 
 def rollout_seconds(name: str, groups: list[list[int]], rows: int, fit: Fit) -> float:
-    lanes = Lanes(one_card(name, fit), rows, PROMPT)
+    lanes = Decoder(one_card(name, fit), rows, PROMPT)
     lanes.add(0, groups)
     lanes.run(0, float("inf"))
     return lanes.clock
@@ -177,7 +177,7 @@ def ahead_seconds(ahead: int, steps: int, fit: Fit) -> float:
     def draw(_: int, step: int) -> list[list[int]]:
         return table[32 * step : 32 * step + 32]
 
-    return simulate([Lanes(one_card("135m", fit), 1024, PROMPT)], draw, ahead, 0.0, 0.0, True, (0, steps)).sample
+    return simulate([Decoder(one_card("135m", fit), 1024, PROMPT)], draw, ahead, 0.0, 0.0, True, (0, steps)).sample
 
 
 def fit_constants(points: list[Point]) -> Fit:
@@ -225,7 +225,7 @@ def planned(name: str, cards: int, mean: int, prompts: int) -> list[str]:
     settings = {"model": name, "prompts": prompts, "samples": 8, "max_tokens": 4 * mean, "policy.dtype": "bfloat16"}
     config = configure("gsm8k", settings)
     cluster = Cluster(CARDS["h200"], cards // nodes, nodes, 40e9)
-    plan = forecast(config, shape_named(name), cluster, Answers(128, mean, 1.0, 4 * mean))
+    plan = forecast(config, shape_named(name), cluster, Lengths(128, mean, 1.0, 4 * mean))
     way, memory = plan.asked, sum(plan.memory.values()) / GIB
     if not plan.fits:
         return [f"does not fit: {memory:.0f} GiB", *[""] * 7]

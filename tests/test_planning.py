@@ -15,8 +15,8 @@ from ascent.core.types import Refused
 from ascent.settings import configure
 from ascent.workflows.planning.cards import CARDS, GIB, Card, Cluster, Fit, bytes_per_second, card_of
 from ascent.workflows.planning.costs import OneCard, Tokens
-from ascent.workflows.planning.plan import Answers, Planner, forecast
-from ascent.workflows.planning.schedule import Lanes, simulate
+from ascent.workflows.planning.plan import Lengths, Planner, forecast
+from ascent.workflows.planning.schedule import Decoder, simulate
 from ascent.workflows.planning.shapes import ModelShape, read_shape
 
 QWEN_7B = ModelShape(
@@ -54,7 +54,7 @@ def test_an_update_and_a_score_by_hand() -> None:
 
 
 def test_rows_that_end_make_the_steps_after_them_cheaper() -> None:
-    lanes = Lanes(ONE, 8, prompt=10)
+    lanes = Decoder(ONE, 8, prompt=10)
     lanes.add(0, [[2, 4]])
     encoded = lanes.clock
     lanes.run(0, float("inf"))
@@ -65,7 +65,7 @@ def test_rows_that_end_make_the_steps_after_them_cheaper() -> None:
 
 
 def test_with_one_lane_responses_follow_each_other() -> None:
-    one, two = Lanes(ONE, 1, prompt=0), Lanes(ONE, 2, prompt=0)
+    one, two = Decoder(ONE, 1, prompt=0), Decoder(ONE, 2, prompt=0)
     for lanes in (one, two):
         lanes.add(0, [[5, 5]])
         lanes.run(0, float("inf"))
@@ -80,9 +80,9 @@ def lengths(card: int, step: int) -> list[list[int]]:
 
 
 def test_without_looking_ahead_a_step_is_its_slowest_card_and_its_learning() -> None:
-    cards = [Lanes(ONE, 8, 0) for _ in range(2)]
+    cards = [Decoder(ONE, 8, 0) for _ in range(2)]
     found = simulate(cards, lambda card, _: [[20 + 10 * card]], 0, learn=7.0, sync=2.0, together=True)
-    alone = Lanes(ONE, 8, 0)
+    alone = Decoder(ONE, 8, 0)
     alone.add(0, [[30]])
     alone.run(0, float("inf"))
     assert found.sample == pytest.approx(alone.clock) and found.step == pytest.approx(alone.clock + 9)
@@ -91,14 +91,14 @@ def test_without_looking_ahead_a_step_is_its_slowest_card_and_its_learning() -> 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_looking_ahead_is_never_slower_and_fills_the_tail(together: bool) -> None:
-    steps = [simulate([Lanes(ONE, 8, 0), Lanes(ONE, 8, 0)], lengths, k, 5.0, 0.0, together).step for k in (0, 1, 4)]
+    steps = [simulate([Decoder(ONE, 8, 0), Decoder(ONE, 8, 0)], lengths, k, 5.0, 0.0, together).step for k in (0, 1, 4)]
     assert steps[0] > 1.2 * steps[1] > 1.2 * 0.99 * steps[2]
 
 
 def test_cards_that_only_sample_work_while_others_learn() -> None:
-    found = simulate([Lanes(ONE, 8, 0)], lambda *_: [[20]], 1, learn=50.0, sync=0.0, together=False)
+    found = simulate([Decoder(ONE, 8, 0)], lambda *_: [[20]], 1, learn=50.0, sync=0.0, together=False)
     assert found.step == pytest.approx(50, rel=0.01), "sampling takes 20 s and is hidden"
-    found = simulate([Lanes(ONE, 8, 0)], lambda *_: [[20]], 1, learn=1.0, sync=0.0, together=False)
+    found = simulate([Decoder(ONE, 8, 0)], lambda *_: [[20]], 1, learn=1.0, sync=0.0, together=False)
     assert 10 < found.step < 14, "two tickets are decoded together: 20 s for both, and what is encoded"
 
 
@@ -111,7 +111,7 @@ def config(**settings: Any) -> Any:
 
 def planned(gpus: int, shape: ModelShape = QWEN_7B, **settings: Any) -> Any:
     cluster = Cluster(CARDS["h200"], min(gpus, 8), max(1, gpus // 8), 40e9)
-    return forecast(config(**settings), shape, cluster, Answers(100, 100.0, 0.5, 200))
+    return forecast(config(**settings), shape, cluster, Lengths(100, 100.0, 0.5, 200))
 
 
 def test_seven_billion_parameters_do_not_fit_on_one_card_and_do_in_shards_on_two() -> None:
@@ -151,7 +151,7 @@ def test_thousands_of_cards_and_fewer_prompts_than_cards_are_planned_and_said() 
 
 
 def test_shares_are_whole_prompts_and_no_card_has_less_than_its_largest() -> None:
-    planner = Planner(config(), SMALL, Cluster(CARDS["h200"], 8, 1, 1e9), Answers(10, 100.0, 1.0, 400))
+    planner = Planner(config(), SMALL, Cluster(CARDS["h200"], 8, 1, 1e9), Lengths(10, 100.0, 1.0, 400))
     sums = sorted(10 + sum(own) for own in planner.batch)
     assert planner.slowest(8).tokens == sums[-1] and planner.slowest(1).tokens == sum(sums)
     assert sum(sums) / 2 <= planner.slowest(2).tokens <= sum(sums) / 2 + sums[-1]

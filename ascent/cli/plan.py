@@ -18,9 +18,9 @@ MOST = 100_000
 class PlanCommand(Command):
     """Predict memory, seconds and the best way to share the work on GPUs that are not there yet.
 
-    All flags of `ascent train` count: --prompts, --samples, --max-tokens, --algorithm, … Of the model only its
-    config.json is read: --model is its folder, or that file alone. docs/scale.md says what is measured and what is
-    assumed.
+    All flags of `ascent train` count: --prompts, --samples, --max-tokens, …
+    Of the model only its config.json is read: --model is its folder, or that
+    file alone. docs/scale.md says what is measured and what is assumed.
     """
 
     words = "TASK"
@@ -53,7 +53,7 @@ class PlanCommand(Command):
 
     def execute(self) -> None:
         from ascent.workflows.planning.cards import Cluster, bytes_per_second, card_of
-        from ascent.workflows.planning.plan import Answers, forecast
+        from ascent.workflows.planning.plan import Lengths, forecast
         from ascent.workflows.planning.shapes import read_shape
         from ascent.workflows.planning.words import plan_text
 
@@ -76,7 +76,7 @@ class PlanCommand(Command):
         if not 0 <= self.answer_spread <= 3:
             raise Refused(f"--answer-spread {self.answer_spread:g}: from 0 (all equal) to 3")
         cluster = Cluster(card_of(self.gpu), self.gpus, self.nodes, bytes_per_second(self.network))
-        answers = Answers(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
+        answers = Lengths(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
         plan = forecast(config, read_shape(config.policy.model), cluster, answers)
         print(json.dumps(plan.to_dict()) if self.json else plan_text(plan))
 

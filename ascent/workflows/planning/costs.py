@@ -118,7 +118,7 @@ class Tokens:
         return cls(len(groups) * prompt + loss, loss, pairs)
 
 
-def scored(config: Config) -> int:
+def forward_passes(config: Config) -> int:
     """Forward passes over a batch before its updates: of the old policy, the reference, the critic.
 
     In bfloat16 old log-probs are taken to come from the learner, unless the config says otherwise.

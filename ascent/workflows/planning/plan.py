@@ -15,8 +15,8 @@ from ascent.engines.language.backend import never_in_shards
 from ascent.engines.language.learning.plan import SHARE, STATE_BYTES
 from ascent.engines.language.sampling.sampler import ROWS
 from ascent.workflows.planning.cards import Cluster
-from ascent.workflows.planning.costs import OneCard, Tokens, scored
-from ascent.workflows.planning.schedule import Lanes, simulate
+from ascent.workflows.planning.costs import OneCard, Tokens, forward_passes
+from ascent.workflows.planning.schedule import Decoder, simulate
 from ascent.workflows.planning.shapes import ModelShape
 
 HOST = 2.7e9
@@ -32,7 +32,7 @@ SIMULATED = 16
 
 
 @dataclass(frozen=True)
-class Answers:
+class Lengths:
     """What is assumed of prompts and responses, in tokens."""
 
     prompt: int
@@ -71,7 +71,7 @@ class Forecast:
 
     shape: ModelShape
     cluster: Cluster
-    answers: Answers
+    answers: Lengths
     config: Config
     shard: bool
     fits: bool
@@ -117,7 +117,7 @@ class Forecast:
 class Planner:
     """Predicts one run; its parts share what they know of it."""
 
-    def __init__(self, config: Config, shape: ModelShape, cluster: Cluster, answers: Answers):
+    def __init__(self, config: Config, shape: ModelShape, cluster: Cluster, answers: Lengths):
         self.config, self.shape, self.cluster, self.answers = config, shape, cluster, answers
         self.one = OneCard(shape, cluster.card)
         policy, critic = config.policy, config.algorithm.critic
@@ -194,7 +194,7 @@ class Planner:
         slowest = self.slowest(learners)
         micro = max(1, math.ceil(slowest.tokens / room))
         every = Tokens(*(getattr(slowest, name) * config.minibatches for name in ("tokens", "loss", "pairs")))
-        data = responses * self.longest * (TOKEN_BYTES + SCORED_BYTES * (1 + scored(config)))
+        data = responses * self.longest * (TOKEN_BYTES + SCORED_BYTES * (1 + forward_passes(config)))
         update = one.update(slowest, room, self.trained, config.policy.checkpointing)
         critic = update if config.algorithm.critic.on else 0.0
         moved = 2 * cluster.gathered(2 * shape.every, learners) + cluster.gathered(4 * self.trained, learners)
@@ -203,7 +203,7 @@ class Planner:
         return {
             "collect": responses * self.longest * TOKEN_BYTES / host if several else 0.0,
             "reward": responses * REWARD,
-            "score": scored(config) * one.score(every, room),
+            "score": forward_passes(config) * one.score(every, room),
             "hand out": config.epochs * data / host * math.log2(learners) if several else 0.0,
             "update": updates * (update + critic),
             "sum gradients": updates * wait,
@@ -221,7 +221,7 @@ class Planner:
         fitting = self.one.cached(state) / (mean + self.answers.prompt / config.samples)
         rows = max(1, int(min(config.policy.rows or ROWS["cuda"], fitting)))
         count = min(drawing, SIMULATED, config.prompts)
-        cards = [Lanes(self.one, rows, self.answers.prompt) for _ in range(count)]
+        cards = [Decoder(self.one, rows, self.answers.prompt) for _ in range(count)]
         base, more = divmod(config.prompts, drawing)
 
         def draw(card: int, step: int) -> list[list[int]]:
@@ -260,7 +260,7 @@ class Planner:
         return sum(self.state(learners).values()) < FULL * self.cluster.card.memory
 
 
-def forecast(config: Config, shape: ModelShape, cluster: Cluster, answers: Answers) -> Forecast:
+def forecast(config: Config, shape: ModelShape, cluster: Cluster, answers: Lengths) -> Forecast:
     """What the run will take. Nothing is loaded, and nothing of it runs."""
     if shape.positions is not None and answers.prompt + answers.limit > shape.positions:
         raise Refused(

@@ -18,7 +18,7 @@ Draw = Callable[[int, int], list[list[int]]]
 """The lengths of the responses that a card samples in a step, by prompt: called with the card and the step."""
 
 
-class Lanes:
+class Decoder:
     """One card that decodes: its clock, the responses that run, and those that wait for a lane."""
 
     def __init__(self, one: OneCard, rows: int, prompt: int):
@@ -84,7 +84,7 @@ class Timing:
 
 
 def simulate(
-    cards: list[Lanes],
+    cards: list[Decoder],
     draw: Draw,
     ahead: int,
     learn: float,

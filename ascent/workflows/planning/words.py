@@ -22,7 +22,7 @@ def plan_text(plan: Forecast) -> str:
         f"responses; prompts of {answers.prompt:,} tokens, answers of {answers.mean:,.0f} on average ({spread}at most "
         f"{answers.limit:,})",
         f"placement  {placement(plan)}",
-        f"memory     {memory(plan)}",
+        f"memory     {memory_line(plan)}",
     ]
     blocks = ["\n".join(wrapped(line, INDENT) for line in lines)]
     if plan.fits:
@@ -43,7 +43,7 @@ def placement(plan: Forecast) -> str:
     return "replicate: every card has every parameter"
 
 
-def memory(plan: Forecast) -> str:
+def memory_line(plan: Forecast) -> str:
     total, there = sum(plan.memory.values()) / GIB, plan.cluster.card.memory / GIB
     parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in plan.memory.items())
     words = f"{total:.1f} of {there:.1f} GiB per card: {parts}; micro-batches of up to {plan.micro_tokens:,} tokens"
@@ -87,12 +87,12 @@ def choices(plan: Forecast) -> str:
         for way in plan.ways
     ]
     best, today = plan.best, plan.best_today
-    words = f"best       {share(best)}, {best.tokens_per_second:,.0f} tokens per second"
+    words = f"best       {shared_how(best)}, {best.tokens_per_second:,.0f} tokens per second"
     if best is not today:
-        words += f" (today's best: {share(today)}, {today.tokens_per_second:,.0f})"
+        words += f" (today's best: {shared_how(today)}, {today.tokens_per_second:,.0f})"
     return "\n".join([*table(head, rows), wrapped(words, INDENT)])
 
 
-def share(way: Way) -> str:
+def shared_how(way: Way) -> str:
     who = "every card samples and trains" if not way.samplers else f"{way.samplers:,} cards only sample"
     return f"{who}, --ahead {way.ahead}"
