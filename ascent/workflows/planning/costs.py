@@ -81,7 +81,7 @@ class OneCard:
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
         if critic:
-            parts["critic"] = 16 * critic
+            parts["critic"] = STATE_BYTES * critic
         parts["head"] = 3 * CHUNK_BYTES["cuda"] + 6 * self.shape.head
         return parts
 
@@ -90,9 +90,9 @@ class OneCard:
         layer = self.shape.kept // self.shape.layers
         return 2 * layer + 2 * self.shape.width * self.shape.layers if checkpointing else self.shape.kept + layer
 
-    def micro(self, state: int, checkpointing: bool, wide: int = 1) -> float:
-        """Tokens of the largest micro-batch that the learner would take; `wide`: with a critic in float32, 2."""
-        return max(1.0, SHARE * max(0, self.card.memory - state) / (wide * self.per_token(checkpointing)))
+    def micro(self, state: int, checkpointing: bool) -> float:
+        """Tokens of the largest micro-batch that the learner would take."""
+        return max(1.0, SHARE * max(0, self.card.memory - state) / self.per_token(checkpointing))
 
     def cached(self, state: int) -> float:
         """Tokens of caches that the sampler would hold at most."""

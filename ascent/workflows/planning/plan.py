@@ -160,13 +160,13 @@ class Planner:
         """Bytes of a rank by what takes them, and the tokens of its micro-batches."""
         parts = self.state(learners)
         state, checkpointing = sum(parts.values()), self.config.policy.checkpointing
-        room = self.one.micro(state, checkpointing, 2 if self.critic else 1)
+        room = self.one.micro(state, checkpointing)
         room = min(room, self.config.micro_batch) if self.config.micro_batch else room
         slowest = self.slowest(learners)
         micro = slowest.tokens / max(1, math.ceil(slowest.tokens / room))
         rows = -(-self.config.prompts // learners) * self.config.samples
         live = min(rows, self.config.policy.rows or ROWS["cuda"]) * (self.longest + self.answers.prompt)
-        parts["activations"] = int(micro * self.one.per_token(checkpointing) * (2 if self.critic else 1))
+        parts["activations"] = int(micro * self.one.per_token(checkpointing))
         if samples:
             parts["caches"] = int(min(9 / 8 * live, self.one.cached(state)) * self.shape.cache)
         return parts, room
@@ -196,7 +196,7 @@ class Planner:
         every = Tokens(*(getattr(slowest, name) * config.minibatches for name in ("tokens", "loss", "pairs")))
         data = responses * self.longest * (TOKEN_BYTES + SCORED_BYTES * (1 + forward_passes(config)))
         update = one.update(slowest, room, self.trained, config.policy.checkpointing)
-        critic = update if config.algorithm.critic.on else 0.0
+        critic = update if config.algorithm.critic.on and not config.algorithm.critic.shared else 0.0
         moved = 2 * cluster.gathered(2 * shape.every, learners) + cluster.gathered(4 * self.trained, learners)
         wait = max(0.0, micro * moved - update) if self.shard else cluster.summed(4 * self.trained, learners)
         several, host = learners > 1, min(HOST, cluster.network if cluster.nodes > 1 else HOST)
