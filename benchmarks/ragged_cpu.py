@@ -1,13 +1,13 @@
 """Rollouts of ragged lengths on two cores: a cache in pages against rows that reserve their limit, at the same memory.
 
-    python -m benchmarks.ragged_cpu [--repeats 2] [--smoke]
+    python -m benchmarks.ragged_cpu [--repeats 1] [--samples 8] [--smoke]
 
 SmolLM2-135M in float32, 4 prompts × 8 samples, every response with a fixed length of its own, from 8 to 256 tokens.
 Both sides may hold as many tokens in their caches: what 8 rows of 256 tokens take, and their prompts. Rows that reserve
 their limit are then 8 at once, and a row that ends makes room for the next. With pages a row takes what it uses, so
 more of them run at once; where room runs out, the youngest is evicted and encoded again. Both are the same sampler,
-and draw the same tokens. They take turns, after a warm-up turn that does not count. `value` is the ratio of tokens per
-second (target 1.5). `--smoke` runs a tiny random model.
+and draw the same tokens. They take turns, after a short warm-up that does not count. `value` is the ratio of tokens per
+second (target 1.5). It says how far it is every few seconds. `--smoke` runs a tiny random model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import argparse
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +36,51 @@ from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, random_prompts, smollm2, sums
 
 SPEEDUP = 1.5
-PROMPTS, SAMPLES, LEAST, LIMIT, ROWS = 4, 8, 8, 256, 8
+PROMPTS, LEAST, LIMIT, ROWS = 4, 8, 256, 8
+WARM = 4
+"""Tokens of each response in the warm-up."""
+EVERY = 10.0
+"""Seconds between two words on how far it is."""
 
 
 @torch.no_grad()
 def draw(
-    lm: LanguageModel, prompts: list[list[int]], lengths: Tensor, rows: int, room: int
+    name: str, lm: LanguageModel, prompts: list[list[int]], lengths: Tensor, rows: int, room: int
 ) -> tuple[Drawn, Any, float]:
-    begin = time.perf_counter()
-    limit = int(lengths.max())
+    limit, total = int(lengths.max()), int(lengths.sum())
     seeds = torch.arange(len(lengths))
     drawn = Drawn(len(lengths), limit, lm.ends, Head.of(lm.model), seeds, 1.0, Support(), limits=lengths)
-    decoder = GroupDecoder(lm, prompts, SAMPLES, rows, drawn, room)
-    decoder()
-    return drawn, decoder.schedule, time.perf_counter() - begin
+    decoder = GroupDecoder(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
+    with telling(lambda: f"{name}: {int(drawn.length.sum())} of {total} tokens"):
+        begin = time.perf_counter()
+        decoder()
+        seconds = time.perf_counter() - begin
+    print(f"{name}: {total} tokens in {seconds:.1f} s", flush=True)
+    return drawn, decoder.schedule, seconds
+
+
+@contextmanager
+def telling(words: Callable[[], str]) -> Iterator[None]:
+    """Print these words every few seconds."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(EVERY):
+            print(words(), flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=8, help="per prompt; there are four prompts")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, only to see that it runs")
     options = parser.parse_args(argv)
     torch.set_num_threads(THREADS)
@@ -65,18 +94,19 @@ def main(argv: list[str] | None = None) -> int:
     prove(lm, max(map(len, prompts)) + limit)
     lm.ends = frozenset({-1})  # no response ends before its length
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(least, limit + 1, (PROMPTS * SAMPLES,), generator=generator)
+    lengths = torch.randint(least, limit + 1, (PROMPTS * options.samples,), generator=generator)
     lengths[0] = limit
-    slots = -(-ROWS // SAMPLES) + 1
+    slots = -(-ROWS // options.samples) + 1
     room = PAGE * (ROWS * -(-limit // PAGE) + slots * -(-max(map(len, prompts)) // PAGE))
     seconds: dict[str, list[float]] = {"reserved": [], "pages": []}
-    for turn in range(options.repeats + 1):
-        whole, _, first = draw(lm, prompts, lengths, ROWS, 0)
-        paged, schedule, second = draw(lm, prompts, lengths, len(lengths), room)
+    for rows in (ROWS, len(lengths)):
+        draw("warm-up", lm, prompts, lengths.clamp(max=WARM), rows, 0)
+    for _ in range(options.repeats):
+        whole, _, first = draw("reserved", lm, prompts, lengths, ROWS, 0)
+        paged, schedule, second = draw("pages", lm, prompts, lengths, len(lengths), room)
         same = float((whole.token == paged.token).float().mean())
-        if turn:
-            seconds["reserved"].append(first)
-            seconds["pages"].append(second)
+        seconds["reserved"].append(first)
+        seconds["pages"].append(second)
     rates = {name: int(lengths.sum()) / statistics.median(found) for name, found in seconds.items()}
     show(["cache", "tokens/s"], [[name, f"{rate:.0f}"] for name, rate in rates.items()])
     value = rates["pages"] / rates["reserved"]

@@ -574,7 +574,7 @@ def test_a_taskset_that_is_not_there_is_the_error_of_its_episodes(environment: P
         ("pyton:a.py:f", "an agent is python:FILE:NAME, command:WORDS.* Did you mean python"),
         ("python:a.py", "write python:FILE:NAME"),
         ("agent", "an agent is python:FILE:NAME"),
-        ("command:", "an agent is python:FILE:NAME"),
+        ("command:", "nothing follows command:. An agent is python:FILE:NAME"),
         ("openenv:localhost:8000", "write the address of its server"),
         ("python:FOLDER/nowhere.py:f", "there is no file"),
         ("python:FOLDER/own.py:agnet", "has no agnet.*agent"),

@@ -8,6 +8,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from enum import IntEnum
@@ -27,8 +28,9 @@ from ascent.sandbox.judge import BrokenTests, CodeProblem, ProgramJudge, Verdict
 from ascent.sandbox.values import NotData, decode, encode
 from ascent.settings import configure
 from ascent.tasks import sandboxed
+from ascent.tasks.text import grading
 from ascent.tasks.text.code import Code, in_form, parses, programs_of, read_humaneval
-from ascent.tasks.text.grading import Grading, self_test
+from ascent.tasks.text.grading import Grading, count_cores, self_test
 from benchmarks.sandbox import CHEATS
 from benchmarks.sandbox import TESTS as CHECK
 from tests.sandboxes import KINDS, need_walls
@@ -444,3 +446,17 @@ def test_a_reward_that_cannot_be_one_is_refused_before_the_run(tmp_path: Path) -
             task.verify()
     with pytest.raises(Refused, match="for responses in words"):
         configure("sort", {"reward": f"sandbox:{tmp_path}/rewards.py:wrong"}).task.verify()
+
+
+def test_programs_are_judged_on_every_core_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "f", "entry_point": "f", "tests": "assert f()"}))
+    task = Code(source=str(tmp_path / "rows.jsonl"))
+    for cores, workers in ((1, 1), (8, 8), (100, 16)):
+        monkeypatch.setattr(grading, "count_cores", lambda cores=cores: cores)
+        with closing(Grading(task)) as made:
+            assert made.workers == made.pool.count == workers
+    with closing(Grading(replace(task, reward_workers=3))) as made:
+        assert made.workers == 3
+    with pytest.raises(Refused, match="--reward-workers is -1"):
+        replace(task, reward_workers=-1)
+    assert count_cores() >= 1

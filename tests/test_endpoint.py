@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -19,12 +20,12 @@ import torch
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import serve_requests
 from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.engines.requests import Desk, Done
+from ascent.engines.requests import Desk, Done, Drew
 from ascent.environments.calls import FORMATS
 from ascent.environments.choose import ToolChat
 from ascent.environments.sessions import ChatWriter, Rewritten, Session, read_messages
 from ascent.policies import LanguageModel
-from ascent.web.endpoint import Endpoint, Rules
+from ascent.web.endpoint import Endpoint, Events, Post, Rules
 from ascent.web.wire import BODY
 from tests.chats import chat_tokenizer, stop_ids
 from tests.language import config_of, tiny_tokenizer
@@ -202,11 +203,14 @@ def test_tokens_go_in_and_come_out() -> None:
         async with client_of(made.app) as client:
             said = (await post(client, "/v1/completions", prompt=prompt, seed=5, logprobs=0, max_tokens=9)).json()
             settings = {"seed": 5, "max_tokens": 9, "temperature": 1.0}
-            ids = (await post(client, "/inference/v1/generate", token_ids=prompt, sampling_params=settings)).json()
+            path, plain = "/inference/v1/generate", {"token_ids": prompt, "sampling_params": settings}
+            bare = (await post(client, path, **plain)).json()["choices"][0]
+            settings["logprobs"] = 0
+            ids = (await post(client, path, **plain)).json()
             text = (await post(client, "/v1/completions", prompt="hello", seed=1, max_tokens=4)).json()
         choice = ids["choices"][0]
         named = [int(each["token"].removeprefix("token_id:")) for each in choice["logprobs"]["content"]]
-        assert named == choice["token_ids"]
+        assert named == choice["token_ids"] == bare["token_ids"] and bare["logprobs"] is None
         assert [each["logprob"] for each in choice["logprobs"]["content"]] == (
             said["choices"][0]["logprobs"]["token_logprobs"]
         )
@@ -548,3 +552,21 @@ def forced(made: Any, turn: list[int]) -> list[list[int]]:
 
     made.desk.submit = replaced
     return left
+
+
+def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
+    post = Post()
+
+    async def hear(count: int) -> list[Any]:
+        loop, events = asyncio.get_running_loop(), Events()
+        told = [Drew([number]) for number in range(count)]
+        with patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as woken:
+            for event in told:
+                post.send(loop, events, event)
+        assert woken.call_count == 1
+        assert [await events.get() for _ in told] == told
+        post.send(loop, events, told[0])  # it is not heard before the loop ends
+        return told
+
+    for count in (3, 2):  # a loop that has ended keeps nobody from the next one
+        assert len(asyncio.run(hear(count))) == count

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ascent.core.types import Prompts, Trouble
-from ascent.engines.language.sampling.cuda import graph_decoder
+from ascent.engines.language.sampling import cuda
+from ascent.engines.language.sampling.cuda import Run, graph_decoder
 from ascent.engines.language.sampling.draw import Support, response_seeds
-from ascent.engines.language.sampling.requests import serve_requests
+from ascent.engines.language.sampling.requests import SWITCH, serve_requests, taking_turns
 from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler, PlainDecoder
 from ascent.engines.requests import Desk, Done, Drew, Full, TurnRequest
 from tests.language import VOCAB, AtOnce, model_of, prompts_of, sampler_of
@@ -224,3 +228,49 @@ def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
 
 def test_the_decoder_of_groups_is_the_one_that_serves() -> None:
     assert ready("group").decoder is GroupDecoder
+
+
+# ---- taken together ----------------------------------------------------------------------------------------------
+
+
+def a_run(**more: Any) -> Run:
+    """A run of which nothing is there but what decides who enters."""
+    run = object.__new__(Run)
+    run.held_since, run.flight = math.inf, lambda: None
+    run.schedule, run.drawn = SimpleNamespace(ready=[], waiting=[3]), SimpleNamespace(open=True)  # type: ignore[assignment]
+    vars(run).update(more)
+    return run
+
+
+def test_requests_that_follow_each_other_wait_for_those_behind_them_while_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [10.0]
+    monkeypatch.setattr(cuda.time, "perf_counter", lambda: clock[0])
+    run = a_run()
+    assert run._holds(2) and run._holds(1) and not run._holds(0)  # none came any more
+    for clock[0] in (20.0, 20.0 + cuda.LATEST / 2):
+        assert run._holds(1)
+    clock[0] = 20.0 + cuda.LATEST
+    assert not run._holds(1) and run._holds(1)  # nobody waits longer; the next ones begin anew
+    assert not a_run(flight=None)._holds(1)  # nothing runs
+    assert not a_run(drawn=SimpleNamespace(open=False))._holds(1)
+    assert not a_run(schedule=SimpleNamespace(ready=[], waiting=[]))._holds(1)
+
+
+def test_rows_whose_turns_ended_together_go_on_when_all_of_them_are_back() -> None:
+    asked = {4: 9, 5: 9}
+    drawn = SimpleNamespace(open=False, turns=SimpleNamespace(asked=asked))
+    run = a_run(drawn=drawn, begun={1: 7, 2: 7, 4: 7, 5: 8}, schedule=SimpleNamespace(ready=[1, 2], waiting=[]))
+    assert not run._all_back
+    del asked[4]
+    assert run._all_back
+    run.schedule.ready.clear()
+    assert not run._all_back
+
+
+def test_threads_take_turns_while_requests_are_served() -> None:
+    before = sys.getswitchinterval()
+    with taking_turns():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH)
+    assert sys.getswitchinterval() == before

@@ -26,6 +26,7 @@ from ascent.tasks.files import absolute_path, load_python
 from ascent.tasks.objects import PREFIX, find_object
 
 KINDS = ("python", "command", "verifiers", "openenv")
+FORMS = "python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL"
 GIVEN = ("base_url", "key", "problem", "messages", "seed", "seconds")
 """What an agent's function may ask for by name; one with other names gets the first three by place."""
 FORM = "an agent is a function, f(base_url, key, problem), async or not"
@@ -38,9 +39,10 @@ def agent_source(text: str) -> str:
     kind, colon, where = text.partition(":")
     if text.startswith(PREFIX):
         return text
-    if kind not in KINDS or not colon or not where.strip():
-        forms = "python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL"
-        refuse(f"--agent {text}: an agent is {forms}.", kind, KINDS)
+    if kind in KINDS and not where.strip():
+        refuse(f"--agent {text}: nothing follows {kind}{colon}. An agent is {FORMS}")
+    if kind not in KINDS or not colon:
+        refuse(f"--agent {text}: an agent is {FORMS}.", kind, KINDS)
     if kind == "python":
         file, _, name = where.rpartition(":")
         if not file or not name:

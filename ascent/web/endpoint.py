@@ -16,9 +16,9 @@ import hmac
 import json
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,8 @@ CHARACTERS = 64
 SESSIONS = 4096
 """Sessions of a server that are remembered; the one that was silent longest is forgotten for a new one."""
 TRUSTED = "ascent.trusted"
+Events = asyncio.Queue[Drew | Done | None]
+"""What the sampler tells of a turn; None: the client has left."""
 
 
 class EndpointConnection(Connection):
@@ -116,7 +118,7 @@ class PendingTurn:
     read: list[int]
     """Tokens that come before it and are not recorded yet."""
     request: TurnRequest
-    events: "asyncio.Queue[Drew | Done]"
+    events: Events
     waited: float
     begun: str = "extended"
 
@@ -135,6 +137,7 @@ class Endpoint:
         self._named: OrderedDict[str, OpenSession] = OrderedDict()
         self.counts = {"requests": 0, "refused": 0, "rewritten": 0, "cancelled": 0}
         self._reading = 0
+        self._post = Post()
         self._routes: dict[tuple[str, str], Callable[[Asked, OpenSession | None], Awaitable[Response | None]]] = {
             ("GET", "/v1/models"): self._models,
             ("POST", "/v1/chat/completions"): self._chat,
@@ -295,16 +298,13 @@ class Endpoint:
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
         done = await self._draw(asked, turn)
         turn.live.session.say(None, (), AssistantTurn(""))
-        named: list[dict[str, Any]] = [
-            {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []}
-            for i, p in zip(done.tokens, done.logp, strict=True)
-        ]
-        choice = {
-            "index": 0,
-            "token_ids": done.tokens,
-            "finish_reason": reason_of(done),
-            "logprobs": {"content": named},
-        }
+        choice = {"index": 0, "token_ids": done.tokens, "finish_reason": reason_of(done), "logprobs": None}
+        if wish.logprobs:
+            pairs = zip(done.tokens, done.logp, strict=True)
+            named: list[dict[str, Any]] = [
+                {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in pairs
+            ]
+            choice["logprobs"] = {"content": named}
         name = str(body.get("request_id") or f"gen-{secrets.token_hex(12)}")[:200]
         return self._respond(turn, wish, {"request_id": name, "choices": [choice]}, done)
 
@@ -339,14 +339,14 @@ class Endpoint:
             session.seed = wish.seed
         prompt, response = (session.prompt, session.response + new) if session.turns else (new, [])
         limit = self._limit(live, prompt, response, wish)
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Drew | Done]()
+        loop, events = asyncio.get_running_loop(), Events()
         own = {} if rules.fixed else own_settings(wish, rules)
         request = TurnRequest(
             prompt,
             response,
             session.seed,
             limit,
-            lambda event: _tell(loop, events, event),
+            lambda event: self._post.send(loop, events, event),
             conversation=None if once else live,
             **{"temperature": rules.temperature, "support": rules.support, "greedy": rules.greedy} | own,
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
@@ -399,14 +399,12 @@ class Endpoint:
     async def _events(self, asked: Asked, turn: PendingTurn) -> AsyncGenerator[Drew | Done]:
         """What comes of a turn; with its end it is recorded, and a client that leaves before ends it."""
         leaving, live = asyncio.ensure_future(_gone(asked)), turn.live
+        leaving.add_done_callback(lambda _: turn.events.put_nowait(None))
         try:
             while live.busy is turn.request:
-                coming = asyncio.ensure_future(turn.events.get())
-                await asyncio.wait({coming, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    coming.cancel()
+                event = await turn.events.get()
+                if event is None:
                     raise ClientDisconnect
-                event = coming.result()
                 if isinstance(event, Done):
                     live.busy = None
                     if event.error:
@@ -552,11 +550,26 @@ def _digest(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, events: "asyncio.Queue[Drew | Done]", event: Drew | Done) -> None:
-    try:
-        loop.call_soon_threadsafe(events.put_nowait, event)
-    except RuntimeError:  # the server has ended
-        return
+class Post:
+    """What the thread that decodes tells. A loop is woken once for all that comes before it looks."""
+
+    def __init__(self) -> None:
+        self._letters: deque[tuple[Events, Drew | Done]] = deque()
+        self._woken: asyncio.AbstractEventLoop | None = None
+
+    def send(self, loop: asyncio.AbstractEventLoop, to: Events, event: Drew | Done) -> None:
+        self._letters.append((to, event))
+        if self._woken is not loop:
+            self._woken = loop
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = None  # what comes from here on wakes the loop again
+        while self._letters:
+            to, event = self._letters.popleft()
+            with suppress(RuntimeError):  # its loop has ended
+                to.put_nowait(event)
 
 
 async def _gone(asked: Asked) -> None:

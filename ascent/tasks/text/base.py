@@ -100,7 +100,7 @@ class TextTask(BaseTask):
     reward_seconds: float = 10.0
     """Wall-clock limit of one call. A reward that takes longer is stopped and counts as failed."""
     reward_workers: int = 2
-    """Processes that compute rewards."""
+    """Processes that compute rewards; 0: one per core, at most 16."""
     reward_memory: float = 4.0
     """GiB of memory that a process which computes rewards may use; 0: no limit."""
     reward_env: tuple[str, ...] = ()
@@ -145,9 +145,9 @@ class TextTask(BaseTask):
         for name in self.paths:
             if (value := getattr(self, name)) and not value.startswith("object:"):
                 object.__setattr__(self, name, absolute_path(value))
-        for name in ("max_tokens", "max_prompt", "reward_workers", "reward_batch"):
-            if getattr(self, name) < 1:
-                refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least 1")
+        for name, least in {"max_tokens": 1, "max_prompt": 1, "reward_workers": 0, "reward_batch": 1}.items():
+            if getattr(self, name) < least:
+                refuse(f"--{name.replace('_', '-')} is {getattr(self, name)}: it has to be at least {least}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             refuse(f"--min-tokens {self.min_tokens} with --max-tokens {self.max_tokens}: it has to be from 0 to that")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

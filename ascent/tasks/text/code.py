@@ -53,6 +53,8 @@ class Code(TableTask):
     """Wall-clock limit of a program with all its tests. One that takes longer fails those that are left."""
     code_memory: float = 1.0
     """GiB of memory that a program may use."""
+    reward_workers: int = 0
+    """Processes that judge programs; 0: one per core, at most 16."""
     max_tokens: int = 512
     """The most tokens that a response may have."""
     reward_seconds: float = 30.0

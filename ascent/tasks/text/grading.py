@@ -5,6 +5,7 @@
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,6 +23,8 @@ from ascent.tasks.workers import Limits, Outcome, Pool
 
 ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[Outcome]]
 """A judge or a reward model: one outcome for each response to a problem, in order."""
+MOST_WORKERS = 16
+"""Processes where one per core is asked for."""
 AT_ONCE = 64
 """Responses that an async function gets at the same time, in each process."""
 _EXAMPLES = 3
@@ -52,7 +55,8 @@ class Grading:
         boxed = [name for name in functions if name not in loaded]
         self._in_processes |= {name: Grader(name, sandbox=tuple(task.sandbox_settings)) for name in boxed}
         limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
-        self.pool = Pool(list(self._in_processes.values()), task.reward_workers, limits)
+        self.workers = task.reward_workers or min(MOST_WORKERS, count_cores())
+        self.pool = Pool(list(self._in_processes.values()), self.workers, limits)
         outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
         self._outside = [source for source in outside if not partial or source in self.graders]
 
@@ -83,7 +87,7 @@ class Grading:
         """Which responses a function gets in one call: one; its whole group; or, if it is async, many."""
         if call.grouped:
             return [list(part) for _, part in groupby(range(len(responses)), key=lambda i: id(responses[i][0]))]
-        size = min(AT_ONCE, -(-len(responses) // self.task.reward_workers)) if call.awaited else 1
+        size = min(AT_ONCE, -(-len(responses) // self.workers)) if call.awaited else 1
         return [
             list(range(first, min(first + size, len(responses)))) for first in range(0, len(responses), max(size, 1))
         ]
@@ -119,6 +123,11 @@ class Grading:
         self.pool.close()
         for reward in self._here.values():
             reward.close()
+
+
+def count_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _grader(source: str, settings: Mapping[str, Any] | None = None) -> Grader:

@@ -67,6 +67,9 @@ def _gated(both, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + i, (active * up).to(gate.dtype), inside)
 
 
+place_given, gather_keys = formulas.place_given, formulas.gather_keys
+
+
 # ---- attention ------------------------------------------------------------------------------------
 
 

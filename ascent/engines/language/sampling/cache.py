@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,42 +53,47 @@ class Segment:
     """The prompt's pages."""
     keys: int = 0
 
-    def places(self, size: int) -> np.ndarray:
-        """Where each key lies that the last token sees, its own last."""
-        parts = []
-        for pages, count in ((self.prompt, self.keys), (self.pages, self.start + self.count)):
-            token = np.arange(count)
-            parts.append(np.asarray(pages, dtype=np.int64)[token // size] * size + token % size)
-        return np.concatenate(parts)
-
 
 class Extending:
     """The layout of a forward pass over segments, packed into one row, that fills their pages."""
 
+    fused: bool | None = None
+    """Is there one kernel for the attention of all segments? Found out in the first layer."""
+
     def __init__(self, cache: Cache, segments: Sequence[Segment], device: torch.device):
-        self.cache, size = cache, cache.size
-        places = [segment.places(size) for segment in segments]
-        new = [seen[-segment.count :] for seen, segment in zip(places, segments, strict=True)]
-        self.page, self.offset = self._split(new, device)
-        self.alone = all(segment.keys + segment.start == 0 for segment in segments)
+        self.cache = cache
+        self.queries = [part.count for part in segments]
+        self.keys = [part.keys + part.start + part.count for part in segments]
+        pages = [[*part.prompt, *part.pages] for part in segments]
+        width = max(map(len, pages))
+        rows = [
+            [part.count, seen, part.keys, len(part.prompt), *own, *[0] * (width - len(own))]
+            for part, seen, own in zip(segments, self.keys, pages, strict=True)
+        ]
+        about = send(torch.tensor(rows), device)
+        self.page, self.offset, self.positions = self._places(about, about[:, 0], sum(self.queries))
+        """Where the tokens' keys and values are written, and where each token stands in its text."""
+        self.alone = self.keys == self.queries
         """There is nothing to see but the segments themselves."""
+        self.seen = (self.page, self.offset)
         if not self.alone:
-            self.seen = self._split(places, device)
-        queries, keys = [segment.count for segment in segments], [len(seen) for seen in places]
-        self.queries, self.keys = queries, keys
-        ends = [send(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys)]
+            self.seen = self._places(about, about[:, 1], sum(self.keys))[:2]
+        ends = [F.pad(n.cumsum(0), (1, 0)).int() for n in (about[:, 0], about[:, 1])]
         nothing = ends[0][:0]
-        self.spans = Spans(ends[0], ends[1], max(queries), max(keys), nothing, nothing, nothing)
+        self.spans = Spans(ends[0], ends[1], max(self.queries), max(self.keys), nothing, nothing, nothing)
 
-    def _split(self, places: list[np.ndarray], device: torch.device) -> Pair:
-        place = torch.from_numpy(np.concatenate(places))
-        return send(place // self.cache.size, device), send(place % self.cache.size, device)
+    def _places(self, about: Tensor, last: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last keys that each segment sees, so many and `total` of all: their pages, places there, and positions.
 
-    @property
-    def positions(self) -> Tensor:
-        """Where each token stands in its text, `[1 token]`."""
-        spans = zip(self.queries, self.keys, strict=True)
-        return torch.cat([torch.arange(n - count, n) for count, n in spans]).to(self.page.device)[None]
+        It is worked out on the device, so that the host, which others wait for, has little to do.
+        """
+        segment = torch.repeat_interleave(last, output_size=total)
+        _, seen, keys, before = about[:, :4].t()
+        position = torch.arange(total, device=about.device) - (last.cumsum(0) - seen)[segment]
+        own = position - keys[segment]
+        is_own, size = own >= 0, self.cache.size
+        column = torch.where(is_own, before[segment] + own // size, position // size)
+        return about[segment, 4 + column], torch.where(is_own, own, position) % size, position
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.at(layer, k, v)
@@ -99,10 +102,15 @@ class Extending:
         if not self.alone:
             page, offset = self.seen
             k, v = keys[page, :, offset], values[page, :, offset]
-        if fits_flash(q):
-            return Flash.forward(q, k, v, self.spans, scale)[0].unsqueeze(0)
+        return self.mix(q, k, v, scale).unsqueeze(0)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of the tokens to all that their segments see, `[token head channel]`."""
+        self.fused = fits_flash(q) if self.fused is None else self.fused
+        if self.fused:
+            return Flash.forward(q, k, v, self.spans, scale)[0]
         parts = zip(q.split(self.queries), k.split(self.keys), v.split(self.keys), strict=True)
-        return torch.cat([_causal(*part, scale) for part in parts]).unsqueeze(0)
+        return torch.cat([_causal(*part, scale) for part in parts])
 
 
 class Encodes(Protocol):
@@ -126,7 +134,7 @@ def extend(lm: Encodes, cache: Cache, tokens: Sequence[Sequence[int]], segments:
             last += 1
         layout = Extending(cache, segments[first:last], lm.device)
         ids = send(torch.tensor([t for part in tokens[first:last] for t in part]), lm.device)
-        hidden.append(lm.hidden(ids[None], layout.positions, layout)[0][layout.spans.queries[1:].long() - 1])
+        hidden.append(lm.hidden(ids[None], layout.positions[None], layout)[0][layout.spans.queries[1:].long() - 1])
         first = last
     return torch.cat(hidden)
 

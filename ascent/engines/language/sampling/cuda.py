@@ -10,6 +10,7 @@ step as every other, and a prompt is encoded without its last token.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -48,6 +49,8 @@ IDLE = 0.2
 """Share of a call's time for which nobody ran, from which on the next one begins with half of its rows."""
 APART, LATEST = 0.002, 0.05
 """Seconds: answers that come no further apart are taken together, but none waits longer for others."""
+BURST = 0.003
+"""The same, of requests: a server reads some of them while the others are on their way."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far hidden states may be apart by rounding alone, relative to their size."""
 
@@ -243,6 +246,8 @@ class Run:
 
         Where all rows wait for their environments together, the card waits too. So half of them go first.
         """
+        self.held_since = math.inf
+        """Since when requests wait for those behind them, to be encoded together."""
         self.idle = 0.0
         """Seconds for which nobody ran, because all were waiting for their environments."""
         self.held: dict[int, int] = {}
@@ -258,8 +263,8 @@ class Run:
         begun = time.perf_counter()
         with ours(self.decoder.lm.model):
             while self.drawn.missing:
-                self._hear(wait=False)
-                self._admit()
+                if not self._holds(self._hear(wait=False)):
+                    self._admit()
                 launched = self._launch()
                 flight, self.flight = self.flight, launched
                 if flight is not None:
@@ -273,18 +278,33 @@ class Run:
         self.drawn.timeline.stop()
         self._collect()
 
+    def _holds(self, came: int) -> bool:
+        """Let requests wait, while others run, if some came just now: more may be on their way.
+
+        To encode tokens takes the host as long as several rounds, whatever there is to encode.
+        """
+        now, wanting = time.perf_counter(), bool(self.schedule.ready or self.schedule.waiting)
+        since = min(self.held_since, now)
+        holds = bool(came) and wanting and self.drawn.open and self.flight is not None and now - since < LATEST
+        self.held_since = since if holds else math.inf
+        return holds
+
     def _gather(self) -> None:
         """Wait for answers, and for those that come right behind the first: rows that go on together stay together."""
         begun = time.perf_counter()
-        self._hear(wait=True)
+        came = self._hear(wait=True)
         until = time.perf_counter() + LATEST
         self.idle += until - LATEST - begun
-        while self.drawn.asked and time.perf_counter() < until:
-            before = len(self.drawn.missing), len(self.schedule.ready), len(self.schedule.waiting)
-            time.sleep(APART)
-            self._hear(wait=False)
-            if before == (len(self.drawn.missing), len(self.schedule.ready), len(self.schedule.waiting)):
-                return
+        while came and self.drawn.asked and not self._all_back and time.perf_counter() < until:
+            time.sleep(BURST if self.drawn.open else APART)
+            came = self._hear(wait=False)
+
+    @property
+    def _all_back(self) -> bool:
+        """Has everyone answered whose turn ended together with the turns of those that are ready?"""
+        together = {self.begun[response] for response in self.schedule.ready}
+        waiting = () if self.drawn.turns is None else self.drawn.turns.asked
+        return bool(together) and not self.drawn.open and not any(self.begun[r] in together for r in waiting)
 
     def _land(self) -> None:
         """Wait for the steps that were launched last, if any were, and see who has finished."""
@@ -328,24 +348,28 @@ class Run:
     def _fed_from(self, row: Row, start: int) -> list[int]:
         """The tokens that a row is fed, from this place of its pages on up to the next one."""
         before = [] if start else [self.prompts[row.prompt][-1]]
-        return before + self.drawn.token[row.response, max(start - 1, 0) : row.length].tolist()
+        return before + self.drawn.tokens_of(row.response, max(start - 1, 0), row.length)
 
     def _length(self, row: Row) -> int:
         """How many tokens a response has, counting an observation that it is still being fed."""
         return max(row.length, self.fed.get(row.response, 0))
 
-    def _hear(self, wait: bool) -> None:
-        """What environments have answered. Those responses want a lane again, or are over."""
-        for response, tokens in self.drawn.answers(wait):
-            self.limits[response] = int(self.drawn.limits[response])
+    def _hear(self, wait: bool) -> int:
+        """What environments have answered, and what has come: how many. They want a lane, or are over."""
+        answers = self.drawn.answers(wait)
+        limits = self.drawn.limits[[response for response, _ in answers]].tolist() if answers else []
+        for (response, tokens), limit in zip(answers, limits, strict=True):
+            self.limits[response] = limit
             if tokens:
                 self.schedule.unpark(response, self.held[response] + len(tokens))
             else:
                 self._end(response)
-        for response, prompt, ids in self.drawn.entering():
+        entering = self.drawn.entering()
+        for response, prompt, ids in entering:
             self.prompts[prompt], begun = ids, int(self.drawn.length[response])
             self.limits[response], self.seeds[response] = int(self.drawn.limits[response]), self.drawn.seed(response)
             self.schedule.add(response, prompt, len(ids) - 1, begun)
+        return len(answers) + len(entering)
 
     def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""
@@ -459,14 +483,15 @@ class Run:
 
     def _write(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
         """Responses so far: what they had when they got their lanes, and what is in these from then on."""
-        drawn, width = self.drawn, max(lengths)
-        place, length = torch.arange(width), torch.tensor(lengths)
-        since = torch.tensor([self.since[response] for response in responses])
-        new = (place >= since[:, None]) & (place < length[:, None])
+        drawn, begun = self.drawn, [self.since[response] for response in responses]
+        low, high, length = min(begun), max(lengths), torch.tensor(lengths)
+        place = torch.arange(low, high)
+        new = (place >= torch.tensor(begun)[:, None]) & (place < length[:, None])
         mass = None if drawn.seeds is None else drawn.mass  # a greedy draw has none
         for into, lane in zip((drawn.token, drawn.logp, mass), lanes, strict=True):
             if into is not None:
-                into[responses, :width] = torch.where(new, lane.cpu().to(into.dtype), into[responses, :width])
+                drawn_now = lane[:, low:high].cpu().to(into.dtype)
+                into[responses, low:high] = torch.where(new, drawn_now, into[responses, low:high])
         drawn.length[responses] = length
 
     def _set(self, rows: list[tuple[Row, int]]) -> None:

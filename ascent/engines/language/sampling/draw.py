@@ -271,6 +271,9 @@ class Drawn:
         stopped = torch.tensor([response in self.stopped for response in responses], dtype=torch.bool)
         self.ended[responses] = torch.isin(last, self.ends) | stopped
 
+    def tokens_of(self, response: int, start: int, end: int) -> list[int]:
+        return self.token.numpy()[response, start:end].tolist()
+
     def begin(self, response: int) -> int:
         """Where its latest turn begins."""
         return 0 if self.turns is None else self.turns.begin[response]
@@ -288,7 +291,7 @@ class Drawn:
             if self.turns is None or not (ended or length < self.turns.end(response)):
                 over.append(response)
             else:
-                self.turns.ask(response, self.token[response, self.begin(response) : length].tolist())
+                self.turns.ask(response, self.tokens_of(response, self.begin(response), length))
         return over
 
     @property
@@ -306,7 +309,7 @@ class Drawn:
         responses, observations = zip(*arrived, strict=True)
         at, count = list(responses), torch.tensor([len(tokens) for tokens in observations])
         row = torch.tensor(at).repeat_interleave(count)
-        place = torch.cat([torch.arange(n) for n in count.tolist()]) + self.length[row]
+        place = torch.arange(len(row)) + (self.length[at] - count.cumsum(0) + count).repeat_interleave(count)
         self.token[row, place] = torch.tensor([token for tokens in observations for token in tokens], dtype=torch.long)
         self.length[at] += count
         self.ended[at] = torch.tensor([response in self.turns.over for response in at])

@@ -5,8 +5,10 @@ that continues the same conversation finds its keys and values there. One that f
 same result.
 """
 
+import sys
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.requests import Desk, Done, Drew, Recorded, TurnRequest
 from ascent.engines.timeline import Timeline
 
+SWITCH = 0.0005
+"""Seconds for which a thread may keep the interpreter while another waits for it."""
 KEPT = 4096
 """Spans of the timeline that are kept: a server runs for long."""
 
@@ -116,17 +120,17 @@ class Requests(Drawn):
         request, told = self.request[slot], self.told.get(slot, self.begin(slot))
         if request.watched and length > told and request in self.desk.active:
             self.told[slot] = length
-            request.tell(Drew(self.token[slot, told:length].tolist()))
+            request.tell(Drew(self.tokens_of(slot, told, length)))
 
     def _finish(self, slot: int, length: int) -> None:
         """The turn in a slot is over; its row waits for the next one, or leaves."""
         request, begin = self.request.pop(slot), self.begin(slot)
         self.told.pop(slot, None)
-        mass = (
-            [1.0] * (length - begin) if request.greedy or self.mass is None else self.mass[slot, begin:length].tolist()
-        )
+        drawn = slice(begin, length)
+        tokens, logp = self.tokens_of(slot, begin, length), self.logp.numpy()[slot, drawn].tolist()
+        whole = request.greedy or self.mass is None
+        mass = [1.0] * len(tokens) if whole else self.mass.numpy()[slot, drawn].tolist()  # type: ignore[union-attr]
         self.parked.asked[slot] = length
-        tokens, logp = self.token[slot, begin:length].tolist(), self.logp[slot, begin:length].tolist()
         self.desk.done(request, Done(tokens, logp, mass, bool(self.ended[slot]), self.sampler.version))
 
     # ---- requests that come and go
@@ -170,7 +174,7 @@ class Requests(Drawn):
         if slot is not None:
             held = int(self.length[slot])
             same = tuple(request.prompt) == self.prompt[slot]
-            if same and request.response[:held] == self.token[slot, :held].tolist() and len(request.response) > held:
+            if same and request.response[:held] == self.tokens_of(slot, 0, held) and len(request.response) > held:
                 del self.parked.asked[slot]
                 self._write(slot, request)
                 return [(slot, request.response[held:])]
@@ -230,12 +234,23 @@ class Waves(PlainDecoder):
         return token.to(hidden.device), going
 
 
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """Inside, no thread keeps the interpreter for long: one that decodes gives it up with every operation."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 @torch.no_grad()
 def serve_requests(
     sampler: LanguageSampler, desk: Desk, slots: int, limit: int, longest: int, room: int = 0
 ) -> Timeline:
     """Decode what comes to a desk until it is closed. The calling thread does the work."""
-    with sampler.prepared() as head:
+    with sampler.prepared() as head, taking_turns():
         drawn = Requests(desk, sampler, head, slots, limit, longest)
         if sampler.lm.shares:
             sampler.decoder(sampler.lm, [], 1, sampler.rows, drawn, room or sampler.room)()
@@ -259,7 +274,7 @@ class VisitedSampler(LanguageSampler):
             seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
         with closing(prompts.play(prompts, samples, seeds)) as visits:
             visits.begin(self.limits(prompts, samples, limit).tolist(), self.temperature, self.support, greedy)
-            self._latest = serve_requests(self, visits.desk, count, limit, visits.longest)
+            self.latest = serve_requests(self, visits.desk, count, limit, visits.longest)
             return self._recorded(prompts, samples, limit, visits.records())
 
     def _recorded(self, prompts: Prompts, samples: int, limit: int, records: list[Recorded]) -> Rollouts:

@@ -11,7 +11,8 @@ values, its prompt's first and then its own. Which lanes a step works on is itse
 captured once serves any of them at any length, and a lane is given to another response by writing its column of
 `state` and its row of `table`.
 
-`add_norm`, `gated`, `attend` and `draw` say what kernels/decoding.py computes, and stand in for it without Triton.
+`add_norm`, `gated`, `place_given`, `gather_keys`, `attend` and `draw` say what kernels/decoding.py computes, and stand
+in for it without Triton.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, _splits: int = 1) 
     if turn.norms is not None:
         q, k = (add_norm(x, None, w, turn.norms[2])[1] for x, w in zip((q, k), turn.norms[:2], strict=True))
     position = known + length
-    q, k = (_rotate(x, turn.cos[position, None], turn.sin[position, None]) for x in (q, k))
+    q, k = (_rotate(x, turn.cos[position], turn.sin[position]) for x in (q, k))
     before = (known + PAGE - 1) // PAGE  # pages of the prompt
     page = table.gather(1, (before + length // PAGE)[:, None])[:, 0]
     keys[page, :, length % PAGE], values[page, :, length % PAGE] = k, v
@@ -163,8 +164,28 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, _splits: int = 1) 
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `[token head channel]`, turned by the angles of their tokens, `[token channel]`."""
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+
+def place_given(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: Pair) -> Tensor:
+    """Tokens that are given: keys, turned, and values join their pages; returned are the queries, turned too.
+
+    In `[token (heads + 2·shared)·channel]`, out `[token head channel]`.
+    """
+    shared, channel = cache[0].shape[1], cache[0].shape[3]
+    parts = qkv.view(len(qkv), -1, channel)
+    both, v = parts.split([parts.shape[1] - shared, shared], 1)
+    q, k = _rotate(both, cos, sin).split([both.shape[1] - shared, shared], 1)
+    for into, new in zip(cache, (k, v), strict=True):
+        into[page, :, offset] = new
+    return q
+
+
+def gather_keys(cache: Pair, page: Tensor, offset: Tensor) -> Pair:
+    """Keys and values from these places, `[key head channel]`."""
+    return cache[0][page, :, offset], cache[1][page, :, offset]
 
 
 def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
@@ -292,22 +313,28 @@ class Prefill:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
-        net, channel = self.net, self.net.channel
-        cos, sin = (table[positions[0]].unsqueeze(1) for table in self.tables)
+        net = self.net
+        cos, sin = (table[positions[0]] for table in self.tables)
         x, h = self.ops.add_norm(F.embedding(ids[0], net.embedding), None, *net.layers[0].norm_attention)
         norms = [layer.norm_attention for layer in net.layers[1:]] + [net.norm]
         for i, (layer, after) in enumerate(zip(net.layers, norms, strict=True)):
-            qkv = F.linear(h, *layer.qkv).view(len(h), -1, channel)
-            q, k, v = qkv.split([qkv.shape[1] - 2 * net.heads, net.heads, net.heads], 1)
+            qkv, pages = F.linear(h, *layer.qkv), layout.cache.layers[i]
             if layer.norms_qk is not None:
-                pairs = zip((q, k), layer.norms_qk[:2], strict=True)
-                q, k = (add_norm(part, None, weight, layer.norms_qk[2])[1] for part, weight in pairs)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-            mixed = layout.attend(i, *(part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)), layer.scale)
-            x, h = self.ops.add_norm(x, F.linear(mixed[0].flatten(1), *layer.o), *layer.norm_mlp)
+                qkv = _norm_heads(qkv, layer.norms_qk, net.heads)
+            q = self.ops.place_given(qkv, cos, sin, layout.page, layout.offset, pages)
+            mixed = layout.mix(q, *self.ops.gather_keys(pages, *layout.seen), layer.scale)
+            x, h = self.ops.add_norm(x, F.linear(mixed.flatten(1), *layer.o), *layer.norm_mlp)
             inner = self.ops.gated(F.linear(h, *layer.gate_up))
             x, h = self.ops.add_norm(x, F.linear(inner, *layer.down), *after)
         return h.unsqueeze(0)
+
+
+def _norm_heads(qkv: Tensor, norms: tuple[Tensor, Tensor, float], shared: int) -> Tensor:
+    """The same with each head of queries and keys normed."""
+    parts = qkv.view(len(qkv), -1, len(norms[0]))
+    *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
+    normed = [add_norm(part, None, weight, norms[2])[1] for part, weight in zip(both, norms[:2], strict=True)]
+    return torch.cat([*normed, v], 1).flatten(1)
 
 
 def _norm(module: Any) -> Norm:
