@@ -46,12 +46,29 @@ GPU_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936,
         "tie_word_embeddings": True,
     },
+    "7b": {
+        "kind": "Qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
 }
-"""SmolLM2-135M's shape and Qwen2.5-1.5B's."""
+"""SmolLM2-135M's shape, Qwen2.5-1.5B's and Qwen2.5-7B's."""
 
 
 def random_model(folder: Path, shape: dict[str, Any] = TINY, device: str = "cpu") -> str:
     """A random Llama (or a similar model) whose tokens are the words w2, w3, …; saved as an ordinary folder."""
+    for part in random_parts(shape, device):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def random_parts(shape: dict[str, Any] = TINY, device: str = "cpu") -> tuple[Any, Any]:
+    """Such a model and its tokenizer."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -62,12 +79,11 @@ def random_model(folder: Path, shape: dict[str, Any] = TINY, device: str = "cpu"
     config = getattr(transformers, f"{kind}Config")(**own, eos_token_id=0, pad_token_id=1, bos_token_id=None)
     with torch.device(device):
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
+    model.to(torch.float32 if device == "cpu" else torch.bfloat16)
     words = ["<end>", "<pad>", *(f"w{i}" for i in range(2, shape["vocab_size"]))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
-    return str(folder)
+    return model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
 def random_prompts(count: int, tokens: int, vocab: int) -> list[str]:

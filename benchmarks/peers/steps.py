@@ -42,8 +42,8 @@ class Work:
 class Ours(NoRecords):
     """Ascent's own loop on its own parts, one step per turn. It records nothing, and TRL is set to record nothing."""
 
-    def __init__(self, work: Work):
-        settings = {
+    def __init__(self, work: Work, more: dict[str, Any] | None = None):
+        settings: dict[str, Any] = {
             "model": work.model,
             "policy.device": work.device,
             "policy.dtype": "float32" if work.device == "cpu" else "bfloat16",
@@ -54,6 +54,7 @@ class Ours(NoRecords):
             "lr": LR,
             "update.max_norm": MAX_NORM,
             "threads": THREADS if work.device == "cpu" else 0,
+            **(more or {}),
         }
         self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings))
         self.parts.policy.ends = NEVER  # type: ignore[union-attr]

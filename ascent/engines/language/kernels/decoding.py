@@ -21,6 +21,8 @@ BLOCK = 256
 """Logits whose sum is kept: draw.py looks first for the block and then for the token in it."""
 TILE = 4096
 """Logits that one program of `_measure` reads."""
+MOST_RANK = 128
+"""Of adapters whose product a kernel adds; above it torch's own product does."""
 MANY = 1000
 """Programs of the attention that fill the card with one warp each, if a key is short."""
 
@@ -30,41 +32,103 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
     normed, total = torch.empty_like(x), x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = min(8, max(1, block // 512))
-    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, BLOCK=block, ADD=y is not None, num_warps=warps)
+    apart = width if y is None else y.stride(0)
+    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, BLOCK=block, ADD=y is not None, num_warps=warps)
     return total, normed
 
 
 @triton.jit
-def _add_norm(x, y, total, normed, weight, eps, width, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    at = tl.program_id(0) * width
+def _add_norm(x, y, total, normed, weight, eps, width, apart, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """`apart`: from one row of y to the next."""
+    at, there = tl.program_id(0) * width, tl.program_id(0) * apart
     i = tl.arange(0, BLOCK)
     inside = i < width
     a = tl.load(x + at + i, inside, other=0.0)
     if ADD:
-        a = (a.to(tl.float32) + tl.load(y + at + i, inside, other=0.0).to(tl.float32)).to(a.dtype)
+        a = (a.to(tl.float32) + tl.load(y + there + i, inside, other=0.0).to(tl.float32)).to(a.dtype)
         tl.store(total + at + i, a, inside)
     wide = a.to(tl.float32)
     scaled = (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)).to(a.dtype).to(tl.float32)
     tl.store(normed + at + i, (scaled * tl.load(weight + i, inside, other=0.0).to(tl.float32)).to(a.dtype), inside)
 
 
-def gated(both: Tensor) -> Tensor:
-    rows, width = both.shape[0], both.shape[1] // 2
+def adapted(whole: Tensor, b: Tensor) -> Tensor:
+    (rows, apart), (out, rank) = whole.shape, b.shape
+    if rank > MOST_RANK:
+        return formulas.adapted(whole, b)
+    grid = triton.cdiv(rows, 64), triton.cdiv(out, 64)
+    _adapted[grid](whole, b, rows, out, apart, rank, RANK=max(16, triton.next_power_of_2(rank)), ROWS=64, WIDTH=64)
+    return whole[:, :out]
+
+
+@triton.jit
+def _adapted(whole, b, rows, out, apart, rank, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    line = whole + row[:, None] * apart
+    inside = (row < rows)[:, None] & (i < out)[None, :]
+    more = _low_rank(line + out, b + i[:, None] * rank, row < rows, i < out, rank, RANK)
+    base = tl.load(line + i[None, :], inside, other=0.0)
+    tl.store(line + i[None, :], (base.to(tl.float32) + more).to(base.dtype), inside)
+
+
+@triton.jit
+def _low_rank(h, b, there, inside, rank, RANK: tl.constexpr):
+    """h·Bᵀ for these rows of h and of B, over this many columns."""
+    r = tl.arange(0, RANK)
+    left = tl.load(h + r[None, :], there[:, None] & (r < rank)[None, :], other=0.0)
+    right = tl.load(b + r[None, :], inside[:, None] & (r < rank)[None, :], other=0.0)
+    return tl.dot(left, tl.trans(right), input_precision="ieee")
+
+
+def gated(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = ()) -> Tensor:
+    rows, apart = both.shape
+    width = (apart if b is None else len(b)) // 2
     out = both.new_empty(rows, width)
-    _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    if b is None:
+        _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    elif b.shape[1] > MOST_RANK:
+        return gated(formulas.adapted(both, b).contiguous())
+    else:
+        most = max(16, triton.next_power_of_2(max(ranks)))
+        _gated_adapted[(triton.cdiv(rows, 16), triton.cdiv(width, 128))](
+            both, out, b, rows, width, apart, *ranks, b.shape[1], RANK=most, ROWS=16, WIDTH=128
+        )
     return out
 
 
 @triton.jit
 def _gated(both, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     gate = tl.load(both + row * 2 * width + i, inside, other=0.0)
-    up = tl.load(both + row * 2 * width + width + i, inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + i, inside, other=0.0)
+    tl.store(out + row * width + i, _active(gate, up), inside)
+
+
+@triton.jit
+def _active(gate, up):
     wide = gate.to(tl.float32)
-    active = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * width + i, (active * up).to(gate.dtype), inside)
+    return ((wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _gated_adapted(
+    both, out, b, rows, width, apart, of_gate, of_up, rank, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """`of_gate` and `of_up`: columns of h that are the gate's, and after them those of up."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    line = both + row[:, None] * apart
+    there, inside = row < rows, i < width
+    gate = tl.load(line + i[None, :], there[:, None] & inside[None, :], other=0.0)
+    up = tl.load(line + width + i[None, :], there[:, None] & inside[None, :], other=0.0)
+    h, b_gate = line + 2 * width, b + i[:, None] * rank
+    gate = (gate.to(tl.float32) + _low_rank(h, b_gate, there, inside, of_gate, RANK)).to(gate.dtype)
+    b_up = b_gate + width * rank + of_gate
+    up = (up.to(tl.float32) + _low_rank(h + of_gate, b_up, there, inside, of_up, RANK)).to(gate.dtype)
+    tl.store(out + row[:, None] * width + i[None, :], _active(gate, up), there[:, None] & inside[None, :])
 
 
 place_given, gather_keys = formulas.place_given, formulas.gather_keys
@@ -88,7 +152,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
     _attend[(rows, shared, splits)](
         *(qkv, out, parts, sums, turn.cos, turn.sin, q_weight, k_weight, keys, values),
         *(board.state, board.lanes, board.table, board.chunk, board.arrived),
-        *(board.state.shape[1], board.table.shape[1], eps, turn.scale * 1.4426950408889634),
+        *(qkv.stride(0), board.state.shape[1], board.table.shape[1], eps, turn.scale * 1.4426950408889634),
         SHARED=shared,
         REPEAT=heads // shared,
         ROWS=max(16, triton.next_power_of_2(heads // shared)),
@@ -106,7 +170,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
 @triton.jit
 def _attend(
     qkv, out, parts, sums, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, chunk, arrived,
-    lane_count, width, eps, scale,
+    apart, lane_count, width, eps, scale,
     SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +196,7 @@ def _attend(
     c, r = tl.arange(0, D), tl.arange(0, ROWS)
     position = known + length
     turn_cos, turn_sin = tl.load(cos + position * D + c).to(tl.float32), tl.load(sin + position * D + c).to(tl.float32)
-    line = qkv + row * (SHARED * REPEAT + 2 * SHARED) * D
+    line = qkv + row * apart
     q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, NORMED)
     pages = table + lane * width
     top, total, mixed = _nothing(ROWS, D)

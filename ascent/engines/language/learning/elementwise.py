@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ascent.engines.language.adapters import fuse_adapter
 from ascent.engines.language.kernels import load_kernels
 
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -27,8 +28,8 @@ ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def fuse(model: nn.Module, ops: Any = None) -> int:
-    """Let the model's norms and gated MLPs compute in one kernel; returns how many do."""
-    return sum(_fuse_norm(module) or _fuse_gate(module, ops) for module in model.modules())
+    """Let the model's norms and gated MLPs compute in one kernel, and its adapters in half; returns how many do."""
+    return sum(_fuse_norm(m) or _fuse_gate(m, ops) or fuse_adapter(m) for m in model.modules())
 
 
 @contextmanager

@@ -54,9 +54,10 @@ class LanguageSampler(Sampler):
         self.version = -1
         self.decoder: Callable[..., Any] = GroupDecoder if lm.shares else PlainDecoder
         if lm.shares and lm.device.type == "cuda":
-            from ascent.engines.language.sampling.cuda import graph_decoder
+            from ascent.engines.language.sampling.cuda import SLOW, graph_decoder
 
-            graphs, self.note = graph_decoder(lm)  # why it decodes without graphs, where it does
+            graphs, why = graph_decoder(lm)
+            self.note = None if graphs else SLOW.format(why=why)
             self.decoder = graphs or GroupDecoder
         self.timeline = Timeline()
         """How many responses ran when, of the tickets since it was last taken."""

@@ -2,22 +2,22 @@
 
 A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(silu(gate(norm(x)))·up(norm(x)))
 
-with an optional bias at each matrix, optional norms of queries and keys, rotary positions by halves, and a head that
-is the embedding or a matrix of its own. The parts are found by the names that transformers gives them; what has
-other parts is told apart here, and what has the same parts but other arithmetic by `gap` in cuda.py.
+with an optional bias and an optional adapter (LoRA) at each matrix, optional norms of queries and keys, rotary
+positions by halves, and a head that is the embedding or a matrix of its own. The parts are found by the names that
+transformers gives them; what has other parts is told apart here, and what has the same parts but other arithmetic by
+`gap` in cuda.py.
 
 A lane is a place for one running response: its state, its output, and a table of the pages that hold its keys and
 values, its prompt's first and then its own. Which lanes a step works on is itself a tensor, so a graph that was
 captured once serves any of them at any length, and a lane is given to another response by writing its column of
 `state` and its row of `table`.
 
-`add_norm`, `gated`, `place_given`, `gather_keys`, `attend` and `draw` say what kernels/decoding.py computes, and stand
-in for it without Triton.
+`add_norm`, `adapted`, `gated`, `place_given`, `gather_keys`, `attend` and `draw` say what kernels/decoding.py computes,
+and stand in for it without Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ge
 from types import ModuleType
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ascent.engines.language.adapters import Beside, Copies, Lookup, beside, is_adapter, lookup, taken_apart
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Cache, Pair
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
@@ -44,7 +45,6 @@ PAGE = 64
 
 STEADY = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sequence is."""
-Matrix = tuple[Tensor, Tensor | None]
 Norm = tuple[Tensor, float]
 
 
@@ -127,9 +127,12 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
     return x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def gated(both: Tensor) -> Tensor:
-    """silu(gate)·up, the two side by side."""
-    gate, up = both.chunk(2, -1)
+adapted = Beside.adapted
+
+
+def gated(both: Tensor, b: Tensor | None = None, _ranks: tuple[int, ...] = ()) -> Tensor:
+    """silu(gate)·up, the two side by side; with `b` their adapters, of these ranks, are added first."""
+    gate, up = (both if b is None else adapted(both, b)).chunk(2, -1)
     return F.silu(gate) * up
 
 
@@ -172,7 +175,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def place_given(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: Pair) -> Tensor:
     """Tokens that are given: keys, turned, and values join their pages; returned are the queries, turned too.
 
-    In `[token (heads + 2·shared)·channel]`, out `[token head channel]`.
+    In `[token (heads + 2·shared)·channel]`, whose rows may be apart (adapters.py), out `[token head channel]`.
     """
     shared, channel = cache[0].shape[1], cache[0].shape[3]
     parts = qkv.view(len(qkv), -1, channel)
@@ -219,10 +222,10 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    qkv: Matrix
-    o: Matrix
-    gate_up: Matrix
-    down: Matrix
+    qkv: Beside
+    o: Beside
+    gate_up: Beside
+    down: Beside
     norm_attention: Norm
     norm_mlp: Norm
     norms_qk: tuple[Tensor, Tensor, float] | None
@@ -233,7 +236,7 @@ class Layer:
 class Llama:
     """The model's own parameters, queries, keys and values in one matrix, gate and up in another."""
 
-    embedding: Tensor
+    words: Lookup
     layers: list[Layer]
     norm: Norm
     head: Head
@@ -243,7 +246,10 @@ class Llama:
 
     @classmethod
     def of(cls, model: Any) -> Llama:
-        """Describe a transformers model. Raises Unlike; else its matrices have been laid side by side."""
+        """Describe a transformers model as it is now. Raises Unlike; else its matrices have been laid side by side.
+
+        Parameters that change later are seen, but for adapters: these are copied here.
+        """
         backbone, head = backbone_of(model), Head.of(model)
         if head.scale != 1.0 or head.cap is not None:
             raise Unlike("its logits are scaled or capped")
@@ -254,17 +260,24 @@ class Llama:
                 _check(layer, channel)
             final = _norm(backbone.norm)
         except AttributeError as error:
-            raise Unlike(f"it has other parts than Llama ({error})") from None
+            raise Unlike(f"its layers are built differently from Llama's: {error.name} is missing") from None
         if kind not in STEADY:
             raise Unlike(f"its rotary positions are {kind}")
-        if type(model.get_input_embeddings()) is not nn.Embedding:
-            raise Unlike(f"its embedding is {type(model.get_input_embeddings()).__name__}, not plain")
-        layers = [_layer(layer) for layer in backbone.layers]
-        heads = backbone.layers[0].self_attn.k_proj.weight.shape[0] // channel
-        if len({p.dtype for p in model.parameters()}) > 1 or len({p.device for p in model.parameters()}) > 1:
+        if type(taken_apart(model.get_input_embeddings())[0]) is not nn.Embedding:
+            raise Unlike("its embedding of words does more than look them up")
+        frozen = [p for name, p in model.named_parameters() if not is_adapter(name)]
+        if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
             raise Unlike("its parameters are of several types or on several devices")
-        embedding = model.get_input_embeddings().weight
-        return cls(embedding, layers, final, head, heads, channel, backbone.rotary_emb)
+        copies = Copies()
+        layers = [_layer(layer, copies) for layer in backbone.layers]
+        heads = backbone.layers[0].self_attn.k_proj.weight.shape[0] // channel
+        words = lookup(model.get_input_embeddings(), copies)
+        copies.make()
+        return cls(words, layers, final, head, heads, channel, backbone.rotary_emb)
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.words.weight
 
     def tables(self, longest: int) -> Pair:
         """Cosines and sines `[position channel]`, rounded as the model rounds them."""
@@ -276,7 +289,7 @@ class Llama:
 
     def addresses(self) -> tuple[int, ...]:
         """Where the parameters lie: a captured graph is good for these alone."""
-        parts = [self.embedding, *self.norm, self.head.weight, self.head.bias]
+        parts: list[Any] = [*self.words, *self.norm, self.head.weight, self.head.bias]
         for layer in self.layers:
             parts += [*layer.qkv, *layer.o, *layer.gate_up, *layer.down]
             parts += [*layer.norm_attention, *layer.norm_mlp, *(layer.norms_qk or ())]
@@ -284,15 +297,15 @@ class Llama:
 
     def hidden(self, ops: ModuleType, board: Board, tables: Pair, rows: int, splits: int = 1) -> Tensor:
         """The last hidden states after the next token of the first `rows` rows. Host and device never wait."""
-        x = F.embedding(board.state[LAST][board.lanes[:rows]], self.embedding)
+        x = self.words(board.state[LAST][board.lanes[:rows]])
         x, h = ops.add_norm(x, None, *self.layers[0].norm_attention)
         norms = [layer.norm_attention for layer in self.layers[1:]] + [self.norm]
         for i, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
             turn = Turn(*tables, layer.norms_qk, layer.scale)
-            mixed = ops.attend(F.linear(h, *layer.qkv), turn, board, i, splits)
-            x, h = ops.add_norm(x, F.linear(mixed, *layer.o), *layer.norm_mlp)
-            inner = ops.gated(F.linear(h, *layer.gate_up))
-            x, h = ops.add_norm(x, F.linear(inner, *layer.down), *after)
+            mixed = ops.attend(layer.qkv(h, ops), turn, board, i, splits)
+            x, h = ops.add_norm(x, layer.o(mixed, ops), *layer.norm_mlp)
+            inner = ops.gated(layer.gate_up.base(h), layer.gate_up.b, layer.gate_up.ranks)
+            x, h = ops.add_norm(x, layer.down(inner, ops), *after)
         return h
 
 
@@ -313,19 +326,19 @@ class Prefill:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
-        net = self.net
+        net, ops = self.net, self.ops
         cos, sin = (table[positions[0]] for table in self.tables)
-        x, h = self.ops.add_norm(F.embedding(ids[0], net.embedding), None, *net.layers[0].norm_attention)
+        x, h = ops.add_norm(net.words(ids[0]), None, *net.layers[0].norm_attention)
         norms = [layer.norm_attention for layer in net.layers[1:]] + [net.norm]
         for i, (layer, after) in enumerate(zip(net.layers, norms, strict=True)):
-            qkv, pages = F.linear(h, *layer.qkv), layout.cache.layers[i]
+            qkv, pages = layer.qkv(h, ops), layout.cache.layers[i]
             if layer.norms_qk is not None:
                 qkv = _norm_heads(qkv, layer.norms_qk, net.heads)
-            q = self.ops.place_given(qkv, cos, sin, layout.page, layout.offset, pages)
-            mixed = layout.mix(q, *self.ops.gather_keys(pages, *layout.seen), layer.scale)
-            x, h = self.ops.add_norm(x, F.linear(mixed.flatten(1), *layer.o), *layer.norm_mlp)
-            inner = self.ops.gated(F.linear(h, *layer.gate_up))
-            x, h = self.ops.add_norm(x, F.linear(inner, *layer.down), *after)
+            q = ops.place_given(qkv, cos, sin, layout.page, layout.offset, pages)
+            mixed = layout.mix(q, *ops.gather_keys(pages, *layout.seen), layer.scale)
+            x, h = ops.add_norm(x, layer.o(mixed.flatten(1), ops), *layer.norm_mlp)
+            inner = ops.gated(layer.gate_up.base(h), layer.gate_up.b, layer.gate_up.ranks)
+            x, h = ops.add_norm(x, layer.down(inner, ops), *after)
         return h.unsqueeze(0)
 
 
@@ -338,8 +351,8 @@ def _norm_heads(qkv: Tensor, norms: tuple[Tensor, Tensor, float], shared: int) -
 
 
 def _norm(module: Any) -> Norm:
-    if getattr(module, "bias", None) is not None:
-        raise Unlike("its norms have a bias")
+    if getattr(module, "bias", None) is not None or getattr(module, "weight", None) is None:
+        raise Unlike("its norms have a bias, or no weight")
     return module.weight, float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
 
 
@@ -348,10 +361,13 @@ def _check(layer: Any, channel: int) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     matrices = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     for module in (*matrices, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        if type(module) is not nn.Linear:
-            raise Unlike(f"its matrices are {type(module).__name__}, not plain")
+        if type(taken_apart(module)[0]) is not nn.Linear:
+            raise Unlike("its matrices are quantized, or have adapters that are not LoRA's")
+    for some in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+        if len({module.bias is None for module in some}) > 1:
+            raise Unlike("some of the matrices that read the same states have a bias and some have none")
     if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
-        raise Unlike(f"its activation is {type(mlp.act_fn).__name__}")
+        raise Unlike("the activation of its MLPs is not SiLU")
     known = ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj"]
     known += ["act_fn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"]
     for parent in (layer, attention, mlp):
@@ -363,47 +379,19 @@ def _check(layer: Any, channel: int) -> None:
         raise Unlike("its norms of queries and keys are not a head's")
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any, copies: Copies) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = None
     if hasattr(attention, "q_norm"):
         weight, eps = _norm(attention.q_norm)
         norms = (weight, _norm(attention.k_norm)[0], eps)
     return Layer(
-        qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
-        o=side_by_side([attention.o_proj]),
-        gate_up=side_by_side([mlp.gate_proj, mlp.up_proj]),
-        down=side_by_side([mlp.down_proj]),
+        qkv=beside([attention.q_proj, attention.k_proj, attention.v_proj], copies),
+        o=beside([attention.o_proj], copies),
+        gate_up=beside([mlp.gate_proj, mlp.up_proj], copies),
+        down=beside([mlp.down_proj], copies),
         norm_attention=_norm(layer.input_layernorm),
         norm_mlp=_norm(layer.post_attention_layernorm),
         norms_qk=norms,
         scale=float(attention.scaling),
     )
-
-
-@torch.no_grad()
-def side_by_side(modules: list[nn.Linear]) -> Matrix:
-    """One matrix of which the modules' own weights are parts, and so for their biases.
-
-    The parameters stay the same objects and only their memory moves, so an optimizer's step, a state dict or a
-    checkpoint finds them as before, and every change to them is a change to the whole matrix: nothing is copied later.
-    """
-    if len({m.bias is None for m in modules}) > 1:
-        raise Unlike("some of its queries, keys and values have a bias and some have none")
-    weight = _joined([m.weight for m in modules])
-    return weight, None if modules[0].bias is None else _joined([m.bias for m in modules])
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    first, count = parts[0].data, sum(p.shape[0] for p in parts)
-    if len(parts) == 1:
-        return first
-    ends = [p.data_ptr() + p.numel() * p.element_size() for p in parts]
-    following = all(p.data_ptr() == end for p, end in zip(parts[1:], ends[:-1], strict=True))
-    one_block = len({p.untyped_storage().data_ptr() for p in parts}) == 1
-    if following and one_block and all(p.is_contiguous() for p in parts):
-        return first.as_strided((count, *first.shape[1:]), first.stride())
-    whole = torch.cat([p.data for p in parts])
-    for p, part in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
-        p.data = part
-    return whole
