@@ -66,6 +66,7 @@ ON_GPU = (
     "pages_gpu",
     "ragged_gpu",
     "step_gpu",
+    "lora_gpu",
     "memory_gpu",
     "update_gpu",
     "critic_gpu",
