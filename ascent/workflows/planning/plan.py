@@ -292,9 +292,10 @@ def notes(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
             + (f", {cluster.network / 1e9:.3g} GB/s between nodes" if cluster.nodes > 1 else "")
             + f", {HOST / 1e9:.1f} GB/s for what rank 0 hands out and collects"
         )
-    if shape.unlike is not None or config.policy.lora:
-        why = "LoRA" if config.policy.lora else shape.unlike
-        found.append(f"decoding without captured graphs ({why}) takes several times as long as is said here")
+    if shape.unlike is not None:
+        found.append(f"decoding without captured graphs ({shape.unlike}) takes 20 to 40 times as long as is said here")
+    elif config.policy.lora:
+        found.append("sampling with LoRA takes 1.1 to 1.2 times as long as is said here; an update was about as long")
     if config.policy.engine != "local":
         found.append(f"sampling is that of Ascent's own sampler: {config.policy.engine} was not measured for plans")
     if config.task.plays:
