@@ -16,8 +16,8 @@ from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.learner import LanguageLearner, load_params
 from ascent.engines.language.sampling import step
 from ascent.engines.language.sampling.cuda import SLOW, graph_decoder
+from ascent.engines.language.sampling.model import Llama
 from ascent.engines.language.sampling.sampler import GroupDecoder
-from ascent.engines.language.sampling.step import Llama
 from ascent.policies import LanguageModel
 from ascent.policies.causal_lm import CausalLM
 from tests.language import batch_of, model_of
@@ -64,6 +64,9 @@ def own_log_probs(lm: LanguageModel, prompt: Tensor, response: Tensor) -> Tensor
         ("Qwen2", ["k_proj", "down_proj"], {}),
         ("Qwen3", "all-linear", {"rank": 24}),
         ("Mistral", ["o_proj"], {"rank": 1}),
+        ("Phi3", "all-linear", {}),
+        ("Olmo2", "all-linear", {}),
+        ("Gemma", "all-linear", {}),
     ],
 )
 def test_adapters_draw_what_the_slow_path_draws(kind: str, targets: Any, more: dict[str, Any]) -> None:
@@ -90,8 +93,8 @@ def test_log_probs_are_those_of_peft(kind: str) -> None:
 
 
 def test_a_model_that_decodes_the_slow_way_samples_adapters_too() -> None:
-    lm = adapted_model("Gemma", SOME)
-    assert graph_decoder(lm) == (None, "the activation of its MLPs is not SiLU")
+    lm = adapted_model("Llama", SOME, hidden_act="gelu")
+    assert graph_decoder(lm) == (None, "the activation of its MLPs is neither SiLU nor GELU by its tanh")
     rollouts = drawn_by(GroupDecoder, lm)
     prompt, mask = rollouts.prompt[0], rollouts.mask[0, 0]
     want = own_log_probs(lm, prompt[prompt >= 0], rollouts.response[0, 0][mask])
@@ -171,10 +174,10 @@ def test_what_is_no_plain_adapter_is_left_to_peft() -> None:
 
 
 def test_the_slow_path_is_named_with_what_it_costs() -> None:
-    words = SLOW.format(why=graph_decoder(model_of("Phi3"))[1])
+    words = SLOW.format(why=graph_decoder(model_of("GPT2"))[1])
     assert words == (
         "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: its layers are built "
-        "differently from Llama's: q_proj is missing"
+        "differently from Llama's: rotary_emb is missing"
     )
 
 
@@ -254,7 +257,7 @@ def test_shaken_adapters_come_to_rest() -> None:
 
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize(("kind", "rank"), [("Llama", 4), ("Qwen2", 16), ("Qwen3", 80)])
+@pytest.mark.parametrize(("kind", "rank"), [("Llama", 4), ("Qwen2", 16), ("Qwen3", 80), ("Phi3", 8), ("Gemma", 8)])
 def test_graphs_draw_what_the_slow_path_draws(kind: str, rank: int) -> None:
     lm = adapted_model(kind, rank=rank, dtype=torch.float32, head_dim=16)
     lm.model.to("cuda")

@@ -18,11 +18,12 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.sampling import cuda, step
+from ascent.engines.language.sampling import cuda, model, step
 from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
+from ascent.engines.language.sampling.model import Llama, Unlike
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.engines.language.sampling.step import DONE, GIVEN, LAST, LENGTH, PAGE, Board, Llama, Turn, Unlike
+from ascent.engines.language.sampling.step import DONE, GIVEN, LAST, LENGTH, PAGE, Board, Norm, Turn
 from ascent.policies import LanguageModel
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 
@@ -125,14 +126,73 @@ def test_log_probs_agree_with_a_training_forward() -> None:
 # ---- which architectures --------------------------------------------------------------------------
 
 
+def restless(kind: str, **more: Any) -> Any:
+    """A model in float32 whose norms have weights that differ."""
+    lm = model_of(kind, dtype=torch.float32, **more)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in lm.model.named_parameters():
+            if "norm" in name:
+                p.add_(torch.randn(p.shape, generator=generator) * 0.3)
+    return lm
+
+
+WIDE = {"sliding_window": 64}
+"""A window that these texts do not pass."""
+PACKED = {"num_key_value_heads": 1, "head_dim": 16, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Phi3", {}),
+        ("Olmo2", {}),
+        ("Gemma", {}),
+        ("Gemma", PACKED),
+        ("Gemma3Text", WIDE),
+        ("Gemma3", {}),
+        ("Qwen3", WIDE),
+    ],
+    ids=str,
+)
+def test_more_kinds_of_models_draw_what_the_model_itself_draws(kind: str, more: dict[str, Any]) -> None:
+    """And with the log-probs of its plain forward pass, one unpadded sequence at a time."""
+    lm = restless(kind, **more)
+    rollouts = drawn_by(decoder_of(lm), lm, rows=5)
+    same(rollouts, drawn_by(PlainDecoder, lm, rows=5), 1e-4)
+    for prompt, responses, masks, logps in zip(
+        rollouts.prompt, rollouts.response, rollouts.mask, rollouts.logp_sampler, strict=True
+    ):
+        known = prompt[prompt >= 0]
+        ids = torch.cat([known, responses[0][masks[0]]])
+        with torch.no_grad():
+            logp = torch.log_softmax(lm.model(ids[None], use_cache=False).logits[0, len(known) - 1 : -1], -1)
+        assert (logp.gather(-1, responses[0][masks[0]][:, None])[:, 0] - logps[0][masks[0]]).abs().max() < 1e-4
+
+
+def test_the_rounding_of_a_norm_is_that_of_its_kind() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    x, weight = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for kind, add in ((LlamaRMSNorm, None), (Olmo2RMSNorm, 0.0), (GemmaRMSNorm, 1.0)):
+        module: Any = kind(32, 1e-5).bfloat16()
+        with torch.no_grad():
+            module.weight.copy_(weight[0])
+            norm = model._norm(module)
+            assert norm.add == add and norm.eps == 1e-5
+            assert torch.equal(step.add_norm(x, None, *norm)[1], module(x))
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "why"),
     [
-        ("Phi3", {}, "q_proj"),
+        ("Phi3", {"partial_rotary_factor": 0.5}, "only a part of its channels"),
         ("Olmo", {}, "norms have a bias, or no weight"),
-        ("Olmo2", {}, "post_feedforward_layernorm"),
         ("Cohere", {}, "scaled or capped"),
-        ("Gemma", {}, "not SiLU"),
+        ("Llama", {"hidden_act": "gelu"}, "neither SiLU nor GELU"),
+        ("Gemma2", {}, "scaled or capped"),
         ("Granite", {"residual_multiplier": 0.3}, "off"),
         ("SmolLM3", {"num_hidden_layers": 4}, "off"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
@@ -232,10 +292,10 @@ def held(board: Board, lane: int) -> list[tuple[Tensor, Tensor]]:
     return [tuple(x[pages, head, offsets] for x in board.cache.layers[0]) for head in range(2)]  # type: ignore[misc]
 
 
-def random_turn(dtype: torch.dtype, device: str, normed: bool, channel: int = 16) -> Turn:
+def random_turn(dtype: torch.dtype, device: str, normed: bool, channel: int = 16, add: float | None = None) -> Turn:
     angle = torch.rand(200, channel // 2, dtype=torch.float64).repeat(1, 2) * 6
     weights = [(torch.rand(channel, dtype=torch.float64) + 0.5).to(device, dtype) for _ in range(2)]
-    norms = (weights[0], weights[1], 1e-6) if normed else None
+    norms = (Norm(weights[0], 1e-6, add), Norm(weights[1], 1e-6, add)) if normed else None
     return Turn(angle.cos().to(device, dtype), angle.sin().to(device, dtype), norms, 0.3)
 
 
@@ -249,7 +309,8 @@ def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None
         for head in range(4):
             q, k, v = (qkv[row].view(8, 16)[i] for i in (head, 4 + head // 2, 6 + head // 2))
             if turn.norms is not None:
-                q, k = (w * x / (x.pow(2).mean() + 1e-6).sqrt() for x, w in zip((q, k), turn.norms[:2], strict=True))
+                pairs = zip((q, k), turn.norms, strict=True)
+                q, k = (norm.weight * x / (x.pow(2).mean() + 1e-6).sqrt() for x, norm in pairs)
             angle_cos, angle_sin = turn.cos[known + length, :8], turn.sin[known + length, :8]
             q, k = (
                 torch.cat([x[:8] * angle_cos - x[8:] * angle_sin, x[8:] * angle_cos + x[:8] * angle_sin])
@@ -322,22 +383,26 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
     for other in (y, None):
         for got, want in zip(kernels.add_norm(x, other, w, 1e-5), step.add_norm(x, other, w, 1e-5), strict=True):
             near(got, want)
+        for add in (0.0, 1.0):
+            near(kernels.add_norm(x, other, w, 1e-5, add)[1], step.add_norm(x, other, w, 1e-5, add)[1])
     wide = torch.randn(5, 64).to(DEVICE, dtype)
     near(kernels.add_norm(x, wide[:, :48], w, 1e-5)[1], step.add_norm(x, wide[:, :48], w, 1e-5)[1])
     both = torch.randn(5, 3000).to(DEVICE, dtype)
     near(kernels.gated(both), step.gated(both))
+    near(kernels.gated(both, gelu=True), step.gated(both, gelu=True))
     for rows, out, rank in ((5, 300, 8), (70, 96, 16), (33, 200, 48), (16, 130, 136)):
         whole, b = (torch.randn(*s).to(DEVICE, dtype) for s in ((rows, out + rank + 8), (out, rank)))
         near(kernels.adapted(whole.clone(), b), step.adapted(whole.clone(), b))
         for ranks in ((rank // 2, rank // 2), (0, rank), (rank - 3, 0)):
             own = b.clone()
             own[: out // 2, ranks[0] :], own[out // 2 :, : ranks[0]], own[:, sum(ranks) :] = 0, 0, 0
-            near(kernels.gated(whole.clone(), own, ranks), step.gated(whole.clone(), own, ranks))
-    for normed, repeat in ((False, 3), (True, 1), (True, 6)):
+            for gelu in (False, True):
+                near(kernels.gated(whole.clone(), own, ranks, gelu), step.gated(whole.clone(), own, ranks, gelu))
+    for normed, repeat, add in ((False, 3, None), (True, 1, None), (True, 6, 0.0), (True, 2, 1.0)):
         for splits, chunk in ((1, PAGE), (4, PAGE), (2, 2 * PAGE), (16, 192)):
             mine, plain = busy(dtype, DEVICE, 32), busy(dtype, DEVICE, 32)
             mine.chunk.fill_(chunk)
-            turn = random_turn(dtype, DEVICE, normed, 32)
+            turn = random_turn(dtype, DEVICE, normed, 32, add)
             qkv = torch.randn(6, (2 * repeat + 4) * 32 + 16).to(DEVICE, dtype)[:, :-16]
             near(kernels.attend(qkv, turn, mine, 0, splits), step.attend(qkv, turn, plain, 0))
             for got, want in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):

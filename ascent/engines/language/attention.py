@@ -33,7 +33,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: the layout makes `[row position head channel]` of what it is given."""
     if more.get("softcap") or more.get("s_aux") is not None:
-        raise NotImplementedError("this attention has a cap or sinks")
+        raise NotImplementedError("its attention has a cap or sinks")
     scale = more.get("scaling") or query.shape[-1] ** -0.5
     return more["layout"].attend(module.layer_idx, query, key, value, scale), None
 

@@ -65,6 +65,8 @@ def prove(lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool
         try:
             with ours(lm.model):
                 shared = max(learned(), decoded(GroupDecoder) if sampled else 0.0)
+        except NotImplementedError as error:
+            return str(error)
         except Exception as error:  # whatever an architecture of any kind does with a layout that it does not know
             return f"{type(error).__name__}: {error}"
         return None if shared < tolerance else f"log-probs would be {shared:.2g} off"

@@ -23,22 +23,27 @@ TILE = 4096
 """Logits that one program of `_measure` reads."""
 MOST_RANK = 128
 """Of adapters whose product a kernel adds; above it torch's own product does."""
+FORMS = {None: 1, 0.0: 2, 1.0: 3}
+"""How a norm is rounded and what is added to its weight (`Norm.add`), as numbers for the kernels. 0: no norm."""
 MANY = 1000
 """Programs of the attention that fill the card with one warp each, if a key is short."""
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Pair:
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
     rows, width = x.shape
     normed, total = torch.empty_like(x), x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = min(8, max(1, block // 512))
     apart = width if y is None else y.stride(0)
-    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, BLOCK=block, ADD=y is not None, num_warps=warps)
+    how = {"BLOCK": block, "ADD": y is not None, "FORM": FORMS[add]}
+    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, **how, num_warps=warps)
     return total, normed
 
 
 @triton.jit
-def _add_norm(x, y, total, normed, weight, eps, width, apart, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _add_norm(
+    x, y, total, normed, weight, eps, width, apart, BLOCK: tl.constexpr, ADD: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
     """`apart`: from one row of y to the next."""
     at, there = tl.program_id(0) * width, tl.program_id(0) * apart
     i = tl.arange(0, BLOCK)
@@ -48,8 +53,19 @@ def _add_norm(x, y, total, normed, weight, eps, width, apart, BLOCK: tl.constexp
         a = (a.to(tl.float32) + tl.load(y + there + i, inside, other=0.0).to(tl.float32)).to(a.dtype)
         tl.store(total + at + i, a, inside)
     wide = a.to(tl.float32)
-    scaled = (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)).to(a.dtype).to(tl.float32)
-    tl.store(normed + at + i, (scaled * tl.load(weight + i, inside, other=0.0).to(tl.float32)).to(a.dtype), inside)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
+    tl.store(normed + at + i, _times(scaled, by, a.dtype, FORM).to(a.dtype), inside)
+
+
+@triton.jit
+def _times(normed, weight, dtype: tl.constexpr, FORM: tl.constexpr):
+    """What is normed, times its weight, in one of the FORMS."""
+    if FORM == 1:
+        normed = normed.to(dtype).to(tl.float32)
+    if FORM == 3:
+        weight += 1.0
+    return normed * weight
 
 
 def adapted(whole: Tensor, b: Tensor) -> Tensor:
@@ -81,41 +97,44 @@ def _low_rank(h, b, there, inside, rank, RANK: tl.constexpr):
     return tl.dot(left, tl.trans(right), input_precision="ieee")
 
 
-def gated(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = ()) -> Tensor:
+def gated(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = (), gelu: bool = False) -> Tensor:
     rows, apart = both.shape
     width = (apart if b is None else len(b)) // 2
     out = both.new_empty(rows, width)
     if b is None:
-        _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+        _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024, GELU=gelu)
     elif b.shape[1] > MOST_RANK:
-        return gated(formulas.adapted(both, b).contiguous())
+        return gated(formulas.adapted(both, b).contiguous(), gelu=gelu)
     else:
         most = max(16, triton.next_power_of_2(max(ranks)))
         _gated_adapted[(triton.cdiv(rows, 16), triton.cdiv(width, 128))](
-            both, out, b, rows, width, apart, *ranks, b.shape[1], RANK=most, ROWS=16, WIDTH=128
+            both, out, b, rows, width, apart, *ranks, b.shape[1], RANK=most, ROWS=16, WIDTH=128, GELU=gelu
         )
     return out
 
 
 @triton.jit
-def _gated(both, out, width, BLOCK: tl.constexpr):
+def _gated(both, out, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     gate = tl.load(both + row * 2 * width + i, inside, other=0.0)
     up = tl.load(both + row * 2 * width + width + i, inside, other=0.0)
-    tl.store(out + row * width + i, _active(gate, up), inside)
+    tl.store(out + row * width + i, _active(gate, up, GELU), inside)
 
 
 @triton.jit
-def _active(gate, up):
+def _active(gate, up, GELU: tl.constexpr):
+    """silu(gate)·up; with GELU ½·gate·(1 + tanh z) = gate/(1 + e^(−2z)), z = √(2/π)·(gate + 0.044715·gate³)."""
     wide = gate.to(tl.float32)
-    return ((wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    z = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide) if GELU else wide
+    return ((wide / (1 + tl.exp(-z))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
 def _gated_adapted(
-    both, out, b, rows, width, apart, of_gate, of_up, rank, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    both, out, b, rows, width, apart, of_gate, of_up, rank,
+    RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """`of_gate` and `of_up`: columns of h that are the gate's, and after them those of up."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -128,7 +147,7 @@ def _gated_adapted(
     gate = (gate.to(tl.float32) + _low_rank(h, b_gate, there, inside, of_gate, RANK)).to(gate.dtype)
     b_up = b_gate + width * rank + of_gate
     up = (up.to(tl.float32) + _low_rank(h + of_gate, b_up, there, inside, of_up, RANK)).to(gate.dtype)
-    tl.store(out + row[:, None] * width + i[None, :], _active(gate, up), there[:, None] & inside[None, :])
+    tl.store(out + row[:, None] * width + i[None, :], _active(gate, up, GELU), there[:, None] & inside[None, :])
 
 
 place_given, gather_keys = formulas.place_given, formulas.gather_keys
@@ -142,7 +161,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
     keys, values = board.cache.layers[layer]
     shared = keys.shape[1]
     heads = qkv.shape[1] // channel - 2 * shared
-    q_weight, k_weight, eps = turn.norms or (qkv, qkv, 0.0)
+    (q_weight, eps, add), (k_weight, *_) = turn.norms or ((qkv, 0.0, None),) * 2
     out = qkv.new_empty(rows, heads * channel)
     parts, sums = out, out
     if splits > 1:
@@ -161,7 +180,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
         SPLITS=splits,
         KNOWN=KNOWN,
         LENGTH=LENGTH,
-        NORMED=turn.norms is not None,
+        NORMED=0 if turn.norms is None else FORMS[add],
         **({"num_warps": 1, "num_stages": 2} if small else {"num_warps": 4, "num_stages": 3}),
     )
     return out
@@ -283,9 +302,8 @@ def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, NORMED: tl.cons
     x, y = x.to(tl.float32), y.to(tl.float32)
     if NORMED:
         by = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = ((x * by).to(dtype).to(tl.float32) * tl.load(weight + c)[None, :].to(tl.float32)).to(dtype).to(tl.float32)
-        y = (y * by).to(dtype).to(tl.float32) * tl.load(weight + other)[None, :].to(tl.float32)
-        y = y.to(dtype).to(tl.float32)
+        x = _times(x * by, tl.load(weight + c)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
+        y = _times(y * by, tl.load(weight + other)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
     return (x * cos[None, :] + tl.where(c[None, :] < D // 2, -y, y) * sin[None, :]).to(dtype)
 
 

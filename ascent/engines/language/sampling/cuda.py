@@ -24,10 +24,11 @@ from ascent.engines.language.adapters import shaken
 from ascent.engines.language.attention import Group, Packed, ours, send
 from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.sampling import step as formulas
-from ascent.engines.language.sampling.cache import Pair, Segment, extend
+from ascent.engines.language.sampling.cache import Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
+from ascent.engines.language.sampling.model import Llama, Prefill, Unlike
 from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
-from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board, Llama, Prefill, Unlike
+from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board
 from ascent.policies.causal_lm import LanguageModel
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -144,7 +145,7 @@ class GraphDecoder:
         self.board, self.graphs = None, {}  # type: ignore[assignment]
         like = net.embedding.detach()
         self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, pages, width, limit, like)
-        self.tables: Pair = net.tables(width * PAGE)
+        self.tables = net.tables(width * PAGE)
         self.pool = torch.cuda.graph_pool_handle() if self.on_card else None
         self.lanes_now, self.chunk_now = [], 0
 

@@ -1,0 +1,317 @@
+"""Llama and its like as the decoder computes them: the model's own parameters, those side by side that read the same.
+
+A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(act(gate(norm(x)))·up(norm(x)))
+
+    Llama, Qwen2, SmolLM, Mistral   so; a bias or an adapter (LoRA) may be at any matrix
+    Qwen3                           queries and keys have norms of their own
+    Phi-3                           its matrices are side by side already
+    OLMo 2                          what is added to x is normed, and x is not; norms of all queries, of all keys
+    Gemma                           words times √width, norms times 1 + weight, act is GELU and not SiLU
+    Gemma 3                         that, norms of queries and keys, x and what is added to it normed, two rotations
+
+The parts are found by the names that transformers gives them. What has other parts is told apart here, and what has the
+same parts but other arithmetic by `gap` in cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ascent.engines.language.adapters import Beside, Copies, Lookup, beside, is_adapter, lookup, taken_apart
+from ascent.engines.language.learning.head import Head
+from ascent.engines.language.sampling.cache import Pair
+from ascent.engines.language.sampling.step import LAST, Board, Norm, Turn, add_norm
+from ascent.policies.causal_lm import backbone_of
+
+STEADY = ("default", "linear", "llama3", "yarn")
+"""Rotary positions that do not depend on how long a sequence is."""
+MATRICES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+KNOWN_PARTS = {"self_attn", "mlp", "act_fn", "activation_fn", "q_norm", "k_norm", *MATRICES, *NORMS}
+
+
+class Unlike(Exception):
+    """This architecture is not Llama's like; says in what."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    qkv: Beside
+    o: Beside
+    gate_up: Beside
+    down: Beside
+    before: tuple[Norm | None, Norm | None]
+    """Of what goes into the attention, and into the MLP; so too of what comes out of them."""
+    after: tuple[Norm | None, Norm | None]
+    norms_qk: tuple[Norm, Norm] | None
+    scale: float
+
+    def norms_all(self, channel: int) -> bool:
+        """Are the queries of all heads normed together, and so the keys?"""
+        return self.norms_qk is not None and len(self.norms_qk[0].weight) != channel
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A model of these kinds."""
+
+    words: Lookup
+    times: float
+    """What words are multiplied by."""
+    layers: list[Layer]
+    norm: Norm
+    head: Head
+    heads: int
+    """Of keys and values."""
+    channel: int
+    rotary: Any
+    rotations: list[str | None]
+    """By layer the kind of its rotation, where there are several."""
+    gelu: bool
+
+    @classmethod
+    def of(cls, model: Any) -> Llama:
+        """Describe a transformers model as it is now. Raises Unlike; else its matrices have been laid side by side.
+
+        Parameters that change later are seen, but for adapters: these are copied here.
+        """
+        backbone, head = backbone_of(model), Head.of(model)
+        if head.scale != 1.0 or head.cap is not None:
+            raise Unlike("its logits are scaled or capped")
+        try:
+            kinds = backbone.rotary_emb.rope_type
+            first = backbone.layers[0].self_attn
+            channel = first.head_dim
+            for layer in backbone.layers:
+                _check(layer, channel)
+            final = _norm(backbone.norm)
+            gelu = _gelu(backbone.layers[0].mlp)
+        except AttributeError as error:
+            raise Unlike(f"its layers are built differently from Llama's: {error.name} is missing") from None
+        several = isinstance(kinds, dict)
+        for kind in kinds.values() if several else [kinds]:
+            if kind not in STEADY:
+                raise Unlike(f"its rotary positions are {kind}")
+        rotations = list(backbone.config.layer_types) if several else [None] * len(backbone.layers)
+        times = _times(model.get_input_embeddings())
+        frozen = [p for name, p in model.named_parameters() if not is_adapter(name)]
+        if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
+            raise Unlike("its parameters are of several types or on several devices")
+        copies = Copies()
+        layers = [_layer(layer, copies) for layer in backbone.layers]
+        words = lookup(model.get_input_embeddings(), copies)
+        copies.make()
+        both = sum(len(taken_apart(matrix)[0].weight) for matrix in _reading(first, "qkv_proj"))
+        heads = (both - taken_apart(first.o_proj)[0].weight.shape[1]) // channel // 2
+        return cls(words, times, layers, final, head, heads, channel, backbone.rotary_emb, rotations, gelu)
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.words.weight
+
+    def tables(self, longest: int) -> list[Pair]:
+        """By layer, cosines and sines `[position channel]`, rounded as the model rounds them."""
+        like, found = self.embedding, {}
+        positions = torch.arange(longest, device=like.device)[None]
+        for kind in dict.fromkeys(self.rotations):
+            cos, sin = self.rotary(like, positions) if kind is None else self.rotary(like, positions, kind)
+            if cos.shape[-1] != self.channel:
+                raise Unlike("only a part of its channels is rotated")
+            found[kind] = cos[0].contiguous(), sin[0].contiguous()
+        return [found[kind] for kind in self.rotations]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the parameters lie: a captured graph is good for these alone."""
+        norms: list[Norm | None] = [self.norm]
+        parts: list[Any] = [*self.words, self.head.weight, self.head.bias]
+        for layer in self.layers:
+            parts += [*layer.qkv, *layer.o, *layer.gate_up, *layer.down]
+            norms += [*layer.before, *layer.after, *(layer.norms_qk or ())]
+        parts += [norm.weight for norm in norms if norm is not None]
+        return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
+
+    def hidden(self, ops: ModuleType, board: Board, tables: list[Pair], rows: int, splits: int = 1) -> Tensor:
+        """The last hidden states after the next token of the first `rows` rows. Host and device never wait."""
+
+        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
+            norms = None if layer.norms_all(self.channel) else layer.norms_qk
+            return ops.attend(qkv, Turn(*tables[i], norms, layer.scale), board, i, splits)
+
+        return self.through(ops, board.state[LAST][board.lanes[:rows]], attend)
+
+    def through(self, ops: ModuleType, ids: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
+        """Hidden states of these tokens; `attend` mixes what the queries, keys and values of a layer are for."""
+        x, y = self.words(ids), None
+        x = x if self.times == 1 else x * self.times
+        for i, layer in enumerate(self.layers):
+            x, h = _into(ops, x, y, layer.before[0])
+            qkv = layer.qkv(h, ops)
+            if layer.norms_qk is not None and layer.norms_all(self.channel):
+                q, k, v = qkv.split([*(len(norm.weight) for norm in layer.norms_qk), self.heads * self.channel], -1)
+                pairs = zip((q, k), layer.norms_qk, strict=True)
+                q, k = (ops.add_norm(part.contiguous(), None, *norm)[1] for part, norm in pairs)
+                qkv = torch.cat([q, k, v], -1)
+            y = _out(ops, layer.o(attend(i, layer, qkv), ops), layer.after[0])
+            x, h = _into(ops, x, y, layer.before[1])
+            y = _out(ops, layer.down(self._inner(ops, layer.gate_up, h), ops), layer.after[1])
+        return _into(ops, x, y, self.norm)[1]
+
+    def _inner(self, ops: ModuleType, both: Beside, h: Tensor) -> Tensor:
+        if both.b is not None and len(both.ranks) == 1:  # one adapter for gate and up
+            return ops.gated(both(h, ops).contiguous(), gelu=self.gelu)
+        return ops.gated(both.base(h), both.b, both.ranks, self.gelu)
+
+
+def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pair:
+    """x + y, and what goes on from there."""
+    if norm is not None:
+        return ops.add_norm(x, y, *norm)
+    x = x if y is None else x + y
+    return x, x
+
+
+def _out(ops: ModuleType, y: Tensor, norm: Norm | None) -> Tensor:
+    return y if norm is None else ops.add_norm(y.contiguous(), None, *norm)[1]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The same model over tokens that are given, packed into one row: `extend` takes it in place of the model itself.
+
+    With few kernels, for the host launches each of them: a pass of the model takes it several times as long.
+    """
+
+    net: Llama
+    ops: ModuleType
+    tables: list[Pair]
+
+    @property
+    def device(self) -> torch.device:
+        return self.net.embedding.device
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
+        net, ops = self.net, self.ops
+        turns = {id(pair): [table[positions[0]] for table in pair] for pair in self.tables}
+
+        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
+            pages = layout.cache.layers[i]
+            if layer.norms_qk is not None and not layer.norms_all(net.channel):
+                qkv = _norm_heads(qkv, layer.norms_qk, net.heads)
+            q = ops.place_given(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
+            return layout.mix(q, *ops.gather_keys(pages, *layout.seen), layer.scale).flatten(1)
+
+        return net.through(ops, ids[0], attend).unsqueeze(0)
+
+
+def _norm_heads(qkv: Tensor, norms: tuple[Norm, Norm], shared: int) -> Tensor:
+    """The same with each head of queries and keys normed."""
+    parts = qkv.view(len(qkv), -1, len(norms[0].weight))
+    *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
+    normed = [add_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
+    return torch.cat([*normed, v], 1).flatten(1)
+
+
+# ---- what a model is made of --------------------------------------------------------------------------
+
+
+def _reading(parent: Any, joined: str) -> list[Any]:
+    """The matrices that read the same states: one that is joined already, or those that it would be joined of."""
+    if hasattr(parent, joined):
+        return [getattr(parent, joined)]
+    names = ("q_proj", "k_proj", "v_proj") if joined == "qkv_proj" else ("gate_proj", "up_proj")
+    return [getattr(parent, name) for name in names]
+
+
+def _norm(module: Any) -> Norm:
+    if getattr(module, "bias", None) is not None or getattr(module, "weight", None) is None:
+        raise Unlike("its norms have a bias, or no weight")
+    eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+    return Norm(module.weight, eps, _form(type(module)))
+
+
+@cache
+@torch.no_grad()
+def _form(kind: type[nn.Module]) -> float | None:
+    """What this kind of norm adds to its weight, and when it rounds (`Norm.add`): seen where rounding is coarse."""
+    try:
+        module: Any = kind(32, 1e-6).to(torch.bfloat16)
+        x, weight = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        module.weight.copy_(weight[0])
+        own = kind.forward(module, x)
+    except Exception:  # whatever a class that is made in another way does
+        return None
+    return min((None, 0.0, 1.0), key=lambda add: float((add_norm(x, None, weight[0], 1e-6, add)[1] - own).abs().sum()))
+
+
+def _gelu(mlp: Any) -> bool:
+    act = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return False
+    if type(act).__name__ in ("GELUTanh", "PytorchGELUTanh"):
+        return True
+    raise Unlike("the activation of its MLPs is neither SiLU nor GELU by its tanh")
+
+
+def _times(embedding: Any) -> float:
+    """What words are multiplied by."""
+    plain = taken_apart(embedding)[0]
+    if type(plain) is nn.Embedding:
+        return 1.0
+    if not isinstance(plain, nn.Embedding) or not hasattr(plain, "scalar_embed_scale") or plain is not embedding:
+        raise Unlike("its embedding of words does more than look them up")
+    return float(torch.tensor(plain.scalar_embed_scale).to(plain.weight.dtype))
+
+
+def _check(layer: Any, channel: int) -> None:
+    """Raise Unlike, or AttributeError for a part that is missing."""
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, gate_up = _reading(attention, "qkv_proj"), _reading(mlp, "gate_up_proj")
+    for module in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
+        if type(taken_apart(module)[0]) is not nn.Linear:
+            raise Unlike("its matrices are quantized, or have adapters that are not LoRA's")
+    for some in (qkv, gate_up):
+        if len({module.bias is None for module in some}) > 1:
+            raise Unlike("some of the matrices that read the same states have a bias and some have none")
+    for parent in (layer, attention, mlp):
+        for name, module in parent.named_children():
+            if name not in KNOWN_PARTS and any(True for _ in module.parameters()):
+                raise Unlike(f"it has a part that Llama has not, {name}")
+    _norms(layer)
+    if hasattr(attention, "q_norm"):
+        every = taken_apart(attention.o_proj)[0].weight.shape[1]
+        if len(attention.q_norm.weight) not in (channel, every):
+            raise Unlike("its norms of queries and keys are neither a head's nor of all heads")
+
+
+def _norms(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | None, Norm | None]]:
+    """Before and after the attention and the MLP; a norm's name says where it is only if one knows the others."""
+    second = _norm(layer.post_attention_layernorm)
+    if not hasattr(layer, "post_feedforward_layernorm"):
+        return (_norm(layer.input_layernorm), second), (None, None)
+    after = (second, _norm(layer.post_feedforward_layernorm))
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        return (None, None), after
+    return (_norm(layer.input_layernorm), _norm(layer.pre_feedforward_layernorm)), after
+
+
+def _layer(layer: Any, copies: Copies) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    before, after = _norms(layer)
+    return Layer(
+        qkv=beside(_reading(attention, "qkv_proj"), copies),
+        o=beside([attention.o_proj], copies),
+        gate_up=beside(_reading(mlp, "gate_up_proj"), copies),
+        down=beside([mlp.down_proj], copies),
+        before=before,
+        after=after,
+        norms_qk=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+        scale=float(attention.scaling),
+    )
