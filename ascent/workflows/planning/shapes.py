@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ascent.core.types import Refused
-from ascent.engines.language.sampling.step import Llama, Unlike
+from ascent.engines.language.sampling.model import Llama, Unlike
 from ascent.policies.causal_lm import UNREADABLE, backbone_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -234,12 +234,13 @@ def _norm(module: Any) -> Norm:
     if getattr(module, "bias", None) is not None or getattr(module, "weight", None) is None:
         raise Unlike("its norms have a bias, or no weight")
     eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
-    return Norm(module.weight, eps, _form(type(module)))
+    kind: Any = type(module)
+    return Norm(module.weight, eps, _form(kind))
 
 
 @cache
 @torch.no_grad()
-def _form(kind: type[nn.Module]) -> float | None:
+def _form(kind: Any) -> float | None:
     """What this kind of norm adds to its weight, and when it rounds (`Norm.add`): seen where rounding is coarse."""
     try:
         module: Any = kind(32, 1e-6).to(torch.bfloat16)
