@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.core.update import Adam, Update
-from ascent.engines.language.attention import ours, send
+from ascent.engines.language.attention import fits_flash, ours, send
+from ascent.engines.language.learning.captured import Captured, CudaGraphs, captured_tokens
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.plan import Plan, plan_of
+from ascent.engines.language.learning.plan import Plan, bytes_per_token, channel_of, plan_of
 from ascent.engines.language.learning.states import (
     Forward,
     before_actions,
@@ -56,6 +57,7 @@ class LanguageCritic(nn.Module):
         self.working = list(body.values())
         self.stepped = begin_with(stored_of(lm, body), body) if any(map(is_half, self.working)) else self.working
         """The backbone's trained parameters, or their copies in float32."""
+        self.captured: Captured | None = None
 
     @property
     def backbone(self) -> nn.Module:
@@ -85,7 +87,7 @@ class LanguageCritic(nn.Module):
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         """V at the states before every action and behind the last token of each response; 0 at the others."""
         states = before_actions(batch) | last_states(batch)
-        hidden = hidden_states(self._lm[0], batch, states, self.backbone)
+        hidden = hidden_states(self._lm[0], batch, states, self.backbone, self.captured)
         return spread(self.read(hidden), send(states, batch.mask.device))
 
     def read(self, hidden: Float[Tensor, "state width"]) -> Float[Tensor, "state"]:
@@ -98,8 +100,10 @@ class LanguageLearner(InProcessLearner):
     Parameters in bfloat16 are stepped through float32 copies of their own: a step of 1e-6 would be lost in them. Their
     gradients are summed over micro-batches in float32 too. On a GPU a batch is computed with there, and the host waits
     for it once, at the end of an update. The reference is a copy of the trained parameters alone: the same module is
-    called with them in place of its own.
+    called with them in place of its own. Small rows go through captured graphs (`captured.py`).
     """
+
+    captures = True
 
     def __init__(
         self,
@@ -137,6 +141,23 @@ class LanguageLearner(InProcessLearner):
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
         self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic)
+        self._captured = self._capturing(lm.backbone, self._working, self._trainable)
+        if critic is not None and critic.own is not None:
+            critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
+
+    def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> Captured | None:
+        """What captures the passes over small rows, where flash attention computes them."""
+        lm = self.lm
+        flash = lm.device.type == "cuda" and fits_flash(
+            lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))
+        )
+        if not (self.captures and flash and lm.shares) or self.checkpointing:
+            return None
+        memory = torch.cuda.get_device_properties(lm.device).total_memory
+        tokens = captured_tokens(memory, stepped, bytes_per_token(lm, False))
+        return Captured(
+            backbone, working, stepped, min(tokens, self._room.tokens if self._room else tokens), CudaGraphs()
+        )
 
     # ---- forward passes -------------------------------------------------------------------------
 
@@ -201,8 +222,12 @@ class LanguageLearner(InProcessLearner):
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         again = checkpointed(self.lm.backbone, self.checkpointing)
-        with self._attention(), again, gradients_into(self._trainable, self._working):
-            return super().gradient(mini, objective)
+        self._forward.captured = self._captured
+        try:
+            with self._attention(), again, gradients_into(self._trainable, self._working):
+                return super().gradient(mini, objective)
+        finally:
+            self._forward.captured = None
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         stepped = super().step(mini, objective, update)

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ascent.core.types import Batch, Rollouts
 from ascent.engines.language.attention import Group, Packed, send
+from ascent.engines.language.learning.captured import Captured
 from ascent.engines.language.learning.head import Head
 from ascent.policies.causal_lm import LanguageModel
 
@@ -137,15 +138,18 @@ def last_states(batch: Rollouts) -> States:
 
 
 def hidden_states(
-    lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None
-) -> Float[Tensor, "asked width"]:
+    lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None,
+    captured: Captured | None = None,
+) -> Float[Tensor, "asked width"]:  # fmt: skip
     """Last hidden states at these states (those before actions), of the model or of another backbone like its own."""
     states = before_actions(batch) if states is None else states
-    return (packed_states if lm.shares else padded_states)(lm, host_of(batch), states, backbone or lm.backbone)
+    if lm.shares:
+        return packed_states(lm, host_of(batch), states, backbone or lm.backbone, captured)
+    return padded_states(lm, host_of(batch), states, backbone or lm.backbone)
 
 
 def packed_states(
-    lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module
+    lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module, captured: Captured | None = None
 ) -> Float[Tensor, "asked width"]:
     """From one row, [prompt, response 1, …, response G] for each group: no prompt is encoded twice, nothing is padded.
 
@@ -170,8 +174,12 @@ def packed_states(
     groups = [Group(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
     if not groups:
         ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [Group(0, 1, ())]
-    ids, positions, places = (send(x, lm.device) for x in (ids, positions, place[states]))
-    return lm.hidden(ids[None], positions[None], Packed(groups), backbone)[0][places]
+    hidden = None if captured is None else captured(ids, positions, groups)
+    places = send(place[states], lm.device)
+    if hidden is None:
+        ids, positions = send(ids, lm.device), send(positions, lm.device)
+        hidden = lm.hidden(ids[None], positions[None], Packed(groups), backbone)
+    return hidden[0][places]
 
 
 def padded_states(
@@ -206,6 +214,8 @@ class Forward(nn.Module):
         super().__init__()
         self.model = lm.model
         self._lm = (lm,)  # in a tuple, so that it does not become a submodule: the model is one already
+        self.captured: Captured | None = None
+        """What small rows go through, while gradients are computed."""
 
     @cached_property
     def _names(self) -> list[list[str]]:
@@ -219,7 +229,7 @@ class Forward(nn.Module):
     def forward(self, batch: Rollouts, read: Callable[[Head, Tensor], Read], states: States | None = None) -> Read:
         """What `read` makes of the head and the hidden states `[state width]`, in the order of the batch."""
         lm = self._lm[0]
-        return read(Head.of(lm.model), hidden_states(lm, batch, states))
+        return read(Head.of(lm.model), hidden_states(lm, batch, states, captured=self.captured))
 
     def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[Head, Tensor], Read]) -> Read:
         """The same with these values for the trained parameters."""

@@ -1,0 +1,168 @@
+"""Small updates: the same gradients from padded rows whose passes are captured. On a CPU they are computed anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.critics import OwnCritic, SharedCritic
+from ascent.engines.language.attention import FlashFormulas, Group
+from ascent.engines.language.learning import captured as module
+from ascent.engines.language.learning.captured import Captured, Size, captured_tokens, padded, rounded
+from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
+from ascent.policies import LanguageModel
+from tests.language import batch_of, model_of
+from tests.test_language_engines import awkward, credited
+from tests.test_update_gpu import on_gpu
+
+
+class Anew:
+    """In place of CUDA graphs: a replay computes again."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def capture(self, work: Any) -> Any:
+        self.captured += 1
+        return work
+
+
+def capturing(learner: LanguageLearner, tokens: int = 10_000) -> LanguageLearner:
+    """With captured passes, as on a GPU."""
+    both = (learner._working, learner._trainable)
+    learner._captured = Captured(learner.lm.backbone, *both, tokens, Anew(), FlashFormulas)
+    if learner.critic is not None and learner.critic.own is not None:
+        critic = learner.critic
+        critic.captured = Captured(critic.own, critic.working, critic.stepped, tokens, Anew(), FlashFormulas)
+    return learner
+
+
+def learner_of(lm: LanguageModel, row: str, budget: int = 0) -> tuple[LanguageLearner, Any]:
+    choice = {"own": OwnCritic(lr=1e-3), "shared": SharedCritic()}.get(row)
+    algorithm = ALGORITHMS["dr-grpo"] if choice is None else replace(ALGORITHMS["ppo"], critic=choice)
+    critic = None if choice is None else LanguageCritic(lm, choice.shared)
+    more = (algorithm.outputs, budget, False, critic, algorithm.critic.update)
+    return LanguageLearner(lm, algorithm.update, False, *more), algorithm
+
+
+def gradients(learner: LanguageLearner, batch: Any, algorithm: Any) -> list[Tensor]:
+    learner.gradient(batch, algorithm.objective)
+    found = list(learner.trainable())
+    if learner.critic_optimizer is not None:
+        algorithm.critic(learner, batch)
+        found += learner.critic.trained()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in found]
+
+
+def test_the_sizes_of_rows() -> None:
+    assert [rounded(n) for n in (1, 2, 9, 17, 100, 4577, 5121)] == [1, 2, 10, 20, 112, 5120, 6144]
+    size = Size.of([Group(0, 3, (2, 1)), Group(6, 2, ())])
+    assert size == Size(tokens=10, keys=18, segments=8, longest_query=4, longest_key=8)
+    assert captured_tokens(1600, [torch.zeros(5)], 10) == 8 and captured_tokens(16, [torch.zeros(5)], 10) == 0
+
+
+def test_padding_sees_padding_alone() -> None:
+    """Every token is a key to itself, padding is keys behind the others, and what is left over is nobody's."""
+    groups = [Group(0, 3, (2, 1)), Group(6, 2, ())]
+    size = Size.of(groups)
+    ids, positions, queries, keys, seen, own, again = padded(torch.arange(8), torch.arange(8), groups, size)
+    assert ids.tolist() == [*range(8), 0, 0] and positions.tolist() == [*range(8), 0, 0]
+    assert queries.tolist() == [0, 3, 5, 6, 8, 10, 10, 10, 10] and keys.tolist() == [0, 3, 8, 12, 14, 16, 16, 16, 16]
+    assert seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 0, 0]
+    assert own.tolist() == [0, 1, 2, 6, 7, 11, 12, 13, 14, 15]
+    assert again.tolist() == [3, 4, 5, 8, 9, 10, 15, 15], "the rest adds a padding token's 0 to itself"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "row", "budget"),
+    [
+        ("Llama", "policy", 0),
+        ("Llama", "policy", 30),
+        ("Qwen2", "own", 30),
+        ("Qwen2", "shared", 0),
+        ("Phi3", "policy", 0),
+    ],
+)
+def test_captured_passes_have_the_gradient_of_plain_ones(kind: str, row: str, budget: int) -> None:
+    """In one piece or several, more than once, with tied embeddings; and each size is captured at its second use."""
+    lm = model_of(kind)
+    learner, algorithm = learner_of(lm, row, budget)
+    batch = awkward(lm)
+    ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
+    if learner.critic_optimizer is not None:
+        learner.critic_update = replace(learner.critic_update, lr=1e-30)  # type: ignore[type-var]
+    want = gradients(learner, ready, algorithm)
+    captured: Any = capturing(learner)._captured
+    for again in range(3):
+        got = gradients(learner, ready, algorithm)
+        assert again == 0 or (captured.rows and captured.graphs.captured == 2 * len(captured.rows))
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).abs().max() < 1e-9 * max(1.0, float(b.abs().max()))
+    assert captured.why_not is None and sum(captured.used.values()) >= 3
+
+
+@pytest.mark.long
+def test_captured_passes_follow_the_parameters_and_what_is_frozen() -> None:
+    """Steps through float32 copies; layers that are not trained; parameters that were laid elsewhere meanwhile."""
+    found = []
+    for small in (False, True):
+        lm = model_of()
+        for name, p in lm.model.named_parameters():
+            p.requires_grad_("layers.1." in name)
+        learner, algorithm = learner_of(lm, "policy")
+        batch = awkward(lm)
+        ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
+        captured: Any = capturing(learner)._captured if small else None
+        for step in range(4):
+            learner.step(ready, algorithm.objective, algorithm.update)
+            if step == 2:
+                for p in lm.model.parameters():
+                    p.data = p.data.clone()
+        assert captured is None or captured.graphs.captured == 4, "once more after the move"
+        found.append([p.detach().clone() for p in learner.trainable()])
+    assert all((a - b).abs().max() < 1e-9 for a, b in zip(*found, strict=True))
+
+
+def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows, sizes for which there is no room, passes without gradients, and what cannot be captured."""
+    lm = model_of()
+    learner, algorithm = learner_of(lm, "policy")
+    batch = batch_of(lm)
+    ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
+    want = gradients(learner, ready, algorithm)
+    for tokens, most, broken in ((20, 16, False), (10_000, 0, False), (10_000, 16, True)):
+        captured: Any = capturing(learner, tokens)._captured
+        monkeypatch.setattr(module, "SIZES", most)
+        if broken:
+            monkeypatch.setattr(captured.graphs, "capture", lambda _: (_ for _ in ()).throw(RuntimeError("no\nmore")))
+        learner.score(ready, frozenset({"logp_old"}))
+        assert not captured.used
+        for _ in range(2):
+            got = gradients(learner, ready, algorithm)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert not captured.rows and captured.why_not == ("no" if broken else None)
+
+
+@on_gpu
+@pytest.mark.parametrize("row", ["policy", "own", "shared"])
+def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
+    """bfloat16 with float32 copies: the third update is captured, and has the first one's gradient."""
+    torch.manual_seed(0)
+    lm = model_of(dtype=torch.float32)
+    lm.model.to("cuda", torch.bfloat16)
+    learner, algorithm = learner_of(lm, row)
+    batch = batch_of(lm)
+    ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
+    if learner.critic_optimizer is not None:
+        learner.critic_update = replace(learner.critic_update, lr=1e-30)  # type: ignore[type-var]
+    first, _, third = (gradients(learner, ready, algorithm) for _ in range(3))
+    captured: Any = learner._captured
+    assert captured is not None and captured.rows and captured.why_not is None
+    for a, b in zip(first, third, strict=True):
+        assert (a - b).norm() <= 0.02 * a.norm()
