@@ -78,6 +78,19 @@ def test_a_shared_critic_of_a_model_off_the_fast_road(kind: str) -> None:
     assert (loss - want).abs() < 1e-10 * want and all(torch.isfinite(g).all() for g in gradients)
 
 
+def test_a_shared_critic_is_scored_in_the_pass_of_the_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of()
+    learner, batch = learner_of(lm, True), awkward(lm)
+    both = frozenset({"logp_old", "value"})
+    apart = {name: learner.score(batch, frozenset({name}))[name] for name in both}
+    calls, plain = [], lm.hidden
+    monkeypatch.setattr(lm, "hidden", lambda *args: calls.append(1) or plain(*args))
+    together = learner.score(batch, both)
+    assert len(calls) == 1
+    for name in both:
+        assert (together[name] - apart[name]).abs().max() < 1e-10
+
+
 def half(finer: bool = False) -> LanguageModel:
     """In bfloat16, with the parameters that were rounded if they are finer."""
     lm = model_of(dtype=torch.float32)

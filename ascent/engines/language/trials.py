@@ -79,7 +79,7 @@ def update_rate(learner: LanguageLearner, prompt: int, limit: int) -> float:
     none = torch.zeros(mask.shape[:2])
     drawn = Rollouts(ids[None, :prompt], tokens, mask, torch.zeros(mask.shape), length, none.bool())
     batch = to_batch(drawn, reward=none.unsqueeze(-1), valid=~none.bool())
-    for _ in range(3 if kind == "cuda" else 1):  # the first call compiles, and the second may capture
+    for _ in range(2 + learner.captures if kind == "cuda" else 1):  # the first call compiles, the second may capture
         begin = time.perf_counter()
         learner.gradient(batch, _sum).objective.item()  # here the host waits
         seconds = time.perf_counter() - begin

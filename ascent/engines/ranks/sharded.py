@@ -69,7 +69,6 @@ class ShardedLearner(LanguageLearner):
 
     placement = "each trains a part of the parameters, in shards, and samples from a whole copy"
     alone = False
-    captures = False
 
     def __init__(
         self, whole: LanguageModel, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int,

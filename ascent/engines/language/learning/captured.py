@@ -54,7 +54,7 @@ class Size:
     def of(cls, groups: Sequence[Group]) -> Size:
         """The smallest one for these groups, with at least one token of padding."""
         used = sum(group.prompt + sum(group.responses) for group in groups)
-        tokens = rounded(used + 1)
+        tokens = size_above(used + 1)
         again = sum(group.prompt * len(group.responses) for group in groups)
         query = _power(max(max(group.prompt, *group.responses, 1) for group in groups))
         key = _power(max(group.prompt + max(group.responses, default=0) for group in groups))
@@ -62,7 +62,7 @@ class Size:
         return cls(tokens, tokens + _power(again + 1), _power(segments), query, max(query, key))
 
 
-def rounded(count: int) -> int:
+def size_above(count: int) -> int:
     """The next of `STEPS` numbers between two powers of two."""
     return -(-count // _step(count)) * _step(count)
 
@@ -89,7 +89,7 @@ def padded(ids: Tensor, positions: Tensor, groups: Sequence[Group], size: Size) 
     return [F.pad(ids, (0, missing)), F.pad(positions, (0, missing)), *ends, seen, spans.own, again]
 
 
-class Row:
+class CapturedRow:
     """The two passes over rows of one size, with the places that they read and write."""
 
     def __init__(self, owner: Captured, size: Size, parts: list[Tensor]):
@@ -134,7 +134,7 @@ class Row:
 
 class _Passes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, embedded: Tensor, _anchor: Tensor, row: Row) -> Tensor:
+    def forward(ctx: Any, embedded: Tensor, _anchor: Tensor, row: CapturedRow) -> Tensor:
         ctx.row = row
         with torch.no_grad():
             row.embedded.copy_(embedded)
@@ -143,7 +143,7 @@ class _Passes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        row: Row = ctx.row
+        row: CapturedRow = ctx.row
         row.slope.copy_(grads[0])
         row.owner.make_sums_gradients()
         row.backward()
@@ -165,7 +165,7 @@ class Captured:
         self.sums: list[Tensor] = []
         self.device, self.dtype = self.embedding.weight.device, self.embedding.weight.dtype
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.rows: dict[Size, Row] = {}
+        self.rows: dict[Size, CapturedRow] = {}
         self.used: Counter[Size] = Counter()
         self.places: list[int] = []
         self.why_not: str | None = None
@@ -184,7 +184,7 @@ class Captured:
             return None
         return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row)
 
-    def _row(self, size: Size, parts: list[Tensor]) -> Row | None:
+    def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
         places = [p.data_ptr() for p in self.backbone.parameters()]
         if places != self.places:  # a sampler has laid them elsewhere: graphs would read what was there before
             self.places, self.rows = places, {}
@@ -193,7 +193,7 @@ class Captured:
         elif len(self.rows) < SIZES:
             self.sums = self.sums or [torch.zeros_like(p) for p in self.stepped]
             try:
-                self.rows[size] = Row(self, size, parts)
+                self.rows[size] = CapturedRow(self, size, parts)
             except RuntimeError as error:  # an architecture that asks the card for numbers, or too little memory
                 self.why_not, self.rows, self.sums = str(error).splitlines()[0], {}, []
         return self.rows.get(size)

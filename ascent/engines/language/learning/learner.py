@@ -25,11 +25,11 @@ from ascent.engines.language.learning.states import (
     before_actions,
     computed_tokens,
     hidden_states,
-    last_states,
     parts_of,
     place,
     spread,
     targets,
+    value_states,
 )
 from ascent.engines.learner import InProcessLearner
 from ascent.policies.causal_lm import LanguageModel
@@ -86,7 +86,7 @@ class LanguageCritic(nn.Module):
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         """V at the states before every action and behind the last token of each response; 0 at the others."""
-        states = before_actions(batch) | last_states(batch)
+        states = value_states(batch)
         hidden = hidden_states(self._lm[0], batch, states, self.backbone, self.captured)
         return spread(self.read(hidden), send(states, batch.mask.device))
 
@@ -100,10 +100,11 @@ class LanguageLearner(InProcessLearner):
     Parameters in bfloat16 are stepped through float32 copies of their own: a step of 1e-6 would be lost in them. Their
     gradients are summed over micro-batches in float32 too. On a GPU a batch is computed with there, and the host waits
     for it once, at the end of an update. The reference is a copy of the trained parameters alone: the same module is
-    called with them in place of its own. Small rows go through captured graphs (`captured.py`).
+    called with them in place of its own.
     """
 
-    captures = True
+    captures = False
+    """Do small rows go through captured graphs? Off, because no card has measured it yet (benchmarks/small_gpu.py)."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class LanguageLearner(InProcessLearner):
         return self._forward.instead(self.kept, batch, _both)
 
     def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        stats, reference = self._stats(micro), None
+        stats, reference, value = self._stats(micro), None, None
         scores: dict[str, Any] = {}
         with self._attention():
             if needs & {"logp_ref", "kl_full"}:
@@ -208,11 +209,25 @@ class LanguageLearner(InProcessLearner):
                 scores["logp_ref"] = stats(*reference)[0]
             if needs & {"logp_old", "kl_full"}:
                 stats = partial(stats, reference=reference if "kl_full" in needs else None)
-                scores["logp_old"], _, scores["kl_full"] = self._forward(micro, stats)
+                shared = "value" in needs and self.critic.own is None
+                (scores["logp_old"], _, scores["kl_full"]), value = self._policy_scores(micro, stats, shared)
         scores = {name: spread(scores[name], micro.mask) for name in needs & scores.keys()}
         if "value" in needs:
-            scores["value"] = self.values(micro)
+            scores["value"] = self.values(micro) if value is None else value
         return scores
+
+    def _policy_scores(self, micro: Batch, stats: Callable[..., Any], shared: bool) -> tuple[Any, Tensor | None]:
+        """What is read off the policy's hidden states; of a critic that shares them, values in the same pass."""
+        if not shared:
+            return self._forward(micro, stats), None
+        states = value_states(micro)
+        acted = send(before_actions(micro)[states], self.lm.device)
+
+        def read(head: Head, hidden: Tensor) -> tuple[Any, Tensor]:
+            return stats(head, hidden[acted]), self.critic.read(hidden)
+
+        found, values = self._forward(micro, read, states)
+        return found, spread(values, send(states, micro.mask.device))
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
         with self.critic.attention(), checkpointed(self.critic.backbone, self._tight(batch)):

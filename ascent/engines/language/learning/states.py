@@ -137,6 +137,11 @@ def last_states(batch: Rollouts) -> States:
     return torch.arange(host.mask.shape[-1] + 1) == host.extent.unsqueeze(-1)
 
 
+def value_states(batch: Rollouts) -> States:
+    """The states that a critic is asked for: before every action, and behind the last token of each response."""
+    return before_actions(batch) | last_states(batch)
+
+
 def hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None,
     captured: Captured | None = None,
