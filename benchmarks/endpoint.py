@@ -1,6 +1,6 @@
 """The endpoint: what it costs to sample through HTTP, what bad clients can do, and an agent that learns through it.
 
-    python -m benchmarks.endpoint [--gpu] [--repeats 3] [--smoke]
+    python -m benchmarks.endpoint [--gpu] [--agents] [--repeats 3] [--steps 25] [--smoke]
 
 Speed: 64 sessions at once, each in a connection of its own from another process, against plain rollouts with 64 rows of
 the same prompts (50 to 70 tokens, 64 of them drawn, 256 on a GPU; SmolLM2-135M's shape, float32 on two threads, or
@@ -10,8 +10,10 @@ their medians in tokens per second, and the target is a ratio of 0.85. `turns` i
 Attacks: while a session talks, others stream and leave, flood, stall, send nonsense and other sessions' keys. What the
 session drew has to be what it draws alone, and no key may reach another's record.
 
-Agent: a function with OpenAI's client is trained on a tiny random model (not with --gpu); its reward has to rise, and
-its log-probs have to be the learner's.
+Agents: a function with OpenAI's client, a taskset of verifiers and a server of OpenEnv are each trained on a tiny
+random model (not with --gpu; --agents: nothing else). All three pay the share of words below w64 in what the policy
+says last. Their reward has to rise, and the log-probs have to be the learner's. The last two are those of
+`make verifiers openenv`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,6 +33,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 
@@ -40,7 +45,7 @@ from ascent.engines.requests import Desk
 from ascent.environments.sessions import ChatWriter, Session
 from ascent.web.agents import ServerThread
 from ascent.web.endpoint import Endpoint, Rules
-from benchmarks.common import close, show
+from benchmarks.common import ROOT, close, show
 from benchmarks.peers.models import SMOKE as TINY
 from benchmarks.peers.models import random_model
 from benchmarks.rollouts_gpu import SHAPES, SMOKE, model_of, prompts_of
@@ -64,6 +69,63 @@ async def agent(base_url, key, problem):
     words = [int(word[1:]) for word in said.content.split() if word.startswith("w")]
     return sum(number < 64 for number in words) / max(len(words), 1)
 '''
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Low(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def low(self, trace: vf.Trace) -> float:
+        words = [int(word[1:]) for word in trace.last_reply.split() if word.startswith("w")]
+        return sum(number < 64 for number in words) / max(len(words), 1)
+
+class Words(vf.Taskset[Low, vf.TasksetConfig]):
+    def load(self):
+        for i in range(20, 60):
+            yield Low(vf.TaskData(prompt=f"w{i} w{i + 1}"), self.config.task)
+
+__all__ = ["Words"]
+"""
+OPENENV = """
+import sys
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Say(Action):
+    text: str
+
+class Heard(Observation):
+    text: str = ""
+
+class Words(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self.now = State()
+
+    def reset(self, seed=None, episode_id=None, **_):
+        self.now = State(episode_id=episode_id, step_count=0)
+        return Heard(text="w9")
+
+    def step(self, action, timeout_s=None, **_):
+        self.now.step_count += 1
+        words = [int(word[1:]) for word in action.text.split() if word.startswith("w")]
+        share = sum(number < 64 for number in words) / max(len(words), 1)
+        over = self.now.step_count == 2
+        return Heard(text="w9", done=over, reward=share if over else 0.0)
+
+    @property
+    def state(self):
+        return self.now
+
+app = create_fastapi_app(Words, Say, Heard, max_concurrent_envs=64)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+ENGINES = ROOT / ".engines"
 
 
 class Silent:
@@ -250,24 +312,59 @@ def tiny(folder: Path) -> Any:
     return lm
 
 
-# ---- an agent ---------------------------------------------------------------------------------------------------
+# ---- agents -----------------------------------------------------------------------------------------------------
 
 
-def learn(folder: Path, steps: int) -> dict[str, float]:
+@contextmanager
+def openenv(folder: Path) -> Iterator[str]:
+    """The address of a server of OpenEnv, in a process of its own."""
+    (folder / "words_server.py").write_text(OPENENV)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(ENGINES / "openenv" / "bin" / "python"), str(folder / "words_server.py"), str(port)]
+    process, url = subprocess.Popen(command, cwd=folder), f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            try:
+                urlopen(f"{url}/schema", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, "the server of OpenEnv does not start"
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def agents(folder: Path, steps: int, smoke: bool) -> dict[str, dict[str, float]]:
+    """What each agent learned. A smoke has the first alone."""
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "words_taskset.py").write_text(TASKSET)
+    found = {"client": learn(folder, steps, "client", f"python:{folder}/agent.py:agent")}
+    if not smoke:
+        taskset = f"verifiers:{folder}/words_taskset.py:{ENGINES}/verifiers"
+        found["verifiers"] = learn(folder, steps, "verifiers", taskset)
+        with openenv(folder) as url:
+            found["openenv"] = learn(folder, steps, "openenv", f"openenv:{url}")
+    return found
+
+
+def learn(folder: Path, steps: int, name: str, agent: str) -> dict[str, float]:
     """Reward at the start and at the end, and the largest mean gap between sampler and learner."""
     from ascent.api import start
     from ascent.core.metric_names import MISMATCH
     from ascent.records.display import Display
     from ascent.settings import configure
 
-    (folder / "agent.py").write_text(AGENT)
-    rows = [json.dumps({"prompt": f"w{i} w{i + 1}", "answer": "x"}) for i in range(20, 60)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
+    rows = [{"prompt": f"w{i} w{i + 1}", "answer": "x", "task": i - 20, "seed": i} for i in range(20, 60)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {
         "policy": "causal-lm",
         "model": str(folder / "model"),
         "policy.device": "cpu",
-        "agent": f"python:{folder}/agent.py:agent",
+        "agent": agent,
     }
     settings |= {
         "kl": "no-kl",
@@ -280,46 +377,45 @@ def learn(folder: Path, steps: int) -> dict[str, float]:
     settings |= {"prompts": 4, "samples": 8, "steps": steps, "lr": 2e-2, "algorithm": "grpo", "eval_prompts": 4}
     settings |= {"eval_every": steps, "checkpoint_every": steps, "record_rollouts": "none", "agent_seconds": 120.0}
     tiny(folder / "model")
-    run = start(configure(f"jsonl:{folder}/rows.jsonl", settings), folder / "run", Display(), preflight=False)
+    run = start(configure(f"jsonl:{folder}/rows.jsonl", settings), folder / f"run-{name}", Display(), preflight=False)
     rewards, part = [row["reward"] for row in run.metrics], max(1, steps // 5)
     gap = max(row[MISMATCH] for row in run.metrics)
     errors = sum(row["reward_errors"] for row in run.metrics)
     first, last = statistics.mean(rewards[:part]), statistics.mean(rewards[-part:])
+    print(f"{name}: reward {first:.3f} → {last:.3f} in {steps} steps, log-probs within {gap:.1g}", flush=True)
     return {"first": first, "last": last, "gap": gap, "errors": errors}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="speed on one GPU; no agent")
+    parser.add_argument("--gpu", action="store_true", help="speed on one GPU; no agents")
+    parser.add_argument("--agents", action="store_true", help="agents alone")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=25, help="of the agent's training")
+    parser.add_argument("--steps", type=int, default=25, help="of each agent's training")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and two steps, only to see that it runs")
     options = parser.parse_args(argv)
     options.repeats, options.steps = (1, 2) if options.smoke else (options.repeats, options.steps)
     torch.set_num_threads(THREADS)
-    found = speed(options)
-    show(
-        ["tokens per second", "", "of plain"],
-        [
-            [name, f"{found[name]:,.0f}", f"{found[name] / found['plain']:.2f}"]
-            for name in ("plain", "endpoint", "turns")
-        ],
-    )
+    found = {} if options.agents else speed(options)
+    names = ("plain", "endpoint", "turns") if found else ()
+    rates = [[name, f"{found[name]:,.0f}", f"{found[name] / found['plain']:.2f}"] for name in names]
+    show(["tokens per second", "", "of plain"], rates)
     with tempfile.TemporaryDirectory() as place:
-        held, _ = attacks(Path(place) / "attacked")
+        held = {} if options.agents else attacks(Path(place) / "attacked")[0]
         failed = [name for name, fine in held.items() if not fine]
         print(f"attacks: {len(held) - len(failed)} of {len(held)} held {failed or ''}", flush=True)
-        learned = {} if options.gpu else learn(Path(place), options.steps)
-    if learned:
-        print(f"agent: reward {learned['first']:.3f} → {learned['last']:.3f}, log-probs within {learned['gap']:.1g}")
-    ratio = found["endpoint"] / found["plain"]
-    rose = not learned or (learned["gap"] < 1e-5 and not learned["errors"])
-    rose = rose and (not learned or options.smoke or learned["last"] > learned["first"] + 0.1)
-    ok = not failed and rose and (options.smoke or ratio >= SPEED)
-    more = {"turns": found["turns"], "attacks": len(held), "failed": failed, "agent": learned, "every": found["every"]}
+        learned = {} if options.gpu else agents(Path(place), options.steps, options.smoke)
+    rose = all(
+        each["gap"] < 1e-5 and not each["errors"] and (options.smoke or each["last"] > each["first"] + 0.1)
+        for each in learned.values()
+    )
+    fast = options.smoke or options.agents or found["endpoint"] >= SPEED * found["plain"]
+    ok = not failed and rose and fast
+    more = {"turns": found.get("turns"), "attacks": len(held), "failed": failed, "agents": learned}
+    more |= {"every": found.get("every")}
     if options.smoke:
         return close("endpoint", None, None, SPEED, ok, smoke=True, **more)[1]
-    return close("endpoint", found["endpoint"], found["plain"], SPEED, ok, **more)[1]
+    return close("endpoint", found.get("endpoint"), found.get("plain"), SPEED, ok, **more)[1]
 
 
 if __name__ == "__main__":

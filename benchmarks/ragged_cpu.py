@@ -7,7 +7,8 @@ Both sides may hold as many tokens in their caches: what 8 rows of 256 tokens ta
 their limit are then 8 at once, and a row that ends makes room for the next. With pages a row takes what it uses, so
 more of them run at once; where room runs out, the youngest is evicted and encoded again. Both are the same sampler,
 and draw the same tokens. They take turns, after a short warm-up that does not count. `value` is the ratio of tokens per
-second (target 1.5). It says how far it is every few seconds. `--smoke` runs a tiny random model.
+second (target 1.5); `cpu_seconds` are what the process computed, which others on the machine do not change. It says
+how far it is every few seconds. `--smoke` runs a tiny random model.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ EVERY = 10.0
 @torch.no_grad()
 def draw(
     name: str, lm: LanguageModel, prompts: list[list[int]], lengths: Tensor, rows: int, room: int
-) -> tuple[Drawn, Any, float]:
+) -> tuple[Drawn, Any, float, float]:
     limit, total = int(lengths.max()), int(lengths.sum())
     seeds = torch.arange(len(lengths))
     drawn = Drawn(len(lengths), limit, lm.ends, Head.of(lm.model), seeds, 1.0, Support(), limits=lengths)
     decoder = GroupDecoder(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
     with telling(lambda: f"{name}: {int(drawn.length.sum())} of {total} tokens"):
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         decoder()
-        seconds = time.perf_counter() - begin
-    print(f"{name}: {total} tokens in {seconds:.1f} s", flush=True)
-    return drawn, decoder.schedule, seconds
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    print(f"{name}: {total} tokens in {seconds:.1f} s, {cpu:.1f} s of computing", flush=True)
+    return drawn, decoder.schedule, seconds, cpu
 
 
 @contextmanager
@@ -98,19 +99,26 @@ def main(argv: list[str] | None = None) -> int:
     lengths[0] = limit
     slots = -(-ROWS // options.samples) + 1
     room = PAGE * (ROWS * -(-limit // PAGE) + slots * -(-max(map(len, prompts)) // PAGE))
-    seconds: dict[str, list[float]] = {"reserved": [], "pages": []}
+    seconds, computed = ({"reserved": list[float](), "pages": list[float]()} for _ in range(2))
     for rows in (ROWS, len(lengths)):
         draw("warm-up", lm, prompts, lengths.clamp(max=WARM), rows, 0)
     for _ in range(options.repeats):
-        whole, _, first = draw("reserved", lm, prompts, lengths, ROWS, 0)
-        paged, schedule, second = draw("pages", lm, prompts, lengths, len(lengths), room)
+        whole, _, *first = draw("reserved", lm, prompts, lengths, ROWS, 0)
+        paged, schedule, *second = draw("pages", lm, prompts, lengths, len(lengths), room)
         same = float((whole.token == paged.token).float().mean())
-        seconds["reserved"].append(first)
-        seconds["pages"].append(second)
+        for name, (wall, cpu) in {"reserved": first, "pages": second}.items():
+            seconds[name].append(wall)
+            computed[name].append(cpu)
     rates = {name: int(lengths.sum()) / statistics.median(found) for name, found in seconds.items()}
     show(["cache", "tokens/s"], [[name, f"{rate:.0f}"] for name, rate in rates.items()])
     value = rates["pages"] / rates["reserved"]
-    more = {"seconds": seconds, "tokens_per_second": rates, "room": room, "evictions": schedule.evictions}
+    more = {
+        "seconds": seconds,
+        "cpu_seconds": computed,
+        "tokens_per_second": rates,
+        "room": room,
+        "evictions": schedule.evictions,
+    }
     more |= {"most_pages": schedule.pages.most, "same_tokens": same}
     if options.smoke:
         return close("ragged_cpu", None, None, SPEEDUP, True, smoke=True, **more)[1]

@@ -19,11 +19,13 @@ from ascent.core.loop import scored
 from ascent.core.metric_names import MISMATCH
 from ascent.core.types import Refused, Trouble
 from ascent.engines.language.sampling.requests import VisitedSampler
+from ascent.engines.serving import probe
 from ascent.environments.agents import Assignment, Outcome
 from ascent.records.conversation import conversation
 from ascent.records.display import Display
 from ascent.settings import configure
 from ascent.web import agents as in_training
+from tests.stand_in import serving
 
 pytestmark = pytest.mark.long
 Talk = Callable[[httpx.Client, Assignment], Any]
@@ -112,6 +114,35 @@ def test_episodes_are_rollouts_with_the_learners_log_probs(config: Any) -> None:
     assert batch.reward.shape[-1] == 1 and 0 < float(batch.reward.max()) <= 1
     assert dict(zip(batch.measured, batch.measures[0, 0].tolist(), strict=True))["turns"] == 2
     assert torch.equal(*greedy) and torch.equal(greedy[0][:, 0], greedy[0][:, 1])
+
+
+def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
+    config: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(probe, "PROMPT", 24), monkeypatch.setattr(probe, "TOKENS", 8)
+    with serving(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)) as server:
+        made = config(engine="vllm", steps=1, **{"engine.url": server.url, "policy.device": "cpu"})
+        with closing(assemble(made)) as parts:
+            parts.sampler.look = 0.05
+            first = drawn(parts)
+            server.abort_once = True
+            aborted = drawn(parts)
+            server.kills = [9]  # tokens until it dies, and comes back without weights
+            lost = drawn(parts)
+            assert not server.kills
+            scores = parts.learner.score(
+                scored(parts.task, lost)[0].add(logp_old=lost.logp_sampler), frozenset({"logp_old"})
+            )
+            greedy = drawn(parts, greedy=True)
+        run = start(made, tmp_path / "run", Display(), preflight=False)
+    for again in (aborted, lost):
+        assert torch.equal(first.response, again.response) and torch.equal(first.mask, again.mask)
+    assert float((scores["logp_old"] - lost.logp_sampler)[lost.mask].abs().max()) < 1e-5
+    assert lost.turn is not None and int(lost.turn[lost.mask].max()) == 1 and bool((lost.version == 3).all())
+    assert torch.equal(greedy.response[:, 0], greedy.response[:, 1])
+    assert run.metrics[-1]["reward_errors"] == 0 and run.metrics[-1][MISMATCH] < 1e-5
 
 
 def test_prompts_of_a_group_that_differ_are_observations_from_where_they_do(config: Any) -> None:

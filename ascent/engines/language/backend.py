@@ -30,6 +30,7 @@ from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
+from ascent.engines.serving.requests import VisitedServers
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
@@ -140,7 +141,8 @@ class LanguageBackend(Backend):
         task = config.task
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         longest, most = task.max_prompt + task.room, task.max_tokens if task.plays else 0
-        return ServedSampler(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
+        kind = VisitedServers if task.agent else ServedSampler
+        return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
     def local_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
         task, support = config.task, Support(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
@@ -331,8 +333,6 @@ def check_engine(config: Config) -> None:
             f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
             "set --engine local"
         )
-    if config.task.agent:
-        raise Refused(f"--agent with {engine}: agents talk to the local engine; set --engine local")
     if config.data != "samples":
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
 

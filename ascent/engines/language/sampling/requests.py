@@ -275,44 +275,51 @@ class VisitedSampler(LanguageSampler):
         with closing(prompts.play(prompts, samples, seeds)) as visits:
             visits.begin(self.limits(prompts, samples, limit).tolist(), self.temperature, self.support, greedy)
             self.latest = serve_requests(self, visits.desk, count, limit, visits.longest)
-            return self._recorded(prompts, samples, limit, visits.records())
+            how = (self.temperature, self.version, self.support.whole)
+            return conversations_drawn(prompts, samples, limit, visits.records(), *how)
 
-    def _recorded(self, prompts: Prompts, samples: int, limit: int, records: list[Recorded]) -> Rollouts:
-        """Conversations as rollouts: a group's prompt is what its conversations have in common, from the start."""
-        shape = (len(prompts), samples)
-        shared = [
-            _shared(records[i * samples : (i + 1) * samples], row[row >= 0].tolist())
-            for i, row in enumerate(prompts.prompt)
-        ]
-        rows = [_behind(record, shared[i // samples]) for i, record in enumerate(records)]
-        width = max(1, *(len(row.response) for row in rows))
 
-        def grid(name: str, kind: torch.dtype, nothing: float = 0) -> Tensor:
-            values = [[*getattr(row, name), *[nothing] * (width - len(row.response))] for row in rows]
-            return torch.tensor(values, dtype=kind).view(*shape, width)
+def conversations_drawn(
+    prompts: Prompts, samples: int, limit: int, records: list[Recorded], temperature: float, version: int, whole: bool
+) -> Rollouts:
+    """Conversations as rollouts: a group's prompt is what its conversations have in common, from the start.
 
-        mask, longest = grid("drawn", torch.bool), max(map(len, shared))
-        length = torch.tensor([len(row.response) for row in rows]).view(*shape, 1)
-        notes = np.empty(len(rows), dtype=object)
-        notes[:] = [row.note for row in rows]
-        return Rollouts(
-            prompt=torch.tensor([[*ids, *[-1] * (longest - len(ids))] for ids in shared]),
-            problem=prompts.problem,
-            response=grid("response", torch.long),
-            mask=mask,
-            present=torch.arange(width) < length,
-            logp_sampler=grid("logp", torch.float32),
-            mass=None if self.support.whole else grid("mass", torch.float32, 1),
-            turn=grid("turn", torch.long),
-            waited=grid("waited", torch.float32),
-            limit=limit,
-            limits=prompts.limits,
-            truncated=torch.tensor([row.truncated for row in rows]).view(shape),
-            temperature=self.temperature,
-            version=torch.full((*shape, 1), self.version),
-            valid=torch.tensor([row.valid for row in rows]).view(shape),
-            notes=notes.reshape(shape),
-        )
+    `whole`: every token could be drawn.
+    """
+    shape = (len(prompts), samples)
+    shared = [
+        _shared(records[i * samples : (i + 1) * samples], row[row >= 0].tolist())
+        for i, row in enumerate(prompts.prompt)
+    ]
+    rows = [_behind(record, shared[i // samples]) for i, record in enumerate(records)]
+    width = max(1, *(len(row.response) for row in rows))
+
+    def grid(name: str, kind: torch.dtype, nothing: float = 0) -> Tensor:
+        values = [[*getattr(row, name), *[nothing] * (width - len(row.response))] for row in rows]
+        return torch.tensor(values, dtype=kind).view(*shape, width)
+
+    mask, longest = grid("drawn", torch.bool), max(map(len, shared))
+    length = torch.tensor([len(row.response) for row in rows]).view(*shape, 1)
+    notes = np.empty(len(rows), dtype=object)
+    notes[:] = [row.note for row in rows]
+    return Rollouts(
+        prompt=torch.tensor([[*ids, *[-1] * (longest - len(ids))] for ids in shared]),
+        problem=prompts.problem,
+        response=grid("response", torch.long),
+        mask=mask,
+        present=torch.arange(width) < length,
+        logp_sampler=grid("logp", torch.float32),
+        mass=None if whole else grid("mass", torch.float32, 1),
+        turn=grid("turn", torch.long),
+        waited=grid("waited", torch.float32),
+        limit=limit,
+        limits=prompts.limits,
+        truncated=torch.tensor([row.truncated for row in rows]).view(shape),
+        temperature=temperature,
+        version=torch.full((*shape, 1), version),
+        valid=torch.tensor([row.valid for row in rows]).view(shape),
+        notes=notes.reshape(shape),
+    )
 
 
 def _shared(records: list[Recorded], own: list[int]) -> list[int]:

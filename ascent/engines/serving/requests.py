@@ -1,0 +1,173 @@
+"""Agents whose policy is drawn by serving engines: each turn that comes to a desk is asked of a server.
+
+    agents ──> endpoint ──> Desk ──> the thread of the run ──> servers
+                             <── Done ── the thread that hears them
+
+A request has all tokens before its turn, which the server finds in its prefix cache. Its seed follows from that of the
+conversation and from where the turn begins. So a server that is lost changes nothing: its requests are sent again.
+"""
+
+import time
+from collections import deque
+from concurrent.futures import CancelledError, Future
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ascent.core.protocols import Open, Sampler, Ticket
+from ascent.core.types import Prompts, Rollouts, Trouble
+from ascent.engines.language.sampling.draw import response_seeds
+from ascent.engines.language.sampling.requests import conversations_drawn
+from ascent.engines.language.sampling.stops import Stops
+from ascent.engines.requests import Desk, Done, TurnRequest
+from ascent.engines.serving.client import Lost
+from ascent.engines.serving.dialect import Answer, Request
+from ascent.engines.serving.fleet import Fleet, Server
+from ascent.engines.serving.sampler import GOLDEN, ServedSampler
+from ascent.engines.timeline import Timeline
+
+
+class Aborted(Lost):
+    """The server gave a response up, and lives."""
+
+
+@dataclass(eq=False)
+class AskedTurn:
+    """A turn that a server owes."""
+
+    request: TurnRequest
+    server: Server
+    life: int
+    """The server's, when it was asked."""
+
+
+class ServedDesk:
+    """Hands what comes to a desk to servers until the desk is closed."""
+
+    def __init__(self, desk: Desk, fleet: Fleet, lm: Any, version: int, look: float):
+        self.desk, self.fleet, self.lm, self.version, self.look = desk, fleet, lm, version, look
+        self.timeline = Timeline(fleet.rows)
+        self.owed: dict[TurnRequest, Future[Answer]] = {}
+        self.failed: deque[tuple[AskedTurn, BaseException]] = deque()
+        self.heard = time.monotonic()
+        self._stops: dict[tuple[str, ...], Stops] = {}
+
+    def __call__(self) -> None:
+        try:
+            while not self.desk.closed:
+                taken = self.desk.take(wait=not self.failed)
+                for request in taken.cancelled:
+                    if (future := self.owed.pop(request, None)) is not None:
+                        future.cancel()
+                for request in taken.requests:
+                    self._ask(request)
+                while self.failed:
+                    self._again(*self.failed.popleft())
+                self.timeline.see(min(len(self.owed), self.timeline.lanes))
+                self._look()
+        finally:
+            self.timeline.stop()
+            for future in list(self.owed.values()):
+                future.cancel()
+
+    def _ask(self, request: TurnRequest) -> None:
+        seed = (request.seed + GOLDEN * len(request.response)) % 2**62
+        temperature = 0.0 if request.greedy else request.temperature
+        ids, ends = request.prompt + request.response, tuple(sorted(self.lm.ends))
+        server, future = self.fleet.ask(0, request.seed, Request(ids, request.limit, temperature, seed, ends))
+        asked = AskedTurn(request, server, server.life)
+        self.owed[request] = future
+        future.add_done_callback(lambda done: self._hear(asked, done))
+
+    def _hear(self, asked: AskedTurn, future: "Future[Answer]") -> None:
+        """A server has answered, or failed to. The thread that hears servers calls it: it must not wait or raise."""
+        asked.server.owed.discard(future)
+        try:
+            answer = future.result()
+            if answer.aborted:
+                raise Aborted
+            if set(answer.versions) != {self.version}:
+                raise Trouble(f"versions {sorted(set(answer.versions))} drew a turn that was asked of {self.version}")
+            done = self._done(asked.request, answer)
+        except BaseException as error:
+            if asked.request in self.desk.active:
+                self.failed.append((asked, error))
+                self.desk.forget(None)  # whoever waits there looks up
+            return
+        asked.server.lost, self.heard = 0, time.monotonic()
+        self.owed.pop(asked.request, None)
+        self.desk.done(asked.request, done)
+
+    def _done(self, request: TurnRequest, answer: Answer) -> Done:
+        """A turn up to its end token, or to the token that completes a stop string."""
+        end = self._stops_of(request.stop).end(answer.tokens) if request.stop else 0
+        tokens, logp = answer.tokens[: end or None], answer.logp[: end or None]
+        return Done(tokens, logp, [1.0] * len(tokens), bool(end) or tokens[-1] in self.lm.ends, self.version)
+
+    def _stops_of(self, strings: tuple[str, ...]) -> Stops:
+        if strings not in self._stops:
+            self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
+        return self._stops[strings]
+
+    def _again(self, asked: AskedTurn, error: BaseException) -> None:
+        """A turn that did not come is asked for again; a server that is lost is brought back first."""
+        if not isinstance(error, Lost | CancelledError):
+            raise error
+        server = asked.server
+        if asked.life == server.life and not server.down and not isinstance(error, Aborted):
+            for future in list(server.owed):
+                future.cancel()
+            self.fleet.recover(server, str(error) or f"{server.client.url} does not answer")
+        if asked.request in self.desk.active:
+            self._ask(asked.request)
+
+    def _look(self) -> None:
+        """Where nothing has come for long, give up on servers that do not say that they live."""
+        if self.owed and time.monotonic() - self.heard > self.look:
+            for server in self.fleet.silent():
+                for future in list(server.owed):
+                    future.cancel()
+            self.heard = time.monotonic()
+
+
+class VisitedServers(ServedSampler):
+    """Responses are conversations that agents lead with the policy, and servers draw its turns."""
+
+    latest = Timeline()
+
+    def submit(self, tickets: list[Ticket]) -> None:
+        Sampler.submit(self, tickets)
+
+    def held(self) -> tuple[Open, ...]:
+        return Sampler.held(self)
+
+    def finished(self, step: int, deadline: float) -> Any:
+        return Sampler.finished(self, step, deadline)
+
+    def _whole(self, one: Open) -> Rollouts:
+        rollouts = super()._whole(one)
+        if rollouts is not one.drawn:
+            self.timeline.add(self.latest)
+        return rollouts
+
+    def generate(
+        self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
+    ) -> Rollouts:
+        if prompts.play is None:
+            return super().generate(prompts, samples, greedy, limit=limit, seed=seed)
+        if self.fleet.version != self.version:
+            self._send()
+        count, limit = len(prompts) * samples, limit or self.limit
+        seeds = list(range(count))
+        if not greedy:
+            seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
+        limits = torch.full((len(prompts),), limit) if prompts.limits is None else prompts.limits.clamp(max=limit)
+        with closing(prompts.play(prompts, samples, seeds)) as visits:
+            visits.begin(limits.repeat_interleave(samples).tolist(), self.temperature, None, greedy)
+            serve = ServedDesk(visits.desk, self.fleet, self.lm, self.version, self.look)
+            serve()
+            self.latest = serve.timeline
+            temperature = 1.0 if greedy else self.temperature
+            return conversations_drawn(prompts, samples, limit, visits.records(), temperature, self.version, True)
