@@ -107,6 +107,20 @@ def test_captured_passes_have_the_gradient_of_plain_ones(kind: str, row: str, bu
     assert captured.why_not is None and sum(captured.used.values()) >= 3
 
 
+def test_what_was_summed_before_a_capture_is_kept() -> None:
+    """Two micro-batches of one size: the first is launched, and the second is captured."""
+    lm = model_of()
+    learner, algorithm = learner_of(lm, "policy", budget=30)
+    batch = batch_of(lm).select(torch.tensor([0, 0]))
+    ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
+    assert len(list(learner.split(ready))) == 2
+    want = gradients(learner, ready, algorithm)
+    captured: Any = capturing(learner)._captured
+    got = gradients(learner, ready, algorithm)
+    assert list(captured.used.values()) == [2] and len(captured.rows) == 1
+    assert all((a - b).abs().max() < 1e-9 * max(1.0, float(b.abs().max())) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.long
 def test_captured_passes_follow_the_parameters_and_what_is_frozen() -> None:
     """Steps through float32 copies; layers that are not trained; parameters that were laid elsewhere meanwhile."""
