@@ -17,7 +17,7 @@ from ascent.core.config import Config
 from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
 from ascent.core.types import Batch, Refused, State, Trouble
-from ascent.engines.ranks.ranks import launch_here, rank_here
+from ascent.engines.ranks.ranks import group_size, launch_here, rank_here
 from ascent.engines.threads import free_threads
 from ascent.explain.explain import formula, objective_in_words
 from ascent.launch import assemble_ranks
@@ -204,6 +204,8 @@ def reopen(
     config = existing.config
     if model is not None:
         config = replace(config, policy=give_again(config.policy, *model))
+    if not group_size(config.ranks.shard):  # what ranks have begun, one process may continue
+        config = replace(config, ranks=replace(config.ranks, shard="auto"))
     if rank_here():
         assemble_ranks(config)
     killed = memory_ran_out(existing.folder)
@@ -430,6 +432,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
                         yield step
                     except GeneratorExit:
                         writer.stop = True
+        writer.settle()
         done = len(Run(folder.path).metrics) >= config.steps
         folder.run["status"] = "finished" if done else "interrupted"
     except KeyboardInterrupt:

@@ -12,14 +12,15 @@ from ascent.core.types import Refused
 from ascent.engines.backends import backend_of
 from ascent.engines.ranks.group import RankGroup, join_ranks
 from ascent.engines.ranks.leading import follow, share_out
-from ascent.engines.ranks.ranks import size_here
+from ascent.engines.ranks.ranks import group_size
 from ascent.policies.causal_lm import GIVEN, pick_device
 
 
 def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> Parts:
     """The parts of a run, as rank 0 has them. Another rank works for it until the run ends, and then exits."""
-    backend_of(config).check_ranks(config, size_here())
-    ranks = join_ranks(config.ranks.deadline, pick_device(getattr(config.policy, "device", "cpu")).type)
+    size = group_size(config.ranks.shard)
+    backend_of(config).check_ranks(config, size)
+    ranks = join_ranks(config.ranks.deadline, pick_device(getattr(config.policy, "device", "cpu")).type, size)
     if not isinstance(ranks, RankGroup):
         return assemble(config, groups, kept)
     with ranks.work():

@@ -6,8 +6,8 @@ A tiny Llama with random parameters. Every rank computes its share of one batch;
 after a step, critic and Fisher products are compared with those of one process, for every row of the menu and for what
 is hard about sharing: tied embeddings, adapters, a rank without work, ranks that need unequal numbers of passes. Then
 five steps of sampling and training, and checkpoints that 2 ranks write and 1 and 3 read. `value` is the largest gap.
-Last, `torchrun` starts a run in which a rank is killed at a random moment, 20 times (`--kills N`): each must end on
-every rank in time, say which rank it was, leave nothing half-written, and be resumed to the numbers without the kill.
+Last, `torchrun` starts runs of which a rank is killed at a random moment, 20 times (`--kills N`): see
+benchmarks/killed_ranks.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import copy
 import hashlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -36,16 +34,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.critics import SharedCritic
 from ascent.core.kl import InLoss
 from ascent.core.preferences import SHOWN
-from ascent.core.types import Batch, Prompts
+from ascent.core.types import Batch, Prompts, Terms
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.engines.language.learning.reward_model import add_head, response_scores, step_scores
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.leading import LeadingLearner, RankedSampler, follow
 from ascent.engines.ranks.ranks import ALONE, Ranks
-from ascent.engines.ranks.sharded import ShardedLearner, _cut
+from ascent.engines.ranks.sharded import ShardedLearner, _cut, _full, _local
 from benchmarks.common import ROOT, close, show
+from benchmarks.killed_ranks import kills
 from tests.language import model_of, prompts_of, rewarded, sampler_of
 
 TARGET = 1e-12
@@ -53,8 +53,6 @@ DEADLINE = 60.0
 SIZES = (3, 2)
 LENGTHS = (5, 2, 7, 11, 3, 6, 9)
 STEPS = 5
-KILLED_AFTER = 60.0
-"""Seconds within which a run has to be over after one of its ranks was killed."""
 Case = Callable[[Ranks, bool], float | None]
 
 
@@ -133,9 +131,10 @@ def numbers(learner: Any, algorithm: Algorithm, batch: Batch) -> dict[str, Tenso
     found["total"] = learner.total(mini, algorithm.objective)
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     found |= {"logp": stepped.logp, "grad_norm": stepped.metrics["grad_norm"]}
-    if algorithm.critic.on:
+    if learner.critic_optimizer is not None:
         found["value loss"] = learner.fit(mini, algorithm.critic.loss)  # type: ignore[attr-defined]
-        found["critic"] = torch.cat([p.detach().flatten() for p in learner.critic.trained()])
+    if learner.critic is not None:
+        found["critic"] = torch.cat([_full(p).flatten() for p in learner.critic.state_dict().values()])
     found["parameters"] = flat(learner, learner.trainable())
     return found
 
@@ -151,7 +150,7 @@ def gap(
     micro: tuple[int, ...] = (0,), **shape: Any,
 ) -> float | None:  # fmt: skip
     """The largest difference to one process, on this rank, of anything; what only rank 0 has counts there."""
-    if sharded and (algorithm.critic.on or algorithm.update.whole or algorithm.loss.data in ("pairs", "steps")):
+    if sharded and algorithm.update.whole:
         return None  # refused
     one = learner_of(algorithm, **shape)
     shake(one)
@@ -170,12 +169,20 @@ def gap(
     return max(gaps.values())
 
 
+@torch.no_grad()
 def sharded_like(made: LanguageLearner, algorithm: Algorithm) -> ShardedLearner:
     """The same learner in shards; its reference is the policy from before it was shaken."""
     memory = (made.micro_batch, made.checkpointing, made.ranks)
-    several = ShardedLearner(made.lm, algorithm.update, algorithm.reference.kept, algorithm.outputs, *memory)
+    kept, outputs, choice = algorithm.reference.kept, algorithm.outputs, algorithm.critic
+    several = ShardedLearner(made.lm, algorithm.update, kept, outputs, *memory, choice)
     if made.kept is not None:
-        several.kept = [_cut(old, p) for old, p in zip(made.kept, several.trainable(), strict=True)]
+        several.kept = [_cut(old, p) for old, p in zip(made.kept, several._trainable, strict=True)]
+    for name, value in ({} if made.critic is None else made.critic.state_dict()).items():
+        to = several.critic.state_dict()[name]
+        _local(to).copy_(_local(_cut(value, to)))
+    if algorithm.loss.trains != "policy":
+        read = step_scores if algorithm.loss.trains == "steps" else response_scores
+        several.train_reward(partial(read, several.lm, forward=several.passes))
     return several
 
 
@@ -192,6 +199,11 @@ def cases() -> dict[str, Case]:
         "checkpointing": partial(gap, algorithm=dapo, checkpointing=True, micro=(90,)),
         "exact KL in the loss": partial(gap, algorithm=exact),
         "padded (GPT-2)": partial(gap, algorithm=grpo, kind="GPT2"),
+        "adapters and a critic": partial(gap, algorithm=ALGORITHMS["ppo"], lora=4),
+        "a critic on the policy": partial(gap, algorithm=replace(ALGORITHMS["ppo"], critic=SharedCritic())),
+        "adapters, a critic on the policy": partial(
+            gap, algorithm=replace(ALGORITHMS["ppo"], critic=SharedCritic()), lora=4
+        ),
     }
     return made
 
@@ -284,105 +296,22 @@ def checkpoints(ranks: Ranks, sharded: bool) -> float:
     return float((parameters(parts.learner) - parameters(alone.learner)).abs().max())
 
 
-# ---- a rank is killed ----------------------------------------------------------------------------
+def of_rank_0(ranks: Ranks, sharded: bool) -> float:
+    """Before a run and in evaluations rank 0 has objectives of its own, which may keep what they are shown."""
 
+    def look(learner: Any, _: Any) -> Tensor:
+        batch, shown = batch_of(ALGORITHM, LENGTHS).share(slice(None)), []
 
-class Launched:
-    """A training by torchrun, on so many ranks, that a test or a benchmark disturbs."""
+        def keep(micro: Batch, out: Any) -> Terms:
+            shown.append(out.logp.detach().flatten())
+            return Terms(torch.where(micro.mask, out.logp, 0.0).sum(), {})
 
-    def __init__(self, ranks: int, *words: str, **more: Any):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until the process is over)
-        head += [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
-        self.process = subprocess.Popen(
-            [*head, "-m", "ascent", *words], env=env, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT
-        )
+        total, terms = learner.total(batch, keep), learner.gradient(batch, keep)
+        return torch.cat([*shown, total.view(1), terms.objective.view(1)])
 
-    def reach(self, folder: Path, steps: int) -> None:
-        """Wait until a run has recorded so many steps."""
-        until = time.monotonic() + 300
-        while len(lines_of(folder)) < steps:
-            assert self.process.poll() is None and time.monotonic() < until, self.said()
-            time.sleep(0.02)
-
-    def ranks(self) -> dict[int, int]:
-        """The process of each rank."""
-        found = {}
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(word[5:]): int(child) for word in words if word.startswith(b"RANK=")}
-        return found
-
-    def end(self, timeout: float = 300) -> tuple[int, str, float]:
-        """Its exit status, what it said, and how long it took from now on."""
-        begin = time.monotonic()
-        try:
-            status = self.process.wait(timeout)
-        finally:
-            self.process.kill()
-        return status, self.said(), time.monotonic() - begin
-
-    def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The numbers of each step, without times."""
-    file = folder / "metrics.jsonl"
-    text = file.read_text() if file.exists() else ""
-    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k} for line in lines]
-
-
-RUN = ("--steps", "40", "--checkpoint-every", "6", "--eval-every", "9", "--ranks.deadline", "20")
-
-
-def killed(folder: Path, victim: int, steps: int, wait: float, again: int, wanted: list[dict[str, Any]]) -> list[str]:
-    """What went wrong when this rank was killed after so many steps, and the run resumed on `again` ranks."""
-    launched = Launched(2, "train", "lecture", *RUN, "--out", str(folder))
-    launched.reach(folder, steps)
-    pids = launched.ranks()
-    time.sleep(wait)
-    if victim not in launched.ranks():
-        return []  # it was over before
-    os.kill(pids[victim], signal.SIGKILL)
-    status, said, seconds = launched.end()
-    wrong = [f"it ended after {seconds:.0f} s"] if seconds > KILLED_AFTER else []
-    wrong += ["its exit status is 0"] if status == 0 else []
-    wrong += [] if f"rank {victim} of 2, in the phase" in said else [f"nobody said who it was: {said[-900:]}"]
-    wrong += ["a rank is left"] if any(Path(f"/proc/{pid}").exists() for pid in pids.values()) else []
-    torn = [line["step"] for line in lines_of(folder)]
-    wrong += [f"its records are torn: {torn}"] if torn != list(range(len(torn))) else []
-    status, said, _ = Launched(again, "resume", str(folder)).end()
-    found = lines_of(folder)
-    wrong += [] if status == 0 and len(found) == len(wanted) else [f"it was not resumed: {said[-900:]}"]
-    apart = max((abs((a[k] or 0) - (b[k] or 0)) for a, b in zip(found, wanted, strict=False) for k in b), default=0.0)
-    wrong += [f"resumed on {again} ranks, it is {apart:.1e} apart"] if apart > (0.0 if again == 2 else 1e-3) else []
-    return wrong
-
-
-def kills(count: int) -> list[str]:
-    """What went wrong in so many runs of which a random rank was killed at a random moment."""
-    rng, wrong = random.Random(0), []
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
-        assert Launched(2, "train", "lecture", *RUN, "--out", str(whole)).end()[0] == 0
-        for i in range(count):
-            victim, steps, wait, again = (
-                rng.randrange(2),
-                rng.randrange(1, 36),
-                rng.random() / 2,
-                rng.choice((1, 2, 2, 3)),
-            )
-            found = killed(Path(folder) / str(i), victim, steps, wait, again, lines_of(whole))
-            print(
-                f"kill {i}: rank {victim} after step {steps}, resumed on {again}: {'; '.join(found) or 'as promised'}",
-                flush=True,
-            )
-            wrong += found
-    return wrong
+    wanted, _ = led(ALONE, False, ALGORITHM, look)
+    found, _ = led(ranks, sharded, ALGORITHM, look)
+    return 0.0 if found is None else float((found - wanted).abs().max())
 
 
 # ---- the processes -------------------------------------------------------------------------------
@@ -393,7 +322,7 @@ def work(rank: int, port: int, only: list[str], out: Path, sharded: tuple[bool, 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, max(sizes), rank == 0)
     found: dict[str, Any] = {}
-    every = cases() | {"five steps": five_steps, "checkpoints": checkpoints}
+    every = cases() | {"five steps": five_steps, "checkpoints": checkpoints, "of rank 0 alone": of_rank_0}
     for size in sizes:
         if rank < size:
             ranks = RankGroup(DEADLINE, "cpu", (dist.PrefixStore(str(size), store), rank, size))

@@ -79,6 +79,7 @@ ON_GPU = (
     "programs",
     "turns_gpu",
     "ahead_gpu",
+    "ranks_gpu",
 )
 NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks")
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}

@@ -196,7 +196,7 @@ def test_the_preflight_says_how_an_update_is_cut(plan: Plan, words: list[str]) -
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
     task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), Report()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
-    _update(config, SimpleNamespace(plan=plan, lm=lm), report)  # type: ignore[arg-type]
+    _update(config, SimpleNamespace(plan=plan, whole_lm=lm), report)  # type: ignore[arg-type]
     for each in words:
         assert each in report.text()
 

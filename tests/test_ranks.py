@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ import torch
 import torch.distributed as dist
 
 import ascent
-from ascent.core.types import Refused
+from ascent.core.algorithms import ALGORITHMS
+from ascent.core.types import Batch, Refused, Terms
+from ascent.core.update import Adam
 from ascent.engines.backends import backend_of
-from ascent.engines.ranks.ranks import ALONE, shares
+from ascent.engines.language.attention import ours
+from ascent.engines.language.learning.elementwise import Formulas, fuse, rotating
+from ascent.engines.language.learning.learner import LanguageLearner
+from ascent.engines.language.learning.states import Forward
+from ascent.engines.ranks import sharded
+from ascent.engines.ranks.group import RankGroup
+from ascent.engines.ranks.leading import LeadingLearner
+from ascent.engines.ranks.ranks import ALONE, group_size, shares
+from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.ranks.watch import SignsOfLife
 from ascent.launch import refuse_other
 from ascent.records.display import Display
@@ -25,9 +36,10 @@ from tests.language import batch_of, model_of
 
 ROWS = ["grpo", "ppo", "trpo", "gspo", "dpo", "process-reward"]
 HARD = ["tied embeddings", "adapters (LoRA)", "a rank without work", "unequal passes", "checkpointing"]
-WHOLE = ["exact KL in the loss", "padded (GPT-2)", "five steps", "checkpoints"]
+HARD += ["a critic on the policy", "adapters and a critic"]
+WHOLE = ["exact KL in the loss", "padded (GPT-2)", "five steps", "checkpoints", "of rank 0 alone"]
 HOW = ("replicated", "sharded")
-REFUSED = ["ppo", "trpo", "dpo", "process-reward"]
+REFUSED = ["trpo"]
 """In shards."""
 
 
@@ -53,7 +65,7 @@ def test_three_ranks_give_the_numbers_of_one_process() -> None:
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Any]]:
     """Starts a command by torchrun; whatever happens, it is ended."""
-    from benchmarks.ranks import Launched
+    from benchmarks.killed_ranks import Launched
 
     started = []
 
@@ -71,7 +83,7 @@ def launch() -> Iterator[Callable[..., Any]]:
 @pytest.mark.smoke
 def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[..., Any], tmp_path: Path) -> None:
     """Meanwhile a second launch of the same run is refused. In the end the numbers are those of one process."""
-    from benchmarks.ranks import lines_of
+    from benchmarks.killed_ranks import lines_of
 
     folder, flags = tmp_path / "run", ["--steps", "150", "--checkpoint-every", "3", "--eval-every", "50"]
     run = launch(2, "train", "lecture", *flags, "--out", str(folder))
@@ -95,7 +107,7 @@ def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[
 
 @pytest.mark.smoke
 def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[..., Any], tmp_path: Path) -> None:
-    from benchmarks.ranks import lines_of
+    from benchmarks.killed_ranks import lines_of
 
     folder, flags = tmp_path / "run", ["--steps", "40", "--checkpoint-every", "100", "--eval-every", "100"]
     run = launch(2, "train", "lecture", *flags, "--out", str(folder))
@@ -110,6 +122,163 @@ def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[
     assert len(lines_of(folder)) == 40
     for one, two in zip(lines_of(whole.folder)[:12], lines_of(folder)[:12], strict=True):
         assert two == pytest.approx(one, abs=1e-4)
+
+
+# ---- one rank
+
+
+@pytest.fixture
+def one_rank() -> Iterator[RankGroup]:
+    """A group of one, in this process."""
+    group = RankGroup(60.0, "cpu", (dist.TCPStore("127.0.0.1", 0, 1, True), 0, 1))
+    yield group
+    group.watch.close()
+    dist.destroy_process_group()
+
+
+GRPO = ALGORITHMS["grpo"]
+
+
+def both(group: RankGroup, dtype: torch.dtype, prepare: Callable[[Any], Any] = lambda lm: lm) -> tuple[Any, Any, Batch]:
+    """A plain learner, the same one in shards, and a batch for them."""
+    algorithm = replace(GRPO, update=Adam(lr=1e-2))
+    memory, settings = (0, False), (algorithm.update, True, algorithm.outputs)
+    one, two = (prepare(model_of(dtype=dtype)) for _ in range(2))
+    batch, state = algorithm.credit(batch_of(model_of()), algorithm.start())
+    batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
+    return LanguageLearner(one, *settings, *memory), ShardedLearner(two, *settings, *memory, group), batch
+
+
+@pytest.mark.smoke
+def test_a_group_of_one_has_the_numbers_of_the_plain_learner_in_shards(one_rank: RankGroup) -> None:
+    one, two, batch = both(one_rank, torch.float64)
+    assert two.placement.startswith("each trains a part")
+    for learner in (one, two):
+        learner.step(batch, GRPO.objective, one_update)
+        learner.refresh()
+    found, wanted = two.state(), one.state()
+    assert found.keys() == wanted.keys()
+    for group in wanted:
+        assert found[group].keys() == wanted[group].keys()
+        assert all(torch.equal(found[group][name], wanted[group][name]) for name in wanted[group]), group
+    assert all(torch.equal(p, one.params()[name]) for name, p in two.params().items()), "the sampler's copy"
+
+
+def one_update(learner: Any, mini: Batch, objective: Any) -> Any:
+    return Adam(lr=1e-2, max_norm=0.5)(learner, mini, objective)
+
+
+@pytest.mark.smoke
+def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGroup) -> None:
+    """The step is that of the plain learner, which steps bfloat16 parameters through float32 copies."""
+    one, two, batch = both(one_rank, torch.bfloat16)
+    seen = []
+    two.lm.backbone.layers[0].mlp.register_forward_hook(
+        lambda mlp, _, out: seen.append((mlp.up_proj.weight.dtype, out.dtype))
+    )
+    for learner in (one, two):
+        learner.step(batch, GRPO.objective, one_update)
+        learner.refresh()
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert {p.dtype for p in two.trainable()} == {p.grad.dtype for p in two.trainable()} == {torch.float32}
+    found, wanted = two.state(), one.state()
+    assert {t.dtype for t in found["wide"].values()} == {torch.float32} != {t.dtype for t in found["params"].values()}
+    for group in ("wide", "params", "optimizer"):
+        for name, value in wanted[group].items():
+            torch.testing.assert_close(found[group][name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.smoke
+def test_adapters_of_a_model_in_bfloat16_are_whole_and_the_model_below_them_is_in_shards(one_rank: RankGroup) -> None:
+    from benchmarks.ranks import adapt
+
+    def prepared(lm: Any) -> Any:
+        adapt(lm.model, 4)
+        for name, p in lm.model.named_parameters():
+            p.data = p.data.float() if "lora" in name else p.data
+        return lm
+
+    one, two, batch = both(one_rank, torch.bfloat16, prepared)
+    for learner in (one, two):
+        learner.step(batch, GRPO.objective, one_update)
+    assert not any(hasattr(p, "to_local") for p in two.trainable())
+    below = [p for p in two.lm.model.parameters() if not p.requires_grad]
+    two.passes.reshard()
+    assert below and {p.dtype for p in below} == {torch.bfloat16}
+    found, wanted = two.state()["params"], one.state()["params"]
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], atol=1e-6, rtol=1e-6)
+
+
+def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
+    one_rank: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer: what is made of a layer in float32 is cut before the next one is made."""
+    real, whole = sharded.LayerSource.fill, []
+
+    def fill(self: Any, part: Any) -> None:
+        real(self, part)
+        plain = [p for p in part.parameters() if not hasattr(p, "to_local")]
+        whole.append(sum(p.numel() for p in plain))
+
+    monkeypatch.setattr(sharded.LayerSource, "fill", fill)
+    monkeypatch.setattr(sharded, "BUCKET", 1)
+    lm = model_of(dtype=torch.bfloat16, num_hidden_layers=4)
+    sharded.shard(lm, 1)
+    every = sum(p.numel() for p in lm.model.parameters())
+    assert len(whole) == 5 and sum(whole) == every and max(whole) < every / 3
+
+
+@pytest.mark.smoke
+def test_layers_in_shards_compute_with_the_kernels_of_a_whole_model(one_rank: RankGroup) -> None:
+    """Parameters are in float32 there, and layers compute in bfloat16: what that type is fused by counts."""
+    lm, seen = model_of(dtype=torch.bfloat16), []
+
+    class Counted(Formulas):
+        @staticmethod
+        def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+            seen.append(x.dtype)
+            return Formulas.rotate(x, cos, sin, back)
+
+    assert fuse(lm.model, Formulas) == 7, "two gated MLPs and five norms"
+    forward, batch = sharded.shard(lm, 1), batch_of(model_of())
+    copied = forward._lm[0].backbone.layers[0].mlp
+    assert copied.forward.args[0] is copied, "its own parameters, and not those of the whole model"
+    with torch.no_grad(), ours(lm.model), rotating(lm.model, Formulas):
+        wanted = Forward(lm)(batch, lambda _, hidden: hidden)
+    with torch.no_grad(), ours(forward.model), rotating(forward.model, Counted):
+        found = forward(batch, lambda _, hidden: hidden)
+    assert set(seen) == {torch.bfloat16} and torch.equal(found, wanted)
+
+
+def test_an_evaluation_of_its_own_is_computed_by_rank_0_alone(one_rank: RankGroup) -> None:
+    """It may keep what it is shown, which cannot be sent; in shards the others only go along."""
+    one, two, batch = both(one_rank, torch.float64)
+    shown: dict[str, list[torch.Tensor]] = {"one": [], "two": []}
+
+    def keep(name: str) -> Any:
+        def objective(micro: Batch, out: Any) -> Terms:
+            shown[name].append(out.logp.detach())
+            return Terms(torch.zeros(()), {})
+
+        return objective
+
+    one.total(batch, keep("one"))
+    LeadingLearner(two, one_rank).total(batch, keep("two"))
+    assert two.ranks is one_rank and torch.equal(torch.cat(shown["one"]), torch.cat(shown["two"]))
+
+
+def test_under_torchrun_one_process_may_be_told_to_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model": "any", "ranks.shard": "shard"}
+    config = configure("reasoning-gym:chain_sum", settings)
+    assert group_size("shard") == 0, "nobody launched this process"
+    with pytest.raises(Refused, match="one process has nothing to share"):
+        backend_of(config).check_ranks(config, 0)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert (group_size("shard"), group_size("replicate"), group_size("auto")) == (1, 1, 0)
+    backend_of(config).check_ranks(config, 1)
 
 
 # ---- who it was
@@ -186,7 +355,7 @@ def test_one_process_has_nothing_to_do() -> None:
 
 def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:
     config = configure("lecture", {"ranks.shard": "replicate", "ranks.deadline": 30})
-    assert config.to_dict()["ranks"] == {"name": "torchrun", "shard": "replicate", "deadline": 30.0}
+    assert config.to_dict()["ranks"] == {"name": "torchrun", "shard": "replicate", "deadline": 30.0, "gather": 32.0}
     assert config_from(config.to_dict()) == config
     older = {name: value for name, value in config.to_dict().items() if name != "ranks"}
     assert config_from(older).ranks.shard == "auto", "a run from before there were ranks"
@@ -196,7 +365,7 @@ def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:
     ("task", "settings", "why"),
     [
         ("lecture", {"ranks.shard": "shard"}, "a small policy fits everywhere"),
-        ("lecture", {"ahead": 1, "loss": "clipped"}, "would depend on their number"),
+        ("lecture", {"ahead": 1, "loss": "clipped"}, "would depend on the number of ranks"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_with_a_reason(task: str, settings: dict[str, Any], why: str) -> None:

@@ -81,8 +81,11 @@ def _command(name: str) -> type[Command]:
 
 
 def tell(words: str) -> None:
-    """What went wrong, which may quote a response: as text, whatever is in it. Of several ranks one says it."""
-    if rank_here() and "rank 0 of " not in words:
+    """What went wrong, which may quote a response: as text, whatever is in it.
+
+    Of several ranks rank 0 says it, which torchrun may have ended by then: so does the one that it is about.
+    """
+    if rank_here() and not any(f"rank {rank} of " in words for rank in (0, rank_here())):
         return
     print(printable(words), file=sys.stderr)
 

@@ -14,10 +14,11 @@ class Torchrun:
     """Processes that train one model together, if torchrun has started them: the numbers are those of one process."""
 
     shard: Literal["auto", "replicate", "shard"] = "auto"
-    """Where parameters are: replicate, all on every rank; shard, a part on each; auto: in shards if they would not fit.
-    Language models only."""
+    """Where a language model is: replicate, all on every rank; shard, a part on each; auto: in shards if large."""
     deadline: float = 600.0
     """Seconds that ranks wait for each other; a rank that does not come ends the run."""
+    gather: float = 32.0
+    """GiB of state in shards up to which rank 0 writes a checkpoint; above it each rank writes a part of its own."""
 
     def __post_init__(self) -> None:
         if not self.deadline > 0:
@@ -104,10 +105,8 @@ class Config:
             why = "it trains on groups whose rewards differ, and those of a group of one never do"
             raise Refused(f"--samples 1 with --groups with-signal: {why}. Set --samples 2 or more, or --groups all")
         if self.minibatches > self.prompts:
-            raise Refused(
-                f"--minibatches {self.minibatches} with --prompts {self.prompts}: mini-batches are cut between "
-                "prompts, so there cannot be more of them than prompts"
-            )
+            why = "mini-batches are cut between prompts, so there cannot be more of them than prompts"
+            raise Refused(f"--minibatches {self.minibatches} with --prompts {self.prompts}: {why}")
         if self.algorithm.update.whole and self.epochs * self.minibatches > 1:
             raise Refused(
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "

@@ -94,7 +94,7 @@ class Adam(Update):
     def step(self, optimizer: torch.optim.Optimizer, progress: float) -> Tensor:
         """The optimizer's step at the rate of this share of the run; returns the gradient's norm before clipping."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = global_norm(gradients)
+        norm = getattr(optimizer, "norm", global_norm)(gradients)  # its own, where each rank has a part of them
         if self.max_norm is not None:
             torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
         for group in optimizer.param_groups:

@@ -146,11 +146,11 @@ class Backend(ABC):
         """Refuse, before any work, what this backend cannot do."""
 
     def check_ranks(self, config: Config, size: int) -> None:
-        """Refuse what this backend cannot do on so many ranks."""
-        if config.ahead and size > 1:
+        """Refuse what this backend cannot do on a group of this many ranks; 0: there is no group."""
+        if config.ahead and size:
             raise Refused(
-                f"--ahead {config.ahead} on {size} ranks: how far sampling gets ahead would depend on their number, "
-                "and so would the numbers of the run. Leave --ahead out"
+                f"--ahead {config.ahead} under torchrun: how far sampling gets ahead would depend on the number of "
+                "ranks, and so would the numbers of the run. Leave --ahead out"
             )
 
     def check_task(self, config: Config, task: Any, flag: str) -> None:  # noqa: B027 (most tasks of a kind will do)

@@ -27,6 +27,8 @@ class InProcessLearner(Learner, Protocol):
     """Can one rank by itself compute a batch?"""
     spread: int = 1
     """How many ranks hold the trained state together."""
+    large: bool = False
+    """Is the state too large for one rank, so that each writes a part of a checkpoint?"""
 
     fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
     optimizer: torch.optim.Optimizer | None
@@ -207,6 +209,14 @@ class InProcessLearner(Learner, Protocol):
             groups["critic"] = dict(self.critic.state_dict())
             groups["critic_optimizer"] = _optimizer_state(self.critic_optimizer)
         return groups
+
+    def settle(self) -> None:
+        """Wait for what this rank is writing."""
+        return None
+
+    def part(self, group: str, name: str, value: Tensor) -> Tensor:
+        """What this rank holds of a tensor of a checkpoint."""
+        return value
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         """The optimizers and the critic; an engine loads the parameters itself."""

@@ -192,7 +192,7 @@ class CausalLM:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         model, tokenizer, device, dtype = self._given() if self.model in GIVEN else self._read(exact)
-        model = model.to(device).requires_grad_(False)
+        model = model.requires_grad_(False)
         if self.last_layers:
             self._free_last(model)
         elif not self.lora:
@@ -201,6 +201,7 @@ class CausalLM:
         finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
         for p in model.parameters():  # parameters only: of the buffers, rotary frequencies stay in float32
             p.data = p.data.to(dtype)
+        model = model.to(device)  # what was stored finer stays where it was: a GPU need not hold both
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
         return lm

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ascent.core.types import Refused
+from ascent.engines.ranks.parts import PARTS, RankParts
+from ascent.records.parts import read_parts
 from ascent.records.reading import UNREADABLE as ODD
 from ascent.records.reading import numbered_files, open_regular, parse_json, read_regular
 
@@ -28,17 +30,34 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def save(folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None) -> None:
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def aside_of(final: Path) -> Path:
+    """Where a folder is written until it is whole."""
+    return final.with_name(f".writing-{final.name}")
+
+
+def save(
+    folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None,
+    parts: RankParts | None = None,
+) -> None:  # fmt: skip
     """Write `folder/step_000100`, and drop all but the newest `keep` and that of the step `best`."""
-    write_whole(folder / f"step_{step:06d}", groups, state, {"step": step})
+    write_whole(step_folder(folder, step), groups, state, {"step": step}, parts)
     for old in complete(folder)[:-keep]:
         if step_of(old) != best:
             drop(old)
 
 
-def write_whole(final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any]) -> None:
-    """A folder with these groups of tensors and a state.json, whose manifest has checksums: all of it, or nothing."""
-    aside = final.with_name(f".writing-{final.name}")
+def write_whole(
+    final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any], parts: RankParts | None = None
+) -> None:
+    """A folder with these groups of tensors and a state.json, whose manifest has checksums: all of it, or nothing.
+
+    `parts`: what all ranks write there, each its own.
+    """
+    aside = aside_of(final)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for group, tensors in groups.items():
@@ -49,6 +68,9 @@ def write_whole(final: Path, groups: Groups, state: dict[str, Any], about: dict[
             raise OSError(code, os.strerror(code)) from None
     (aside / "state.json").write_text(json.dumps(state))
     sums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
+    if parts is not None:
+        sums |= parts.write()
+        about = about | {"narrow": parts.narrow}
     (aside / "manifest.json").write_text(json.dumps(about | {"sha256": sums}))
     for path in [*aside.iterdir(), aside]:
         flush(path)
@@ -60,8 +82,11 @@ def write_whole(final: Path, groups: Groups, state: dict[str, Any], about: dict[
 
 def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
     """What `write_whole` has written; UNREADABLE errors where something of it is not as it was."""
-    _verify(path)
-    return {p.stem: load_file(p) for p in path.glob("*.safetensors")}, parse_json(read_regular(path / "state.json"))
+    about = _verify(path)
+    groups = {p.stem: load_file(p) for p in path.glob("*.safetensors") if not p.match(PARTS)}
+    if "narrow" in about:
+        groups |= read_parts(path, about["narrow"])
+    return groups, parse_json(read_regular(path / "state.json"))
 
 
 def drop(path: Path) -> None:
@@ -82,7 +107,8 @@ def keep_start(source: Path, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     checkpointed = (source / "manifest.json").exists()
-    for name in ("params.safetensors", "manifest.json")[: 1 + checkpointed]:
+    files = [path.name for path in source.glob(PARTS)] or ["params.safetensors"]
+    for name in [*files, *["manifest.json"][:checkpointed]]:
         with suppress(OSError):
             if checkpointed:
                 os.link(source / name, aside / name)
@@ -133,21 +159,31 @@ def params(path: Path) -> dict[str, Tensor]:
     """The policy's parameters of a checkpoint, verified, or of any folder with a params.safetensors."""
     file = path / "params.safetensors"
     try:
-        if (path / "manifest.json").exists():
+        if not (path / "manifest.json").exists():
+            return load_file(file)
+        if file.exists():
             _verify(path, file.name)
-        return load_file(file)
+            return load_file(file)
+        about = _verify(path, *(part.name for part in path.glob(PARTS)))
+        return read_parts(path, about["narrow"], ("params", "wide"))["params"]
     except UNREADABLE as error:
         raise Refused(f"{path}: its parameters cannot be read: {error}") from None
 
 
-def _verify(path: Path, *files: str) -> None:
-    """Compare files of a checkpoint, by default all, with its manifest."""
-    checksums = parse_json(read_regular(path / "manifest.json"))["sha256"]
+def has_params(path: Path) -> bool:
+    return (path / "params.safetensors").exists() or any(path.glob(PARTS))
+
+
+def _verify(path: Path, *files: str) -> dict[str, Any]:
+    """Compare files of a checkpoint, by default all, with its manifest, which is returned."""
+    about = parse_json(read_regular(path / "manifest.json"))
+    checksums = about["sha256"]
     for file in files or checksums:
         if Path(file).name != file:
             raise ValueError(f"the manifest names {file}, which is not a file of the checkpoint")
         if _checksum(path / file) != checksums[file]:
             raise ValueError(f"{file} does not match its checksum")
+    return about
 
 
 def _checksum(path: Path) -> str:

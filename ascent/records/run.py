@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,8 @@ from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Open, Stepped, Task
 from ascent.core.types import Batch, Metrics, Refused, State, Streams
 from ascent.engines.backends import backend_of
+from ascent.engines.ranks.parts import PARTS
+from ascent.engines.saving import Saver, on_host
 from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
@@ -43,6 +45,8 @@ from ascent.tasks.objects import about_objects, label_of, match_objects, renamed
 
 CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
 """On every line of updates.jsonl where the loss clips."""
+PATIENCE = 60.0
+"""Seconds for which a run that failed waits for the checkpoint that is being written."""
 HEARTBEAT = 2.0
 """Seconds between two signs of life in run.json."""
 
@@ -221,12 +225,12 @@ def init_folder(init: str | Path, resumed: bool = False) -> Path:
         if not Run(folder).checkpoints:
             raise Refused(f"--init {init}: that run has no checkpoint yet")
         folder = Run(folder).checkpoints[-1]
-    if resumed and not (folder / "params.safetensors").exists():
+    if resumed and not checkpoint.has_params(folder):
         raise Refused(
             f"--init {init} is gone, and its policy is the reference of this run, which an earlier version began: put "
             "it back there"
         )
-    if not (folder / "params.safetensors").exists():
+    if not checkpoint.has_params(folder):
         raise Refused(f"--init {init}: neither a run nor a folder with params.safetensors")
     return folder.resolve()
 
@@ -328,6 +332,7 @@ class Writer:
         """The last known value of every metric."""
         self.newest: tuple[dict[str, Any], Batch] | None = None
         """The metrics and the batch of the last step."""
+        self.saver = Saver()
         self._answers: tuple[Task, Batch] | None = None
         self._beat = time.monotonic()
 
@@ -345,6 +350,7 @@ class Writer:
         return lambda: journal.evaluation(evaluate, made, lambda answers: self.held_out(self.task, answers))
 
     def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
+        self.saver.poll()
         for i, update in enumerate(updates):
             report = update.report
             names = ("loss", "grad_norm", *(CLIPS if CLIPS[0] in report else ()))
@@ -435,17 +441,34 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         sizes = {name: file.tell() for name, file in self.files.items()}
-        groups = {**learner.state(), "rng": streams.state()}
+        self.saver.wait()
+        folder = self.folder.path / "checkpoints"
+        parts = getattr(learner, "stage_parts", lambda _: None)(
+            checkpoint.aside_of(checkpoint.step_folder(folder, step))
+        )
+        groups = {**(learner.state() if parts is None else {}), "rng": streams.state()}
         saved = {"step": step, "state": state, "records": sizes}
         if ahead:
             groups["ahead"], saved["ahead"] = take_apart(ahead)
         best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
-        checkpoint.save(self.folder.path / "checkpoints", step, groups, saved, self.config.keep, best)
+        groups, apart = on_host(groups)
+        saved = json.loads(json.dumps(saved))  # as the rest: what it is now
+        save = partial(checkpoint.save, folder, step, groups, saved, self.config.keep, best, parts)
+        self.saver.begin(save, partial(self._saved, step, best))
+        if not apart:
+            self.saver.wait()
+
+    def _saved(self, step: int, best: int | None) -> None:
+        """What a checkpoint makes superfluous, once it is complete."""
         self.folder.run["best"] = best
         if self.journal is not None:
             self.journal.keep(step)
         if not self._needs_start():
             checkpoint.drop_start(self.folder.path / "checkpoints")
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self.saver.wait()
 
     def keep_start(self, source: Path) -> None:
         """Hold what the run starts from, as long as a resume needs it: the source may vanish."""
@@ -455,7 +478,7 @@ class Writer:
     def _needs_start(self) -> bool:
         """Before the first checkpoint; afterwards for the reference, if a checkpoint does not hold it."""
         saved = checkpoint.complete(self.folder.path / "checkpoints")
-        held = all((path / "reference.safetensors").exists() for path in saved)
+        held = all((path / "reference.safetensors").exists() or any(path.glob(PARTS)) for path in saved)
         return not saved or (self.config.algorithm.reference.kept and not held)
 
     def dump(self, step: int, batch: Batch) -> str:
@@ -482,6 +505,8 @@ class Writer:
         return self.stop
 
     def close(self) -> None:
+        with suppress(Exception):  # a run that failed has its reason; what was complete stays
+            self.saver.wait(PATIENCE)
         for file in self.files.values():
             with suppress(OSError):  # a full disk has been reported by now
                 file.close()

@@ -11,6 +11,8 @@ import torch
 from ascent.assemble import assemble
 from ascent.core.loop import train
 from ascent.core.types import Metrics
+from ascent.engines.ranks.leading import share_out
+from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.settings import configure
 from benchmarks.common import NoRecords, close
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw
@@ -42,7 +44,8 @@ class Work:
 class Ours(NoRecords):
     """Ascent's own loop on its own parts, one step per turn. It records nothing, and TRL is set to record nothing."""
 
-    def __init__(self, work: Work, more: dict[str, Any] | None = None):
+    def __init__(self, work: Work, more: dict[str, Any] | None = None, ranks: Ranks = ALONE):
+        """`more`: other settings; `ranks`: of a group that it trains in."""
         settings: dict[str, Any] = {
             "model": work.model,
             "policy.device": work.device,
@@ -56,7 +59,9 @@ class Ours(NoRecords):
             "threads": THREADS if work.device == "cpu" else 0,
             **(more or {}),
         }
-        self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings))
+        self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings), ranks=ranks)
+        if ranks is not ALONE:
+            share_out(self.parts, ranks)
         self.parts.policy.ends = NEVER  # type: ignore[union-attr]
         self.done = 0
 

@@ -19,7 +19,7 @@ from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, Of
 from ascent.engines.language import trials
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
-from ascent.engines.language.learning.plan import SHARE, STATE_BYTES, bytes_per_token, critic_bytes, update_operations
+from ascent.engines.language.learning.plan import SHARE, bytes_per_token, critic_bytes, state_bytes, update_operations
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
@@ -94,13 +94,11 @@ class LanguageBackend(Backend):
             )
 
     def check_ranks(self, config: Config, size: int) -> None:
-        if size > 1 and config.policy.engine != "local":
-            raise Refused(f"--engine {config.policy.engine} on {size} ranks was never tried: set --engine local")
-        if size > 1 and ":" in config.policy.device:
-            raise Refused(
-                f"--policy.device {config.policy.device} on {size} ranks: each has a GPU of its own; set cuda"
-            )
-        if size == 1 and config.ranks.shard == "shard":
+        if size and config.policy.engine != "local":
+            raise Refused(f"--engine {config.policy.engine} under torchrun was never tried: set --engine local")
+        if size and ":" in config.policy.device:
+            raise Refused(f"--policy.device {config.policy.device} under torchrun: each has a GPU of its own; set cuda")
+        if not size and config.ranks.shard == "shard":
             raise Refused(
                 "--ranks.shard shard: one process has nothing to share. Start it by torchrun, or leave it out"
             )
@@ -125,13 +123,17 @@ class LanguageBackend(Backend):
     def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
+        learner: LanguageLearner
         if in_shards(config, model, ranks):
-            return ShardedLearner(model, algorithm.update, kept, outputs, *memory, ranks)
-        critic = LanguageCritic(model, choice.shared) if choice.on else None
-        learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
-        learner.ranks = ranks
+            learner = ShardedLearner(
+                model, algorithm.update, kept, outputs, *memory, ranks, choice, config.ranks.gather * 2**30
+            )
+        else:
+            critic = LanguageCritic(model, choice.shared) if choice.on else None
+            learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
+            learner.ranks = ranks
         if algorithm.loss.trains != "policy":
-            learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, model))
+            learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.passes))
         return learner
 
     def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
@@ -339,28 +341,21 @@ def check_engine(config: Config) -> None:
 
 def never_in_shards(config: Config) -> str | None:
     """Why a run cannot be trained in shards, where it cannot."""
-    algorithm, policy = config.algorithm, config.policy
-    if algorithm.critic.on:
-        return f"--critic {name_of(algorithm.critic)}: a critic is not cut into shards"
-    if algorithm.update.whole:
-        return f"--update {name_of(algorithm.update)}: FSDP2 does not differentiate twice, as Fisher products do"
-    if algorithm.loss.trains != "policy" or config.data in COMMANDS:
-        return f"--loss {name_of(algorithm.loss)}: reward models and pairs are trained by ranks with every parameter"
-    if policy.lora and policy.dtype_on(pick_device(policy.device)) != torch.float32:
-        return "--policy.lora in bfloat16: adapters are in float32 beside it, and a shard has one type"
+    update = config.algorithm.update
+    if update.whole:
+        return f"--update {name_of(update)}: FSDP2 does not differentiate twice, as Fisher products do"
     return None
 
 
 def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
     """Is the trained state spread over the ranks? By itself only where a GPU could not hold all of it."""
-    if ranks.size == 1 or config.ranks.shard == "replicate":
+    if ranks is ALONE or config.ranks.shard == "replicate":
         return False
     if config.ranks.shard == "shard":
         return True
-    if lm.device.type != "cuda" or never_in_shards(config) is not None:
+    if ranks.size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
         return False
-    state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
-    return state > SHARE * torch.cuda.get_device_properties(lm.device).total_memory
+    return state_bytes(lm) > SHARE * torch.cuda.get_device_properties(lm.device).total_memory
 
 
 # ---- before training ---------------------------------------------------------------------------------
@@ -392,8 +387,8 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
 
     `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
     """
-    lm = learner.lm
-    model = lm.config
+    lm = learner.whole_lm
+    model, kept = lm.config, config.algorithm.reference.kept
     every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
     size = every[0].element_size()
     names, spread = ("num_hidden_layers", "hidden_size", "num_attention_heads"), learner.spread
@@ -406,18 +401,14 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     longest = repeated * config.task.max_prompt + config.samples * config.task.room
     micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
-    whole = (
-        0
-        if spread == 1
-        else sum(p.numel() * p.element_size() for p in getattr(learner, "whole_lm", lm).model.parameters())
-    )
+    shards = 0 if learner.alone else sum(p.numel() * p.element_size() for p in learner.lm.model.parameters()) // spread
     copies = weights if rows and lm.device.type == "cpu" else 0
     return {
-        "parameters": weights // spread + whole,
+        "parameters": weights + shards,
         "gradients": count * max(size, 4) // spread,
-        "Adam": (8 * count + (4 * count if size < 4 else 0)) // spread,
-        "reference": count * size // spread if config.algorithm.reference.kept else 0,
-        "critic": critic_bytes(learner.critic),
+        "Adam": (8 * count + (4 * count if size < 4 and learner.alone else 0)) // spread,
+        "reference": count * (size if learner.alone else max(size, 4)) // spread if kept else 0,
+        "critic": critic_bytes(learner.critic) // spread,
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
         "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
         "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
@@ -453,7 +444,7 @@ def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report)
 
 def _update(config: Config, learner: LanguageLearner, report: Report) -> None:
     """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
-    plan, task, lm = learner.plan, config.task, learner.lm
+    plan, task, lm = learner.plan, config.task, learner.whole_lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
     every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.room] * samples] * prompts)
     one = task.room + round((plan.repeat if lm.shares else 1) * task.max_prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascent.core.types import Refused, Trouble
-from ascent.engines.ranks.ranks import ALONE, Ranks, size_here
+from ascent.engines.ranks.ranks import ALONE, Ranks
 from ascent.engines.ranks.watch import SignsOfLife
 
 BUCKET = 2**24
@@ -23,16 +23,16 @@ BUCKET = 2**24
 PATIENCE = 7200.0
 """Seconds for which rank 0 may have nothing to order, as long as it lives: rewards and evaluations take their time."""
 PHASES = {"part": "generate", "load": "sync", "step": "update", "fit": "update", "mix_reference": "sync"}
-PHASES |= {"state": "checkpoint", "restore": "checkpoint", "gradient": "trial", "total": "trial"}
+PHASES |= {"state": "checkpoint", "restore": "checkpoint", "accompanied": "trial"}
 
 
 JOINED: list[Ranks] = []
 """The group of this process: there is one in its life."""
 
 
-def join_ranks(deadline: float, device: str) -> Ranks:
-    """The ranks that this process belongs to; alone, if nobody has launched it as one of several."""
-    if size_here() == 1:
+def join_ranks(deadline: float, device: str, size: int) -> Ranks:
+    """The ranks that this process belongs to; alone, if there is no group."""
+    if not size:
         return ALONE
     if JOINED:
         raise Refused("a second run in one launch: the other ranks ended with the first. Start each run by a torchrun")
@@ -46,7 +46,7 @@ class RankGroup(Ranks):
     def __init__(self, deadline: float, device: str, found: tuple[Any, int, int] | None = None):
         """`found`: the store, rank and size, where torchrun's environment does not say them."""
         if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         found = found or next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=deadline))))
         store, self.rank, self.size = found
         backend, self.device = ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), torch.device(device)
@@ -72,19 +72,23 @@ class RankGroup(Ranks):
             kinds[tensor.dtype, tensor.device].append(tensor.detach())
         with self._together():
             for same in kinds.values():
-                for bucket in _buckets(same):
+                for bucket in sum_buckets(same):
                     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                     dist.all_reduce(flat)
                     parts = flat.split([tensor.numel() for tensor in bucket])
                     torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
     def most(self, count: int) -> int:
+        if self.size == 1:
+            return count
         number = torch.tensor(count)
         with self._together():
             dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 
     def gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
         mine = _bytes(value)
         sizes = torch.zeros(self.size, dtype=torch.long)
         sizes[self.rank] = len(mine)
@@ -104,6 +108,8 @@ class RankGroup(Ranks):
         return self._send(value, None)
 
     def _send(self, value: Any, group: Any) -> Any:
+        if self.size == 1:
+            return value
         data = torch.empty(0, dtype=torch.uint8) if self.rank else _bytes(value)
         size = torch.tensor(len(data))
         with self._together():
@@ -112,8 +118,10 @@ class RankGroup(Ranks):
             dist.broadcast(data, 0, group=group)
         return _value(data) if self.rank else value
 
-    def broadcast_groups(self, groups: dict[str, dict[str, Tensor]] | None = None) -> dict[str, dict[str, Tensor]]:
-        """The tensors that rank 0 has, on every rank: one after the other, so that none is there twice."""
+    def broadcast_groups(
+        self, groups: dict[str, dict[str, Tensor]] | None = None, keep: Callable[..., Tensor] = lambda *own: own[-1]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The tensors that rank 0 has, on every rank, or what it keeps of each: one after the other."""
         have = groups or {}
         shapes = {g: {name: (t.shape, t.dtype) for name, t in own.items()} for g, own in have.items()}
         made: dict[str, dict[str, Tensor]] = {}
@@ -123,7 +131,7 @@ class RankGroup(Ranks):
                 tensor = torch.empty(shape, dtype=dtype) if self.rank else have[group][name].cpu().contiguous()
                 with self._together():
                     dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor, 0)
-                made[group][name] = tensor
+                made[group][name] = keep(group, name, tensor)
         return made
 
     # ---- orders
@@ -161,8 +169,9 @@ class RankGroup(Ranks):
         self.watch.close()
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
+def sum_buckets(tensors: list[Any]) -> Iterator[list[Any]]:
+    """They in their order, as many at once as make up a bucket."""
+    bucket: list[Any] = []
     for tensor in tensors:
         if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
             yield bucket

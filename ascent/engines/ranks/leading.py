@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ class LeadingLearner:
     def _alone(self, name: str, mini: Batch, objective: Objective) -> Any:
         """Where rank 0 has all parameters, it computes the whole batch."""
         if not self.inner.alone:
-            return self._all(name, mini, objective)
+            with self.ranks.work():
+                self.ranks.tell("learner", "accompanied", name, sent(mini.share(slice(0, 0))))
+                return self.inner.accompanied(name, mini, objective)
         self.inner.ranks = ALONE
         try:
             return getattr(self.inner, name)(mini, objective)
@@ -67,6 +70,10 @@ class LeadingLearner:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return self._all("state")
+
+    def stage_parts(self, aside: Path) -> Any:
+        """Every rank's own part of a checkpoint, to be written to this folder; None: rank 0 writes `state`."""
+        return self._all("stage_parts", aside) if self.inner.large else None
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         with self.ranks.work():
@@ -130,6 +137,8 @@ class RankedSampler(Sampler):
         parts = [(place, part) for place, part in self.ranks.gather((own, drawn)) if part is not None]
         if self.ranks.rank:
             return None
+        if self.ranks.size == 1:
+            return drawn
         order = torch.cat([place for place, _ in parts]).argsort()
         return join([part for _, part in parts]).select(order)
 
@@ -171,7 +180,8 @@ def follow(parts: Any, ranks: RankGroup) -> None:
     while True:
         part, name, args = ranks.hear()
         if name == "end":
+            learner.settle()
             return
         with ranks.work():
-            args = (ranks.broadcast_groups(),) if name == "restore" else args
+            args = (ranks.broadcast_groups(keep=learner.part),) if name == "restore" else args
             getattr(called[part], name)(*args, *own.get(name, ()))

@@ -29,6 +29,11 @@ def size_here() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
+def group_size(shard: str) -> int:
+    """How many ranks train together here. One process is a group if torchrun started it and it was told how: else 0."""
+    return size_here() if launched() and (size_here() > 1 or shard != "auto") else 0
+
+
 def launch_here() -> str:
     """The name of the launch that this process belongs to; nothing, if nobody gave it one of its own."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -105,6 +110,19 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class Accompanied(Ranks):
+    """Rank 0 computes a whole batch. The others have none of it, and only meet it where the model is in shards."""
+
+    def __init__(self, inner: Ranks):
+        self.inner, self.rank = inner, inner.rank
+
+    def most(self, count: int) -> int:
+        return self.inner.most(count)
+
+    def share(self, batch: Batch) -> Batch:
+        return batch.share(slice(0, 0)) if self.rank else batch
 
 
 def shares(batch: Batch, size: int) -> list[Tensor]:

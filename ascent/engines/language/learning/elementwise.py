@@ -39,13 +39,15 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     ops = ops or (load_kernels("elementwise") if like.is_cuda else None)
     where = sys.modules[type(model.get_decoder() if hasattr(model, "get_decoder") else model).__module__]
     before = getattr(where, "apply_rotary_pos_emb", None)
-    if ops is None or before is None or not _turns_alike(before, ops, like.dtype, like.device):
+    sharded = hasattr(like, "to_local")  # then layers compute in another type than the parameters are in
+    if ops is None or before is None or not (sharded or _turns_alike(before, ops, like.dtype, like.device)):
         yield
         return
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
-        if q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole:
+        odd = q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole
+        if odd or (sharded and not _turns_alike(before, ops, q.dtype, q.device)):
             return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
 

@@ -43,12 +43,13 @@ class LanguageCritic(nn.Module):
     backbone only the head is new.
     """
 
-    def __init__(self, lm: LanguageModel, shared: bool):
+    def __init__(self, lm: LanguageModel, shared: bool, copied: Callable[[Any], Any] = copy.deepcopy):
+        """`copied` makes its backbone of the policy's."""
         super().__init__()
         weight = lm.model.get_output_embeddings().weight
         exact = torch.promote_types(weight.dtype, torch.float32)
         self._lm = [lm]  # in a list, so that a checkpoint of the critic does not hold the policy
-        self.own = None if shared else copy.deepcopy(lm.backbone)
+        self.own = None if shared else copied(lm.backbone)
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=exact)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -118,6 +119,8 @@ class LanguageLearner(InProcessLearner):
         critic_update: Adam | None = None,
     ):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
+        self.whole_lm = lm
+        """A model with every parameter: another one than what is trained, where that is in shards."""
         self._params, self._forward = lm.trained(), Forward(lm)
         self._working = list(self._params.values())
         stored, lm.exact = lm.exact, {}
@@ -137,7 +140,7 @@ class LanguageLearner(InProcessLearner):
             )
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
-        if lm.device.type == "cuda":
+        if lm.device.type == "cuda" and self.alone:
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
@@ -161,6 +164,11 @@ class LanguageLearner(InProcessLearner):
         )
 
     # ---- forward passes -------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> Forward:
+        """The module that every pass goes through."""
+        return self._forward
 
     @property
     def plan(self) -> Plan:
@@ -346,13 +354,18 @@ def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
 @torch.no_grad()
 def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
     """Trained parameters from a checkpoint; refused where they are another model's."""
+    check_params(own, given, partly)
+    for name, value in given.items():
+        own[name].copy_(value)
+
+
+def check_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
+    """Refuse parameters that are another model's."""
     same = own.keys() >= given.keys() if partly else own.keys() == given.keys()
     if not same or any(own[k].shape != given[k].shape for k in given):
         raise Refused(
             "these parameters are not this model's: set the --model and --policy.lora that they were made with"
         )
-    for name, value in given.items():
-        own[name].copy_(value)
 
 
 def is_half(p: Tensor) -> bool:
@@ -366,9 +379,8 @@ def begin_with(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list[Ten
     """
     wide = []
     for name, p in params.items():
-        exact = stored.get(name)
-        same = exact is not None and torch.equal(exact.to(p.dtype), p)  # not if it was started from another run
-        wide.append(exact.float() if exact is not None and same else p.detach().float().clone())
+        value = finest(stored, name, p)
+        wide.append(value.to(p.device, torch.float32, copy=value.data_ptr() == p.data_ptr()))
     return wide
 
 
@@ -384,6 +396,13 @@ def copy_rounded(working: list[Tensor], stepped: list[Tensor]) -> None:
     """Parameters become what their float32 copies were stepped to, where they have such copies."""
     if working is not stepped:
         torch._foreach_copy_(working, stepped)
+
+
+def finest(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
+    """A parameter as it was stored, if that was finer; not if it was started from another run since."""
+    exact = stored.get(name)
+    same = exact is not None and torch.equal(exact.to(p.dtype).to(p.device), p)
+    return exact if exact is not None and same else p.detach()
 
 
 @contextmanager

@@ -51,23 +51,32 @@ class Plan:
         return bool(self.checkpointed) and tokens > self.tokens
 
 
-def plan_of(lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: Any = None) -> Plan:
+def plan_of(
+    lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: Any = None, shards: int = 0
+) -> Plan:
     """For a GPU, what its memory should hold; a CPU takes a fixed number of tokens.
 
     From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic
-    takes the same micro-batches.
+    takes the same micro-batches. `shards`: of how many the trained state has one here, beside the whole model.
     """
     if lm.device.type != "cuda":
         return Plan(CPU_TOKENS)
-    state = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in lm.model.parameters())
-    state += sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
-    state += critic_bytes(critic) + head_bytes(lm)
+    state = state_bytes(lm, shards)
+    state += sum(p.numel() * p.element_size() for p in lm.trained().values()) // (shards or 1) if reference else 0
+    state += critic_bytes(critic) // (shards or 1) + head_bytes(lm)
     free = SHARE * max(0, torch.cuda.get_device_properties(lm.device).total_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
     flash = fits_flash(lm.model.get_output_embeddings().weight.new_empty(0, channel_of(lm)))
     repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
     return Plan(max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again))
+
+
+def state_bytes(lm: LanguageModel, shards: int = 0) -> int:
+    """Parameters, gradients and Adam: of everything; or of one of these shards, beside the whole model."""
+    every = list(lm.model.parameters())
+    own = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in every)
+    return own // shards + sum(p.numel() * p.element_size() for p in every) if shards else own
 
 
 # ---- what a token takes ------------------------------------------------------------------------------

@@ -39,19 +39,23 @@ def add_head(lm: LanguageModel, bias: bool = False) -> LanguageModel:
     return lm
 
 
-def response_scores(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "prompt sample 1"]:
+def response_scores(
+    lm: LanguageModel, batch: Rollouts, forward: Forward | None = None
+) -> Float[Tensor, "prompt sample 1"]:
     """What the head gives the state behind the last token of each response."""
-    return _ratings(lm, batch, last_states(batch)).view(*batch.mask.shape[:2], 1)
+    return _ratings(lm, batch, last_states(batch), forward).view(*batch.mask.shape[:2], 1)
 
 
-def step_scores(lm: LanguageModel, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
+def step_scores(
+    lm: LanguageModel, batch: Rollouts, forward: Forward | None = None
+) -> Float[Tensor, "prompt sample token"]:
     """What the head gives the state that each action leads to; 0 at other tokens."""
     states = after_actions(batch)
-    return spread(_ratings(lm, batch, states), send(states, batch.mask.device))[..., 1:]
+    return spread(_ratings(lm, batch, states, forward), send(states, batch.mask.device))[..., 1:]
 
 
-def _ratings(lm: LanguageModel, batch: Rollouts, states: States) -> Float[Tensor, "asked"]:
-    """The rating head's number at each of these states, in float32 or better."""
+def _ratings(lm: LanguageModel, batch: Rollouts, states: States, forward: Forward | None) -> Float[Tensor, "asked"]:
+    """The rating head's number at each of these states, in float32 or better. `forward`: a learner's passes."""
 
     def read(_: object, hidden: Tensor) -> Tensor:
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -59,7 +63,7 @@ def _ratings(lm: LanguageModel, batch: Rollouts, states: States) -> Float[Tensor
         bias = None if head.bias is None else head.bias.to(exact)
         return F.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
 
-    return Forward(lm)(batch, read, states)
+    return (forward or Forward(lm))(batch, read, states)
 
 
 class LanguageRewardModel(LearnedReward):
