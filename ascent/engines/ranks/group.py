@@ -50,8 +50,9 @@ class RankGroup(Ranks):
         found = found or next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=deadline))))
         store, self.rank, self.size = found
         backend, self.device = ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), torch.device(device)
-        own, wait = dist.PrefixStore("group", store), timedelta(seconds=deadline)
-        watched: Any = dist.PrefixStore("watch", store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store of the ones before
+        own, wait = dist.PrefixStore(f"group/{attempt}", store), timedelta(seconds=deadline)
+        watched: Any = dist.PrefixStore(f"watch/{attempt}", store)
         self.watch = SignsOfLife(watched.clone(), self.rank, self.size, deadline)
         with self._together():
             dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=wait)
