@@ -152,6 +152,8 @@ class LanguageLearner(InProcessLearner):
     def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> Captured | None:
         """What captures the passes over small rows, where flash attention computes them."""
         lm = self.lm
+        if not self.alone:  # in shards a layer is gathered as it works
+            return None
         flash = lm.device.type == "cuda" and fits_flash(
             lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))
         )
