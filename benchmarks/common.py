@@ -46,6 +46,25 @@ class NoRecords:
         return False
 
 
+def random_batch(vocab: int, prompts: int, samples: int, prompt_tokens: int, tokens: int) -> Any:
+    """A batch of random tokens and rewards, all prompts as long as each other and all responses too."""
+    import torch
+
+    from ascent.core.types import Batch
+
+    rng, shape = torch.Generator().manual_seed(0), (prompts, samples, tokens)
+    return Batch(
+        prompt=torch.randint(vocab, (prompts, prompt_tokens), generator=rng),
+        response=torch.randint(vocab, shape, generator=rng),
+        mask=torch.ones(shape, dtype=torch.bool),
+        logp_sampler=torch.full(shape, -10.0),
+        limit=tokens,
+        truncated=torch.zeros(shape[:2], dtype=torch.bool),
+        reward=torch.randn(*shape[:2], 1, generator=rng),
+        valid=torch.ones(shape[:2], dtype=torch.bool),
+    )
+
+
 def workers(jobs: int) -> Executor:
     """A pool of this many processes; a single job runs in this process."""
     return ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))

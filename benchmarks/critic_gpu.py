@@ -31,7 +31,7 @@ from ascent.core.types import Batch
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
-from benchmarks.common import close, show
+from benchmarks.common import close, random_batch, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 
 OWN, SHARED = 2.2, 1.3
@@ -42,21 +42,6 @@ SIDES = {
     "ppo, shared critic": replace(ALGORITHMS["ppo"], critic=SharedCritic(), update=ADAM),
     "ppo, own critic": replace(ALGORITHMS["ppo"], critic=OwnCritic(lr=1e-5, max_norm=1.0), update=ADAM),
 }
-
-
-def batch_of(lm: LanguageModel, prompts: int, tokens: int) -> Batch:
-    rng = torch.Generator().manual_seed(0)
-    shape = (prompts, SAMPLES, tokens)
-    return Batch(
-        prompt=torch.randint(lm.vocab, (prompts, PROMPT_TOKENS), generator=rng),
-        response=torch.randint(lm.vocab, shape, generator=rng),
-        mask=torch.ones(shape, dtype=torch.bool),
-        logp_sampler=torch.full(shape, -10.0),
-        limit=tokens,
-        truncated=torch.zeros(shape[:2], dtype=torch.bool),
-        reward=torch.randn(*shape[:2], 1, generator=rng),
-        valid=torch.ones(shape[:2], dtype=torch.bool),
-    )
 
 
 def measure(lm: LanguageModel, algorithm: Algorithm, batch: Batch, repeats: int) -> dict[str, Any]:
@@ -97,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), shape, device), device=device).load()
     prove(lm, PROMPT_TOKENS + tokens)
-    batch, sides = batch_of(lm, prompts, tokens), {}
+    batch, sides = random_batch(lm.vocab, prompts, SAMPLES, PROMPT_TOKENS, tokens), {}
     for name, algorithm in SIDES.items():
         sides[name] = measure(lm, algorithm, batch, repeats)
         gc.collect()

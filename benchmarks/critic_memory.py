@@ -32,29 +32,14 @@ from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM, LanguageModel
-from benchmarks.common import ROOT, close, show
+from ascent.policies import CausalLM
+from benchmarks.common import ROOT, close, random_batch, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2
 
 SHARE = 1.0
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 4, 32, 64
 SIDES = {"own": OwnCritic(lr=1e-5), "shared": SharedCritic()}
-
-
-def batch_of(lm: LanguageModel, prompts: int, tokens: int) -> Batch:
-    rng = torch.Generator().manual_seed(0)
-    shape = (prompts, SAMPLES, tokens)
-    return Batch(
-        prompt=torch.randint(lm.vocab, (prompts, PROMPT_TOKENS), generator=rng),
-        response=torch.randint(lm.vocab, shape, generator=rng),
-        mask=torch.ones(shape, dtype=torch.bool),
-        logp_sampler=torch.full(shape, -10.0),
-        limit=tokens,
-        truncated=torch.zeros(shape[:2], dtype=torch.bool),
-        reward=torch.randn(*shape[:2], 1, generator=rng),
-        valid=torch.ones(shape[:2], dtype=torch.bool),
-    )
 
 
 def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
@@ -76,9 +61,9 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
         algorithm.critic(learner, batch)
         return time.perf_counter() - begin
 
-    whole(batch_of(lm, 1, 2))
+    whole(random_batch(lm.vocab, 1, SAMPLES, PROMPT_TOKENS, 2))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = whole(batch_of(lm, PROMPTS, tokens))
+    seconds = whole(random_batch(lm.vocab, PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"seconds": seconds, "before": before * 1024, "peak": peak * 1024}
 

@@ -235,6 +235,7 @@ class Learner(Protocol):
         """Everything that a checkpoint must hold, as named groups of tensors."""
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+    def stage_parts(self, aside: Any) -> Any: ...  # what ranks write of a checkpoint by themselves; None: nothing
 
     def close(self) -> None:
         """End what it started."""

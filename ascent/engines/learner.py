@@ -210,6 +210,10 @@ class InProcessLearner(Learner, Protocol):
             groups["critic_optimizer"] = _optimizer_state(self.critic_optimizer)
         return groups
 
+    def stage_parts(self, aside: Any) -> Any:
+        """What ranks write by themselves of the checkpoint in this folder; None: `state` is all of it."""
+        return None
+
     def settle(self) -> None:
         """Wait for what this rank is writing."""
         return None

@@ -443,9 +443,7 @@ class Writer:
         sizes = {name: file.tell() for name, file in self.files.items()}
         self.saver.wait()
         folder = self.folder.path / "checkpoints"
-        parts = getattr(learner, "stage_parts", lambda _: None)(
-            checkpoint.aside_of(checkpoint.step_folder(folder, step))
-        )
+        parts = learner.stage_parts(checkpoint.aside_of(checkpoint.step_folder(folder, step)))
         groups = {**(learner.state() if parts is None else {}), "rng": streams.state()}
         saved = {"step": step, "state": state, "records": sizes}
         if ahead:

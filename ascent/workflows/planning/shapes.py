@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ascent.core.types import Refused
-from ascent.engines.language.sampling.model import Llama, Unlike
+from ascent.engines.language.sampling.model import Unlike, check_like
 from ascent.policies.causal_lm import UNREADABLE, backbone_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -118,12 +118,10 @@ def shape_of(model: Any) -> ModelShape:
     heads = getattr(config, "num_attention_heads", None) or 1
     matrices = [m.weight for m in backbone.modules() if m.__class__.__name__ in ("Linear", "Conv1D")]
     try:
-        Llama.of(model)
+        check_like(model)
         unlike = None
     except Unlike as error:
         unlike = str(error)
-    except (RuntimeError, NotImplementedError):  # matrices on the meta device cannot be laid side by side
-        unlike = None
     return ModelShape(
         kind=config.model_type,
         layers=config.num_hidden_layers,

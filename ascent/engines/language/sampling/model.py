@@ -82,35 +82,26 @@ class Llama:
 
         Parameters that change later are seen, but for adapters: these are copied here.
         """
-        backbone, head = backbone_of(model), Head.of(model)
-        if head.scale != 1.0 or head.cap is not None:
-            raise Unlike("its logits are scaled or capped")
-        try:
-            kinds = backbone.rotary_emb.rope_type
-            first = backbone.layers[0].self_attn
-            channel = first.head_dim
-            for layer in backbone.layers:
-                _check(layer, channel)
-            final = _norm(backbone.norm)
-            gelu = _gelu(backbone.layers[0].mlp)
-        except AttributeError as error:
-            raise Unlike(f"its layers are built differently from Llama's: {error.name} is missing") from None
-        several = isinstance(kinds, dict)
-        for kind in kinds.values() if several else [kinds]:
-            if kind not in STEADY:
-                raise Unlike(f"its rotary positions are {kind}")
-        rotations = list(backbone.config.layer_types) if several else [None] * len(backbone.layers)
-        times = _times(model.get_input_embeddings())
-        frozen = [p for name, p in model.named_parameters() if not is_adapter(name)]
-        if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
-            raise Unlike("its parameters are of several types or on several devices")
-        copies = Copies()
+        check_like(model)
+        backbone, copies = backbone_of(model), Copies()
+        first, rotary = backbone.layers[0], backbone.rotary_emb
         layers = [_layer(layer, copies) for layer in backbone.layers]
         words = lookup(model.get_input_embeddings(), copies)
         copies.make()
-        both = sum(len(taken_apart(matrix)[0].weight) for matrix in _reading(first, "qkv_proj"))
-        heads = (both - taken_apart(first.o_proj)[0].weight.shape[1]) // channel // 2
-        return cls(words, times, layers, final, head, heads, channel, backbone.rotary_emb, rotations, gelu)
+        both = sum(len(taken_apart(matrix)[0].weight) for matrix in _reading(first.self_attn, "qkv_proj"))
+        channel = first.self_attn.head_dim
+        return cls(
+            words=words,
+            times=_times(model.get_input_embeddings()),
+            layers=layers,
+            norm=_norm(backbone.norm),
+            head=Head.of(model),
+            heads=(both - taken_apart(first.self_attn.o_proj)[0].weight.shape[1]) // channel // 2,
+            channel=channel,
+            rotary=rotary,
+            rotations=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
+            gelu=_gelu(first.mlp),
+        )
 
     @property
     def embedding(self) -> Tensor:
@@ -220,6 +211,34 @@ def _norm_heads(qkv: Tensor, norms: tuple[Norm, Norm], shared: int) -> Tensor:
 
 
 # ---- what a model is made of --------------------------------------------------------------------------
+
+
+def check_like(model: Any) -> None:
+    """Raise Unlike for a model that is built otherwise. Nothing of it is moved, and it may lie on the meta device."""
+    backbone, head = backbone_of(model), Head.of(model)
+    if head.scale != 1.0 or head.cap is not None:
+        raise Unlike("its logits are scaled or capped")
+    try:
+        rotary = backbone.rotary_emb
+        kinds = rotary.rope_type.values() if _several(rotary) else [rotary.rope_type]
+        for layer in backbone.layers:
+            _check(layer, backbone.layers[0].self_attn.head_dim)
+        _norm(backbone.norm)
+        _gelu(backbone.layers[0].mlp)
+    except AttributeError as error:
+        raise Unlike(f"its layers are built differently from Llama's: {error.name} is missing") from None
+    for kind in kinds:
+        if kind not in STEADY:
+            raise Unlike(f"its rotary positions are {kind}")
+    _times(model.get_input_embeddings())
+    frozen = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
+        raise Unlike("its parameters are of several types or on several devices")
+
+
+def _several(rotary: Any) -> bool:
+    """Do layers have rotations of several kinds?"""
+    return isinstance(rotary.rope_type, dict)
 
 
 def _reading(parent: Any, joined: str) -> list[Any]:
