@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test verifiers openenv bridges-test wheel test smokes check clean
+.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test verifiers openenv bridges-test cluster-test wheel test smokes check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -100,6 +100,14 @@ openenv: .engines/openenv/.installed
 # What the stand-ins of tests/test_agents.py are taken for, asked of the real ones.
 bridges-test: setup verifiers openenv
 	$(TESTS) -p no:cacheprovider tests/bridges.py
+
+# `ascent cluster` on a Ray cluster of this machine. Ray lies beside the environment, for its tests alone. Minutes.
+.engines/ray/.installed:
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --target $(@D) ray==2.60.0
+	@touch $@
+
+cluster-test: setup .engines/ray/.installed
+	PYTHONPATH=$(CURDIR)/.engines/ray $(TESTS) -p no:cacheprovider tests/cluster_ray.py
 
 # The wheel, installed with no extras into an empty environment: the demo runs, and what needs an extra says so. Minutes.
 wheel: setup

@@ -10,6 +10,7 @@ from ascent.assemble import Parts, assemble
 from ascent.core.config import Config
 from ascent.core.types import Refused
 from ascent.engines.backends import backend_of
+from ascent.engines.cluster.crew import join_cluster
 from ascent.engines.ranks.group import RankGroup, join_ranks
 from ascent.engines.ranks.leading import follow, share_out
 from ascent.engines.ranks.ranks import group_size
@@ -22,7 +23,7 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
     backend_of(config).check_ranks(config, size)
     ranks = join_ranks(config.ranks.deadline, pick_device(getattr(config.policy, "device", "cpu")).type, size)
     if not isinstance(ranks, RankGroup):
-        return assemble(config, groups, kept)
+        return join_cluster(assemble(config, groups, kept))
     with ranks.work():
         said, groups, kept = ranks.broadcast((launch_settings(config), list(groups), kept))
         refuse_other(said, launch_settings(config), ranks.rank)
@@ -30,7 +31,7 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
         check_same(parts.policy, ranks)
         share_out(parts, ranks)
     if ranks.rank == 0:
-        return parts
+        return join_cluster(parts)
     try:
         follow(parts, ranks)
     finally:

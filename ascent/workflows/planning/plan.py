@@ -242,7 +242,7 @@ class Planner:
 
     def untried(self, samplers: int, ahead: int) -> str | None:
         if samplers:
-            return "cards that only sample under several learners"
+            return "samplers of their own that work ahead (ascent cluster refuses --ahead)"
         if ahead and self.cluster.size > 1:
             return "--ahead on several ranks"
         return None
