@@ -21,6 +21,11 @@ from ascent.engines.cluster.sampler import ClusterSampler, Gone, Replica
 FIVE = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "PAUSE", 0.001)
+
+
 class Calls:
     """Replicas of this process. `fates`: of each call by its number, what becomes of its replica."""
 
@@ -49,6 +54,10 @@ class Calls:
         if fate == "dies":
             self.replicas[name] = self.new()
             raise Gone("killed")
+        if fate == "is over":
+            error = Gone("killed for good")
+            error.over = True
+            raise error
         if fate == "answers with other weights":
             args = ({k: v + 0.5 for k, v in args[0].items()}, *args[1:])
         return getattr(self.replicas[name], method)(*args)
@@ -90,7 +99,7 @@ def test_whoever_dies_at_whatever_call_no_token_changes(capsys: pytest.CaptureFi
     for call in range(1, 5):  # two loads, two draws
         crew = Calls(2, {call: "dies"})
         found, sampler = drawn(crew)
-        assert equal(found, alone()) and not sampler.left_out, call
+        assert equal(found, alone()) and len(sampler.alive) == 2, call
         assert "was lost, and others draw its responses" in capsys.readouterr().err
         assert all(replica.version in (1, -1) for replica in crew.replicas.values())
     found, _ = drawn(Calls(2, {3: "dies", 4: "dies", 5: "dies"}))
@@ -105,23 +114,17 @@ def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.long
-def test_a_replica_that_fails_over_and_over_is_left_out_and_the_last_one_ends_the_run() -> None:
-    crew = Calls(2)
-    begin = crew.begin
-    crew.begin = lambda name, *args: _doomed(crew, begin(name, *args), name == "sampler-1")  # type: ignore[method-assign]
-    found, sampler = drawn(crew)
-    assert equal(found, alone())
-    for _ in range(cluster.TRIES):
-        found = sampler.generate(FIVE, 3, seed=7)
-    assert sampler.left_out == ["sampler-1"] and equal(found, alone())
+def test_a_replica_that_does_not_come_back_is_left_out_and_the_last_one_ends_the_run() -> None:
+    for fates in ({2: "is over"}, {4: "is over"}):
+        found, sampler = drawn(Calls(2, fates))
+        assert equal(found, alone()) and len(sampler.alive) == 1
+        assert equal(sampler.generate(FIVE, 3, seed=7), alone()), "it is not asked again"
     with pytest.raises(Trouble, match="no sampler of the cluster is left"):
-        drawn(Calls(1, dict.fromkeys(range(1, 9), "dies")))
-
-
-def _doomed(crew: Any, call: int, doomed: bool) -> int:
-    if doomed:
-        crew.open[call][3] = "dies"
-    return call
+        drawn(Calls(1, {1: "is over"}))
+    with pytest.raises(Trouble, match="no sampler of the cluster is left"):
+        drawn(Calls(1, dict.fromkeys(range(1, 10_000), "dies")), deadline=0.05)
+    many = Calls(1, dict.fromkeys(range(1, 9), "dies"))
+    assert equal(drawn(many)[0], alone()) and many.calls > 9, "a long start is waited for"
 
 
 def test_a_replica_with_other_weights_is_found_by_its_probe() -> None:

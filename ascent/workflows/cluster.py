@@ -39,6 +39,7 @@ def connect(address: str | None, actors: int = 0) -> bool:
     ray = ray_here()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     if address is None and not actors:
         address = "auto"
     try:
@@ -61,6 +62,7 @@ class LearnerProcess:
         self.rank, self.size, self.run = rank, size, run
         self.process: subprocess.Popen[bytes] | None = None
         self.said: list[tuple[str, bytes]] = []
+        self.readers: list[threading.Thread] = []
 
     def place(self) -> tuple[str, int]:
         """Where ranks can meet: this machine, and a free port of it."""
@@ -76,7 +78,9 @@ class LearnerProcess:
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_end_with_parent, **pipes)
         for name in ("stdout", "stderr"):
-            threading.Thread(target=self._listen, args=(name, getattr(self.process, name)), daemon=True).start()
+            pipe = getattr(self.process, name)
+            self.readers.append(threading.Thread(target=self._listen, args=(name, pipe), daemon=True))
+            self.readers[-1].start()
         return self.process.pid
 
     def _listen(self, name: str, pipe: Any) -> None:
@@ -86,6 +90,8 @@ class LearnerProcess:
     def poll(self) -> tuple[list[tuple[str, bytes]], int | None]:
         """What it has said since the last call, and its exit status once it has ended."""
         status = self.process.poll() if self.process else None
+        for reader in self.readers if status is not None else ():
+            reader.join(5)  # its last words
         count = len(self.said)
         words, self.said = self.said[:count], self.said[count:]
         return words, status
@@ -179,13 +185,12 @@ def _follow(ray: Any, ranks: list[Any], say: Callable[[str, bytes], None]) -> in
                     words, status = [], 1
                 for stream, data in words:
                     say(stream, data)
-                if status is not None and not words:
-                    statuses[number] = status
+                if status is not None:
+                    statuses[number] = status if status >= 0 else 128 - status
             time.sleep(POLL)
         except KeyboardInterrupt:
-            for rank in ranks:
-                rank.interrupt.remote()
-    return abs(statuses[0])
+            ranks[0].interrupt.remote()
+    return statuses[0] or max(statuses.values())
 
 
 def _resources(ray: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from ascent.engines.cluster.sampler import ClusterSampler, Gone, check_cluster
 
 CLUSTER = "ASCENT_CLUSTER"
 """The environment variable that names the cluster and the run that a learner belongs to."""
-PAUSE = 0.2
-"""Seconds before a replica that has died is asked again: it is being started."""
 
 
 def ray_here() -> Any:
@@ -48,8 +45,9 @@ class RayCrew:
         try:
             return self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
-            time.sleep(PAUSE)
-            raise Gone(str(error).splitlines()[0]) from None
+            gone = Gone(str(error).partition("\n")[0])
+            gone.over = not isinstance(error, self.ray.exceptions.ActorUnavailableError)
+            raise gone from None
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Gone):
                 raise Gone(str(error.cause)) from None

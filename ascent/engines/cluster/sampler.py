@@ -26,14 +26,16 @@ PROBE = 4
 """Tokens that a replica draws greedily after each load, to be compared with the learner's own copy."""
 GAP = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """How far the log-probs of those may be apart."""
-TRIES = 5
-"""Times that a replica may fail in a row before it is left out."""
+PAUSE = 0.2
+"""Seconds before a replica that was lost is asked again: it is being started."""
 LOOK = 1.0
 """Seconds between two looks at what is done."""
 
 
 class Gone(Exception):
-    """A replica has died, or does not answer."""
+    """A replica has died, or has not the weights. `over`: it does not come back."""
+
+    over = False
 
 
 class Crew(Protocol):
@@ -79,9 +81,11 @@ class ClusterSampler(Sampler):
         self.inner, self.own, self.crew, self.config, self.deadline = inner, own, crew, config, deadline
         self.fills, self.limit, self.rows, self.note = inner.fills, inner.limit, inner.rows, inner.note
         self.version = -1
-        self.failed = dict.fromkeys(crew.names, 0)
-        """Times that each replica has failed since it last did something."""
-        self.left_out: list[str] = []
+        self.alive = list(crew.names)
+        self.away: dict[str, float] = {}
+        """Replicas that were lost and are not back, and since when."""
+        self._next: dict[str, float] = {}
+        """When each of those is asked again."""
         self._loaded: set[str] = set()
         self._weights: Any = None
         self._expected: Rollouts | None = None
@@ -117,8 +121,8 @@ class ClusterSampler(Sampler):
         todo, found = deque(range(len(chunks))), dict[int, Rollouts]()
         running: dict[Any, tuple[Work, int]] = {}
         while len(found) < len(chunks):
-            busy = {work.name for work, _ in running.values()}
-            for name in (name for name in self.failed if name not in busy):
+            busy, now = {work.name for work, _ in running.values()}, time.monotonic()
+            for name in [name for name in self.alive if name not in busy and self._next.get(name, 0.0) <= now]:
                 if name not in self._loaded:
                     call = self.crew.begin(name, "load", self._weights, self.version, self.config)
                     running[call] = Work(name, time.monotonic()), -1
@@ -126,15 +130,17 @@ class ClusterSampler(Sampler):
                     number = todo.popleft()
                     call = self.crew.begin(name, "draw", self.version, *_part(order, chunks[number]))
                     running[call] = Work(name, time.monotonic()), number
-            for call in self.crew.wait(list(running), LOOK):
+            if not running:
+                time.sleep(PAUSE)
+            for call in self.crew.wait(list(running), PAUSE if self.away else LOOK) if running else ():
                 work, number = running.pop(call)
                 try:
                     result = self.crew.result(call)
                 except Gone as error:
                     todo.extendleft([number] if number >= 0 else [])
-                    self._lost(work.name, str(error))
+                    self._lost(work.name, error)
                     continue
-                self.failed[work.name] = 0
+                self.away.pop(work.name, None)
                 if number < 0:
                     self._compare(work.name, result)
                     self._loaded.add(work.name)
@@ -146,18 +152,19 @@ class ClusterSampler(Sampler):
                     running[call] = work._replace(begun=time.monotonic()), number
         return [found[number] for number in range(len(chunks))]
 
-    def _lost(self, name: str, why: str) -> None:
-        """It starts again without weights; one that fails over and over is left out."""
+    def _lost(self, name: str, error: Gone) -> None:
+        """It starts again without weights; one that does not come back in time is left out."""
+        now, why = time.monotonic(), str(error).partition("\n")[0]
         self._loaded.discard(name)
-        self.failed[name] += 1
-        if self.failed[name] == 1:
+        if name not in self.away:
+            self.away[name] = now
             sys.stderr.write(f"ascent: {name} was lost, and others draw its responses until it is back ({why})\n")
-        if self.failed[name] >= TRIES:
-            del self.failed[name]
-            self.left_out.append(name)
-            sys.stderr.write(f"ascent: {name} is left out from here on: it failed {TRIES} times in a row\n")
-        if not self.failed:
-            raise Trouble(f"no sampler of the cluster is left: {name} failed {TRIES} times in a row, the last: {why}")
+        self._next[name] = now + PAUSE
+        if error.over or now - self.away[name] > self.deadline:
+            self.alive.remove(name)
+            sys.stderr.write(f"ascent: {name} does not come back, and is left out from here on\n")
+        if not self.alive:
+            raise Trouble(f"no sampler of the cluster is left. Of {name}, the last, is known: {why}")
 
     def _compare(self, name: str, drawn: Rollouts) -> None:
         expected = self._expected
