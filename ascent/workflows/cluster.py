@@ -96,9 +96,9 @@ class LearnerProcess:
         words, self.said = self.said[:count], self.said[count:]
         return words, status
 
-    def interrupt(self) -> None:
+    def interrupt(self, number: int) -> None:
         if self.process and self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(number)
 
     def about(self) -> dict[str, Any]:
         return {"pid": self.process.pid if self.process else None}
@@ -172,15 +172,18 @@ def launch_cluster(
 
 
 def _follow(ray: Any, ranks: list[Any], say: Callable[[str, bytes], None]) -> int:
-    """Pass on what the ranks say until all have ended. Ctrl-C goes to rank 0, which saves and ends the others."""
+    """Pass on what the ranks say until all have ended. Ctrl-C and SIGTERM go to rank 0, which saves and ends the run."""
     statuses: dict[int, int] = {}
-    while len(statuses) < len(ranks):
-        try:
-            for number, rank in enumerate(ranks):
-                if number in statuses:
-                    continue
+    asked: list[int] = []
+    ends = (signal.SIGINT, signal.SIGTERM)
+    kept = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in ends}
+    try:
+        while len(statuses) < len(ranks):
+            while asked:
+                ray.get(ranks[0].interrupt.remote(asked.pop()))
+            for number in [n for n in range(len(ranks)) if n not in statuses]:
                 try:
-                    words, status = ray.get(rank.poll.remote())
+                    words, status = ray.get(ranks[number].poll.remote())
                 except ray.exceptions.RayActorError:
                     words, status = [], 1
                 for stream, data in words:
@@ -188,8 +191,9 @@ def _follow(ray: Any, ranks: list[Any], say: Callable[[str, bytes], None]) -> in
                 if status is not None:
                     statuses[number] = status if status >= 0 else 128 - status
             time.sleep(POLL)
-        except KeyboardInterrupt:
-            ranks[0].interrupt.remote()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
     return statuses[0] or max(statuses.values())
 
 
