@@ -172,7 +172,7 @@ def launch_cluster(
 
 
 def _follow(ray: Any, ranks: list[Any], say: Callable[[str, bytes], None]) -> int:
-    """Pass on what the ranks say until all have ended. Ctrl-C and SIGTERM go to rank 0, which saves and ends the run."""
+    """Pass on what the ranks say until all have ended. Ctrl-C and SIGTERM go to rank 0, which saves and ends."""
     statuses: dict[int, int] = {}
     asked: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM)
