@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,21 @@ def rows(tmp_path: Path, tiny_folder: Path) -> tuple[Path, tuple[Any, ...]]:
     return tmp_path, ("train", "jsonl:rows.jsonl", "--model", tiny_folder, *flags)
 
 
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launched]]:
+    """Begins commands, which end with the test."""
+    begun: list[Launched] = []
+
+    def begin(*args: Any) -> Launched:
+        begun.append(Launched(*args))
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        if one.process.poll() is None:
+            one.process.kill()
+
+
 def numbers(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     run = Run(folder)
     assert run.status == "finished", run.info
@@ -84,11 +99,11 @@ def numbers(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return lines, load_file(folder / "checkpoints" / "step_000006" / "params.safetensors")
 
 
-def test_samplers_that_are_killed_change_no_token_and_no_parameter(rows: Any) -> None:
+def test_samplers_that_are_killed_change_no_token_and_no_parameter(rows: Any, launch: Any) -> None:
     folder, train = rows
-    whole = Launched(folder, "--learners", 2, "--samplers", 2, *train, "--out", "whole")
+    whole = launch(folder, "--learners", 2, "--samplers", 2, *train, "--out", "whole")
     assert whole.end() == 0, whole.text()
-    killed = Launched(folder, "--learners", 2, "--samplers", 2, *train, "--out", "killed")
+    killed = launch(folder, "--learners", 2, "--samplers", 2, *train, "--out", "killed")
     metrics, seen = folder / "killed" / "metrics.jsonl", set[int]()
     for step in (1, 2, 3):
         until(lambda step=step: metrics.exists() and len(metrics.read_text().splitlines()) >= step, killed)
@@ -104,9 +119,9 @@ def test_samplers_that_are_killed_change_no_token_and_no_parameter(rows: Any) ->
     assert not whole.samplers() and not killed.samplers()
 
 
-def test_an_interrupt_saves_and_the_status_says_who_is_there(rows: Any) -> None:
+def test_an_interrupt_saves_and_the_status_says_who_is_there(rows: Any, launch: Any) -> None:
     folder, train = rows
-    run = Launched(folder, "--samplers", 1, *train, "--steps", 10_000, "--checkpoint-every", 10_000, "--out", "run")
+    run = launch(folder, "--samplers", 1, *train, "--steps", 10_000, "--checkpoint-every", 10_000, "--out", "run")
     metrics = folder / "run" / "metrics.jsonl"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, run)
     status = subprocess.run(
@@ -118,4 +133,5 @@ def test_an_interrupt_saves_and_the_status_says_who_is_there(rows: Any) -> None:
     assert any(actor.get("tokens", 0) > 0 for actor in actors)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text()
-    assert Run(folder / "run").status == "interrupted" and len(list((folder / "run" / "checkpoints").iterdir())) == 1
+    ended = Run(folder / "run")
+    assert ended.status == "interrupted" and ended.checkpoints[-1].name == f"step_{len(ended.metrics):06d}"

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused, Streams
@@ -36,6 +37,8 @@ RESTARTS = 100
 
 def connect(address: str | None, actors: int = 0) -> bool:
     """Join the Ray cluster there, or start one on this machine; True: it was started."""
+    if token_here():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
     ray = ray_here()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -43,13 +46,30 @@ def connect(address: str | None, actors: int = 0) -> bool:
     if address is None and not actors:
         address = "auto"
     try:
+        if address not in (None, "auto"):
+            _answers(str(address))
         if address is not None:
             ray.init(address=address, **quiet)
             return False
         ray.init(num_cpus=max(os.cpu_count() or 1, actors), include_dashboard=False, **quiet)
         return True
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise Refused(f"--address {address}: no Ray cluster answers there: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise Refused(
+            f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}). If it asks for a "
+            "token: `ray get-auth-token` prints it where it was started, and ~/.ray/auth_token holds it here"
+        ) from None
+
+
+def _answers(address: str) -> None:
+    """Raise if nobody listens there: Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def token_here() -> bool:
+    """Has this user a token for Ray clusters? Ray itself looks for one only if no address is given."""
+    named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    return any(os.environ.get(name) for name in named) or (Path.home() / ".ray" / "auth_token").exists()
 
 
 # ---- actors
@@ -76,7 +96,7 @@ class LearnerProcess:
         env = os.environ | {name: str(value) for name, value in own.items()}
         command = [sys.executable, "-m", "ascent", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_end_with_parent, **pipes)
+        self.process = subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_before_rank, **pipes)
         for name in ("stdout", "stderr"):
             pipe = getattr(self.process, name)
             self.readers.append(threading.Thread(target=self._listen, args=(name, pipe), daemon=True))
@@ -104,10 +124,11 @@ class LearnerProcess:
         return {"pid": self.process.pid if self.process else None}
 
 
-def _end_with_parent() -> None:
-    """A rank does not outlive its actor, nor what started it."""
+def _before_rank() -> None:
+    """A rank hears of Ctrl-C, which Ray blocks in its workers; and it does not outlive its actor."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def sampler_from(settings: dict[str, Any]) -> Any:
@@ -138,8 +159,8 @@ def launch_cluster(
     say: Callable[[str, bytes], None],
 ) -> int:
     """Place actors, run the command on every learner, and return the exit status of rank 0."""
-    ray = ray_here()
     started = connect(address, learners + samplers)
+    ray = ray_here()
     run = f"{PREFIX}{uuid.uuid4().hex[:8]}"
     each: dict[str, Any] = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
     group = ray.util.placement_group([each] * (learners + samplers), strategy="PACK")
@@ -204,8 +225,8 @@ def _resources(ray: Any) -> str:
 
 def cluster_status(address: str | None) -> list[dict[str, Any]]:
     """Of every cluster run there, who does what."""
-    ray = ray_here()
     connect(address)
+    ray = ray_here()
     try:
         named = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"].startswith(PREFIX)]
         found = []

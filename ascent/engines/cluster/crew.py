@@ -78,5 +78,5 @@ def join_cluster(parts: Any) -> Any:
     config = parts.config
     parts.sampler = ClusterSampler(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline)
     parts.judged = parts.judged[0], parts.sampler
-    parts.notes += (f"{len(crew.names)} samplers draw on the cluster",)
+    parts.notes += (f"{len(crew.names)} {'samplers draw' if len(crew.names) > 1 else 'sampler draws'} on the cluster",)
     return parts
