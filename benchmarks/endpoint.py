@@ -44,7 +44,8 @@ from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.requests import Desk
 from ascent.environments.sessions import ChatWriter, Session
 from ascent.web.agents import ServerThread
-from ascent.web.endpoint import Endpoint, Rules
+from ascent.web.endpoint import Endpoint
+from ascent.web.open_sessions import Rules
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers.models import SMOKE as TINY
 from benchmarks.peers.models import random_model

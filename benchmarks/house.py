@@ -52,6 +52,8 @@ MAY_IMPORT: dict[str, Room] = {
     "web": Room("what listens: the guard of every route", ("core",)),
     "web.relay": Room("a relay beside a serving engine", ("core", "engines", "web")),
     "web.wire": Room("the wire format of OpenAI's API", ("environments", "engines")),
+    "web.open_sessions": Room("whose request it is", ("environments", "engines", "web")),
+    "web.streams": Room("a turn as events", ("environments", "engines", "web")),
     "web.endpoint": Room("the endpoint: a policy that is asked over HTTP", ("core", "environments", "engines", "web")),
     "web.agents": Room("agents in training", (*_PLAYED, "engines", "web")),
     "rewards": Room("reward models, process rewards, judges", (*_MADE, "records", "web")),

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
+import openai
 import pytest
 import torch
 
@@ -25,7 +26,8 @@ from ascent.environments.calls import FORMATS
 from ascent.environments.choose import ToolChat
 from ascent.environments.sessions import ChatWriter, Rewritten, Session, read_messages
 from ascent.policies import LanguageModel
-from ascent.web.endpoint import Endpoint, Events, Post, Rules
+from ascent.web.endpoint import Endpoint, Events, Post
+from ascent.web.open_sessions import Rules
 from ascent.web.wire import BODY
 from tests.chats import chat_tokenizer, stop_ids
 from tests.language import config_of, tiny_tokenizer
@@ -539,14 +541,16 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
         asyncio.run(go(made))
 
 
-def forced(made: Any, turn: list[int]) -> list[list[int]]:
-    """The next turn that is drawn is this one, with log-probs that nobody believes."""
+def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
+    """The next turn that is drawn is this one, token by token, with log-probs that nobody believes."""
     left = [turn]
     submit: Callable[..., None] = made.desk.submit
 
     def replaced(request: Any) -> None:
         if left:
-            request.tell(Done(left[0], [-1.0] * len(turn), [1.0] * len(turn), True, 7))
+            for i, token in enumerate(turn[:-1] if request.watched else ()):
+                request.tell(Drew([token], [-float(i)]))
+            request.tell(Done(turn, [-float(i) for i in range(len(turn))], [1.0] * len(turn), ended, 7))
         else:
             submit(request)
 
@@ -554,12 +558,108 @@ def forced(made: Any, turn: list[int]) -> list[list[int]]:
     return left
 
 
+async def assembled(client: Any, **body: Any) -> tuple[Any, list[Any]]:
+    """What the stock client makes of a stream, and its chunks."""
+    key = client.headers["authorization"].removeprefix("Bearer ")
+    stock = openai.AsyncOpenAI(base_url="http://endpoint/v1", api_key=key, http_client=client, max_retries=0)
+    chunks = []
+    async with stock.chat.completions.stream(model="policy", **body) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                chunks.append(event.chunk)
+        try:
+            return await stream.get_final_completion(), chunks
+        except openai.LengthFinishReasonError as error:
+            return error.completion, chunks
+
+
+CALLED = '{{"name": "add", "arguments": {{"a": {a}, "b": "é 🙂"}}}}'
+TURNS = {
+    "words": "a naïve 🙂 answer",
+    "calls": "<think>\nhm\n</think>\n\nSo <tool_call>\n"
+    + CALLED.format(a=1)
+    + "\n</tool_call> and <tool_call>\n"
+    + CALLED.format(a=2)
+    + "\n</tool_call>",
+    "not closed": "So <tool_call>\n" + CALLED.format(a=1),
+    "then not closed": "So <tool_call>" + CALLED.format(a=1) + "</tool_call> <tool_call>{oh",
+    "no json": "<tool_call>no</tool_call> words",
+    "thoughts alone": "<think> and on and on",
+    "cut in a mark": "words <tool_",
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: str) -> None:
+    async def go(made: Any) -> None:
+        writer = made.app.writer
+        turn = writer.tokenizer(TURNS[name], add_special_tokens=False)["input_ids"]
+        turn = [*turn, min(made.lm.ends)] if "cut" not in name else turn
+        ways = {}
+        for stream in (False, True):
+            forced(made, turn, ended="cut" not in name)
+            key, live = made.app.open(Session(9), WIDE)
+            more: Any = {"messages": HELLO, "tools": [ADD], "logprobs": True}
+            async with client_of(made.app, key) as client:
+                if not stream:
+                    ways[stream] = openai.types.chat.ChatCompletion.model_validate(await chat(client, **more)), []
+                else:
+                    more |= {"stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
+                    ways[stream] = await assembled(client, **more)
+            assert live.session.response == turn and live.session.said is not None
+            ways[stream] += (live.session.said,)
+        (plain, _, said), (built, chunks, also) = ways[False], ways[True]
+        one, two = plain.choices[0], built.choices[0]
+        assert said == also and one.finish_reason == two.finish_reason and built.usage == plain.usage
+        assert (one.message.content or "") == (two.message.content or "")
+        assert getattr(one.message, "reasoning_content", "") == getattr(two.message, "reasoning_content", "")
+        calls = [[each.function for each in way.message.tool_calls or ()] for way in (one, two)]
+        assert [(f.name, f.arguments) for f in calls[0]] == [(f.name, f.arguments) for f in calls[1]]
+        assert len(calls[0]) == {"calls": 2, "then not closed": 1}.get(name, 0)
+        logp = [[t.logprob for t in way.logprobs.content] for way in (one, two)]
+        assert logp[0] == logp[1] == [-float(i) for i in range(len(turn))]
+        parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert [token for part in parts for token in part.model_extra.get("token_ids") or ()] == turn
+        told = [part for part in parts if part.delta.content or part.delta.tool_calls]
+        assert len(told) >= {"words": 10, "calls": 5, "no json": 3, "cut in a mark": 4}.get(name, 0), "as it comes"
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+
+    with served(WIDE, key="", template="qwen3") as made:
+        asyncio.run(go(made))
+
+
+def test_streams_with_stop_strings_and_log_probs_come_as_they_are_drawn() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            for seed in range(4):
+                free = (await chat(client, seed=seed))["choices"][0]["message"]["content"]
+                for stop in ([free[6:9]], [free[3], free[5:9]], ["never said", "🙂"], [free[4:20] + "!"]):
+                    more = {"seed": seed, "stop": stop, "logprobs": True}
+                    whole = (await chat(client, **more))["choices"][0]
+                    parts = [part["choices"][0] for part in await streamed(client, messages=HELLO, **more)]
+                    assert "".join(part["delta"].get("content") or "" for part in parts) == whole["message"]["content"]
+                    assert parts[-1]["finish_reason"] == whole["finish_reason"]
+                    logp = [each for part in parts if part["logprobs"] for each in part["logprobs"]["content"]]
+                    assert logp == whole["logprobs"]["content"]
+                    assert not any(string in whole["message"]["content"] for string in stop)
+                    assert len([part for part in parts if part["delta"].get("content")]) > 1
+                    plain = {"prompt": "ab", "seed": seed, "stop": stop, "logprobs": 0}
+                    text = (await post(client, "/v1/completions", **plain)).json()["choices"][0]
+                    bits = [part["choices"][0] for part in await streamed(client, "/v1/completions", **plain)]
+                    assert "".join(bit["text"] for bit in bits) == text["text"]
+                    spelled = [token for bit in bits if bit["logprobs"] for token in bit["logprobs"]["tokens"]]
+                    assert spelled == text["logprobs"]["tokens"]
+
+    with served(rules_of(turn_tokens=40), min_tokens=40) as made:
+        asyncio.run(go(made))
+
+
 def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
     post = Post()
 
     async def hear(count: int) -> list[Any]:
         loop, events = asyncio.get_running_loop(), Events()
-        told = [Drew([number]) for number in range(count)]
+        told = [Drew([number], [0.0]) for number in range(count)]
         with patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as woken:
             for event in told:
                 post.send(loop, events, event)

@@ -147,10 +147,11 @@ def test_a_turn_is_the_same_alone_watched_and_begun_anew(decoder: str) -> None:
         others = [Asked(desk, [8, i], [], i, limit=5, conversation=i) for i in range(5)]
         [other.done() for other in others]  # its slot is needed
         again = Asked(desk, [5, 6, 7], given, 1, limit=6, conversation="a", watched=True)
-        shown: list[int] = []
+        shown, logp = list[int](), list[float]()
         while not isinstance(event := again.events.get(timeout=LONG), Done):
-            shown += event.tokens
-        assert event.tokens[: len(shown)] == shown
+            shown, logp = shown + event.tokens, logp + event.logp
+        assert event.tokens[: len(shown)] == shown and len(logp) == len(shown)
+        assert logp == pytest.approx(event.logp[: len(shown)], abs=1e-6)
         assert Asked(desk, [5, 6, 7], given, 1, limit=6).done().tokens == event.tokens
         assert Asked(desk, [5, 6, 7], [], 1, limit=4).done() == first
         exact = Asked(desk, [5, 6, 7], first.tokens, 1, limit=2, conversation="a").done()

@@ -26,6 +26,7 @@ class Drew(NamedTuple):
     """Tokens of a turn that goes on."""
 
     tokens: list[int]
+    logp: list[float]
 
 
 class Done(NamedTuple):

@@ -50,7 +50,7 @@ class Format:
 
     name: str
     example: str
-    blocks: Callable[[str], Iterator[str]] = field(repr=False)
+    blocks: "Blocks" = field(repr=False)
     parse: Callable[[str], list[ToolCall]] = field(repr=False)
     typed: bool = True
     """Arguments have their types. Otherwise they are text, and the schemas say what it stands for."""
@@ -63,51 +63,65 @@ class Format:
         calls: list[ToolCall] = []
         try:
             for block in self.blocks(words):
-                try:
-                    if len(block) > LONGEST:
-                        raise Unreadable(f"it has {len(block):,} characters, and at most {LONGEST:,} are read")
-                    parsed = self.parse(block)
-                    calls += parsed if self.typed else [_with_types(call, types or {}) for call in parsed]
-                except Unreadable as error:
-                    calls.append(ToolCall("", {}, f"this call does not parse: {error}. Written was: {_cut(block)}"))
+                calls += self.read_block(block, types)
         except Unreadable as error:
             calls.append(ToolCall("", {}, f"this call does not parse: {error}"))
         return calls
+
+    def read_block(self, block: str, types: Types | None = None) -> list[ToolCall]:
+        """The calls of one block."""
+        try:
+            if len(block) > LONGEST:
+                raise Unreadable(f"it has {len(block):,} characters, and at most {LONGEST:,} are read")
+            parsed = self.parse(block)
+            return parsed if self.typed else [_with_types(call, types or {}) for call in parsed]
+        except Unreadable as error:
+            return [ToolCall("", {}, f"this call does not parse: {error}. Written was: {_cut(block)}")]
 
 
 # ---- finding calls ------------------------------------------------------------------------------------------
 
 
-def _between(opening: str, closing: str) -> Callable[[str], Iterator[str]]:
-    """What stands between two marks, each time."""
+@dataclass(frozen=True)
+class Blocks:
+    """Where calls stand in the words of a turn: behind each `opening`, up to the `closing`."""
 
-    def blocks(words: str) -> Iterator[str]:
-        at = words.find(opening)
+    opening: str = ""
+    """Without one, the words of the whole turn decide."""
+    closing: str = ""
+    """Without one, a call goes on to the next opening or to the end."""
+    find: Callable[[str], Iterator[str]] | None = None
+    """Finds them in a whole turn, where there is no opening."""
+    starts: tuple[str, ...] = ()
+    """How such a turn with calls begins; empty: in any way."""
+
+    def __call__(self, words: str) -> Iterator[str]:
+        if self.find is not None:
+            yield from self.find(words)
+        elif not self.closing:
+            yield from words.split(self.opening)[1:]
+        else:
+            yield from self._between(words)
+
+    def _between(self, words: str) -> Iterator[str]:
+        at = words.find(self.opening)
         while at >= 0:
-            start = at + len(opening)
-            end = words.find(closing, start)
+            start = at + len(self.opening)
+            end = words.find(self.closing, start)
             if end < 0:
-                raise Unreadable(f"{opening} is not followed by {closing}")
+                raise Unreadable(f"{self.opening} is not followed by {self.closing}")
             yield words[start:end]
-            at = words.find(opening, end + len(closing))
-
-    return blocks
+            at = words.find(self.opening, end + len(self.closing))
 
 
-def _behind(opening: str) -> Callable[[str], Iterator[str]]:
-    """What follows a mark, up to the next one or to the end."""
-
-    def blocks(words: str) -> Iterator[str]:
-        yield from words.split(opening)[1:]
-
-    return blocks
+PYTHON_TAG = "<|python_tag|>"
 
 
 def _bare(words: str) -> Iterator[str]:
     """A turn that is nothing but JSON with a name, behind <|python_tag|> or not."""
-    text, tag = words.strip(), "<|python_tag|>"
-    bare = _without_end(text.removeprefix(tag))
-    if text.startswith(tag) or (bare.startswith("{") and '"name"' in bare):
+    text = words.strip()
+    bare = _without_end(text.removeprefix(PYTHON_TAG))
+    if text.startswith(PYTHON_TAG) or (bare.startswith("{") and '"name"' in bare):
         yield bare
 
 
@@ -333,54 +347,59 @@ FORMATS = {
         Format(
             "hermes",
             '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-            _between("<tool_call>", "</tool_call>"),
+            Blocks("<tool_call>", "</tool_call>"),
             _objects,
         ),
         Format(
             "qwen3-coder",
             "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-            _between("<tool_call>", "</tool_call>"),
+            Blocks("<tool_call>", "</tool_call>"),
             _Tagged(r"<function=([^\n>]+)>", r"(?s)<parameter=(?P<key>[^\n>]+)>\n?(?P<value>.*?)\n?</parameter>"),
             typed=False,
         ),
         Format(
             "glm",
             "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-            _between("<tool_call>", "</tool_call>"),
+            Blocks("<tool_call>", "</tool_call>"),
             _Tagged(r"^\s*([^\s<{]+)", r"(?s)<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
             typed=False,
         ),
-        Format("llama", '{"name": "add", "parameters": {"a": 1}}', _bare, _bare_objects),
-        Format("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', _behind("[TOOL_CALLS]"), _mistral),
+        Format(
+            "llama",
+            '{"name": "add", "parameters": {"a": 1}}',
+            Blocks(find=_bare, starts=("{", PYTHON_TAG)),
+            _bare_objects,
+        ),
+        Format("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', Blocks("[TOOL_CALLS]"), _mistral),
         Format(
             "deepseek",
             '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
-            _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            Blocks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
             _deepseek,
         ),
         Format(
             "harmony",
             '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
-            _harmony,
+            Blocks(find=_harmony),
             _first_line,
         ),
         Format(
             "pythonic",
             "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
-            _between("<|tool_call_start|>", "<|tool_call_end|>"),
+            Blocks("<|tool_call_start|>", "<|tool_call_end|>"),
             _pythonic,
         ),
-        Format("gemma", "<|tool_call>call:add{a:1}<tool_call|>", _between("<|tool_call>", "<tool_call|>"), _gemma),
+        Format("gemma", "<|tool_call>call:add{a:1}<tool_call|>", Blocks("<|tool_call>", "<tool_call|>"), _gemma),
         Format(
             "atem",
             '<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>',
-            _between("<atem:invoke ", "</atem:invoke>"),
+            Blocks("<atem:invoke ", "</atem:invoke>"),
             _Tagged(
                 r'^name="([^"\n]+)">', r'(?s)<atem:parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</atem:parameter>'
             ),
             typed=False,
         ),
-        Format("plain", '<call>add {"a": 1}</call>', _between("<call>", "</call>"), _plain, role="user"),
+        Format("plain", '<call>add {"a": 1}</call>', Blocks("<call>", "</call>"), _plain, role="user"),
     )
 }
 """The formats by their names, in the order in which they are tried."""

@@ -7,7 +7,6 @@ reasoning, the ids of calls and the spacing of JSON do not.
 """
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,14 @@ from typing import Any, NamedTuple
 
 from ascent.environments.calls import PLAIN, Schema, ToolCall, types_of
 from ascent.environments.choose import ToolChat
+from ascent.environments.reading import CLOSED, OPEN, AssistantTurn, TokenReader, TurnReader
 from ascent.environments.template import Tail
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT = 32
 """Lists of tools whose format is remembered."""
+PROMPT_END = 16
+"""Tokens of a prompt that say whether it ends with thoughts that are open."""
 
 
 class Nonsense(Exception):
@@ -37,18 +39,6 @@ class Said(NamedTuple):
     content: str
     calls: tuple[tuple[str, str], ...] = ()
     """Names and arguments, as JSON in one spelling."""
-
-
-class AssistantTurn(NamedTuple):
-    """A turn of the policy as a client reads it."""
-
-    content: str
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-
-    @property
-    def said(self) -> Said:
-        return Said("assistant", self.content.strip(), tuple((c.name, one_spelling(c.arguments)) for c in self.calls))
 
 
 def one_spelling(value: Any) -> str:
@@ -138,6 +128,11 @@ def compared(message: Mapping[str, Any]) -> Said:
     return Said(message["role"], content, tuple((c["name"], one_spelling(c["arguments"])) for c in calls))
 
 
+def said_by(reply: AssistantTurn) -> Said:
+    calls = tuple((call.name, one_spelling(call.arguments)) for call in reply.calls)
+    return Said("assistant", reply.content.strip(), calls)
+
+
 # ---- a model's way to write them -------------------------------------------------------------------------------
 
 
@@ -147,8 +142,9 @@ class ChatWriter:
     def __init__(self, tokenizer: Any, ends: Collection[int]):
         self.tokenizer, self.ends = tokenizer, ends
         self._chats: OrderedDict[str, tuple[ToolChat | None, Tail]] = OrderedDict()
-        special = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        marks = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = marks.union(tokenizer.all_special_ids) - set(ends)
+        self._special = {i: tokenizer.convert_ids_to_tokens(i) for i in special}
 
     def _chat(self, tools: Sequence[Schema]) -> tuple[ToolChat | None, Tail]:
         """The chat with these tools; without any, its tail alone. It refuses models whose template cannot."""
@@ -193,35 +189,26 @@ class ChatWriter:
     def words(self, tokens: Sequence[int], special: bool = False) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
-    def read(self, turn: Sequence[int], tools: Sequence[Schema]) -> AssistantTurn:
-        """A turn as a client reads it. Calls that do not all parse are words."""
-        ids = turn[:-1] if turn and turn[-1] in self.ends else turn
-        plain, chat = self.words(ids), self._chat(tools)[0] if tools else None
-        if chat is not None:
-            words = chat.words(ids)
-            calls = chat.format.read(words, types_of(tools))
-            if calls and not any(call.error for call in calls):
-                before = next(chat.format.blocks(words.rpartition("</think>")[2]), "")
-                return _split(self._before(words, before, chat), tuple(calls))
-        return _split(plain, ())
+    def reader(
+        self, tools: Sequence[Schema] = (), stops: Sequence[str] = (), prompt: Sequence[int] | None = ()
+    ) -> TokenReader:
+        """Reads a turn behind a prompt, of which the last tokens count; None: only words are read.
 
-    def _before(self, words: str, block: str, chat: ToolChat) -> str:
-        """What stands before the first call, without its opening mark and special tokens."""
-        at = words.find(block) if block else -1
-        if at < 0:
-            return ""
-        example = chat.format.example
-        opening = example[: example.find(next(chat.format.blocks(example), ""))]
-        text = words[:at].removesuffix(opening)
-        return self._special.sub("", text) if self._special else text
+        With tools, special tokens are marks.
+        """
+        if prompt is None:
+            return TokenReader(TurnReader(stops, None), self.words, {}, self.ends)
+        chat = self._chat(tools)[0] if tools else None
+        before = self.words(prompt[-PROMPT_END:], special=True)
+        thinking = before.rfind(OPEN) > before.rfind(CLOSED)
+        reader = TurnReader(stops, thinking, chat.format, types_of(tools)) if chat else TurnReader(stops, thinking)
+        return TokenReader(reader, self.words, self._special if chat else {}, self.ends)
 
-
-def _split(words: str, calls: tuple[ToolCall, ...]) -> AssistantTurn:
-    """Words with the reasoning before </think> apart."""
-    thought, mark, rest = words.rpartition("</think>")
-    if not mark:
-        return AssistantTurn(words, "", calls)
-    return AssistantTurn(rest.lstrip("\n"), thought.replace("<think>", "").strip(), calls)
+    def read(self, turn: Sequence[int], *how: Any) -> AssistantTurn:
+        """A whole turn as a client reads it."""
+        reader = self.reader(*how)
+        reader.feed(turn), reader.end()
+        return reader.whole
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, str]:
@@ -317,7 +304,7 @@ class Session:
 
     def say(self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: AssistantTurn) -> None:
         """What the client now knows of the conversation."""
-        self.said = None if messages is None else [*map(compared, messages), reply.said]
+        self.said = None if messages is None else [*map(compared, messages), said_by(reply)]
         self.tools, self.calls = one_spelling(tools), reply.calls
 
 

@@ -28,7 +28,8 @@ from ascent.environments.sessions import ChatWriter, Session
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
 from ascent.web.connections import bind, configure
-from ascent.web.endpoint import Endpoint, EndpointConnection, OpenSession, Rules
+from ascent.web.endpoint import Endpoint, EndpointConnection
+from ascent.web.open_sessions import OpenSession, Rules
 
 GRACE = 10.0
 """Seconds beyond the deadline in which agents have to say that they missed it."""

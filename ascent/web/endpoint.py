@@ -11,15 +11,13 @@ is read before its key is known.
 """
 
 import asyncio
-import hashlib
-import hmac
 import json
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -29,37 +27,17 @@ from starlette.types import Receive, Scope, Send
 
 from ascent.core.types import Refused, Trouble
 from ascent.engines.requests import Desk, Done, Drew, Full, TurnRequest
-from ascent.environments.sessions import (
-    AssistantTurn,
-    ChatWriter,
-    Nonsense,
-    Rewritten,
-    Session,
-    read_messages,
-    read_tools,
-)
+from ascent.environments.reading import AssistantTurn, TokenReader
+from ascent.environments.sessions import ChatWriter, Nonsense, Rewritten, Session, read_messages, read_tools
 from ascent.web.connections import Connection
-from ascent.web.wire import (
-    EXTRAS,
-    IGNORED,
-    Denied,
-    Shown,
-    Wish,
-    cut,
-    error_reply,
-    event_of,
-    message_of,
-    read_body,
-    read_wish,
-    reason_of,
-)
+from ascent.web.open_sessions import OpenSession, OpenSessions, Rules
+from ascent.web.streams import TurnStream
+from ascent.web.wire import IGNORED, Denied, Frame, Wish, error_reply, message_of, read_body, read_wish, reason_of
 
 MESSAGES, TOOLS = 2048, 128
 CHARACTERS = 64
 """Characters per token of context that are read: a text with more cannot fit, and is not tokenized to see it."""
-SESSIONS = 4096
-"""Sessions of a server that are remembered; the one that was silent longest is forgotten for a new one."""
-TRUSTED = "ascent.trusted"
+CONTEXT = "context_length_exceeded"
 Events = asyncio.Queue[Drew | Done | None]
 """What the sampler tells of a turn; None: the client has left."""
 
@@ -68,46 +46,6 @@ class EndpointConnection(Connection):
     """An agent has a connection of its own, and all of them are on one machine. Beyond these, slow peers make room."""
 
     most_of_peer, most_open = 2048, 4096
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is sampled, and how much of it."""
-
-    context: int
-    """Tokens of a conversation, its prompt counted."""
-    prompt: int
-    """Tokens of a prompt."""
-    behind: int
-    """Tokens behind a prompt."""
-    turn_tokens: int = 0
-    """The most tokens of a turn; 0: what the context leaves. So too with the next two."""
-    drawn: int = 0
-    """The most tokens of a session that are drawn."""
-    turns: int = 0
-    """The most turns of a session."""
-    temperature: float = 1.0
-    support: Any = None
-    greedy: bool = False
-    stop: tuple[str, ...] = ()
-    fixed: bool = False
-    """The settings above hold whatever the client asks for: a run's own, in training."""
-    narrowed: Callable[[int, float, float], Any] | None = None
-    """Makes a `support` of top-k, top-p and min-p."""
-
-
-@dataclass(eq=False)
-class OpenSession:
-    """A session that is open."""
-
-    session: Session
-    rules: Rules
-    busy: TurnRequest | None = None
-    closed: str = ""
-    """Why nothing more is answered."""
-    cut: str = ""
-    """Which limit it has reached."""
-    answered: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -123,8 +61,13 @@ class PendingTurn:
     begun: str = "extended"
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt) + len(self.request.response)
+    def before(self) -> list[int]:
+        """All tokens before it."""
+        return self.request.prompt + self.request.response
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-ascent-session": self.begun}
 
 
 class Endpoint:
@@ -132,9 +75,7 @@ class Endpoint:
 
     def __init__(self, desk: Desk, writer: ChatWriter, rules: Rules, vocab: int, name: str = "policy", key: str = ""):
         self.desk, self.writer, self.rules, self.vocab, self.name = desk, writer, rules, vocab, name
-        self._key = key.encode()
-        self._keyed: dict[str, OpenSession] = {}
-        self._named: OrderedDict[str, OpenSession] = OrderedDict()
+        self.sessions = OpenSessions(rules, key, lambda live: self.desk.forget(live))
         self.counts = {"requests": 0, "refused": 0, "rewritten": 0, "cancelled": 0}
         self._reading = 0
         self._post = Post()
@@ -149,17 +90,14 @@ class Endpoint:
 
     def open(self, session: Session, rules: Rules) -> tuple[str, OpenSession]:
         """A session, and the key that reaches it."""
-        key, live = f"sk-{secrets.token_urlsafe(24)}", OpenSession(session, rules)
-        self._keyed[_digest(key.encode())] = live
-        return key, live
+        return self.sessions.open(session, rules)
 
     def close(self, key: str, why: str) -> None:
         """Nothing more is answered to this key; what is under way is ended."""
-        live = self._keyed.pop(_digest(key.encode()), None)
+        live = self.sessions.close(key, why)
         if live is None:
             return
-        live.closed, request = why, live.busy
-        if request is not None:
+        if (request := live.busy) is not None:
             self.desk.cancel(request)
             request.tell(Done([], [], [], False, -1, why))
         self.desk.forget(live)
@@ -184,7 +122,7 @@ class Endpoint:
             await reply(scope, receive, send)
 
     async def _answer(self, scope: Scope, asked: Asked) -> Response | None:
-        live = self._session(asked)
+        live = self.sessions.find(asked.headers)
         route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
             known = any(path == scope["path"] for _, path in self._routes)
@@ -204,36 +142,6 @@ class Endpoint:
         finally:
             self._reading -= 1
 
-    def _session(self, asked: Asked) -> OpenSession | None:
-        """Whose request it is, by its key. A server's own key may name a session beside it."""
-        head = asked.headers.get("authorization", "").encode("latin-1", "replace")
-        if asked.headers.get("origin") is not None or asked.headers.get("sec-fetch-site") is not None:
-            raise Denied(403, "requests of web pages are not answered")
-        given = head.removeprefix(b"Bearer ").strip()
-        if self._key:
-            if not hmac.compare_digest(given, self._key):
-                raise Denied(401, "the key of this server is missing or wrong", "invalid_api_key")
-            return self._named_session(asked.headers.get("x-session-id", ""))
-        live = self._keyed.get(_digest(given))
-        if live is None:
-            raise Denied(401, "this key belongs to no session that is open", "invalid_api_key")
-        return live
-
-    def _named_session(self, name: str) -> OpenSession | None:
-        if not name:
-            return None
-        if len(name) > 200:
-            raise Denied(400, "X-Session-ID: at most 200 characters")
-        if name not in self._named:
-            if len(self._named) >= SESSIONS:
-                idle = next((each for each, live in self._named.items() if live.busy is None), None)
-                if idle is None:
-                    raise Denied(429, "too many sessions at once", "rate_limit", {"retry-after": "5"})
-                self.desk.forget(self._named.pop(idle))
-            self._named[name] = OpenSession(Session(secrets.randbits(62)), self.rules)
-        self._named.move_to_end(name)
-        return self._named[name]
-
     # ---- routes
 
     async def _models(self, asked: Asked, live: OpenSession | None) -> Response:
@@ -247,45 +155,34 @@ class Endpoint:
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise Nonsense("tool_choice: auto or none. What the policy draws cannot be forced")
         self._fits(sum(len(message["content"]) for message in messages) + len(json.dumps(tools)))
-        wish, made = read_wish(body), Made(self, "chatcmpl", "chat.completion")
-        whole = bool(tools) or "</think>" in str(self.writer.tokenizer.chat_template)  # it is read apart at its end
-        turn = self._begin(live, wish, lambda session: session.read_chat(messages, tools, self.writer), whole)
+        wish, frame = read_wish(body), Frame(self.name, "chatcmpl", "chat.completion")
+        turn = self._begin(live, wish, lambda session: session.read_chat(messages, tools, self.writer))
+        reader = self.writer.reader(tools, turn.request.stop, turn.before)
 
-        def finish(done: Done) -> AssistantTurn:
-            reply = cut(self.writer.read(done.tokens, tools), turn.request.stop)
+        def say(reply: AssistantTurn) -> None:
             turn.live.session.say(messages, tools, reply)
-            return reply
 
         if wish.stream:
-            await self._stream(asked, turn, wish, made, finish)
+            await self._stream(asked, turn, TurnStream(asked._send, frame, wish, reader, self._logprobs), say)
             return None
-        done = await self._draw(asked, turn)
-        reply = finish(done)
-        choice = {"index": 0, "message": message_of(reply), "finish_reason": reason_of(done, reply), "logprobs": None}
-        if wish.logprobs:
-            choice["logprobs"] = {"content": self._logprobs(done)}
-        return self._respond(turn, wish, made({"choices": [choice]}), done)
+        done = await self._draw(asked, turn, reader, say)
+        choice = {"index": 0, "message": message_of(reader.whole), "finish_reason": reason_of(done, reader.whole)}
+        choice["logprobs"] = self._logprobs(done.tokens, done.logp) if wish.logprobs else None
+        return self._respond(turn, wish, frame({"choices": [choice]}), done)
 
     async def _complete(self, asked: Asked, live: OpenSession | None) -> Response | None:
         body = await read_body(asked)
         ids, wish = self._prompt(body.get("prompt")), read_wish(body, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
-        made = Made(self, "cmpl", "text_completion")
-
-        def finish(done: Done) -> AssistantTurn:
-            turn.live.session.say(None, (), AssistantTurn(""))
-            drawn = done.tokens[:-1] if done.tokens[-1] in self.writer.ends else done.tokens
-            return cut(AssistantTurn(self.writer.words(drawn)), turn.request.stop)
-
+        frame, reader = Frame(self.name, "cmpl", "text_completion"), self.writer.reader((), turn.request.stop, None)
+        say = self._say_nothing(turn)
         if wish.stream:
-            await self._stream(asked, turn, wish, made, finish)
+            await self._stream(asked, turn, TurnStream(asked._send, frame, wish, reader, self._plain_logprobs), say)
             return None
-        done = await self._draw(asked, turn)
-        choice = {"index": 0, "text": finish(done).content, "finish_reason": reason_of(done), "logprobs": None}
-        if wish.logprobs:
-            spelled = [self.writer.words([token], special=True) for token in done.tokens]
-            choice["logprobs"] = {"tokens": spelled, "token_logprobs": done.logp, "top_logprobs": None}
-        return self._respond(turn, wish, made({"choices": [choice]}), done)
+        done = await self._draw(asked, turn, reader, say)
+        choice = {"index": 0, "text": reader.whole.content, "finish_reason": reason_of(done)}
+        choice["logprobs"] = self._plain_logprobs(done.tokens, done.logp) if wish.logprobs else None
+        return self._respond(turn, wish, frame({"choices": [choice]}), done)
 
     async def _generate(self, asked: Asked, live: OpenSession | None) -> Response | None:
         body = await read_body(asked)
@@ -296,8 +193,7 @@ class Endpoint:
             raise Nonsense("stream: tokens come whole here")
         ids, wish = self._tokens(body.get("token_ids"), "token_ids"), read_wish(settings, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
-        done = await self._draw(asked, turn)
-        turn.live.session.say(None, (), AssistantTurn(""))
+        done = await self._draw(asked, turn, None, self._say_nothing(turn))
         choice = {"index": 0, "token_ids": done.tokens, "finish_reason": reason_of(done), "logprobs": None}
         if wish.logprobs:
             pairs = zip(done.tokens, done.logp, strict=True)
@@ -310,18 +206,16 @@ class Endpoint:
 
     def _respond(self, turn: PendingTurn, wish: Wish, body: dict[str, Any], done: Done) -> Response:
         if wish.ids:
-            body["prompt_token_ids"] = turn.request.prompt + turn.request.response
+            body["prompt_token_ids"] = turn.before
             body["choices"][0]["token_ids"] = done.tokens
-        return JSONResponse(body | {"usage": usage_of(turn, done)}, headers={"x-ascent-session": turn.begun})
+        return JSONResponse(body | {"usage": usage_of(turn, done)}, headers=turn.headers)
 
     # ---- a turn
 
-    def _begin(
-        self, live: OpenSession | None, wish: Wish, read: Callable[[Session], list[int]], whole: bool = False
-    ) -> PendingTurn:
-        """Hand a turn to the sampler, or say why not. `whole`: it is shown when it is over, and not before."""
+    def _begin(self, live: OpenSession | None, wish: Wish, read: Callable[[Session], list[int]]) -> PendingTurn:
+        """Hand a turn to the sampler, or say why not."""
         once = live is None
-        live = live or OpenSession(Session(secrets.randbits(62)), self.rules)
+        live = live or self.sessions.new()
         if live.busy is not None:
             raise Denied(409, "this session has a request under way: a conversation has one turn at a time")
         if live.closed:
@@ -350,7 +244,7 @@ class Endpoint:
             conversation=None if once else live,
             **{"temperature": rules.temperature, "support": rules.support, "greedy": rules.greedy} | own,
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
-            watched=wish.stream and not (whole or wish.logprobs or wish.stop or rules.stop),
+            watched=wish.stream,
         )
         self.desk.submit(request)
         live.busy = request
@@ -366,7 +260,7 @@ class Endpoint:
                 400, f"the history was rewritten, so this episode is not valid: {error}", "rewritten"
             ) from None
         self.desk.forget(live)
-        live.session = Session(secrets.randbits(62))
+        live.anew()
         return read(live.session)
 
     def _limit(self, live: OpenSession, prompt: list[int], response: list[int], wish: Wish) -> int:
@@ -388,11 +282,16 @@ class Endpoint:
             raise Denied(400, words, CONTEXT)
         return min(each for each in (most, wish.max_tokens, rules.turn_tokens or None) if each is not None)
 
-    async def _draw(self, asked: Asked, turn: PendingTurn) -> Done:
+    async def _draw(
+        self, asked: Asked, turn: PendingTurn, reader: TokenReader | None, say: Callable[[AssistantTurn], None]
+    ) -> Done:
         """The whole turn. Nobody decodes for a client that is gone."""
         async with aclosing(self._events(asked, turn)) as events:
             async for event in events:
                 if isinstance(event, Done):
+                    if reader is not None:
+                        reader.feed(event.tokens), reader.end()
+                    say(AssistantTurn() if reader is None else reader.whole)
                     return event
         raise ClientDisconnect
 
@@ -424,63 +323,29 @@ class Endpoint:
             self.desk.cancel(turn.request)
 
     async def _stream(
-        self, asked: Asked, turn: PendingTurn, wish: Wish, made: "Made", finish: Callable[[Done], AssistantTurn]
+        self, asked: Asked, turn: PendingTurn, stream: TurnStream, say: Callable[[AssistantTurn], None]
     ) -> None:
-        """The turn as server-sent events."""
-        send, shown, chat = asked._send, Shown(self.writer), made.kind == "chat.completion"
-        kind = "chat.completion.chunk" if chat else made.kind
-
-        async def put(choice: dict[str, Any] | None, **more: Any) -> None:
-            body = made({"object": kind, "choices": [] if choice is None else [choice], **more})
-            await send({"type": "http.response.body", "body": event_of(body), "more_body": True})
-
-        def words(text: str, **more: Any) -> dict[str, Any]:
-            said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
-            return {"index": 0, **said, "logprobs": None, "finish_reason": None, **more}
-
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        headers.append((b"x-ascent-session", turn.begun.encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        """The turn as it is drawn."""
         try:
-            if chat:
-                await put(words("", delta={"role": "assistant", "content": ""}))
+            await stream.begin(turn.headers, turn.before)
             async with aclosing(self._events(asked, turn)) as events:
                 async for event in events:
                     if isinstance(event, Drew):
-                        if text := shown.more(event.tokens):
-                            await put(words(text))
+                        await stream.tell(event)
                         continue
-                    await self._stream_end(turn, wish, chat, event, finish(event), shown, put, words)
+                    rest = stream.finish(event)
+                    say(stream.reader.whole)
+                    await stream.end(rest, event, usage_of(turn, event))
         except Denied as error:
-            body = {"error": {"message": str(error), "type": "server_error", "code": error.code or None}}
-            await send({"type": "http.response.body", "body": event_of(body), "more_body": True})
+            await stream.fail(str(error), error.code)
         except ClientDisconnect:
             return
         finally:
             self._abandon(turn)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _stream_end(
-        self,
-        turn: PendingTurn,
-        wish: Wish,
-        chat: bool,
-        done: Done,
-        reply: AssistantTurn,
-        shown: "Shown",
-        put: Any,
-        words: Any,
-    ) -> None:
-        """The last events: what was not said yet, calls, why it ended, and what it used."""
-        logprobs = {"content": self._logprobs(done)} if wish.logprobs else None
-        await put(words(shown.rest(reply.content), logprobs=logprobs))
-        if chat and (reply.calls or reply.reasoning):
-            message = message_of(reply, numbered=True)
-            await put(words("", delta={name: message[name] for name in EXTRAS if name in message}))
-        ended: dict[str, Any] = {"delta": {}} if chat else {}
-        await put(words("", finish_reason=reason_of(done, reply), **ended))
-        if wish.usage:
-            await put(None, usage=usage_of(turn, done))
+    def _say_nothing(self, turn: PendingTurn) -> Callable[[AssistantTurn], None]:
+        """The client has told its history as tokens."""
+        return lambda _: turn.live.session.say(None, (), AssistantTurn())
 
     # ---- tokens and words
 
@@ -505,27 +370,16 @@ class Endpoint:
             raise Nonsense(f"{name}: a token id is a whole number from 0 to {self.vocab - 1}")
         return ids
 
-    def _logprobs(self, done: Done) -> list[dict[str, Any]]:
+    def _logprobs(self, tokens: list[int], logp: list[float]) -> dict[str, Any]:
         content = []
-        for token, logp in zip(done.tokens, done.logp, strict=True):
+        for token, value in zip(tokens, logp, strict=True):
             word = self.writer.words([token], special=True)
-            content.append({"token": word, "logprob": logp, "bytes": list(word.encode()), "top_logprobs": []})
-        return content
+            content.append({"token": word, "logprob": value, "bytes": list(word.encode()), "top_logprobs": []})
+        return {"content": content}
 
-
-CONTEXT = "context_length_exceeded"
-
-
-class Made:
-    """The frame of an answer: its name, kind, time and model."""
-
-    def __init__(self, endpoint: Endpoint, prefix: str, kind: str):
-        self.kind = kind
-        self.base = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
-        self.base["model"] = endpoint.name
-
-    def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
-        return self.base | body
+    def _plain_logprobs(self, tokens: list[int], logp: list[float]) -> dict[str, Any]:
+        spelled = [self.writer.words([token], special=True) for token in tokens]
+        return {"tokens": spelled, "token_logprobs": logp, "top_logprobs": None}
 
 
 def own_settings(wish: Wish, rules: Rules) -> dict[str, Any]:
@@ -542,12 +396,8 @@ def own_settings(wish: Wish, rules: Rules) -> dict[str, Any]:
 
 
 def usage_of(turn: PendingTurn, done: Done) -> dict[str, int]:
-    before, drawn = turn.prompt_tokens, len(done.tokens)
+    before, drawn = len(turn.before), len(done.tokens)
     return {"prompt_tokens": before, "completion_tokens": drawn, "total_tokens": before + drawn}
-
-
-def _digest(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
 
 
 class Post:

@@ -3,21 +3,22 @@
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, Response
 
 from ascent.engines.requests import Done
-from ascent.environments.sessions import AssistantTurn, ChatWriter, Nonsense
+from ascent.environments.calls import ToolCall
+from ascent.environments.reading import AssistantTurn
+from ascent.environments.sessions import Nonsense
 
 BODY = 8 * 2**20
 """Bytes of a request."""
 STOPS = 16
 """Stop strings of a request."""
-EXTRAS = ("tool_calls", "reasoning_content")
-"""What a message may have beside its content."""
 
 
 class Denied(Exception):
@@ -44,24 +45,15 @@ class Wish(NamedTuple):
     """All that differs from what a request says by default."""
 
 
-class Shown:
-    """Tokens as words, as they come: no character before it is whole."""
+class Frame:
+    """The frame of an answer: its name, kind, time and model."""
 
-    def __init__(self, writer: ChatWriter):
-        self.writer, self.tokens, self.sent, self.start, self.end = writer, list[int](), "", 0, 0
+    def __init__(self, model: str, prefix: str, kind: str):
+        self.kind, name = kind, f"{prefix}-{secrets.token_hex(12)}"
+        self.base = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
-    def more(self, tokens: list[int]) -> str:
-        """What can be said now. Words are those behind a few tokens that were said, so that spaces are right."""
-        self.tokens += [token for token in tokens if token not in self.writer.ends]
-        before, now = (self.writer.words(self.tokens[self.start : end]) for end in (self.end, None))
-        if now.endswith("\N{REPLACEMENT CHARACTER}") or len(now) <= len(before):
-            return ""
-        self.start, self.end = self.end, len(self.tokens)
-        self.sent += now[len(before) :]
-        return now[len(before) :]
-
-    def rest(self, whole: str) -> str:
-        return whole[len(self.sent) :]
+    def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self.base | body
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -163,28 +155,19 @@ def _number(body: Mapping[str, Any], name: str, default: float, low: float, high
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def message_of(reply: AssistantTurn, numbered: bool = False) -> dict[str, Any]:
-    """A turn as the message of an assistant. `numbered`: its calls have their places, as in a stream."""
+def message_of(reply: AssistantTurn) -> dict[str, Any]:
+    """A turn as the message of an assistant."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
-        message["tool_calls"] = [
-            {
-                **({"index": i} if numbered else {}),
-                "id": call.id or f"call_{secrets.token_hex(8)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for i, call in enumerate(reply.calls)
-        ]
+        message["tool_calls"] = [tool_call_of(call) for call in reply.calls]
     return message
 
 
-def cut(reply: AssistantTurn, stops: Sequence[str]) -> AssistantTurn:
-    """The words before the first stop string."""
-    found = [at for at in (reply.content.find(string) for string in stops) if at >= 0]
-    return reply._replace(content=reply.content[: min(found)]) if found else reply
+def tool_call_of(call: ToolCall) -> dict[str, Any]:
+    about = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id or f"call_{secrets.token_hex(8)}", "type": "function", "function": about}
 
 
 def reason_of(done: Done, reply: AssistantTurn | None = None) -> str:

@@ -47,7 +47,8 @@ class Service:
     def __init__(self, loaded: LoadedPolicy, serving: ServeSettings, name: str):
         check_packages("ascent serve")
         from ascent.web.agents import ServerThread
-        from ascent.web.endpoint import Endpoint, Rules
+        from ascent.web.endpoint import Endpoint
+        from ascent.web.open_sessions import Rules
 
         if not loaded.backend.words:
             loaded.backend.endpoint_sampler(loaded.config, loaded.policy, serving.context, 0)  # which says why not

@@ -428,10 +428,11 @@ class Run:
         read = [self.board.state[DONE]]
         if self.drawn.reads:  # the tokens of these steps
             places = [[min(start + i, self.limit - 1) for i in range(steps)] for _, start, _ in ran]
-            read.append(self.board.token[self.decoder.sent(lanes)[:, None], self.decoder.sent(places)])
+            where = self.decoder.sent(lanes)[:, None], self.decoder.sent(places)
+            read += [self.board.token[where], *([self.board.logp[where]] if self.drawn.watched else [])]
         if not self.decoder.on_card:
             return partial(self._settle, self.launches, ran, [tensor.clone() for tensor in read], None)
-        copies = [torch.empty(tensor.shape, dtype=torch.long, pin_memory=True) for tensor in read]
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in read]
         for copy, tensor in zip(copies, read, strict=True):
             copy.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
@@ -447,6 +448,8 @@ class Run:
             ended = done[row.lane] or stop >= self.limits[row.response] or len(read) > 1
             if ended and self.schedule.rows.get(row.response) is row and self.begun[row.response] < launch:
                 fresh = read[1][i] if len(read) > 1 else None
+                if len(read) > 2:
+                    self.drawn.logp[row.response, start:stop] = read[2][i][: stop - start]
                 lengths[row.response] = self.drawn.over(row.response, start, stop, done[row.lane], fresh)
         over = [row for row, _, _ in ran if lengths.get(row.response)]
         self.most = None if over else self.most

@@ -205,6 +205,11 @@ class Drawn:
         """Has a decoder that looks only every few steps to bring the tokens of those steps?"""
         return self.stops is not None
 
+    @property
+    def watched(self) -> bool:
+        """And their log-probs?"""
+        return False
+
     def entering(self) -> list[tuple[int, int, list[int]]]:
         """Responses that have come since the last look: with a number of their prompt, and its tokens."""
         return []

@@ -84,6 +84,10 @@ class Requests(Drawn):
     def reads(self) -> bool:
         return any(request.stop or request.watched for request in self.request.values())
 
+    @property
+    def watched(self) -> bool:
+        return any(request.watched for request in self.request.values())
+
     def stops_of(self, response: int) -> Stops | None:
         strings = self.request[response].stop
         if not strings:
@@ -120,7 +124,7 @@ class Requests(Drawn):
         request, told = self.request[slot], self.told.get(slot, self.begin(slot))
         if request.watched and length > told and request in self.desk.active:
             self.told[slot] = length
-            request.tell(Drew(self.tokens_of(slot, told, length)))
+            request.tell(Drew(self.tokens_of(slot, told, length), self.logp.numpy()[slot, told:length].tolist()))
 
     def _finish(self, slot: int, length: int) -> None:
         """The turn in a slot is over; its row waits for the next one, or leaves."""
