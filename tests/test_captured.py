@@ -12,8 +12,9 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.engines.language.attention import FlashFormulas, Group
+from ascent.engines.language.graphs import NoGraphs, size_above
 from ascent.engines.language.learning import captured as module
-from ascent.engines.language.learning.captured import Captured, Size, captured_tokens, padded, size_above
+from ascent.engines.language.learning.captured import Captured, Size, captured_tokens, padded
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.policies import LanguageModel
 from tests.language import batch_of, model_of
@@ -21,15 +22,18 @@ from tests.test_language_engines import awkward, credited
 from tests.test_update_gpu import on_gpu
 
 
-class Anew:
+class Anew(NoGraphs):
     """In place of CUDA graphs: a replay computes again."""
 
     def __init__(self) -> None:
         self.captured = 0
 
+    def warm(self, work: Any) -> None:
+        work()
+
     def capture(self, work: Any) -> Any:
         self.captured += 1
-        return work
+        return super().capture(work)
 
 
 def capturing(learner: LanguageLearner, tokens: int = 10_000) -> LanguageLearner:

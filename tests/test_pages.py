@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascent.core.types import Prompts, Refused, Rollouts
+from ascent.engines.language.attention import FlashFormulas
 from ascent.engines.language.sampling import cuda, sampler, step
-from ascent.engines.language.sampling.cache import Cache, Segment, extend
+from ascent.engines.language.sampling.cache import Cache, Extending, Segment, extend
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.pages import Pages, Schedule
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
@@ -247,6 +248,23 @@ def test_rows_are_extended_evicted_and_come_back(decoder: Any, monkeypatch: pyte
         assert (schedule.evictions > 0) == (room > 0)
         assert len(schedule.pages) == schedule.pages.count, "every page came back"
         same(got, want)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("small_pages")
+def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, observations and rows that come back, padded to sizes that are captured at their second use."""
+    lm = model_of()
+    want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
+    monkeypatch.setattr(Extending, "fused", FlashFormulas)
+    monkeypatch.setattr(cuda, "PREFILL", 0)
+    for _ in range(2):
+        got, (schedule,) = draws("graphs", lm, observe=observing(lm.ends), limit=40, rows=5, room=48)
+        assert schedule.evictions > 0
+        same(got, want)
+    passes: Any = lm.graph_decoder.passes
+    assert len(passes.by_size) > 3 and all(passes.used[size] == 2 for size in passes.by_size)
+    assert all(size.tokens > len(one.parts[0].nonzero()) for size, one in passes.by_size.items()), "with padding"
 
 
 @pytest.mark.long

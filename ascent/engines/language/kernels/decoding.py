@@ -25,6 +25,8 @@ MOST_RANK = 128
 """Of adapters whose product a kernel adds; above it torch's own product does."""
 FORMS = {None: 1, 0.0: 2, 1.0: 3}
 """How a norm is rounded and what is added to its weight (`Norm.add`), as numbers for the kernels. 0: no norm."""
+HEADS, KEYS = 16, 32
+"""Of tokens that are given: heads that one program turns, and keys that one brings together."""
 MANY = 1000
 """Programs of the attention that fill the card with one warp each, if a key is short."""
 
@@ -150,7 +152,92 @@ def _gated_adapted(
     tl.store(out + row[:, None] * width + i[None, :], _active(gate, up, GELU), there[:, None] & inside[None, :])
 
 
-place_given, gather_keys = formulas.place_given, formulas.gather_keys
+# ---- tokens that are given ------------------------------------------------------------------------
+
+
+def turn_and_place(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: Pair) -> Tensor:
+    keys, values = cache
+    _, shared, size, channel = keys.shape
+    tokens, heads = len(qkv), qkv.shape[1] // channel - 2 * shared
+    q = qkv.new_empty(tokens, heads, channel)
+    _place[(tokens, triton.cdiv(heads + 2 * shared, HEADS))](
+        *(qkv, cos, sin, page, offset, keys, values, q, heads, qkv.stride(0)),
+        SHARED=shared,
+        SIZE=size,
+        HALF=channel // 2,
+        WIDE=triton.next_power_of_2(channel // 2),
+        HEADS=HEADS,
+        num_warps=2,
+    )
+    return q
+
+
+@triton.jit
+def _place(
+    qkv, cos, sin, page, offset, keys, values, q, heads, apart,
+    SHARED: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    c = tl.arange(0, WIDE)
+    turned, real = heads + SHARED, c < HALF
+    inside = (h < turned + SHARED)[:, None] & real[None, :]
+    line = qkv + token * apart + h[:, None] * 2 * HALF + c[None, :]
+    a, b = tl.load(line, inside, other=0.0), tl.load(line + HALF, inside, other=0.0)
+    angle = token * 2 * HALF + c
+    cos_a, cos_b = tl.load(cos + angle, real, other=0.0), tl.load(cos + angle + HALF, real, other=0.0)
+    sin_a, sin_b = tl.load(sin + angle, real, other=0.0), tl.load(sin + angle + HALF, real, other=0.0)
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    first = (x * cos_a.to(tl.float32)[None, :] - y * sin_a.to(tl.float32)[None, :]).to(a.dtype)
+    second = (y * cos_b.to(tl.float32)[None, :] + x * sin_b.to(tl.float32)[None, :]).to(a.dtype)
+    is_query = (h < heads)[:, None] & inside
+    to = q + (token * heads + h[:, None]) * 2 * HALF + c[None, :]
+    tl.store(to, first, is_query)
+    tl.store(to + HALF, second, is_query)
+    where = tl.load(page + token) * SHARED
+    at = tl.load(offset + token)
+    is_key = ((h >= heads) & (h < turned))[:, None] & inside
+    to = keys + ((where + h[:, None] - heads) * SIZE + at) * 2 * HALF + c[None, :]
+    tl.store(to, first, is_key)
+    tl.store(to + HALF, second, is_key)
+    is_value = (h >= turned)[:, None] & inside
+    to = values + ((where + h[:, None] - turned) * SIZE + at) * 2 * HALF + c[None, :]
+    tl.store(to, a, is_value)
+    tl.store(to + HALF, b, is_value)
+
+
+def bring_together(cache: Pair, page: Tensor, offset: Tensor) -> Pair:
+    keys, values = cache
+    _, shared, size, channel = keys.shape
+    k, v = (keys.new_empty(len(page), shared, channel) for _ in range(2))
+    _collect[(triton.cdiv(len(page), KEYS), shared)](
+        *(keys, values, page, offset, k, v, len(page)),
+        SHARED=shared,
+        SIZE=size,
+        D=channel,
+        WIDE=triton.next_power_of_2(channel),
+        KEYS=KEYS,
+    )
+    return k, v
+
+
+@triton.jit
+def _collect(
+    keys, values, page, offset, k, v, count,
+    SHARED: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
+    head = tl.program_id(1)
+    c = tl.arange(0, WIDE)
+    there = i < count
+    where = (tl.load(page + i, there, other=0) * SHARED + head) * SIZE + tl.load(offset + i, there, other=0)
+    line, inside = where[:, None] * D + c[None, :], _channels(there, D, WIDE)
+    to = (i[:, None] * SHARED + head) * D + c[None, :]
+    tl.store(k + to, tl.load(keys + line, inside, other=0.0), inside)
+    tl.store(v + to, tl.load(values + line, inside, other=0.0), inside)
+
+
+place_given, gather_keys = turn_and_place, bring_together
 
 
 # ---- attention ------------------------------------------------------------------------------------
@@ -176,6 +263,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
         REPEAT=heads // shared,
         ROWS=max(16, triton.next_power_of_2(heads // shared)),
         D=channel,
+        WIDE=max(16, triton.next_power_of_2(channel)),
         PAGE=PAGE,
         SPLITS=splits,
         KNOWN=KNOWN,
@@ -190,8 +278,8 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
 def _attend(
     qkv, out, parts, sums, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, chunk, arrived,
     apart, lane_count, width, eps, scale,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
+    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key-value head and part of the row, for all the query heads that share the key-value head.
 
@@ -212,75 +300,89 @@ def _attend(
             return
         begin, last = part * size, part == count - 1
         end = tl.minimum(end, begin + size)
-    c, r = tl.arange(0, D), tl.arange(0, ROWS)
-    position = known + length
-    turn_cos, turn_sin = tl.load(cos + position * D + c).to(tl.float32), tl.load(sin + position * D + c).to(tl.float32)
+    c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
+    angle, real = (known + length) * D + c, c < D
+    turn_cos = tl.load(cos + angle, real, other=0.0).to(tl.float32)
+    turn_sin = tl.load(sin + angle, real, other=0.0).to(tl.float32)
     line = qkv + row * apart
-    q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, NORMED)
+    q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
     pages = table + lane * width
-    top, total, mixed = _nothing(ROWS, D)
+    top, total, mixed = _nothing(ROWS, WIDE)
     if last:
         new = line + (SHARED * REPEAT + head) * D
-        k = _rotated(new + tl.arange(0, 1), tl.arange(0, 1) < 1, k_weight, eps, turn_cos, turn_sin, D, NORMED)
-        v = tl.load(new + SHARED * D + c)[None, :]
+        one = tl.arange(0, 1)
+        k = _rotated(new + one, one < 1, k_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
+        v = tl.load(new + SHARED * D + c, real, other=0.0)[None, :]
         page = tl.load(pages + (own + length) // PAGE).to(tl.int64)
         put = ((page * SHARED + head) * PAGE + length % PAGE) * D + c[None, :]
-        tl.store(keys + put, k)
-        tl.store(values + put, v)
+        tl.store(keys + put, k, _channels(one < 1, D, WIDE))
+        tl.store(values + put, v, _channels(one < 1, D, WIDE))
         top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         total += 1.0
         mixed += v.to(tl.float32)
     seen = (pages, keys, values, begin, end, known, own, head, scale)
-    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, PAGE)
+    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, WIDE, PAGE)
     mine, inside = (row * SHARED + head) * REPEAT + r, r < REPEAT
     if SPLITS > 1:  # noqa: SIM102 (the first is decided when this is compiled)
         if count > 1:
             at = mine * SPLITS + part
-            tl.store(parts + at[:, None] * D + c[None, :], mixed, inside[:, None])
+            tl.store(parts + at[:, None] * D + c[None, :], mixed, _channels(inside, D, WIDE))
             tl.store(sums + at * 2, top, inside)
             tl.store(sums + at * 2 + 1, total, inside)
             tl.debug_barrier()
             if tl.atomic_add(arrived + row * SHARED + head, 1) < count - 1:
                 return
             tl.store(arrived + row * SHARED + head, 0)
-            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, ROWS, D)
-    tl.store(out + mine[:, None] * D + c[None, :], (mixed / total[:, None]).to(q.dtype), inside[:, None])
+            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, ROWS, D, WIDE)
+    mixed = (mixed / total[:, None]).to(q.dtype)
+    tl.store(out + mine[:, None] * D + c[None, :], mixed, _channels(inside, D, WIDE))
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, D: tl.constexpr):
+def _channels(inside, D: tl.constexpr, WIDE: tl.constexpr):
+    """Which places of `[row WIDE]` there are: of a row that is inside, the first D; a kernel counts in powers of 2."""
+    if D == WIDE:
+        return inside[:, None]
+    else:
+        return inside[:, None] & (tl.arange(0, WIDE) < D)[None, :]
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, WIDE: tl.constexpr):
     """A softmax over no keys: its largest score, its sum, the mixed values."""
-    return tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+    return tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDE), tl.float32)
 
 
 @triton.jit
-def _joined(parts, sums, first, inside, count, ROWS: tl.constexpr, D: tl.constexpr):
+def _joined(parts, sums, first, inside, count, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """The parts of a row, weighed by their sums."""
-    c = tl.arange(0, D)
-    top, total, mixed = _nothing(ROWS, D)
+    c, real = tl.arange(0, WIDE), _channels(inside, D, WIDE)
+    top, total, mixed = _nothing(ROWS, WIDE)
     for part in range(0, count):
         top = tl.maximum(top, tl.load(sums + (first + part) * 2, inside, other=-1e30, cache_modifier=".cg"))
     for part in range(0, count):
         at = first + part
         by = tl.exp2(tl.load(sums + at * 2, inside, other=-1e30, cache_modifier=".cg") - top)
         total += by * tl.load(sums + at * 2 + 1, inside, other=0.0, cache_modifier=".cg")
-        mine = tl.load(parts + at[:, None] * D + c[None, :], inside[:, None], other=0.0, cache_modifier=".cg")
+        mine = tl.load(parts + at[:, None] * D + c[None, :], real, other=0.0, cache_modifier=".cg")
         mixed += by[:, None] * mine
     return total, mixed
 
 
 @triton.jit
-def _along(q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+def _along(
+    q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
     """A softmax in powers of 2, continued along the pages."""
     pages, keys, values, begin, end, known, own, head, scale = seen
-    c = tl.arange(0, D)
+    c = tl.arange(0, WIDE)
     for start in range(begin, end, PAGE):
         n = start + tl.arange(0, PAGE)
         inside = tl.where(n < own, n < known, n < end)
         page = tl.load(pages + start // PAGE).to(tl.int64)
         at = ((page * SHARED + head) * PAGE + n - start)[:, None] * D + c[None, :]
-        k = tl.load(keys + at, inside[:, None], other=0.0)
-        v = tl.load(values + at, inside[:, None], other=0.0)
+        real = _channels(inside, D, WIDE)
+        k, v = tl.load(keys + at, real, other=0.0), tl.load(values + at, real, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         now = tl.maximum(top, tl.max(scores, 1))
@@ -292,17 +394,18 @@ def _along(q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, PA
 
 
 @triton.jit
-def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, NORMED: tl.constexpr):
+def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, WIDE: tl.constexpr, NORMED: tl.constexpr):
     """Vectors at these places, normed where asked, and turned: x·cos + (−second half, first half)·sin."""
-    c = tl.arange(0, D)
-    other = (c + D // 2) % D
-    x = tl.load(at[:, None] + c[None, :], inside[:, None], other=0.0)
-    y = tl.load(at[:, None] + other[None, :], inside[:, None], other=0.0)
+    c = tl.arange(0, WIDE)
+    other, real = (c + D // 2) % D, _channels(inside, D, WIDE)
+    x = tl.load(at[:, None] + c[None, :], real, other=0.0)
+    y = tl.load(at[:, None] + other[None, :], real, other=0.0)
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
     if NORMED:
         by = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = _times(x * by, tl.load(weight + c)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
+        own = tl.load(weight + c, c < D, other=0.0)[None, :].to(tl.float32)
+        x = _times(x * by, own, dtype, NORMED).to(dtype).to(tl.float32)
         y = _times(y * by, tl.load(weight + other)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
     return (x * cos[None, :] + tl.where(c[None, :] < D // 2, -y, y) * sin[None, :]).to(dtype)
 

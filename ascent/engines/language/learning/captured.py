@@ -9,35 +9,22 @@ lies around the backbone (embedding, head, objective) is launched as always.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ascent.engines.language.attention import Group, Packed, Spans
+from ascent.engines.language.graphs import Graphs, power_above, size_above, size_step
 
 SHARE = 1 / 16
 """Of a GPU's memory, what sums and the largest captured row may take."""
 SIZES = 16
 """Sizes that are captured, at most."""
-STEPS = 4
-"""Sizes of rows between a power of two and the next."""
-
-
-class CudaGraphs:
-    """What is captured is launched as one graph. All graphs share their memory: one row is worked on at a time."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
-        return graph.replay
 
 
 @dataclass(frozen=True)
@@ -56,23 +43,10 @@ class Size:
         used = sum(group.prompt + sum(group.responses) for group in groups)
         tokens = size_above(used + 1)
         again = sum(group.prompt * len(group.responses) for group in groups)
-        query = _power(max(max(group.prompt, *group.responses, 1) for group in groups))
-        key = _power(max(group.prompt + max(group.responses, default=0) for group in groups))
-        segments = sum(1 + len(group.responses) for group in groups) + -(-_step(used + 1) // query)
-        return cls(tokens, tokens + _power(again + 1), _power(segments), query, max(query, key))
-
-
-def size_above(count: int) -> int:
-    """The next of `STEPS` numbers between two powers of two."""
-    return -(-count // _step(count)) * _step(count)
-
-
-def _step(count: int) -> int:
-    return max(1, _power(count) // (2 * STEPS))
-
-
-def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+        query = power_above(max(max(group.prompt, *group.responses, 1) for group in groups))
+        key = power_above(max(group.prompt + max(group.responses, default=0) for group in groups))
+        segments = sum(1 + len(group.responses) for group in groups) + -(-size_step(used + 1) // query)
+        return cls(tokens, tokens + power_above(again + 1), power_above(segments), query, max(query, key))
 
 
 def padded(ids: Tensor, positions: Tensor, groups: Sequence[Group], size: Size) -> list[Tensor]:
@@ -99,32 +73,42 @@ class CapturedRow:
         self.ids, positions, queries, keys, seen, own, again = self.numbers.split([len(part) for part in parts])
         ends = (queries.int(), keys.int())
         self.embedded = torch.zeros(1, size.tokens, weight.shape[1], dtype=owner.dtype, device=device)
-        self.embedded.requires_grad_(weight.requires_grad)
         self.slope = torch.zeros_like(self.embedded)
         self.hidden = self.slope
+        self.leaves: list[Tensor] = []
+        """Parameters and embedded words, where they lie, as leaves of their own: autograd ties a leaf to a stream."""
         self.embedded_slope: Tensor | None = None
+        learns = weight.requires_grad
 
         def forward() -> None:
             for to, now in zip(ends, (queries, keys), strict=True):
                 to.copy_(now)
             spans = Spans(*ends, size.longest_query, size.longest_key, seen, own, again)
             layout = Packed([], fused=owner.fused, _spans=spans)
+            embedded = self.embedded.detach().requires_grad_(learns)
+            parameters = [p.detach().requires_grad_() for p in owner.working]
+            self.leaves = [*parameters, *([embedded] if learns else [])]
+            given = {"position_ids": positions[None], "use_cache": False, "layout": layout}
             with torch.enable_grad():
-                out = owner.backbone(
-                    inputs_embeds=self.embedded, position_ids=positions[None], use_cache=False, layout=layout
+                out = functional_call(
+                    owner.backbone,
+                    dict(zip(owner.names, parameters, strict=True)),
+                    kwargs={"inputs_embeds": embedded, **given},
                 )
             self.hidden = out.last_hidden_state
 
         def backward() -> None:
-            inputs = [*owner.working, *([self.embedded] if self.embedded.requires_grad else [])]
-            grads = list(torch.autograd.grad(self.hidden, inputs, self.slope, allow_unused=True))
-            self.embedded_slope = grads.pop() if self.embedded.requires_grad else None
+            grads = list(torch.autograd.grad(self.hidden, self.leaves, self.slope, allow_unused=True))
+            self.embedded_slope = grads.pop() if learns else None
             for total, grad in zip(owner.sums, grads, strict=True):
                 if grad is not None:
                     total.add_(grad)
 
-        forward()  # what is compiled or allocated at a first use cannot be captured; the slope is 0, and so are sums
-        backward()
+        def both() -> None:
+            forward()
+            backward()
+
+        owner.graphs.warm(both)  # the slope is 0, and so are sums
         self.forward, self.backward = owner.graphs.capture(forward), owner.graphs.capture(backward)
 
     def load(self, parts: list[Tensor]) -> None:
@@ -154,14 +138,15 @@ class Captured:
     """The passes of one backbone over rows of up to `tokens` tokens; others are left to the caller."""
 
     def __init__(
-        self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor], tokens: int, graphs: Any,
+        self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor], tokens: int, graphs: Graphs,
         fused: Any = None,
     ):  # fmt: skip
         self.backbone, self.tokens, self.graphs, self.fused = backbone, tokens, graphs, fused
         self.embedding: Any = backbone.get_input_embeddings()  # type: ignore[operator]
-        inside = {id(p) for p in backbone.parameters()} - {id(self.embedding.weight)}
+        inside = {id(p): name for name, p in backbone.named_parameters() if p is not self.embedding.weight}
         pairs = [(w, s) for w, s in zip(working, stepped, strict=True) if id(w) in inside]
         self.working, self.stepped = [w for w, _ in pairs], [s for _, s in pairs]
+        self.names = [inside[id(w)] for w in self.working]
         self.sums: list[Tensor] = []
         self.device, self.dtype = self.embedding.weight.device, self.embedding.weight.dtype
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)

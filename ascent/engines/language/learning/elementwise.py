@@ -92,7 +92,7 @@ def _fuse_gate(module: Any, ops: Any) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
     weight: Any = getattr(parts[0], "weight", None)
     fits = None not in parts and isinstance(weight, Tensor) and weight.dtype in ROUNDING
-    there = (ops or load_kernels("elementwise")) is not None
+    there = ops is not None or (fits and weight.is_cuda and load_kernels("elementwise") is not None)
     return fits and there and _replaced(module, partial(_gated, module, ops), weight)
 
 

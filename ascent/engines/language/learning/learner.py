@@ -16,7 +16,8 @@ from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.core.update import Adam, Update
 from ascent.engines.language.attention import fits_flash, ours, send
-from ascent.engines.language.learning.captured import Captured, CudaGraphs, captured_tokens
+from ascent.engines.language.graphs import CudaGraphs
+from ascent.engines.language.learning.captured import Captured, captured_tokens
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.language.learning.plan import Plan, bytes_per_token, channel_of, plan_of

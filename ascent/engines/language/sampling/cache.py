@@ -57,8 +57,8 @@ class Segment:
 class Extending:
     """The layout of a forward pass over segments, packed into one row, that fills their pages."""
 
-    fused: bool | None = None
-    """Is there one kernel for the attention of all segments? Found out in the first layer."""
+    fused: Any = None
+    """What attends to all segments at once; False if nothing does. None: not found out yet."""
 
     def __init__(self, cache: Cache, segments: Sequence[Segment], device: torch.device):
         self.cache = cache
@@ -106,11 +106,16 @@ class Extending:
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of the tokens to all that their segments see, `[token head channel]`."""
-        self.fused = fits_flash(q) if self.fused is None else self.fused
-        if self.fused:
-            return Flash.forward(q, k, v, self.spans, scale)[0]
+        if self.fuses(q):
+            return self.fused.forward(q, k, v, self.spans, scale)[0]
         parts = zip(q.split(self.queries), k.split(self.keys), v.split(self.keys), strict=True)
         return torch.cat([_causal(*part, scale) for part in parts])
+
+    def fuses(self, q: Tensor) -> bool:
+        """Is there one kernel for the attention of all segments?"""
+        if self.fused is None:
+            self.fused = fits_flash(q) and Flash
+        return bool(self.fused)
 
 
 class Encodes(Protocol):

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from ascent.engines.language.adapters import shaken
 from ascent.engines.language.attention import Group, Packed, ours, send
+from ascent.engines.language.graphs import CudaGraphs, NoGraphs
 from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.model import Llama, Prefill, Unlike
+from ascent.engines.language.sampling.model import Llama, Unlike
 from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
+from ascent.engines.language.sampling.prefill import WORK, Passes, Prefill
 from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board
 from ascent.policies.causal_lm import LanguageModel
 
@@ -87,12 +89,11 @@ class GraphDecoder:
         self.lm = lm
         self.on_card = lm.device.type == "cuda"
         self.net = Llama.of(lm.model)
-        odd = self.net.channel < 16 or self.net.channel & (self.net.channel - 1)  # no products of tiles
-        plain = not self.on_card or lm.model.dtype == torch.float64 or odd
+        plain = not self.on_card or lm.model.dtype == torch.float64
         self.ops = formulas if plain else load_kernels("decoding") or formulas
         self.board: Board = None  # type: ignore[assignment]
         """There from the first `prepare` on."""
-        self.graphs: dict[Any, Callable[[], None]] = {}
+        self.forget()
         self.lanes_now: list[int] = []
         self.chunk_now = 0
         self.full = False
@@ -124,7 +125,8 @@ class GraphDecoder:
             return min(wanted, have)
         wanted += wanted // 8  # later prompts may be longer
         if self.on_card:
-            self.board, self.graphs = None, {}  # type: ignore[assignment]
+            self.board = None  # type: ignore[assignment]
+            self.forget()
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             net = self.net
             page = 2 * len(net.layers) * net.heads * PAGE * net.channel * net.embedding.element_size()
@@ -132,27 +134,33 @@ class GraphDecoder:
             self.full, wanted = most < wanted, max(least, min(wanted, most))
         return wanted
 
+    def forget(self) -> None:
+        """What was captured: buffers or parameters lie elsewhere now."""
+        self.graphs: dict[Any, Callable[[], None]] = {}
+        size = sum(p.numel() for p in self.lm.model.parameters())
+        self.passes = Passes(CudaGraphs() if self.on_card else NoGraphs(), int(WORK / size))
+
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""
         net = Llama.of(self.lm.model)
         if net.addresses() != self.net.addresses():
-            self.graphs = {}
+            self.forget()
         self.net = net
         if self.board is not None and self.board.holds(rows, pages, width, limit):
             return
         if self.board is not None:
             rows, pages, width, limit = map(max, self.board.room, (rows, pages, width, limit))
-        self.board, self.graphs = None, {}  # type: ignore[assignment]
+        self.board = None  # type: ignore[assignment]
+        self.forget()
         like = net.embedding.detach()
         self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, pages, width, limit, like)
         self.tables = net.tables(width * PAGE)
-        self.pool = torch.cuda.graph_pool_handle() if self.on_card else None
         self.lanes_now, self.chunk_now = [], 0
 
     @property
     def prefill(self) -> Prefill:
         """What encodes tokens that are given."""
-        return Prefill(self.net, self.ops, self.tables)
+        return Prefill(self.net, self.ops, self.tables, self.passes)
 
     def step(self, rows: int, splits: int, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
@@ -163,21 +171,12 @@ class GraphDecoder:
     def graph(self, rows: int, support: Support, greedy: bool, splits: int = 1) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
         run = partial(self.step, rows, splits, support, greedy)
-        if not self.on_card:
-            return run
         key = (rows, splits, support.min_tokens if greedy else support)
         if key not in self.graphs:
             self.board.lanes.fill_(self.board.rows)
             self.lanes_now = []
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                run(), run()
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                run()
-            self.graphs[key] = graph.replay
+            self.passes.graphs.warm(run)
+            self.graphs[key] = self.passes.graphs.capture(run)
         return self.graphs[key]
 
     def choose(self, lanes: list[int]) -> int:

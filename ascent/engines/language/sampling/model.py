@@ -172,44 +172,6 @@ def _out(ops: ModuleType, y: Tensor, norm: Norm | None) -> Tensor:
     return y if norm is None else ops.add_norm(y.contiguous(), None, *norm)[1]
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """The same model over tokens that are given, packed into one row: `extend` takes it in place of the model itself.
-
-    With few kernels, for the host launches each of them: a pass of the model takes it several times as long.
-    """
-
-    net: Llama
-    ops: ModuleType
-    tables: list[Pair]
-
-    @property
-    def device(self) -> torch.device:
-        return self.net.embedding.device
-
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
-        """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
-        net, ops = self.net, self.ops
-        turns = {id(pair): [table[positions[0]] for table in pair] for pair in self.tables}
-
-        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            pages = layout.cache.layers[i]
-            if layer.norms_qk is not None and not layer.norms_all(net.channel):
-                qkv = _norm_heads(qkv, layer.norms_qk, net.heads)
-            q = ops.place_given(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
-            return layout.mix(q, *ops.gather_keys(pages, *layout.seen), layer.scale).flatten(1)
-
-        return net.through(ops, ids[0], attend).unsqueeze(0)
-
-
-def _norm_heads(qkv: Tensor, norms: tuple[Norm, Norm], shared: int) -> Tensor:
-    """The same with each head of queries and keys normed."""
-    parts = qkv.view(len(qkv), -1, len(norms[0].weight))
-    *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
-    normed = [add_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
-    return torch.cat([*normed, v], 1).flatten(1)
-
-
 # ---- what a model is made of --------------------------------------------------------------------------
 
 
