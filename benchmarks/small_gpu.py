@@ -3,7 +3,7 @@
     python -m benchmarks.small_gpu [--repeats 20] [--smoke]
 
 SmolLM2-135M's shape with random parameters in bfloat16 and float32 masters, Dr. GRPO's loss. 8 prompts of 60 tokens ×
-8 samples of 64 tokens; and 32 × 16 × 24. Both sides are the same learner; one captures, which is off by default.
+8 samples of 64 tokens; and 32 × 16 × 24. Both sides are the same learner; one does not capture.
 They take turns after three updates that do not count, because the second one captures. An update is `learner.step`:
 the gradient, the optimizer and the numbers that it reports.
 
@@ -40,8 +40,8 @@ WORK = {"8 x 8 x 64": (8, 8, 64), "32 x 16 x 24": (32, 16, 24)}
 ALGORITHM = replace(ALGORITHMS["dr-grpo"], update=replace(ALGORITHMS["dr-grpo"].update, lr=1e-9, max_norm=1.0))
 
 
-class Capturing(LanguageLearner):
-    captures = True
+class Launching(LanguageLearner):
+    captures = False
 
 
 def seconds_of(learner: LanguageLearner, batch: Batch) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def seconds_of(learner: LanguageLearner, batch: Batch) -> tuple[float, float]:
 
 def measure(lm: LanguageModel, batch: Batch, repeats: int) -> dict[str, Any]:
     """Seconds of both sides, in turns, and what the captured one captured."""
-    kinds = {"captured": Capturing, "launched": LanguageLearner}
+    kinds = {"captured": LanguageLearner, "launched": Launching}
     sides = {name: kind(lm, ALGORITHM.update, False, ALGORITHM.outputs) for name, kind in kinds.items()}
     first = {name: [seconds_of(side, batch) for _ in range(3)] for name, side in sides.items()}
     found: dict[str, Any] = {name: [] for name in sides}

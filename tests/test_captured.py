@@ -169,9 +169,8 @@ def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("row", ["policy", "own", "shared"])
-def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
     """bfloat16 with float32 copies: the third update is captured, and has the first one's gradient."""
-    monkeypatch.setattr(LanguageLearner, "captures", True)
     lm = model_of(dtype=torch.float32)
     lm.model.to("cuda", torch.bfloat16)
     learner, algorithm = learner_of(lm, row)

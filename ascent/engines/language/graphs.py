@@ -25,8 +25,7 @@ class Graphs(Protocol):
 class CudaGraphs:
     """Graphs that share their memory: one of them works at a time, and its results are used before the next does."""
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    pool: tuple[int, int] | None = None
 
     def warm(self, work: Callable[[], None]) -> None:
         aside = torch.cuda.Stream()
@@ -36,6 +35,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(aside)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             work()

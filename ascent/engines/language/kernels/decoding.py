@@ -302,8 +302,7 @@ def _attend(
         end = tl.minimum(end, begin + size)
     c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
     angle, real = (known + length) * D + c, c < D
-    turn_cos = tl.load(cos + angle, real, other=0.0).to(tl.float32)
-    turn_sin = tl.load(sin + angle, real, other=0.0).to(tl.float32)
+    turn_cos, turn_sin = tl.load(cos + angle, real, other=0.0), tl.load(sin + angle, real, other=0.0)
     line = qkv + row * apart
     q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
     pages = table + lane * width
@@ -314,9 +313,9 @@ def _attend(
         k = _rotated(new + one, one < 1, k_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
         v = tl.load(new + SHARED * D + c, real, other=0.0)[None, :]
         page = tl.load(pages + (own + length) // PAGE).to(tl.int64)
-        put = ((page * SHARED + head) * PAGE + length % PAGE) * D + c[None, :]
-        tl.store(keys + put, k, _channels(one < 1, D, WIDE))
-        tl.store(values + put, v, _channels(one < 1, D, WIDE))
+        put, there = ((page * SHARED + head) * PAGE + length % PAGE) * D + c[None, :], _channels(one < 1, D, WIDE)
+        tl.store(keys + put, k, there)
+        tl.store(values + put, v, there)
         top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         total += 1.0
         mixed += v.to(tl.float32)
@@ -334,8 +333,7 @@ def _attend(
                 return
             tl.store(arrived + row * SHARED + head, 0)
             total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, ROWS, D, WIDE)
-    mixed = (mixed / total[:, None]).to(q.dtype)
-    tl.store(out + mine[:, None] * D + c[None, :], mixed, _channels(inside, D, WIDE))
+    tl.store(out + mine[:, None] * D + c[None, :], (mixed / total[:, None]).to(q.dtype), _channels(inside, D, WIDE))
 
 
 @triton.jit
@@ -407,7 +405,8 @@ def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, WIDE: tl.conste
         own = tl.load(weight + c, c < D, other=0.0)[None, :].to(tl.float32)
         x = _times(x * by, own, dtype, NORMED).to(dtype).to(tl.float32)
         y = _times(y * by, tl.load(weight + other)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
-    return (x * cos[None, :] + tl.where(c[None, :] < D // 2, -y, y) * sin[None, :]).to(dtype)
+    cos, sin = cos.to(tl.float32)[None, :], sin.to(tl.float32)[None, :]
+    return (x * cos + tl.where(c[None, :] < D // 2, -y, y) * sin).to(dtype)
 
 
 # ---- drawing --------------------------------------------------------------------------------------

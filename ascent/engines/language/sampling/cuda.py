@@ -29,7 +29,7 @@ from ascent.engines.language.sampling.cache import Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.model import Llama, Unlike
 from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
-from ascent.engines.language.sampling.prefill import WORK, Passes, Prefill
+from ascent.engines.language.sampling.prefill import WORK, CapturedPasses, Prefill
 from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board
 from ascent.policies.causal_lm import LanguageModel
 
@@ -138,7 +138,7 @@ class GraphDecoder:
         """What was captured: buffers or parameters lie elsewhere now."""
         self.graphs: dict[Any, Callable[[], None]] = {}
         size = sum(p.numel() for p in self.lm.model.parameters())
-        self.passes = Passes(CudaGraphs() if self.on_card else NoGraphs(), int(WORK / size))
+        self.passes = CapturedPasses(CudaGraphs() if self.on_card else NoGraphs(), int(WORK / size))
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""

@@ -27,7 +27,7 @@ WORK = 5e12
 """Tokens times parameters from which on a pass takes the card longer than launching it takes the host."""
 
 
-class Size(NamedTuple):
+class PassSize(NamedTuple):
     """What a captured pass holds at most: the last segment but those that are empty is padding."""
 
     tokens: int
@@ -37,7 +37,7 @@ class Size(NamedTuple):
     longest_key: int
 
     @classmethod
-    def of(cls, layout: Extending) -> Size:
+    def of(cls, layout: Extending) -> PassSize:
         tokens = size_above(len(layout.page) + 1)
         keys = size_above(len(layout.seen[0]) + tokens - len(layout.page))
         longest = power_above(layout.spans.longest_query), power_above(layout.spans.longest_key)
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 
 @dataclass
-class Placed:
+class FixedLayout:
     """What `Prefill` asks a layout for, in a captured pass: tensors that stay where they are."""
 
     cache: Cache
@@ -60,14 +60,14 @@ class Placed:
 
 
 @dataclass
-class Passes:
+class CapturedPasses:
     """The captured passes by their sizes, and how often a size was used."""
 
     graphs: Graphs
     most: int
     """Tokens of a pass that is captured, at most."""
-    by_size: dict[Size, CapturedPass] = field(default_factory=dict)
-    used: Counter[Size] = field(default_factory=Counter)
+    by_size: dict[PassSize, CapturedPass] = field(default_factory=dict)
+    used: Counter[PassSize] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Prefill:
     net: Llama
     ops: ModuleType
     tables: list[Pair]
-    passes: Passes
+    passes: CapturedPasses
 
     @property
     def device(self) -> torch.device:
@@ -85,14 +85,14 @@ class Prefill:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Extending) -> Tensor:
         """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
-        size, there = Size.of(layout), self.passes.by_size
+        size, there = PassSize.of(layout), self.passes.by_size
         if size not in there and self._captures(size, layout):
             there[size] = CapturedPass(self, size, ids[0], layout)
         if size in there:
             return there[size](ids[0], layout)
         return self.through(ids[0], positions[0], layout).unsqueeze(0)
 
-    def _captures(self, size: Size, layout: Extending) -> bool:
+    def _captures(self, size: PassSize, layout: Extending) -> bool:
         """Now, at the second use of a size?"""
         passes = self.passes
         passes.used[size] += 1
@@ -100,7 +100,7 @@ class Prefill:
             return False
         return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.channel))
 
-    def through(self, ids: Tensor, positions: Tensor, layout: Extending | Placed) -> Tensor:
+    def through(self, ids: Tensor, positions: Tensor, layout: Extending | FixedLayout) -> Tensor:
         net, ops = self.net, self.ops
         turns = {id(pair): [table[positions] for table in pair] for pair in self.tables}
 
@@ -118,14 +118,14 @@ class Prefill:
 class CapturedPass:
     """A pass over up to so many tokens, in one launch."""
 
-    def __init__(self, prefill: Prefill, size: Size, ids: Tensor, layout: Extending):
+    def __init__(self, prefill: Prefill, size: PassSize, ids: Tensor, layout: Extending):
         self.size, self.nobodys = size, layout.cache.pages - 1
         self.parts = self._padded(ids, layout)
         self.out = ids  # until the first pass
         ids, positions, page, offset, seen_page, seen_offset, queries, keys = self.parts
         nothing = queries[:0]
         spans = Spans(queries, keys, size.longest_query, size.longest_key, nothing, nothing, nothing)
-        placed = Placed(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
+        placed = FixedLayout(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
 
         def work() -> None:
             self.out = prefill.through(ids, positions, placed)
