@@ -6,7 +6,7 @@ What is captured reads and writes tensors at fixed addresses. So work of any siz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ class Graphs(Protocol):
 class CudaGraphs:
     """Graphs that share their memory: one of them works at a time, and its results are used before the next does."""
 
-    pool: tuple[int, int] | None = None
+    pool: Any = None
 
     def warm(self, work: Callable[[], None]) -> None:
         aside = torch.cuda.Stream()
