@@ -114,9 +114,13 @@ def planned(gpus: int, shape: ModelShape = QWEN_7B, **settings: Any) -> Any:
     return forecast(config(**settings), shape, cluster, Lengths(100, 100.0, 0.5, 200))
 
 
-def test_seven_billion_parameters_do_not_fit_on_one_card_and_do_in_shards_on_two() -> None:
-    one, two = planned(1), planned(2)
+def test_seven_billion_parameters_fit_on_one_card_in_bfloat16_and_in_shards_on_two() -> None:
+    one, two, less = planned(1, **{"policy.optimizer_state": "float32"}), planned(2), planned(1)
     assert not one.fits and one.needed == 2 and two.fits and two.shard
+    assert less.fits and less.needed == 1 and less.memory["gradients and Adam in bfloat16"] == 8 * QWEN_7B.every
+    assert planned(1, algorithm="grpo").fits and "float32 copy, gradients, Adam" in planned(1, SMALL).memory
+    with pytest.raises(Refused, match="for one card and Adam's moments"):
+        planned(2, **{"policy.optimizer_state": "bfloat16"})
     assert one.memory["float32 copy, gradients, Adam"] == 16 * QWEN_7B.every
     assert two.memory["float32 copy, gradients, Adam"] == 8 * QWEN_7B.every, "half of it each"
     assert two.memory["parameters"] == 2 * QWEN_7B.every, "and a whole copy to sample from"

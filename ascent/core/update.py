@@ -96,7 +96,7 @@ class Adam(Update):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = getattr(optimizer, "norm", global_norm)(gradients)  # its own, where each rank has a part of them
         if self.max_norm is not None:
-            torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
+            getattr(optimizer, "scale", torch._foreach_mul_)(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
         for group in optimizer.param_groups:
             group["lr"] = self.rate(progress)
         optimizer.step()

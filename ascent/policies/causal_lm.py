@@ -98,7 +98,10 @@ class CausalLM:
     model: str = ""
     """Folder or hub name of the model. Short form: --model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the parameters; auto: bfloat16 on a GPU, float32 on a CPU. Optimizer state is always float32."""
+    """Precision of the parameters; auto: bfloat16 on a GPU, float32 on a CPU."""
+    optimizer_state: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of parameters in bfloat16: gradients and moments in float32 with a float32 copy (18 bytes per parameter), or in
+    bfloat16, rounded at random, with what the copy has more (10 bytes); auto: the first if it fits the GPU."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …, mps; auto: a GPU of NVIDIA's or AMD's if there is one."""
     lora: int = 0
@@ -144,6 +147,9 @@ class CausalLM:
             raise Refused(
                 "--policy.lora with --policy.last-layers: both say which parameters are trained; set one of them"
             )
+        if self.optimizer_state == "bfloat16" and (self.lora or self.dtype == "float32"):
+            why = "LoRA's adapters are few, and in float32" if self.lora else "--policy.dtype is float32"
+            raise Refused(f"--policy.optimizer-state bfloat16 is for parameters in bfloat16: {why}. Leave it out")
         if self.lora and not self.lora_alpha > 0:
             raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so it must be above 0")
         self._check_engine()

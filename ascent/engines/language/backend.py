@@ -15,11 +15,20 @@ from ascent.core.losses import LogProb
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Batch, Prompts, Refused, Streams
+from ascent.core.update import Adam
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
 from ascent.engines.language import trials
 from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
-from ascent.engines.language.learning.plan import SHARE, bytes_per_token, critic_bytes, state_bytes, update_operations
+from ascent.engines.language.learning.plan import (
+    CROWDED,
+    SHARE,
+    always_bytes,
+    bytes_per_token,
+    critic_bytes,
+    state_bytes,
+    update_operations,
+)
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
@@ -69,6 +78,11 @@ class LanguageBackend(Backend):
             check_engine(config)
         if config.ranks.shard == "shard" and (why := never_in_shards(config)) is not None:
             raise Refused(f"--ranks.shard shard with {why}. Set replicate, or leave it out")
+        if config.policy.optimizer_state == "bfloat16" and not isinstance(config.algorithm.update, Adam):
+            raise Refused(
+                f"--policy.optimizer-state bfloat16 with --update {name_of(config.algorithm.update)}: it is for Adam's "
+                "moments. Leave it out"
+            )
         offline, data = config.task.data, config.algorithm.loss.data
         if config.task.plays and config.data != "samples":
             raise Refused(
@@ -98,6 +112,11 @@ class LanguageBackend(Backend):
             raise Refused(f"--engine {config.policy.engine} under torchrun was never tried: set --engine local")
         if size and ":" in config.policy.device:
             raise Refused(f"--policy.device {config.policy.device} under torchrun: each has a GPU of its own; set cuda")
+        if (size > 1 or config.ranks.shard == "shard") and config.policy.optimizer_state == "bfloat16":
+            raise Refused(
+                "--policy.optimizer-state bfloat16 on several ranks: they sum gradients in float32. Leave it out; "
+                "--ranks.shard shard needs less memory on each"
+            )
         if not size and config.ranks.shard == "shard":
             raise Refused(
                 "--ranks.shard shard: one process has nothing to share. Start it by torchrun, or leave it out"
@@ -130,7 +149,8 @@ class LanguageBackend(Backend):
             )
         else:
             critic = LanguageCritic(model, choice.shared) if choice.on else None
-            learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update)
+            rounding = config.seed if in_bfloat16(config, model, critic, ranks) else None
+            learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update, rounding)
             learner.ranks = ranks
         if algorithm.loss.trains != "policy":
             learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.passes))
@@ -358,6 +378,21 @@ def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
     return state_bytes(lm) > SHARE * torch.cuda.get_device_properties(lm.device).total_memory
 
 
+def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
+    """Are gradients and moments in bfloat16? By itself only where float32 would leave a GPU nothing to work with."""
+    asked, adam = config.policy.optimizer_state, isinstance(config.algorithm.update, Adam)
+    able = adam and ranks.size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())
+    if asked == "bfloat16" and not able:
+        raise Refused(
+            f"--policy.optimizer-state bfloat16 is for parameters in bfloat16, and on {lm.device} they are in "
+            f"{str(lm.model.dtype).removeprefix('torch.')}: set --policy.dtype bfloat16, or leave it out"
+        )
+    if asked != "auto" or not able or lm.device.type != "cuda":
+        return able and asked == "bfloat16"
+    taken = always_bytes(lm, config.algorithm.reference.kept, critic)
+    return taken > CROWDED * torch.cuda.get_device_properties(lm.device).total_memory
+
+
 # ---- before training ---------------------------------------------------------------------------------
 
 
@@ -403,10 +438,11 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     weights = sum(p.numel() * p.element_size() for p in every)
     shards = 0 if learner.alone else sum(p.numel() * p.element_size() for p in learner.lm.model.parameters()) // spread
     copies = weights if rows and lm.device.type == "cpu" else 0
+    gradient, adam = (2, 6) if learner.compact is not None else (max(size, 4), 8 + 4 * (size < 4 and learner.alone))
     return {
         "parameters": weights + shards,
-        "gradients": count * max(size, 4) // spread,
-        "Adam": (8 * count + (4 * count if size < 4 and learner.alone else 0)) // spread,
+        "gradients": gradient * count // spread,
+        "Adam": adam * count // spread,
         "reference": count * (size if learner.alone else max(size, 4)) // spread if kept else 0,
         "critic": critic_bytes(learner.critic) // spread,
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
@@ -431,10 +467,17 @@ def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report)
         return
     shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
     report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
+    if learner.compact is not None:
+        report.lines.append(
+            "           gradients and moments are in bfloat16, rounded at random (--policy.optimizer-state)"
+        )
     if sure > there:
+        smaller = "take a smaller model, or --policy.lora 16."
+        if config.policy.optimizer_state == "float32" and learner.lm.model.dtype == torch.bfloat16:
+            smaller = f"leave out --policy.optimizer-state, {smaller}"
         report.refusals.append(
-            f"Parameters, gradients and optimizer state alone take {_size(sure)}, and there are {_size(there)}: take a "
-            "smaller model, or --policy.lora 16."
+            f"Parameters, gradients and optimizer state alone take {_size(sure)}, and there are {_size(there)}: "
+            + smaller
         )
     elif total > there:
         report.warnings.append(

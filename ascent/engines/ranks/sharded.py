@@ -23,6 +23,7 @@ from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Rollouts, Terms
 from ascent.core.update import Update, global_norm
 from ascent.engines.language.attention import send
+from ascent.engines.language.learning.compact import widened
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, check_params, finest, layers_of
@@ -306,6 +307,7 @@ class ShardedLearner(LanguageLearner):
     @torch.no_grad()
     def restore(self, state: Groups) -> None:
         own = self._params
+        state = widened(state, list(own))
         check_params(own, state["params"])
         values = state.get("wide", state["params"])
         self._forward.fill([self.part("params", name, values[name]) for name in own])

@@ -6,7 +6,7 @@
     work            operations · products / rate + attention · pairs / rate + passes · kept bytes / bandwidth
     score           a third of an update's work and launches: its forward pass
 
-Memory follows the learner's and the sampler's own rules (`engines.language`): 18 bytes per trained parameter,
+Memory follows the learner's and the sampler's own rules (`engines.language`): 18 or 10 bytes per trained parameter,
 micro-batches that fill 60 % of what is left, caches in at most a quarter of what is free.
 """
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from ascent.core.config import Config
 from ascent.engines.language.learning.head import CHUNK_BYTES
-from ascent.engines.language.learning.plan import SHARE, STATE_BYTES
+from ascent.engines.language.learning.plan import COMPACT_BYTES, SHARE, STATE_BYTES
 from ascent.engines.language.sampling.cuda import BUCKETS, TOGETHER
 from ascent.engines.language.sampling.cuda import SHARE as CACHES
 from ascent.workflows.planning.cards import FIT, Card, Fit
 from ascent.workflows.planning.shapes import ModelShape
 
-MOMENTS = 28
-"""Bytes that Adam moves per trained parameter."""
+MOMENTS = {STATE_BYTES: 28, COMPACT_BYTES: 20}
+"""Bytes that Adam moves per trained parameter, by those that it takes."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class OneCard:
         launches = self.fit.layer * self.shape.layers * -(-prompts // TOGETHER)
         return launches + self.fit.operations * 2 * self.shape.blocks * tokens / self.card.rate
 
-    def update(self, batch: Tokens, room: float, trained: int, again: bool = False) -> float:
+    def update(self, batch: Tokens, room: float, trained: int, again: bool = False, per: int = STATE_BYTES) -> float:
         """Gradients of a batch in micro-batches of at most `room` tokens, and one step of Adam."""
         micro = max(1, -(-batch.tokens // max(1, room)))
         work = self._work(batch, again)
         passes = max(self.fit.launch * self.shape.layers * micro * (4 / 3 if again else 1), work)
-        return self.fit.update + MOMENTS * trained / self.card.bandwidth + passes
+        return self.fit.update + MOMENTS[per] * trained / self.card.bandwidth + passes
 
     def score(self, batch: Tokens, room: float) -> float:
         """Log-probs of a batch: forward passes."""
@@ -74,10 +74,13 @@ class OneCard:
 
     # ---- bytes
 
-    def state(self, trained: int, reference: bool, critic: int, ranks: int = 1) -> dict[str, int]:
-        """What is there whatever the batch is; `ranks`: over how many it is in shards."""
+    def state(
+        self, trained: int, reference: bool, critic: int, ranks: int = 1, per: int = STATE_BYTES
+    ) -> dict[str, int]:
+        """What is there whatever the batch is; `ranks`: over how many it is in shards; `per`: trained parameter."""
         every = self.shape.every
-        parts = {"parameters": 2 * every, "float32 copy, gradients, Adam": (STATE_BYTES - 2) * trained // ranks}
+        name = "float32 copy, gradients, Adam" if per == STATE_BYTES else "gradients and Adam in bfloat16"
+        parts = {"parameters": 2 * every, name: (per - 2) * trained // ranks}
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
         if critic:

@@ -11,8 +11,9 @@ import numpy as np
 
 from ascent.core.config import Config
 from ascent.core.types import Refused
+from ascent.core.update import Adam
 from ascent.engines.language.backend import never_in_shards
-from ascent.engines.language.learning.plan import SHARE, STATE_BYTES
+from ascent.engines.language.learning.plan import COMPACT_BYTES, CROWDED, SHARE, STATE_BYTES
 from ascent.engines.language.sampling.sampler import ROWS
 from ascent.workflows.planning.cards import Cluster
 from ascent.workflows.planning.costs import OneCard, Tokens, forward_passes
@@ -124,6 +125,8 @@ class Planner:
         self.trained = shape.trained(policy.lora, policy.last_layers)
         self.critic = 0 if not critic.on else shape.every if not critic.shared else shape.width
         self.shard = self._shards()
+        self.per = self._bytes()
+        """Bytes of a trained parameter."""
         self.batch = answers.draw((config.seed,), config.prompts, config.samples)
         """One step's responses."""
         self.longest = max(map(max, self.batch))
@@ -140,16 +143,26 @@ class Planner:
         state = STATE_BYTES * self.trained + 2 * (self.shape.every - self.trained)
         return state > SHARE * self.cluster.card.memory and never_in_shards(self.config) is None
 
+    def _bytes(self) -> int:
+        policy, able = self.config.policy, isinstance(self.config.algorithm.update, Adam) and self.cluster.size == 1
+        if policy.optimizer_state == "bfloat16" and not able:
+            raise Refused("--policy.optimizer-state bfloat16 is for one card and Adam's moments. Leave it out")
+        if policy.optimizer_state != "auto" or policy.lora or not able:
+            return COMPACT_BYTES if policy.optimizer_state == "bfloat16" else STATE_BYTES
+        wide = self.one.state(self.trained, self.config.algorithm.reference.kept, self.critic)
+        return COMPACT_BYTES if sum(wide.values()) > CROWDED * self.cluster.card.memory else STATE_BYTES
+
     # ---- memory
 
     def state(self, learners: int) -> dict[str, int]:
         kept = self.config.algorithm.reference.kept
-        return self.one.state(self.trained, kept, self.critic, learners if self.shard else 1)
+        return self.one.state(self.trained, kept, self.critic, learners if self.shard else 1, self.per)
 
     def needed(self) -> int:
         """The fewest cards on which the state fits with something left to work with; 0: however many there are."""
         for count in range(1, 4097):
-            parts = self.one.state(self.trained, self.config.algorithm.reference.kept, self.critic, count)
+            per = self.per if count == 1 else STATE_BYTES
+            parts = self.one.state(self.trained, self.config.algorithm.reference.kept, self.critic, count, per)
             if sum(parts.values()) < FULL**2 * self.cluster.card.memory:
                 return count
             if never_in_shards(self.config) is not None:
@@ -195,7 +208,7 @@ class Planner:
         micro = max(1, math.ceil(slowest.tokens / room))
         every = Tokens(*(getattr(slowest, name) * config.minibatches for name in ("tokens", "loss", "pairs")))
         data = responses * self.longest * (TOKEN_BYTES + SCORED_BYTES * (1 + forward_passes(config)))
-        update = one.update(slowest, room, self.trained, config.policy.checkpointing)
+        update = one.update(slowest, room, self.trained, config.policy.checkpointing, self.per)
         critic = update if config.algorithm.critic.on and not config.algorithm.critic.shared else 0.0
         moved = 2 * cluster.gathered(2 * shape.every, learners) + cluster.gathered(4 * self.trained, learners)
         wait = max(0.0, micro * moved - update) if self.shard else cluster.summed(4 * self.trained, learners)

@@ -18,9 +18,10 @@ from ascent.core.update import Adam, Update
 from ascent.engines.language.attention import fits_flash, ours, send
 from ascent.engines.language.graphs import CudaGraphs
 from ascent.engines.language.learning.captured import Captured, captured_tokens
+from ascent.engines.language.learning.compact import CompactAdamW, compacted, widened
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.plan import Plan, bytes_per_token, channel_of, plan_of
+from ascent.engines.language.learning.plan import COMPACT_BYTES, STATE_BYTES, Plan, bytes_per_token, channel_of, plan_of
 from ascent.engines.language.learning.states import (
     Forward,
     before_actions,
@@ -103,6 +104,8 @@ class LanguageLearner(InProcessLearner):
     gradients are summed over micro-batches in float32 too. On a GPU a batch is computed with there, and the host waits
     for it once, at the end of an update. The reference is a copy of the trained parameters alone: the same module is
     called with them in place of its own.
+
+    With a `rounding`, the seed of random bits, all of that is in a form that takes less memory (compact.py).
     """
 
     captures = True
@@ -118,6 +121,7 @@ class LanguageLearner(InProcessLearner):
         checkpointing: bool = False,
         critic: LanguageCritic | None = None,
         critic_update: Adam | None = None,
+        rounding: int | None = None,
     ):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
         self.whole_lm = lm
@@ -125,9 +129,15 @@ class LanguageLearner(InProcessLearner):
         self._params, self._forward = lm.trained(), Forward(lm)
         self._working = list(self._params.values())
         stored, lm.exact = lm.exact, {}
-        self._trainable = begin_with(stored, self._params) if any(map(is_half, self._working)) else self._working
+        self._rounds = any(map(is_half, self._working))
+        """Do the parameters have masters in float32?"""
+        self._trainable = begin_with(stored, self._params) if self._rounds and rounding is None else self._working
         self.train_critic(critic, critic_update)
         self.optimizer = update.optimizer(self.trainable())
+        self.compact: CompactAdamW | None = None
+        if rounding is not None:
+            masters = (finest(stored, name, p).to(p.device, torch.float32) for name, p in self._params.items())
+            self.optimizer = self.compact = CompactAdamW(self.trainable(), masters, self.optimizer, rounding)
         self.kept = [p.detach().clone() for p in self._working] if reference else None
         self.moved = False
         self._average: list[Tensor] | None = None
@@ -145,7 +155,8 @@ class LanguageLearner(InProcessLearner):
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
-        self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic)
+        per = STATE_BYTES if rounding is None else COMPACT_BYTES
+        self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic, per=per)
         self._captured = self._capturing(lm.backbone, self._working, self._trainable)
         if critic is not None and critic.own is not None:
             critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
@@ -153,7 +164,7 @@ class LanguageLearner(InProcessLearner):
     def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> Captured | None:
         """What captures the passes over small rows, where flash attention computes them."""
         lm = self.lm
-        if not self.alone:  # in shards a layer is gathered as it works
+        if not self.alone or self.compact is not None:  # in shards a layer is gathered as it works; graphs sum floats
             return None
         flash = lm.device.type == "cuda" and fits_flash(
             lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))
@@ -250,10 +261,14 @@ class LanguageLearner(InProcessLearner):
         again = checkpointed(self.lm.backbone, self.checkpointing)
         self._forward.captured = self._captured
         try:
-            with self._attention(), again, gradients_into(self._trainable, self._working):
+            with self._attention(), again, self._summing():
                 return super().gradient(mini, objective)
         finally:
             self._forward.captured = None
+
+    def _summing(self) -> AbstractContextManager[None]:
+        """Inside, gradients of micro-batches are summed without losing the small ones."""
+        return gradients_into(self._trainable, self._working) if self.compact is None else self.compact.summing()
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         stepped = super().step(mini, objective, update)
@@ -302,10 +317,11 @@ class LanguageLearner(InProcessLearner):
     def mix_reference(self, rate: float) -> None:
         assert self.kept is not None
         self.moved = True
-        if self._trainable is not self._working and self._average is None:
+        if self._rounds and self._average is None:
             self._average = [kept.float() for kept in self.kept]
         average = self._average or self.kept
-        for old, now in zip(average, self._trainable, strict=True):
+        masters = self._trainable if self.compact is None else self.compact.masters()
+        for old, now in zip(average, masters, strict=False):  # behind the parameters may come a value head
             old.lerp_(now, rate)
         if average is not self.kept:
             torch._foreach_copy_(self.kept, average)
@@ -320,13 +336,15 @@ class LanguageLearner(InProcessLearner):
 
     @torch.no_grad()
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
+        names = list(self._params)
+        state = widened(state, names) if self.compact is None else compacted(state, names, self.compact)
         load_params(self._params, state["params"])
-        if "wide" in state:
+        if "wide" in state and self.compact is None:
             load_params(dict(zip(self._params, self._trainable, strict=True)), state["wide"])
         if "reference" in state and self.kept is not None:
             self.moved = True
             load_params(dict(zip(self._params, self.kept, strict=True)), state["reference"])
-            if self._trainable is not self._working:
+            if self._rounds:
                 self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
         super().restore(state)
 

@@ -29,6 +29,10 @@ CPU_TOKENS = 8192
 """In a micro-batch on a CPU, which gains nothing from more."""
 STATE_BYTES = 18
 """A trained parameter's: itself in bfloat16, and its copy, gradient and two moments in float32."""
+COMPACT_BYTES = 10
+"""The same in the form that takes less (compact.py): the low half of its copy, gradient and moments in bfloat16."""
+CROWDED = 0.9
+"""Of a GPU's memory, what may be taken whatever the batch is before state takes that form by itself."""
 PROBE = (32, 96)
 """Tokens of the two forward passes that measure what a token takes."""
 
@@ -52,18 +56,18 @@ class Plan:
 
 
 def plan_of(
-    lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: Any = None, shards: int = 0
-) -> Plan:
+    lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: Any = None, shards: int = 0,
+    per: int = STATE_BYTES,
+) -> Plan:  # fmt: skip
     """For a GPU, what its memory should hold; a CPU takes a fixed number of tokens.
 
     From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic
-    takes the same micro-batches. `shards`: of how many the trained state has one here, beside the whole model.
+    takes the same micro-batches. `shards`: of how many the trained state has one here, beside the whole model. `per`:
+    bytes of a trained parameter.
     """
     if lm.device.type != "cuda":
         return Plan(CPU_TOKENS)
-    state = state_bytes(lm, shards)
-    state += sum(p.numel() * p.element_size() for p in lm.trained().values()) // (shards or 1) if reference else 0
-    state += critic_bytes(critic) // (shards or 1) + head_bytes(lm)
+    state = always_bytes(lm, reference, critic, shards, per)
     free = SHARE * max(0, torch.cuda.get_device_properties(lm.device).total_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
@@ -72,10 +76,16 @@ def plan_of(
     return Plan(max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again))
 
 
-def state_bytes(lm: LanguageModel, shards: int = 0) -> int:
+def always_bytes(lm: LanguageModel, reference: bool, critic: Any, shards: int = 0, per: int = STATE_BYTES) -> int:
+    """What is taken whatever the batch is."""
+    kept = sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
+    return state_bytes(lm, shards, per) + (kept + critic_bytes(critic)) // (shards or 1) + head_bytes(lm)
+
+
+def state_bytes(lm: LanguageModel, shards: int = 0, per: int = STATE_BYTES) -> int:
     """Parameters, gradients and Adam: of everything; or of one of these shards, beside the whole model."""
     every = list(lm.model.parameters())
-    own = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in every)
+    own = sum(p.numel() * (per if p.requires_grad else p.element_size()) for p in every)
     return own // shards + sum(p.numel() * p.element_size() for p in every) if shards else own
 
 
