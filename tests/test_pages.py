@@ -373,6 +373,9 @@ def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     few = decoder._pages(10**6, 3)
     assert 3 < few < 10**6 and decoder.full
+    monkeypatch.setattr(lm, "limit", 5 * 10**5)
+    assert decoder._pages(10**6, 3) == few // 2, "half of the card is another run's"
+    monkeypatch.undo()
     monkeypatch.setattr(decoder, "on_card", False)
     decoder.prepare(2, few, 4, 9)
     assert decoder._pages(2 * 10**6, 3) == few

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
@@ -117,6 +118,8 @@ class CausalLM:
     """Gradient checkpointing: less memory, one more forward pass, the same numbers."""
     share_prompts: bool = True
     """Encode a prompt once for its whole group, also in training, if the architecture allows it."""
+    gpu_memory: float = 0.0
+    """GiB of a GPU that the run plans with and may take, as where two runs share a card; 0: all of it."""
     rows: int = 0
     """Responses that are decoded at once; 0: chosen for the device. Changes memory, not the distribution."""
     engine: Literal["local", "vllm", "sglang"] = "local"
@@ -141,8 +144,8 @@ class CausalLM:
     backend: ClassVar[str] = "language"
 
     def __post_init__(self) -> None:
-        if min(self.lora, self.rows, self.last_layers) < 0:
-            raise Refused("--policy.lora, --policy.rows and --policy.last-layers must be 0 or more")
+        if not min(self.lora, self.rows, self.last_layers, self.gpu_memory) >= 0:
+            raise Refused("--policy.lora, .rows, .last-layers and .gpu-memory must be 0 or more")
         if self.lora and self.last_layers:
             raise Refused(
                 "--policy.lora with --policy.last-layers: both say which parameters are trained; set one of them"
@@ -210,6 +213,10 @@ class CausalLM:
         model = model.to(device)  # what was stored finer stays where it was: a GPU need not hold both
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
+        if self.gpu_memory and device.type == "cuda":
+            lm.limit = self.gpu_memory * 2**30
+            there = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, lm.limit / there), device)
         return lm
 
     def _given(self) -> tuple[Any, Any, torch.device, torch.dtype]:
@@ -366,12 +373,19 @@ class LanguageModel(nn.Module):
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
         self.exact: dict[str, Tensor] = {}
         """Trained parameters as stored, where the model has rounded them: training starts from these."""
+        self.limit = math.inf
+        """Bytes of its GPU that may be taken."""
         self.shares = True
         """Can a group's prompt be encoded once? The learner finds out."""
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def gpu_memory(self) -> float:
+        """Bytes of the GPU that it is on, or what may be taken of them."""
+        return min(self.limit, torch.cuda.get_device_properties(self.device).total_memory)
 
     @property
     def config(self) -> Any:

@@ -375,7 +375,7 @@ def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
         return True
     if ranks.size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
         return False
-    return state_bytes(lm) > SHARE * torch.cuda.get_device_properties(lm.device).total_memory
+    return state_bytes(lm) > SHARE * lm.gpu_memory
 
 
 def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
@@ -390,7 +390,7 @@ def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) ->
     if asked != "auto" or not able or lm.device.type != "cuda":
         return able and asked == "bfloat16"
     taken = always_bytes(lm, config.algorithm.reference.kept, critic)
-    return taken > CROWDED * torch.cuda.get_device_properties(lm.device).total_memory
+    return taken > CROWDED * lm.gpu_memory
 
 
 # ---- before training ---------------------------------------------------------------------------------
@@ -457,11 +457,12 @@ def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report)
     total, sure = sum(parts.values()), sum(parts[name] for name in EXACT)
     try:
         if device.type == "cuda":
-            there = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+            there = int(min(free, learner.lm.gpu_memory))
         else:
             lines = Path("/proc/meminfo").read_text().splitlines()
-            free = next(line for line in lines if line.startswith("MemAvailable"))
-            there = int(free.split()[1]) * 1024 + parts["parameters"]
+            line = next(line for line in lines if line.startswith("MemAvailable"))
+            there = int(line.split()[1]) * 1024 + parts["parameters"]
     except (OSError, StopIteration):
         report.lines.append(f"memory     about {_size(total)}; how much is there is not known")
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,8 @@ class Planner:
     """Predicts one run; its parts share what they know of it."""
 
     def __init__(self, config: Config, shape: ModelShape, cluster: Cluster, answers: Lengths):
+        if limit := config.policy.gpu_memory * 2**30:
+            cluster = replace(cluster, card=replace(cluster.card, memory=int(min(limit, cluster.card.memory))))
         self.config, self.shape, self.cluster, self.answers = config, shape, cluster, answers
         self.one = OneCard(shape, cluster.card)
         policy, critic = config.policy, config.algorithm.critic
@@ -281,6 +283,7 @@ def forecast(config: Config, shape: ModelShape, cluster: Cluster, answers: Lengt
             f"{answers.prompt + answers.limit} positions, and the model has {shape.positions}: lower one of them"
         )
     planner = Planner(config, shape, cluster, answers)
+    cluster = planner.cluster
     parts, room = planner.memory(cluster.size)
     ways = planner.ways()
     asked = next(way for way in ways if way.samplers == 0 and way.ahead == config.ahead)

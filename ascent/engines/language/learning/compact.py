@@ -145,6 +145,7 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group, scale, self.scaled = self.param_groups[0], self.scaled, None
+        scale = torch.ones((), device=group["params"][0].device) if scale is None else scale
         for place, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
@@ -154,12 +155,11 @@ class CompactAdamW(torch.optim.Optimizer):
                     kept[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
             step = self._steps(p) + 1
             kept["step"] = torch.tensor(float(step))
-            own = torch.ones((), device=p.device) if scale is None else scale
             if "low" in kept:
                 flat = [x.detach().view(-1) for x in (p, kept["low"], *(kept[name] for name in MOMENTS), p.grad)]
-                self.ops.step(*flat, own, keys_of(self.seed, place, step, 0), step, group)
+                self.ops.step(*flat, scale, keys_of(self.seed, place, step, 0), step, group)
             else:
-                adamw(p.detach(), p.grad * own, (kept[MOMENTS[0]], kept[MOMENTS[1]]), step, group)
+                adamw(p.detach(), p.grad * scale, (kept[MOMENTS[0]], kept[MOMENTS[1]]), step, group)
 
     def _steps(self, p: Tensor) -> int:
         return int(self.state[p].get("step", 0))

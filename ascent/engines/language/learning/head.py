@@ -219,7 +219,7 @@ class FusedStats(torch.autograd.Function):
         g_logp, g_entropy = grads[0], grads[1] if entropy_gradient else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        g_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        g_weight: Tensor | None = None
         g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for part in _parts(len(hidden), chunk):
             z = ops.logits(hidden[part], weight, bias)
@@ -228,10 +228,12 @@ class FusedStats(torch.autograd.Function):
             del z
             if g_hidden is not None:
                 torch.mm(g, weight, out=g_hidden[part])
-            if g_weight is not None:
+            if ctx.needs_input_grad[1]:  # it is large, and so are the logits: not both at once
+                g_weight = torch.zeros_like(weight, dtype=wide) if g_weight is None else g_weight
                 ops.add_product(g_weight, g.t(), hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0, dtype=wide)
+            del g
         return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None, None, None, None
 
 

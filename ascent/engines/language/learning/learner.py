@@ -171,8 +171,7 @@ class LanguageLearner(InProcessLearner):
         )
         if not (self.captures and flash and lm.shares) or self.checkpointing:
             return None
-        memory = torch.cuda.get_device_properties(lm.device).total_memory
-        tokens = captured_tokens(memory, stepped, bytes_per_token(lm, False))
+        tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
         return Captured(
             backbone, working, stepped, min(tokens, self._room.tokens if self._room else tokens), CudaGraphs()
         )

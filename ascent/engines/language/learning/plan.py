@@ -68,7 +68,7 @@ def plan_of(
     if lm.device.type != "cuda":
         return Plan(CPU_TOKENS)
     state = always_bytes(lm, reference, critic, shards, per)
-    free = SHARE * max(0, torch.cuda.get_device_properties(lm.device).total_memory - state)
+    free = SHARE * max(0, lm.gpu_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
     flash = fits_flash(lm.model.get_output_embeddings().weight.new_empty(0, channel_of(lm)))

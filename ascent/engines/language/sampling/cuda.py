@@ -127,7 +127,8 @@ class GraphDecoder:
         if self.on_card:
             self.board = None  # type: ignore[assignment]
             self.forget()
-            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            own = torch.cuda.memory_allocated()
+            free = min(self.lm.limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) - own
             net = self.net
             page = 2 * len(net.layers) * net.heads * PAGE * net.channel * net.embedding.element_size()
             most = int(SHARE * free) // page
