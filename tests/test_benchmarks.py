@@ -70,6 +70,7 @@ ON_GPU = (
     "memory_gpu",
     "update_gpu",
     "critic_gpu",
+    "seven_gpu",
     "small_gpu",
     "plan_gpu",
     "scaling_gpu",
