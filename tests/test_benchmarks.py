@@ -71,6 +71,7 @@ ON_GPU = (
     "update_gpu",
     "critic_gpu",
     "seven_gpu",
+    "small_cards_gpu",
     "small_gpu",
     "plan_gpu",
     "scaling_gpu",

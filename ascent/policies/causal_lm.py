@@ -98,8 +98,8 @@ class CausalLM:
 
     model: str = ""
     """Folder or hub name of the model. Short form: --model."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the parameters; auto: bfloat16 on a GPU, float32 on a CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the parameters; auto: bfloat16 on a GPU (float16 on one too old for it), float32 on a CPU."""
     optimizer_state: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of parameters in bfloat16: gradients and moments in float32 with a float32 copy (18 bytes per parameter), or in
     bfloat16, rounded at random, with what the copy has more (10 bytes); auto: the first if it fits the GPU."""
@@ -150,8 +150,8 @@ class CausalLM:
             raise Refused(
                 "--policy.lora with --policy.last-layers: both say which parameters are trained; set one of them"
             )
-        if self.optimizer_state == "bfloat16" and (self.lora or self.dtype == "float32"):
-            why = "LoRA's adapters are few, and in float32" if self.lora else "--policy.dtype is float32"
+        if self.optimizer_state == "bfloat16" and (self.lora or self.dtype in ("float32", "float16")):
+            why = "LoRA's adapters are few, and in float32" if self.lora else f"--policy.dtype is {self.dtype}"
             raise Refused(f"--policy.optimizer-state bfloat16 is for parameters in bfloat16: {why}. Leave it out")
         if self.lora and not self.lora_alpha > 0:
             raise Refused(f"--policy.lora-alpha is {self.lora_alpha:g}: it scales the adapters, so it must be above 0")
@@ -250,7 +250,14 @@ class CausalLM:
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The precision of the parameters on a device."""
         if self.dtype == "auto":
-            return torch.float32 if device.type == "cpu" else torch.bfloat16
+            if device.type == "cpu":
+                return torch.float32
+            old = (
+                device.type == "cuda"
+                and torch.version.hip is None
+                and torch.cuda.get_device_capability(device) < (8, 0)
+            )
+            return torch.float16 if old else torch.bfloat16
         return getattr(torch, self.dtype)
 
     def _free_last(self, model: PreTrainedModel) -> None:

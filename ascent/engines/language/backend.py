@@ -254,7 +254,8 @@ class LanguageBackend(Backend):
             trained = policy.dtype_on(pick_device("auto"))
             if not policy.lora:  # every parameter is in the checkpoint, as it was
                 trained = next(iter(params.values())).dtype
-            policy = replace(policy, dtype="bfloat16" if trained == torch.bfloat16 else "float32")
+            half = trained in (torch.bfloat16, torch.float16)
+            policy = replace(policy, dtype=str(trained).removeprefix("torch.") if half else "float32")
         self.policy(replace(config, policy=replace(policy, device="cpu")), params).save(folder)
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:

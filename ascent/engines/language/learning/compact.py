@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -124,10 +125,12 @@ class CompactAdamW(torch.optim.Optimizer):
         self.scaled: Tensor | None = None
         self.ops: Any = ops or (load_kernels("compact") if parameters[0].is_cuda else None) or StateFormulas
         with torch.no_grad():
-            for p, master in zip(parameters, masters, strict=False):
+            for p, master in zip_longest(parameters, masters):
                 if p.dtype == torch.bfloat16:  # only that has the upper half of the bits of float32
                     high, self.state[p]["low"] = split_master(master)
                     p.copy_(high)
+                for name in MOMENTS:  # now, so that a sampler's caches take none of their room
+                    self.state[p][name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
 
     def masters(self) -> Iterator[Tensor]:
         """Every parameter in float32, one after the other."""
@@ -150,9 +153,6 @@ class CompactAdamW(torch.optim.Optimizer):
             if p.grad is None:
                 continue
             kept = self.state[p]
-            for name in MOMENTS:
-                if name not in kept:
-                    kept[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
             step = self._steps(p) + 1
             kept["step"] = torch.tensor(float(step))
             if "low" in kept:

@@ -24,12 +24,18 @@ from ascent.engines.language.kernels import load_kernels
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
 """What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
+CHUNK_SHARE = 1 / 32
+"""Of a GPU's memory, what a chunk may take at most: so it is smaller on a GPU of less than 64 GiB."""
 KEEP_BYTES = 384 * 2**20
 """Probabilities that the backward pass may find kept rather than compute again. Memory against time."""
 
 
 def chunk_bytes(device: torch.device) -> int:
-    return CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
+    most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return most
+    usable = torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.get_device_properties(device).total_memory
+    return min(most, int(usable * CHUNK_SHARE))
 
 
 @dataclass(frozen=True)

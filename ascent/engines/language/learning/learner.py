@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
-from ascent.core.update import Adam, Update
+from ascent.core.update import Adam, Update, global_norm
 from ascent.engines.language.attention import fits_flash, ours, send
 from ascent.engines.language.graphs import CudaGraphs
 from ascent.engines.language.learning.captured import Captured, captured_tokens
@@ -35,6 +35,9 @@ from ascent.engines.language.learning.states import (
 )
 from ascent.engines.learner import InProcessLearner
 from ascent.policies.causal_lm import LanguageModel
+
+HEADROOM = 4
+"""Powers of two below the number of tokens by which an objective in float16 begins to be scaled, and is scaled down."""
 
 
 class LanguageCritic(nn.Module):
@@ -149,6 +152,9 @@ class LanguageLearner(InProcessLearner):
                 "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
+        if lm.model.dtype == torch.float16 and (not self.alone or (critic is not None and critic.own is not None)):
+            what = "a critic of its own" if self.alone else "shards"
+            raise Refused(f"--policy.dtype float16 with {what}: its gradients are not scaled. Set float32 or bfloat16")
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
         if lm.device.type == "cuda" and self.alone:
@@ -257,6 +263,23 @@ class LanguageLearner(InProcessLearner):
     # ---- steps ----------------------------------------------------------------------------------
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
+        """In float16 of 2ᵏ times the objective, because most of it would be 0; of less where that is too large."""
+        if self.lm.model.dtype != torch.float16:
+            return self._gradient(mini, objective)
+        uphill, exponent = self._uphill, max(0, mini.tokens.bit_length() - HEADROOM)
+        while True:
+            self._uphill = uphill * 2.0**exponent
+            try:
+                terms = self._gradient(mini, objective)
+            finally:
+                self._uphill = uphill
+            gradients = [p.grad for p in self.trainable() if p.grad is not None]
+            torch._foreach_mul_(gradients, 2.0**-exponent)
+            if not exponent or bool(global_norm(gradients).isfinite()):
+                return terms
+            exponent = max(0, exponent - HEADROOM)
+
+    def _gradient(self, mini: Batch, objective: Objective) -> Terms:
         again = checkpointed(self.lm.backbone, self.checkpointing)
         self._forward.captured = self._captured
         try:

@@ -1,0 +1,104 @@
+"""Small cards, emulated on a large one by a limit on its memory: what fits, and how long a step takes.
+
+    python -m benchmarks.small_cards_gpu [--repeats 2] [--smoke]
+
+Each side is a process of its own with `--policy.gpu-memory`, and all of them share the card at the same time, so that
+their seconds are for orientation alone:
+
+    22 GiB     1.5B with every parameter, 16 × 8 × 256, once with a frozen reference and once without
+    14 GiB     135M in float16, without Triton and without flash attention, as on a T4, 8 × 8 × 128
+
+Whether a side took the small form of optimizer state was its own choice. `value` is how many of the sides took their
+steps within their limit, with finite losses; ok: all of them. `peak` is the most that torch reserved, the limit's own
+measure. A T4's missing bfloat16 is emulated by `--policy.dtype float16`, its speed is not. `--smoke` runs a tiny model
+on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks.common import close, show, workers
+from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts
+
+SIDES: dict[str, dict[str, Any]] = {
+    "1.5b, 22 GiB": {"shape": "1.5b", "limit": 22.0, "algorithm": "dr-grpo", "work": (16, 8, 256)},
+    "1.5b, 22 GiB, reference": {"shape": "1.5b", "limit": 22.0, "algorithm": "grpo", "work": (16, 8, 256)},
+    "135m, 14 GiB, float16": {"shape": "135m", "limit": 14.0, "algorithm": "dr-grpo", "work": (8, 8, 128)}
+    | {"dtype": "float16", "plain": True},
+}
+
+
+def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
+    """A few steps in this process: seconds, the most memory, and the last loss; or what went wrong."""
+    from ascent.core.metric_names import MISMATCH
+    from ascent.engines.language import kernels
+    from ascent.policies.causal_lm import name_model
+    from benchmarks.peers.steps import Ours, Work
+
+    if side.get("plain") and not smoke:  # what such a card lacks
+        kernels._works = lambda: False  # type: ignore[assignment]
+        torch.backends.cuda.is_flash_attention_available = lambda: False  # type: ignore[assignment]
+    device, shape = ("cpu", SMOKE) if smoke else ("cuda", GPU_SHAPES[side["shape"]])
+    prompts, samples, tokens = (2, 2, 8) if smoke else side["work"]
+    dtype = side.get("dtype", "bfloat16")
+    model, tokenizer = random_parts(shape | {"max_position_embeddings": 1024}, device)
+    name = name_model(model.to(torch.bfloat16), tokenizer)
+    torch.manual_seed(0)
+    work = Work(name, random_prompts(prompts, 60, shape["vocab_size"]), samples, tokens, device)
+    settings = {"policy.gpu_memory": side["limit"], "policy.dtype": dtype, "algorithm": side["algorithm"]}
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    found: dict[str, Any] = {"seconds": [], "update": []}
+    try:
+        ours = Ours(work, settings)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        learner: Any = ours.parts.learner
+        found |= {"compact": learner.compact is not None, "micro_tokens": learner.plan.tokens}
+        for _ in range(repeats + 1):
+            answer = ours()
+            found["seconds"].append(answer["seconds"])
+            found["update"].append(answer["update"])
+        found["loss"], found["mismatch"] = (float(ours.metrics[key]) for key in ("loss", MISMATCH))
+        ours.close()
+    except Exception as error:  # what it says is the result
+        found["failed"] = f"{type(error).__name__}: {error}"[:300]
+    if device == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
+    options = parser.parse_args(argv)
+    with workers(1 if options.smoke else len(SIDES)) as pool:
+        runs = {name: pool.submit(run, side, options.repeats, options.smoke) for name, side in SIDES.items()}
+        found = {name: one.result() for name, one in runs.items()}
+    rows = []
+    for name, one in found.items():
+        what = one.get("failed") or f"{min(one['seconds']):.2f} s, update {min(one['update']):.2f} s"
+        form = {True: "10 bytes", False: "18 bytes"}.get(one.get("compact", None), "")
+        rows.append([name, form, f"{one.get('micro_tokens', 0):,}", f"{one.get('peak_gib', 0.0):.1f} GiB", what])
+    show(["side", "state", "micro-batch", "peak", "a step"], rows)
+    good = [
+        "failed" not in one and math.isfinite(one["loss"]) and one.get("peak_gib", 0.0) <= SIDES[name]["limit"]
+        for name, one in found.items()
+    ]
+    more = {"sides": found, "torch": torch.__version__}
+    if options.smoke:
+        return close("small_cards_gpu", None, None, len(SIDES), True, smoke=True, **more)[1]
+    more["device"] = torch.cuda.get_device_name()
+    return close("small_cards_gpu", sum(good), len(SIDES), len(SIDES), all(good), **more)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
