@@ -221,6 +221,7 @@ def _norm(module: Any) -> Norm:
 
 @cache
 @torch.no_grad()
+@torch.device("cpu")  # also where models are made on no device, for a plan
 def _form(kind: Any) -> float | None:
     """What this kind of norm adds to its weight, and when it rounds (`Norm.add`): seen where rounding is coarse."""
     try:
