@@ -221,12 +221,12 @@ def _norm(module: Any) -> Norm:
 
 @cache
 @torch.no_grad()
-@torch.device("cpu")  # also where models are made on no device, for a plan
 def _form(kind: Any) -> float | None:
     """What this kind of norm adds to its weight, and when it rounds (`Norm.add`): seen where rounding is coarse."""
     try:
-        module: Any = kind(32, 1e-6).to(torch.bfloat16)
-        x, weight = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        with torch.device("cpu"):  # also where models are made on no device, for a plan
+            module: Any = kind(32, 1e-6).to(torch.bfloat16)
+            x, weight = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
         module.weight.copy_(weight[0])
         own = kind.forward(module, x)
     except Exception:  # whatever a class that is made in another way does
