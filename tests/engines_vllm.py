@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen, run
+from threading import Thread
 from typing import Any
 from urllib.request import urlopen
 
@@ -28,8 +30,12 @@ from ascent.core.types import Prompts, Rollouts, Trouble
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM
+from ascent.workflows.policy import model_policy
+from ascent.workflows.serve import ServeSettings, service_of
 from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
 from tests.test_relay import KEY, relaying
+from tests.test_serve import HELLO, post, until
+from tests.test_serve_engine import client_of, say, streamed, text_of, true_logp
 from tests.test_serving import gap, same, wait_for_end
 
 ENVIRONMENT = Path(__file__).parents[1] / ".engines" / "vllm"
@@ -87,9 +93,7 @@ def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(serv
     version, limit = sampler.version, sampler.limit
     sampler.limit = 250
     sampler.submit([Ticket(5, served.prompts(), 4, seed=1)])
-    while "vllm:num_requests_running{" not in (
-        text := urlopen(f"{served.url}/metrics", timeout=60).read().decode()
-    ) or (max(float(x) for x in re.findall(r"vllm:num_requests_running\{.*\} (\S+)", text)) < 1):
+    while running(served.url) < 1:
         pass
     served.move(99)
     sampler.load({}, version + 1)
@@ -177,6 +181,54 @@ def test_a_server_of_another_model_is_trouble_and_stays_usable(served: Served, t
     sampler.close()
     served.sampler.load({}, served.sampler.version + 1)
     assert gap(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
+
+
+def test_it_answers_and_streams_behind_the_endpoint(served: Served) -> None:
+    """`ascent serve --engine vllm`: streams, stop strings and sessions, with what was drawn and its log-probs."""
+    loaded = model_policy(str(served.model), device="cpu")
+    where = {"engine_url": (served.url,)}
+    serving = ServeSettings(port=0, rows=8, context=400, engine="vllm", engine_settings=where)
+    with service_of(loaded, serving) as service:
+        thread = Thread(target=service.run)
+        thread.start()
+        try:
+            with client_of(service) as client:
+                asked = {"messages": HELLO, "max_tokens": 100, "seed": 5, "logprobs": True}
+                whole = say(client, **asked)["choices"][0]
+                chunks = streamed(client, **asked)
+                parts = [chunk["choices"][0] for chunk in chunks]
+                assert text_of(chunks) == whole["message"]["content"]
+                assert len([part for part in parts if part["delta"].get("content")]) > 3, "as it is drawn"
+                logp = [each["logprob"] for part in parts if part["logprobs"] for each in part["logprobs"]["content"]]
+                assert logp == pytest.approx([each["logprob"] for each in whole["logprobs"]["content"]], abs=1e-4)
+                stop = whole["message"]["content"][6:9]
+                stopped = say(client, **asked, stop=stop)["choices"][0]["message"]["content"]
+                assert stopped == whole["message"]["content"].split(stop)[0]
+                assert text_of(streamed(client, **asked, stop=stop)) == stopped
+                say(client, top_p=0.9, top_k=20, min_p=0.01)
+            with client_of(service, **{"x-session-id": "a"}) as client:
+                first = say(client, max_tokens=8, return_token_ids=True)
+                messages = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "and?"}]
+                second = say(client, messages, logprobs=True, return_token_ids=True)
+            before, drawn = second["prompt_token_ids"], second["choices"][0]["token_ids"]
+            recorded = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+            assert before[: len(recorded)] == recorded
+            logp = [each["logprob"] for each in second["choices"][0]["logprobs"]["content"]]
+            assert logp == pytest.approx(true_logp(loaded, before + drawn)[-len(drawn) :].tolist(), abs=1e-3)
+            with socket.create_connection(("127.0.0.1", service.server.port)) as leaving:
+                leaving.sendall(post(service, json.dumps({"messages": HELLO, "stream": True}).encode()))
+                assert leaving.recv(64)
+            until(lambda: not service.desk.active and running(served.url) == 0)
+        finally:
+            service.close()
+            thread.join()
+    served.sampler.load({}, served.sampler.version + 1)
+
+
+def running(url: str) -> float:
+    """Requests that the server decodes."""
+    text = urlopen(f"{url}/metrics", timeout=60).read().decode()
+    return max((float(x) for x in re.findall(r"vllm:num_requests_running\{.*\} (\S+)", text)), default=-1.0)
 
 
 def test_two_steps_of_training_on_the_command_line(served: Served, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from safetensors.torch import load_file
 
 Drawn = tuple[list[int], list[float], list[dict[str, Any]]]
 """Tokens, their log-probs and their versions."""
+Each = Callable[[list[int], list[float]], None]
+"""Called after each token of a stream, with all so far."""
 
 
 class StandIn:
@@ -68,6 +70,8 @@ class StandIn:
         self.keep_running = False
         """Does it go on with the old keys and values after new weights?"""
         self.refuse_weights = 0
+        self.streamed = self.left = 0
+        """Responses that were streamed, and those of them that nobody waited for to the end."""
 
     # ---- life
 
@@ -117,7 +121,14 @@ class StandIn:
 
     @torch.no_grad()
     def draw(
-        self, ids: list[int], salt: str | None, temperature: float, seed: int, most: int, ends: list[int]
+        self,
+        ids: list[int],
+        salt: str | None,
+        temperature: float,
+        seed: int,
+        most: int,
+        ends: list[int],
+        each: Each | None = None,
     ) -> Drawn:
         """Token by token: in between weights may change, or the server may die. A probe, without ends, is not held."""
         greedy, life, me = temperature == 0.0, self.life, threading.get_ident()
@@ -140,8 +151,10 @@ class StandIn:
                 tokens.append(token)
                 logp.append(float((torch.log_softmax(z, -1) if self.raw_logprobs else log_p)[token]))
                 versions.append("0" if self.old_version else self.version)
-                if token in ends:
-                    break
+            if each is not None:
+                each(tokens, logp)
+            if token in ends:
+                break
         with self.lock:
             self.running.pop(me, None)
         return tokens, logp, [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(versions)]
@@ -190,7 +203,11 @@ class StandIn:
                 self.live()
             return self.say(where, body)
 
-    def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def respond(self, body: dict[str, Any], each: Each | None = None) -> tuple[int, Any]:
+        raise NotImplementedError
+
+    def event(self, tokens: list[int], logp: list[float], reply: Any = None) -> Any:
+        """An event of a stream: these tokens so far, or the whole reply at its end."""
         raise NotImplementedError
 
     def say(self, where: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -214,6 +231,8 @@ class StandIn:
         if self.dead and not spared:
             return self._hang_up(handler)
         try:
+            if body.get("stream"):
+                return self._stream(handler, body)
             status, reply = self.answer(handler.path, body)
         except ConnectionError:
             return self._hang_up(handler)
@@ -223,6 +242,27 @@ class StandIn:
         handler.end_headers()
         with suppress(OSError):
             handler.wfile.write(sent)
+
+    def _stream(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        self.streamed += 1
+
+        def put(words: bytes) -> None:
+            try:
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(words), words))
+            except OSError:
+                self.left += 1
+                raise ConnectionError from None
+
+        def event(*of: Any) -> None:
+            put(b"data: " + json.dumps(self.event(*of)).encode() + b"\n\n")
+
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        _, reply = self.respond(body, event)
+        event([], [], reply)
+        put(b"data: [DONE]\n\n")
+        handler.wfile.write(b"0\r\n\r\n")
 
     def _hang_up(self, handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True
@@ -258,10 +298,20 @@ class VllmStandIn(StandIn):
             self.group.broadcast([tensors[name]], options).wait()
         return tensors
 
-    def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def event(self, tokens: list[int], logp: list[float], reply: Any = None) -> Any:
+        """The new token, one late; at the end the last one, and the versions of all."""
+        if reply is not None:
+            (choice,) = reply["choices"]
+            content = choice["logprobs"]["content"][-1:]
+            return {"choices": [choice | {"token_ids": choice["token_ids"][-1:], "logprobs": {"content": content}}]}
+        content = [{"token_id": t, "logprob": x} for t, x in zip(tokens[-2:-1], logp[-2:-1], strict=True)]
+        about = {"token_ids": tokens[-2:-1], "weight_versions": None, "finish_reason": None}
+        return {"choices": [about | {"logprobs": {"content": content}}]}
+
+    def respond(self, body: dict[str, Any], each: Each | None = None) -> tuple[int, Any]:
         how = body["sampling_params"]
         drawn = how["temperature"], how.get("seed", 0), how["max_tokens"], how.get("stop_token_ids", [])
-        tokens, logp, spans = self.draw(list(body["token_ids"]), body.get("cache_salt"), *drawn)
+        tokens, logp, spans = self.draw(list(body["token_ids"]), body.get("cache_salt"), *drawn, each)
         return 200, {
             "choices": [
                 {
@@ -303,13 +353,19 @@ class SglangStandIn(StandIn):
 
     generates, release = "/generate", "0.5.23"
     deterministic = True
-    FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "cache_salt"})
+    FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "cache_salt", "stream"})
     SAMPLING = frozenset(
         {"max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"}
         | {"frequency_penalty", "presence_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos"}
     )
 
-    def respond(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def event(self, tokens: list[int], logp: list[float], reply: Any = None) -> Any:
+        """All so far; tokens and log-probs are written one after the other while more come."""
+        entries = [[x, t, None] for t, x in zip(tokens, logp, strict=True)]
+        about = {"finish_reason": None, "output_token_logprobs": entries[: len(tokens) - len(tokens) % 2]}
+        return reply or {"output_ids": tokens, "meta_info": about}
+
+    def respond(self, body: dict[str, Any], each: Each | None = None) -> tuple[int, Any]:
         how, ids = body["sampling_params"], body["input_ids"]
         odd, most = (body.keys() - self.FIELDS) | (how.keys() - self.SAMPLING), how["max_new_tokens"]
         if odd or how["min_new_tokens"] or len(ids) + most > self.context or len(ids) >= self.context - 6:
@@ -319,7 +375,7 @@ class SglangStandIn(StandIn):
         known = [*how.get("stop_token_ids", []), *(own if isinstance(own, list) else [] if own is None else [own])]
         ends = [] if how.get("ignore_eos") else known  # managers/schedule_batch.py: both kinds, or neither
         seed = how.get("sampling_seed", 42) if self.deterministic else len(self.asked)
-        tokens, logp, spans = self.draw(list(ids), body.get("cache_salt"), how["temperature"], seed, most, ends)
+        tokens, logp, spans = self.draw(list(ids), body.get("cache_salt"), how["temperature"], seed, most, ends, each)
         reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
         reason = {"type": "stop", "matched": tokens[-1]} if tokens[-1] in ends else reason
         if self.aborts():

@@ -145,6 +145,48 @@ def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
     assert run.metrics[-1]["reward_errors"] == 0 and run.metrics[-1][MISMATCH] < 1e-5
 
 
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_that_does_not(
+    config: Any, tiny_folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(probe, "PROMPT", 24), monkeypatch.setattr(probe, "TOKENS", 8)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+    def talk(stream: bool) -> Talk:
+        def turns(client: httpx.Client, assignment: Assignment) -> float:
+            messages, stop = list(assignment.messages), ["e", "never said"]
+            for _ in range(2):
+                more: Any = {"model": "policy", "messages": messages, "tools": [tool], "stop": stop}
+                if not stream:
+                    said = say(client, **{k: v for k, v in more.items() if k != "model"})
+                else:
+                    answer = client.post("/chat/completions", json=more | {"stream": True})
+                    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+                    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
+                    content = "".join(delta.get("content") or "" for delta in deltas)
+                    said = {"role": "assistant", "content": content}
+                messages += [said, {"role": "user", "content": "and?"}]
+            return 1.0
+
+        return turns
+
+    with serving(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)) as server:
+        more: Any = {"max_prompt": 400, "max_context": 600}
+        if engine == "vllm":
+            more |= {"engine": "vllm", "engine.url": server.url, "policy.device": "cpu"}
+        both = []
+        for stream in (False, True):
+            with closing(assemble(config(talk(stream), **more))) as parts:
+                both.append(drawn(parts))
+        assert (server.streamed > 0) is (engine == "vllm")
+    whole, streamed = both
+    assert bool(streamed.valid.all()) and int(streamed.turn[streamed.mask].max()) == 1
+    assert torch.equal(whole.response, streamed.response) and torch.equal(whole.mask, streamed.mask)
+    assert torch.allclose(whole.logp_sampler, streamed.logp_sampler, atol=1e-6)
+
+
 def test_prompts_of_a_group_that_differ_are_observations_from_where_they_do(config: Any) -> None:
     def talk(client: httpx.Client, assignment: Assignment) -> float:
         say(client, [{"role": "system", "content": f"lucky {assignment.seed % 97}"}, *assignment.messages])

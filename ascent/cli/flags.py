@@ -63,6 +63,8 @@ class Command:
     """Other words (flags of `ascent train` or of a task) are kept in `rest` instead of refused."""
     part: ClassVar[type | None] = None
     """Another dataclass whose fields are flags too."""
+    axis: ClassVar[str] = ""
+    """What stands before those flags: --AXIS.FIELD."""
     ranks: ClassVar[bool] = False
     """May torchrun start it as several processes?"""
     rest: list[str] = field(default_factory=list, init=False)
@@ -82,7 +84,7 @@ class Command:
     def read(cls, args: list[str]) -> Self:
         """The command with these words. If they ask for help, it is printed and the program ends."""
         own, part = settings_of(cls), cls.part
-        others = settings_of(part) if part else {}
+        others = {setting.name: setting for setting in settings_of(part, cls.axis).values()} if part else {}
         words = [setting for setting in own.values() if setting.default is MISSING]
         flags = [setting for setting in own.values() if setting.default is not MISSING]
         if asks_for_help(args):

@@ -4,7 +4,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ascent.cli.flags import Command
 from ascent.core.types import Refused
@@ -14,18 +14,38 @@ from ascent.workflows.policy import find_policy
 from ascent.workflows.serve import ServeSettings, serve_policy
 
 
+@dataclass(frozen=True)
+class Engine:
+    """Where the engine of --engine vllm or sglang is, and how it is started (docs/serving.md)."""
+
+    python: str = ""
+    """The virtual environment that it is in: a server is started from it, watched and ended."""
+    url: Annotated[tuple[str, ...], "URL…"] = ()
+    """Servers that run already on this machine, or `ascent engine` on others."""
+    args: str = ""
+    """More arguments for the server, in one word: "--tensor-parallel-size 2"."""
+    key_env: str = ""
+    """Environment variable with the key of `ascent engine`."""
+    key_file: str = ""
+    """File with that key."""
+    deadline: float = 600.0
+    """Seconds that one answer may take, and that a lost server may stay away."""
+
+
 @dataclass(kw_only=True)
 class ServeCommand(Command):
     """Serve the policy of a run, or a model, to OpenAI's clients.
 
       ascent serve RUN
       ascent serve FOLDER --port 9000 --rows 128
+      ascent serve RUN --engine vllm --engine.python .engines/vllm
 
     It answers /v1/models, /v1/chat/completions, /v1/completions and
     /inference/v1/generate. A key is always needed: it is printed, or read from
     --key-file. It listens on this machine alone unless --host says otherwise.
     """
 
+    part, axis = Engine, "engine"
     source: Annotated[str, "RUN|MODEL"]
     """A run's folder, or a model: a folder or a name on the hub."""
     step: Annotated[int | None, "N"] = None
@@ -54,6 +74,8 @@ class ServeCommand(Command):
     """Where a request does not say one. Default: the run's."""
     device: Annotated[str | None, "DEVICE"] = None
     """cpu, cuda, cuda:1, …"""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """Who decodes: this process, or a server of vLLM or SGLang."""
 
     def execute(self) -> int:
         check_packages("ascent serve")
@@ -73,7 +95,9 @@ class ServeCommand(Command):
         run, model = (self.source, None) if of_run else (None, self.source)
         loaded = find_policy(run, model, None, {}, self.step, self.best, **changes)
         listening = (self.host, self.port, key, self.tls_cert, self.tls_key)
-        serving = ServeSettings(*listening, self.rows, self.queue, self.max_context, self.cache)
+        engine = {name.replace(".", "_"): value for name, value in self.of_part.items()}
+        sizes = (self.rows, self.queue, self.max_context, self.cache)
+        serving = ServeSettings(*listening, *sizes, self.engine, engine)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         serve_policy(loaded, serving, Path(self.source).name, not key)
         return 0

@@ -44,14 +44,19 @@ class ServerThread:
         more = {"ssl_certfile": certificate or None, "ssl_keyfile": private_key or None, "timeout_keep_alive": 60}
         self.server = uvicorn.Server(configure(app, EndpointConnection, **more))
         self.thread = threading.Thread(target=self._run, name="ascent endpoint", daemon=True)
+
+    def start(self) -> "ServerThread":
+        """Who has come before waits, and is answered now."""
         self.thread.start()
+        return self
 
     def _run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self.listening]))
 
     def close(self) -> None:
         self.server.should_exit = True
-        self.thread.join(10)
+        if self.thread.ident is not None:
+            self.thread.join(10)
         self.listening.close()
 
 
@@ -88,7 +93,7 @@ class AgentPlayer:
         """The endpoint, which hands its turns to this desk, and its address."""
         if self.endpoint is None or self.server is None:
             self.endpoint = Endpoint(desk, self.writer, self.rules, self.vocab)
-            self.server = ServerThread(self.endpoint)
+            self.server = ServerThread(self.endpoint).start()
         self.endpoint.desk = desk
         return self.endpoint, f"http://127.0.0.1:{self.server.port}/v1"
 

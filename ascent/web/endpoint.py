@@ -390,8 +390,13 @@ def own_settings(wish: Wish, rules: Rules) -> dict[str, Any]:
     if wish.temperature is not None:
         own |= {"greedy": True, "temperature": 1.0} if wish.temperature == 0 else {"temperature": wish.temperature}
         own.setdefault("greedy", False)
+        if 0 < wish.temperature < rules.coldest:
+            raise Nonsense(f"temperature: 0, or {rules.coldest:g} and more, with the engine of this server")
     if {"top_k", "top_p", "min_p"} & wish.noted.keys() and rules.narrowed is not None:
         own["support"] = rules.narrowed(*wish.narrow)
+    support = own.get("support", rules.support)
+    if wish.logprobs and rules.blurred and support is not None and not support.whole:
+        raise Nonsense(f"logprobs with top_k, top_p or min_p: {rules.blurred}")
     return own
 
 

@@ -44,6 +44,8 @@ class Rules:
     """Makes a `support` of top-k, top-p and min-p."""
     coldest: float = 0.0
     """The lowest temperature above 0."""
+    blurred: str = ""
+    """Why log-probs cannot be known where a `support` is narrowed; empty: they are known."""
 
 
 @dataclass(eq=False)

@@ -240,7 +240,8 @@ def request_of(values: dict[str, Any]) -> Request:
     """A request, number by number."""
     ends = tuple(int(token) for token in values["ends"])
     prompt, drawn = [int(token) for token in values["prompt"]], float(values["temperature"])
-    return Request(prompt, int(values["most"]), drawn, int(values["seed"]), ends)
+    k, p, least = values.get("narrow", (0, 1.0, 0.0))
+    return Request(prompt, int(values["most"]), drawn, int(values["seed"]), ends, (int(k), float(p), float(least)))
 
 
 async def write_body(asked: Asked, path: Path, size: int) -> int:

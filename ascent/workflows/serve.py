@@ -2,15 +2,17 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ascent.core.types import Refused, Trouble
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import serve_requests
 from ascent.engines.requests import Desk
+from ascent.engines.serving.engines import dialect_of
+from ascent.engines.serving.requests import serve_by_engine
 from ascent.environments.sessions import ChatWriter
 from ascent.web.packages import check_packages
 from ascent.workflows.policy import LoadedPolicy
@@ -39,10 +41,14 @@ class ServeSettings:
     """Tokens of a conversation; 0: what the model reads, at most 4,096."""
     cache: float = 4.0
     """GiB of keys and values on a CPU."""
+    engine: str = "local"
+    """Who decodes: this process, or vllm or sglang."""
+    engine_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Those of `CausalLM` whose names begin with `engine_`: where the engine is, and how it is started."""
 
 
 class Service:
-    """A policy behind an endpoint. `run` decodes in the calling thread until `close`."""
+    """A policy behind an endpoint. `start` it; then `run` decodes in the calling thread until `close`."""
 
     def __init__(self, loaded: LoadedPolicy, serving: ServeSettings, name: str):
         check_packages("ascent serve")
@@ -56,19 +62,24 @@ class Service:
         if not lm.tokenizer.chat_template:
             raise Refused("the tokenizer has no chat template: set one, so that messages can be written")
         reads = getattr(lm.config, "max_position_embeddings", None) or CONTEXT
-        self.context = serving.context or min(reads, CONTEXT)
-        config = replace(loaded.config, policy=replace(loaded.config.policy, rows=serving.rows))
-        self.sampler = loaded.backend.endpoint_sampler(config, lm, self.context, loaded.step or 0)
+        self.context, self.version = serving.context or min(reads, CONTEXT), loaded.step or 0
+        policy = replace(with_engine(loaded.config.policy, serving), rows=serving.rows)
+        config = replace(loaded.config, policy=policy)
+        self.here = policy.engine == "local"
+        self.sampler = loaded.backend.endpoint_sampler(config, lm, self.context, self.version)
         self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
-        self.room = cache_tokens(lm, serving.cache, self.context)
+        self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
         self.key, self.desk = serving.key or secrets.token_urlsafe(32), Desk(self.slots)
+        dialect = None if self.here else dialect_of(policy.engine)
         rules = Rules(
             context=self.context,
             prompt=self.context - 1,
             behind=self.context - 1,
             temperature=config.temperature,
-            support=self.sampler.support,
+            support=Support(config.top_k, config.top_p, config.min_p),
             narrowed=Support,
+            coldest=0.0 if dialect is None else dialect.coldest,
+            blurred="" if dialect is None else f"with --engine {dialect.name} {dialect.narrowed}",
         )
         writer = ChatWriter(lm.tokenizer, lm.ends)
         self.endpoint = Endpoint(self.desk, writer, rules, lm.vocab, name, self.key)
@@ -78,13 +89,20 @@ class Service:
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
         self.url = f"{scheme}://{host}:{self.server.port}/v1"
 
+    def start(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Start the engine, if there is one, and then answer."""
+        if not self.here:
+            self.sampler.fleet.tell = say
+            self.sampler.load({}, self.version)
+        self.server.start()
+
     def run(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Decode what is asked for. A failure is told to whoever waits, and the sampler begins anew."""
         failed = 0
         while not self.desk.closed:
             before = self.endpoint.counts["requests"]
             try:
-                serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
+                self._decode()
             except Exception as error:
                 failed = failed + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
                 self.desk.fail(f"the sampler failed: {type(error).__name__}")
@@ -92,15 +110,39 @@ class Service:
                 if failed >= RESTARTS:
                     raise Trouble(f"the sampler failed {failed} times in a row: {error}") from error
 
+    def _decode(self) -> None:
+        if self.here:
+            serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
+        else:
+            serve_by_engine(self.sampler, self.desk)
+
     def close(self) -> None:
-        self.desk.close()
-        self.server.close()
+        """The engine that was started here is ended, with all that it has started."""
+        try:
+            self.desk.close()
+            self.server.close()
+        finally:
+            if not self.here:
+                self.sampler.close()
+
+
+def with_engine(policy: Any, serving: ServeSettings) -> Any:
+    """The policy with the engine that is asked for. One that a run was sampled with keeps its place if none is said."""
+    own = policy.engine == serving.engine and not {"engine_url", "engine_python"} & serving.engine_settings.keys()
+    names = ("engine_url", "engine_python", "engine_args", "engine_key_env", "engine_key_file", "engine_transport")
+    if not own or serving.engine == "local":
+        fields = type(policy).__dataclass_fields__
+        policy = replace(policy, engine="local", **{name: fields[name].default for name in names})
+    return replace(policy, engine=serving.engine, **serving.engine_settings)
 
 
 @contextmanager
-def service_of(loaded: LoadedPolicy, serving: ServeSettings, name: str = "policy") -> Iterator[Service]:
+def service_of(
+    loaded: LoadedPolicy, serving: ServeSettings, name: str = "policy", say: Callable[[str], None] = lambda _: None
+) -> Iterator[Service]:
     service = Service(loaded, serving, name)
     try:
+        service.start(say)
         yield service
     finally:
         service.close()
@@ -124,10 +166,15 @@ def cache_tokens(lm: Any, gib: float, context: int) -> int:
 
 def serve_policy(loaded: LoadedPolicy, serving: ServeSettings, name: str, key_shown: bool) -> None:
     """Serve until Ctrl-C."""
-    with service_of(loaded, serving, name) as service:
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    with service_of(loaded, serving, name, say) as service:
+        by = "" if service.here else f" by {serving.engine}"
         sizes = f"{service.sampler.rows} requests at once, {service.context} tokens each"
-        print(f"{name} is served at {service.url}: {sizes}.")
+        print(f"{name} is served{by} at {service.url}: {sizes}.")
         print(f"key: {service.key}" if key_shown else "The key is the one in your file.")
         print(f"export OPENAI_BASE_URL={service.url}" + (f" OPENAI_API_KEY={service.key}" if key_shown else ""))
         print("Ctrl-C ends it.", flush=True)
-        service.run(lambda words: print(words, file=sys.stderr, flush=True))
+        service.run(say)

@@ -283,10 +283,14 @@ class LanguageBackend(Backend):
         sampler.load({}, version)
         return sampler
 
-    def endpoint_sampler(self, config: Config, policy: LanguageModel, context: int, version: int) -> LanguageSampler:
+    def endpoint_sampler(self, config: Config, policy: LanguageModel, context: int, version: int) -> Any:
         room = _positions(policy) or context
         if not 2 <= context <= room:
             raise Refused(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
+        if config.policy.engine != "local":
+            check_temperature(config)
+            served = ServedSampler(config.policy, policy, context, context, config.temperature, torch.Generator())
+            return served
         prove(policy, context, config.policy.share_prompts)
         support = Support(config.top_k, config.top_p, config.min_p)
         how = (config.temperature, torch.Generator(), support, config.policy.rows)
@@ -346,11 +350,7 @@ def check_engine(config: Config) -> None:
     engine, dialect = f"--engine {config.policy.engine}", dialect_of(config.policy.engine)
     if config.policy.engine_key_env or config.policy.engine_key_file:
         read_key(config.policy.engine_key_env, config.policy.engine_key_file, "--engine.")
-    if config.temperature < dialect.coldest:
-        raise Refused(
-            f"--temperature {config.temperature:g} with {engine}: it draws from another distribution below "
-            f"{dialect.coldest:g}. Set {dialect.coldest:g} or more, or --engine local"
-        )
+    check_temperature(config)
     if (config.top_k, config.top_p, config.min_p, config.task.min_tokens) != (0, 1.0, 0.0, 0):
         raise Refused(
             f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
@@ -358,6 +358,15 @@ def check_engine(config: Config) -> None:
         )
     if config.data != "samples":
         raise Refused(f"{engine} samples, and this run learns from {config.data}: leave it out")
+
+
+def check_temperature(config: Config) -> None:
+    engine, coldest = config.policy.engine, dialect_of(config.policy.engine).coldest
+    if config.temperature < coldest:
+        raise Refused(
+            f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
+            f"{coldest:g}. Set {coldest:g} or more, or --engine local"
+        )
 
 
 def never_in_shards(config: Config) -> str | None:

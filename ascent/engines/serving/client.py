@@ -1,19 +1,20 @@
 """The HTTP side of one server: responses and new weights, in its dialect. Every wait has a deadline."""
 
 import asyncio
+import json
 import ssl
 import threading
 import zlib
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ascent.core.types import Refused, Trouble
-from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving
+from ascent.engines.serving.dialect import NOTHING, Answer, Dialect, Request, Serving
 from ascent.engines.serving.weights import Manifest
 
 GLANCE = 30.0
@@ -23,6 +24,7 @@ EXCERPT = 300
 PIECE = 2**20
 """Bytes of weights that are sent at once."""
 Some = TypeVar("Some")
+Hear = Callable[[Answer], None]
 
 
 class Lost(Exception):
@@ -127,44 +129,88 @@ class Client:
         return reply
 
     async def _exchange(self, path: str, seconds: float, method: str, **more: Any) -> Any:
+        async with self._within(path, seconds):
+            reply = await self._http.request(method, self.url + path, **more)
+        self._check(path, reply.status_code, reply.text)
+        try:
+            return reply.json() if reply.content else None
+        except ValueError:
+            raise Trouble(f"{self.url}{path} did not answer in JSON: {self._excerpt(reply.text)}") from None
+
+    async def _events(self, path: str, body: Any) -> AsyncGenerator[Any]:
+        """The server-sent events that answer a POST, each of them JSON, within the deadline for one answer."""
+        async with (
+            self._within(path, self.deadline),
+            self._http.stream("POST", self.url + path, json=body) as reply,
+        ):
+            if reply.status_code >= 300:
+                self._check(path, reply.status_code, (await reply.aread()).decode(errors="replace"))
+            async for line in reply.aiter_lines():
+                words = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or words == "[DONE]":
+                    continue
+                try:
+                    event = json.loads(words)
+                except ValueError:
+                    raise Trouble(f"{self.url}{path} did not answer in JSON: {self._excerpt(words)}") from None
+                if isinstance(event, dict) and event.get("error"):
+                    about = event["error"]
+                    code = about.get("code") if isinstance(about, dict) else None
+                    self._check(path, code if type(code) is int else 500, words)
+                yield event
+
+    @asynccontextmanager
+    async def _within(self, path: str, seconds: float) -> AsyncIterator[None]:
+        """Lost where the server is gone, or the time is over."""
         try:
             async with asyncio.timeout(seconds):
-                reply = await self._http.request(method, self.url + path, **more)
+                yield
         except TimeoutError:
             raise Lost(f"{self.url}{path} has not answered within {seconds:g} seconds") from None
         except self._httpx.TransportError as error:
             raise Lost(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from None
-        words = (reply.text.replace(self._key, "…") if self._key else reply.text)[:EXCERPT]
-        if reply.status_code >= 500:
-            raise Lost(f"{self.url}{path} said {reply.status_code}: {words}")
-        if reply.status_code >= 300:  # to another address nothing is sent
-            raise Trouble(f"the engine refused {self.url}{path} with {reply.status_code}: {words}{self._advice(reply)}")
-        try:
-            return reply.json() if reply.content else None
-        except ValueError:
-            raise Trouble(f"{self.url}{path} did not answer in JSON: {words}") from None
 
-    async def alive(self) -> bool:
+    def _check(self, path: str, status: int, text: str) -> None:
+        if status >= 500:
+            raise Lost(f"{self.url}{path} said {status}: {self._excerpt(text)}")
+        if status >= 300:  # to another address nothing is sent
+            words = f"{self._excerpt(text)}{self._advice(status)}"
+            raise Trouble(f"the engine refused {self.url}{path} with {status}: {words}")
+
+    def _excerpt(self, text: str) -> str:
+        return (text.replace(self._key, "…") if self._key else text)[:EXCERPT]
+
+    async def alive(self, seconds: float = GLANCE) -> bool:
         try:
-            await self.ask("/health", seconds=min(GLANCE, self.deadline))
+            await self.ask("/health", seconds=min(seconds, self.deadline))
         except (Lost, Trouble):
             return False
         return True
 
-    async def generate(self, request: Request, salt: str) -> Answer:
-        """One response."""
-        reply = await self.ask(self.dialect.generates, self.dialect.body(request, salt))
-        with self._reading():
-            answer = self.dialect.read(reply)
+    async def generate(self, request: Request, salt: str, hear: Hear | None = None) -> Answer:
+        """One response. `hear` is told how far it has come, where the engine says so."""
+        body, answer = self.dialect.body(request, salt), NOTHING
+        if hear is None or not self.dialect.streams:
+            reply = await self.ask(self.dialect.generates, body)
+            with self._reading():
+                answer = self.dialect.read(reply)
+        else:
+            async with aclosing(self._events(self.dialect.generates, body | {"stream": True})) as events:
+                async for event in events:
+                    with self._reading():
+                        answer = self.dialect.more(answer, event)
+                    hear(answer)
         tokens, logp, versions, aborted, _ = answer
         if -1 in versions:
             raise Lost(f"{self.url} was started again, and has no weights yet")
-        if not (len(tokens) == len(logp) == len(versions)) or not (tokens or aborted):
+        if aborted:
+            return answer
+        if not (len(tokens) == len(logp) == len(versions)) or not tokens:
             raise Trouble(
                 f"{self.url}: a response of {len(tokens)} tokens came with {len(logp)} log-probs and {len(versions)} "
                 f"versions; is it {self.dialect.release}?"
             )
-        if not aborted and tokens[-1] not in request.ends and len(tokens) != request.most:
+        if tokens[-1] not in request.ends and len(tokens) != request.most:
             raise Trouble(
                 f"{self.url}: a response that may have {request.most} tokens ended after {len(tokens)}, at token "
                 f"{tokens[-1]}, which does not end one here. Is there memory for a whole response, and does the server "
@@ -191,10 +237,10 @@ class Client:
             why = f"{type(error).__name__} {error}"
             raise Trouble(f"{self.url}: its answer is not that of {self.dialect.release}: {why}") from None
 
-    def _advice(self, reply: Any) -> str:
-        if reply.status_code == 401:
+    def _advice(self, status: int) -> str:
+        if status == 401:
             return ". Is the key the one of that `ascent engine`?"
-        if reply.status_code != 404:
+        if status != 404:
             return ""
         return f". {self.dialect.advice}? docs/serving.md has the command"
 

@@ -24,6 +24,8 @@ class Request(NamedTuple):
     seed: int
     ends: tuple[int, ...]
     """The tokens that end it, and no others do; none: it has `most` tokens."""
+    narrow: tuple[int, float, float] = (0, 1.0, 0.0)
+    """Top-k, top-p and min-p: what their log-probs are then is not known, so no run has them."""
 
 
 class Answer(NamedTuple):
@@ -42,6 +44,9 @@ class Answer(NamedTuple):
         """This, and what follows it."""
         tokens, logp, versions = self.tokens + later.tokens, self.logp + later.logp, self.versions + later.versions
         return Answer(tokens, logp, versions, later.aborted, later.ended)
+
+
+NOTHING = Answer([], [], [])
 
 
 class Serving(NamedTuple):
@@ -88,6 +93,8 @@ class Dialect(ABC):
     """What to look at where an address is missing."""
     by_file: ClassVar[bool] = True
     """Are weights handed over in a file?"""
+    streams: ClassVar[bool] = True
+    """Does it tell of a response while it draws it?"""
 
     @abstractmethod
     def body(self, request: Request, salt: str) -> dict[str, Any]:
@@ -96,6 +103,10 @@ class Dialect(ABC):
     @abstractmethod
     def read(self, reply: Any) -> Answer:
         """The answer. KeyError, TypeError or ValueError: it is not this engine's."""
+
+    @abstractmethod
+    def more(self, before: Answer, event: Any) -> Answer:
+        """A response as far as it has come, with the next event of its stream. Errors as in `read`."""
 
     @abstractmethod
     async def greet(self, server: Spoken, serving: Serving) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ascent.core.types import Trouble
-from ascent.engines.serving.client import Calls, Client, Lost
+from ascent.engines.serving.client import Calls, Client, Hear, Lost
 from ascent.engines.serving.collective import Collective
 from ascent.engines.serving.dialect import Answer, Dialect, Request, Serving
 from ascent.engines.serving.engines import dialect_of
@@ -20,6 +21,8 @@ from ascent.policies.causal_lm import CausalLM, LanguageModel
 
 BEGUN = 0.25
 """Of a probe's time, what the response has that is begun just before a load: it shall be neither new nor over."""
+QUICK = 2.0
+"""Seconds in which a server that was left alone says that it lives."""
 TRIES = 3
 """How often in a row a server may be lost, with no response in between, before the run stops."""
 
@@ -63,6 +66,8 @@ class Fleet:
         if policy.engine_transport == "nccl":
             self._dialect = Collective(lm.device, self.deadline)
         self.servers: list[Server] = []
+        self.tell: Callable[[str], None] = lambda _: None
+        """What becomes of them, for whoever waits."""
         self._key = ""
         described = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
         described["eos_token_id"] = sorted(lm.ends)
@@ -87,10 +92,10 @@ class Fleet:
 
     # ---- requests
 
-    def ask(self, step: int, place: int, request: Request) -> "tuple[Server, Future[Answer]]":
+    def ask(self, step: int, place: int, request: Request, hear: Hear | None = None) -> "tuple[Server, Future[Answer]]":
         """One response. All samples of a prompt, which share its place, go to the server that has encoded it.
 
-        Its deadline begins when it is sent.
+        Its deadline begins when it is sent. `hear` is told how far it has come; the thread of the calls tells it.
         """
         up = [server for server in self.servers if not server.down]
         server = up[place % len(up)]
@@ -98,7 +103,7 @@ class Fleet:
 
         async def generate() -> Answer:
             async with client.lanes(step):
-                return await client.generate(request, self._salt)
+                return await client.generate(request, self._salt, hear)
 
         future = self.calls.start(generate())
         server.owed.add(future)
@@ -165,6 +170,16 @@ class Fleet:
         except Lost:
             return None
 
+    def take_back(self) -> None:
+        """Servers that were left alone and answer again get the present weights."""
+        left = [server for server in self.servers if server.down]
+        alive = self.calls.together([server.client.alive(QUICK) for server in left])
+        back = [server for server, answers in zip(left, alive, strict=True) if answers]
+        for server in back:
+            server.down = False
+        if back:
+            self._send(back)
+
     # ---- servers that are lost
 
     def silent(self) -> list[Server]:
@@ -185,6 +200,7 @@ class Fleet:
             server.down = True
             return False
         self._count(server, why)
+        self.tell(f"the engine is lost and is brought back: {why}")
         if server.process is not None:
             self._start(server)
             return True
@@ -211,7 +227,7 @@ class Fleet:
         old, server.client = server.client, self._client(server.process.url)
         self.calls.together([old.close()])
         try:
-            server.process.wait(lambda: self.calls.together([server.client.alive()])[0])
+            server.process.wait(lambda: self.calls.together([server.client.alive()])[0], self.tell)
         except Lost as error:
             self._count(server, str(error))
             self._start(server)

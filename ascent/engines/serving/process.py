@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ascent.core.types import Refused, Trouble
 from ascent.engines.serving.client import Lost
@@ -19,6 +19,8 @@ START = 600.0
 """Seconds that a server may take to start."""
 ENDING, CLEARING = 10.0, 2.0
 """Seconds that it has to end by itself, and those that it has started after it."""
+SAY = 10.0
+"""Seconds between two words about a server that starts."""
 LINES = 12
 """Lines of its log in an error."""
 WITH_PARENT = (
@@ -64,13 +66,19 @@ class Process:
     def _arguments(self, model: Path) -> list[str]:
         return [*self.dialect.arguments(self.serving, model, self.port), *self.args]
 
-    def wait(self, answers: Any) -> None:
+    def wait(self, answers: Callable[[], bool], tell: Callable[[str], None] = lambda _: None) -> None:
         """Until `answers()` is true. Trouble with the end of its log where it ends before, or takes too long.
 
-        Lost: somebody has killed it.
+        Lost: somebody has killed it. `tell` hears how long it takes.
         """
-        until = time.monotonic() + START
+        begun = time.monotonic()
+        until, told = begun + START, begun - SAY
         while not answers():
+            if time.monotonic() - told >= SAY:
+                told, passed = time.monotonic(), time.monotonic() - begun
+                tell(
+                    f"{self.dialect.name} is starting: {passed:.0f} of at most {START:g} seconds. Its log is {self.log}"
+                )
             if self.ended == -signal.SIGKILL:
                 self.end()
                 raise Lost(f"the server of --engine {self.dialect.name} was killed while it started")
@@ -98,16 +106,19 @@ class Process:
         running, self._running = self._running, None
         if running is None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(running.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                running.wait(ENDING)
-            until = time.monotonic() + CLEARING
-            while time.monotonic() < until:  # they clear up shared memory
-                os.killpg(running.pid, 0)
-                time.sleep(0.05)
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
+        try:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(running.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(ENDING)
+                until = time.monotonic() + CLEARING
+                while time.monotonic() < until:  # they clear up shared memory
+                    os.killpg(running.pid, 0)
+                    time.sleep(0.05)
+        finally:  # also after a second Ctrl-C
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
 
 
 def find_python(environment: str) -> str:

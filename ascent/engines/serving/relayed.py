@@ -22,6 +22,7 @@ class Relayed(Dialect):
     """What is asked of a relay, whichever engine is behind it."""
 
     generates, advice = GENERATE, "Is it `ascent engine`, of this version of Ascent"
+    streams = False
 
     def __init__(self, engine: Dialect):
         self.engine = engine
@@ -34,6 +35,9 @@ class Relayed(Dialect):
     def read(self, reply: Any) -> Answer:
         tokens, versions = ([int(number) for number in reply[name]] for name in ("tokens", "versions"))
         return Answer(tokens, [float(number) for number in reply["logp"]], versions, bool(reply["aborted"]))
+
+    def more(self, before: Answer, event: Any) -> Answer:
+        raise ValueError("a relay tells of whole responses")
 
     async def greet(self, server: Spoken, serving: Serving) -> None:
         engine = (await server.ask(ABOUT))["engine"]

@@ -1,10 +1,11 @@
-"""Agents whose policy is drawn by serving engines: each turn that comes to a desk is asked of a server.
+"""A policy that serving engines draw: each turn that comes to a desk is asked of a server.
 
-    agents ──> endpoint ──> Desk ──> the thread of the run ──> servers
-                             <── Done ── the thread that hears them
+    clients ──> endpoint ──> Desk ──> the thread of the run, or of `ascent serve` ──> servers
+                              <── Drew, Done ── the thread that hears them
 
 A request has all tokens before its turn, which the server finds in its prefix cache. Its seed follows from that of the
-conversation and from where the turn begins. So a server that is lost changes nothing: its requests are sent again.
+conversation and from where the turn begins. So a server that is lost changes nothing: its requests are sent again. Who
+was told of tokens already is told that it failed, should other ones come then.
 """
 
 import time
@@ -21,12 +22,15 @@ from ascent.core.types import Prompts, Rollouts, Trouble
 from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.language.sampling.requests import conversations_drawn
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.requests import Desk, Done, TurnRequest
+from ascent.engines.requests import Desk, Done, Drew, TurnRequest
 from ascent.engines.serving.client import Lost
 from ascent.engines.serving.dialect import Answer, Request
 from ascent.engines.serving.fleet import Fleet, Server
 from ascent.engines.serving.sampler import GOLDEN, ServedSampler
 from ascent.engines.timeline import Timeline
+
+AWAY = 30.0
+"""Seconds after which servers that were left alone are asked whether they are back."""
 
 
 class Aborted(Lost):
@@ -44,14 +48,20 @@ class AskedTurn:
 
 
 class ServedDesk:
-    """Hands what comes to a desk to servers until the desk is closed."""
+    """Hands what comes to a desk to servers until the desk is closed.
 
-    def __init__(self, desk: Desk, fleet: Fleet, lm: Any, version: int, look: float):
+    `serves`: clients that are no run's. A turn then ends with its stop string, though the versions of its tokens come
+    only with a whole answer; what a server refuses fails one turn; and servers that are back are taken back.
+    """
+
+    def __init__(self, desk: Desk, fleet: Fleet, lm: Any, version: int, look: float, serves: bool = False):
         self.desk, self.fleet, self.lm, self.version, self.look = desk, fleet, lm, version, look
-        self.timeline = Timeline(fleet.rows)
+        self.serves, self.timeline = serves, Timeline(fleet.rows)
         self.owed: dict[TurnRequest, Future[Answer]] = {}
+        self.told: dict[TurnRequest, list[int]] = {}
+        """Tokens that whoever watches was told of."""
         self.failed: deque[tuple[AskedTurn, BaseException]] = deque()
-        self.heard = time.monotonic()
+        self.heard = self.tried = time.monotonic()
         self._stops: dict[tuple[str, ...], Stops] = {}
 
     def __call__(self) -> None:
@@ -59,6 +69,7 @@ class ServedDesk:
             while not self.desk.closed:
                 taken = self.desk.take(wait=not self.failed)
                 for request in taken.cancelled:
+                    self.told.pop(request, None)
                     if (future := self.owed.pop(request, None)) is not None:
                         future.cancel()
                 for request in taken.requests:
@@ -76,14 +87,38 @@ class ServedDesk:
         seed = (request.seed + GOLDEN * len(request.response)) % 2**62
         temperature = 0.0 if request.greedy else request.temperature
         ids, ends = request.prompt + request.response, tuple(sorted(self.lm.ends))
-        server, future = self.fleet.ask(0, request.seed, Request(ids, request.limit, temperature, seed, ends))
+        support = request.support
+        narrow = (0, 1.0, 0.0) if support is None else (support.top_k, support.top_p, support.min_p)
+        wanted = Request(ids, request.limit, temperature, seed, ends, narrow)
+        listens = request.watched or (self.serves and bool(request.stop))
+        hear = (lambda answer: self._listen(request, answer)) if listens else None
+        server, future = self.fleet.ask(0, request.seed, wanted, hear)
         asked = AskedTurn(request, server, server.life)
         self.owed[request] = future
         future.add_done_callback(lambda done: self._hear(asked, done))
 
+    def _listen(self, request: TurnRequest, answer: Answer) -> None:
+        """A turn has come so far. The thread that hears servers calls it."""
+        if request not in self.desk.active:
+            return
+        self.heard, told = time.monotonic(), self.told.setdefault(request, [])
+        end = self._stops_of(request.stop).end(answer.tokens, max(len(told) - 1, 0)) if request.stop else 0
+        tokens = answer.tokens[: end or None]
+        if len(tokens) <= len(told) or tokens[: len(told)] != told:
+            return  # it was asked for again, and is not as far yet; if it differs, its end says so
+        new = tokens[len(told) :]
+        told += new
+        if request.watched:
+            request.tell(Drew(new, answer.logp[len(tokens) - len(new) : len(tokens)]))
+        if end and self.serves:
+            done = Done(tokens, answer.logp[:end], [1.0] * end, True, self.version)
+            self._finish(request, done)
+
     def _hear(self, asked: AskedTurn, future: "Future[Answer]") -> None:
         """A server has answered, or failed to. The thread that hears servers calls it: it must not wait or raise."""
         asked.server.owed.discard(future)
+        if self.owed.get(asked.request) is not future:  # it is over, or was asked for again
+            return
         try:
             answer = future.result()
             if answer.aborted:
@@ -97,8 +132,15 @@ class ServedDesk:
                 self.desk.forget(None)  # whoever waits there looks up
             return
         asked.server.lost, self.heard = 0, time.monotonic()
-        self.owed.pop(asked.request, None)
-        self.desk.done(asked.request, done)
+        self._finish(asked.request, done)
+
+    def _finish(self, request: TurnRequest, done: Done) -> None:
+        future, told = self.owed.pop(request, None), self.told.pop(request, [])
+        if future is not None:
+            future.cancel()
+        if done.tokens[: len(told)] != told and not done.error:
+            done = Done([], [], [], False, -1, "the engine was lost, and drew other tokens when it was asked again")
+        self.desk.done(request, done)
 
     def _done(self, request: TurnRequest, answer: Answer) -> Done:
         """A turn up to its end token, or to the token that completes a stop string."""
@@ -114,7 +156,10 @@ class ServedDesk:
     def _again(self, asked: AskedTurn, error: BaseException) -> None:
         """A turn that did not come is asked for again; a server that is lost is brought back first."""
         if not isinstance(error, Lost | CancelledError):
-            raise error
+            if not self.serves:
+                raise error
+            self._finish(asked.request, Done([], [], [], False, -1, f"the engine failed: {error}"))
+            return
         server = asked.server
         if asked.life == server.life and not server.down and not isinstance(error, Aborted):
             for future in list(server.owed):
@@ -130,6 +175,14 @@ class ServedDesk:
                 for future in list(server.owed):
                     future.cancel()
             self.heard = time.monotonic()
+        if self.serves and time.monotonic() - self.tried > AWAY:
+            self.tried = time.monotonic()
+            self.fleet.take_back()
+
+
+def serve_by_engine(sampler: ServedSampler, desk: Desk) -> None:
+    """Have servers draw what comes to a desk until it is closed."""
+    ServedDesk(desk, sampler.fleet, sampler.lm, sampler.version, sampler.look, serves=True)()
 
 
 class VisitedServers(ServedSampler):

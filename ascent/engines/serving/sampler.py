@@ -27,7 +27,7 @@ from ascent.core.types import Prompts, Rollouts, Trouble
 from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.serving.client import Lost
-from ascent.engines.serving.dialect import Answer, Request
+from ascent.engines.serving.dialect import NOTHING, Answer, Request
 from ascent.engines.serving.fleet import Fleet, Server
 from ascent.engines.timeline import Timeline
 from ascent.engines.turns import Turns
@@ -43,9 +43,6 @@ GOLDEN = 0x1E3779B97F4A7C15
 """What the seeds of two turns of a response differ by."""
 WHOLE = 3600.0
 """Seconds that responses outside of a step, such as an evaluation's, may take."""
-
-
-NOTHING = Answer([], [], [])
 
 
 @dataclass(eq=False)

@@ -14,6 +14,9 @@ What its source says, and what follows:
 - Weights are loaded from a folder, in place, on every worker; tied embeddings are one tensor and stay one. A pause in
   mode `retract` gives back the caches of what is being written, so that the update can empty the cache, and they are
   computed anew afterwards. Which tensors arrived it cannot say: the probe alone checks that.
+- Each event of a stream has all tokens so far, unless the server has `--incremental-streaming-output`
+  (managers/tokenizer_manager.py). Tokens and log-probs are lists that grow while the event is written, so that one of
+  them may be longer.
 """
 
 from pathlib import Path
@@ -43,6 +46,8 @@ class SGLang(Dialect):
         drawn: dict[str, Any] = PLAIN | {"temperature": request.temperature, "max_new_tokens": request.most}
         if request.temperature:
             drawn["sampling_seed"] = request.seed
+            k, drawn["top_p"], drawn["min_p"] = request.narrow
+            drawn["top_k"] = k or -1
         drawn |= {"stop_token_ids": list(request.ends)} if request.ends else {"ignore_eos": True}
         return {"input_ids": request.prompt, "sampling_params": drawn, "return_logprob": True, "cache_salt": salt}
 
@@ -55,6 +60,13 @@ class SGLang(Dialect):
         versions = versions_of(about.get("weight_versions"))
         return Answer(tokens, [float(entry[0]) for entry in drawn], versions, aborted)
 
+    def more(self, before: Answer, event: Any) -> Answer:
+        if event["meta_info"].get("finish_reason"):
+            return self.read(event)
+        drawn = event["meta_info"].get("output_token_logprobs") or []
+        pairs = list(zip(event["output_ids"], drawn, strict=False))
+        return Answer([int(token) for token, _ in pairs], [float(entry[0]) for _, entry in pairs], [])
+
     async def greet(self, server: Spoken, serving: Serving) -> None:
         about, model = await server.ask("/server_info"), await server.ask("/model_info")
         self.know(server.url, about["version"])
@@ -63,6 +75,8 @@ class SGLang(Dialect):
                 f"{server.url} ignores seeds: start SGLang with --enable-deterministic-inference (docs/serving.md has "
                 "the command)"
             )
+        if about.get("incremental_streaming_output"):
+            raise Trouble(f"{server.url} streams only new tokens: start SGLang without --incremental-streaming-output")
         served, needed = model["architectures"], serving.config.get("architectures")
         if served and needed and served != needed:
             raise Trouble(f"{server.url} serves {served[0]}, and this run trains {needed[0]}: start it with this model")

@@ -31,6 +31,9 @@ class VLLM(Dialect):
         drawn: dict[str, Any] = {"temperature": 0.0}
         if request.temperature:
             drawn = {"temperature": request.temperature, "seed": request.seed}
+        k, p, least = request.narrow
+        drawn |= {"top_k": k} if k else {}
+        drawn |= ({"top_p": p} if p < 1.0 else {}) | ({"min_p": least} if least else {})
         drawn |= {"max_tokens": request.most, "logprobs": 0, "detokenize": False, "ignore_eos": True}
         if request.ends:  # just these, whatever the server knows
             drawn["stop_token_ids"] = list(request.ends)
@@ -45,6 +48,11 @@ class VLLM(Dialect):
             versions_of(choice["weight_versions"]),
             aborted=choice.get("finish_reason") == "abort",
         )
+
+    def more(self, before: Answer, event: Any) -> Answer:
+        """Each event has the new tokens, and the last one the versions of all."""
+        piece = self.read(event)
+        return before._replace(versions=[]).then(piece)
 
     async def greet(self, server: Spoken, serving: Serving) -> None:
         self.know(server.url, (await server.ask("/version"))["version"])
