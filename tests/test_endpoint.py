@@ -435,6 +435,41 @@ NONSENSE: dict[str, Any] = {
     "too long": {"messages": [{"role": "user", "content": "x" * 310}]},
     "far too long": {"messages": [{"role": "user", "content": "x" * 100_000}]},
     "too many": {"messages": HELLO * 3000},
+    "n true": {"messages": HELLO, "n": True},
+    "a huge temperature": {"messages": HELLO, "temperature": 10**400},
+    "a huge top_k": {"messages": HELLO, "top_k": 10**400},
+    "half a top_k": {"messages": HELLO, "top_k": 1.5},
+    "logprobs": {"messages": HELLO, "logprobs": "yes"},
+    "one call at most": {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": False},
+    "functions": {"messages": HELLO, "functions": [{"name": "f"}]},
+    "sound": {"messages": HELLO, "modalities": ["text", "audio"]},
+    "json alone": {"messages": HELLO, "response_format": {"type": "json_object"}},
+    "bias": {"messages": HELLO, "logit_bias": {"5": 1}},
+    "not finite": {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}]
+    },
+    "half a character": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}
+        ]
+    },
+    "many calls": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 2000}]},
+    "a custom tool": {"messages": HELLO, "tools": [{"type": "custom", "custom": {"name": "f"}}]},
+    **{
+        f"a schema {i}": {"messages": HELLO, "tools": [{"function": {"name": "f", "parameters": schema}}]}
+        for i, schema in enumerate(
+            (
+                None,
+                {"properties": {"a": {"anyOf": 5}}},
+                {"properties": {"a": {"type": [{"x": 1}]}}},
+                {"properties": {"a": {"type": [1]}}},
+                {"properties": {"a": {"enum": 5}}},
+                {"properties": {"a": [1]}},
+                {"properties": [1]},
+                {"properties": {"a": {}}, "required": 5},
+            )
+        )
+    },
 }
 
 
@@ -466,12 +501,71 @@ def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
             answer = await post(client, "/inference/v1/generate", token_ids=[1], sampling_params=3)
             assert answer.status_code == 400
             assert (await client.post("/v1/chat/completions", content=b" " * (BODY + 1))).status_code == 413
-            assert (await client.get("/v1/chat/completions")).status_code == 405
+            nothing = await client.get("/v1/chat/completions")
+            assert nothing.status_code == 405 and nothing.headers["allow"] == "POST"
+            for method in ("HEAD", "OPTIONS", "DELETE", "FOO"):
+                assert (await client.request(method, "/v1/models")).status_code == 405
+            for odd in ({"logprobs": -1}, {"logprobs": "x"}, {"echo": True}, {"best_of": 2}, {"suffix": "x"}):
+                assert (await post(client, "/v1/completions", prompt="a", **odd)).status_code == 400
             assert (await client.get("/etc/passwd")).status_code == 404
             await chat(client)  # and it still answers
         assert not made.desk.active
 
     with served() as made:
+        asyncio.run(go(made))
+
+
+def test_what_clients_send_by_habit_is_answered() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            for more in (
+                {
+                    "n": 1,
+                    "logit_bias": {},
+                    "response_format": {"type": "text"},
+                    "parallel_tool_calls": True,
+                    "tools": [],
+                },
+                {"user": "me", "store": False, "metadata": {}, "service_tier": "auto"},
+                {"max_tokens": 10**400, "max_completion_tokens": None, "stop": None, "seed": -(10**30)},
+                {"temperature": 1e-300, "logprobs": True, "top_logprobs": 0, "top_p": 1, "stream": None},
+                {"tools": [ADD, ADD], "tool_choice": "none"},
+                {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "tool_choice": "auto"},
+            ):
+                await chat(client, **{"max_tokens": 3} | more)
+            part = {"type": "text", "text": "x"}
+            for message in (
+                {"content": ""},
+                {"content": None},
+                {"content": [part, part]},
+                {"content": []},
+                {"name": "me"},
+            ):
+                await chat(
+                    client, [{"role": "developer", "content": "be good"}, {"role": "user", **message}], max_tokens=3
+                )
+            assert (await client.get("/v1/models/policy")).json()["id"] == "policy"
+            lower = await client.get("/v1/models", headers={"authorization": f"bearer  {KEY}"})
+            assert lower.status_code == 200
+            for header in ("", KEY, f"Basic {KEY}", "Bearer"):
+                assert (await client.get("/v1/models", headers={"authorization": header})).status_code == 401
+            cold, greedy = [(await chat(client, temperature=t, logprobs=True))["choices"] for t in (1e-300, 0)]
+            assert cold == greedy
+
+    with served() as made:
+        asyncio.run(go(made))
+
+
+def test_what_is_noted_of_a_client_is_short_and_a_body_is_as_large_as_the_context_can_need() -> None:
+    async def go(made: Any) -> None:
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        async with client_of(made.app, key) as client:
+            await chat(client, response_format={"type": "json_schema", "x": "y" * 10_000}, seed=5)
+            large = await client.post("/v1/chat/completions", content=b'{"x": "' + b"y" * made.app.most_bytes + b'"}')
+        assert live.session.asked["seed"] == 5 and len(live.session.asked["response_format"]) < 200
+        assert large.status_code == 413 and made.app.most_bytes < BODY
+
+    with served(key="") as made:
         asyncio.run(go(made))
 
 
@@ -631,26 +725,26 @@ def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: st
 def test_streams_with_stop_strings_and_log_probs_come_as_they_are_drawn() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
-            for seed in range(4):
-                free = (await chat(client, seed=seed))["choices"][0]["message"]["content"]
-                for stop in ([free[6:9]], [free[3], free[5:9]], ["never said", "🙂"], [free[4:20] + "!"]):
-                    more = {"seed": seed, "stop": stop, "logprobs": True}
-                    whole = (await chat(client, **more))["choices"][0]
-                    parts = [part["choices"][0] for part in await streamed(client, messages=HELLO, **more)]
-                    assert "".join(part["delta"].get("content") or "" for part in parts) == whole["message"]["content"]
-                    assert parts[-1]["finish_reason"] == whole["finish_reason"]
-                    logp = [each for part in parts if part["logprobs"] for each in part["logprobs"]["content"]]
-                    assert logp == whole["logprobs"]["content"]
-                    assert not any(string in whole["message"]["content"] for string in stop)
-                    assert len([part for part in parts if part["delta"].get("content")]) > 1
-                    plain = {"prompt": "ab", "seed": seed, "stop": stop, "logprobs": 0}
-                    text = (await post(client, "/v1/completions", **plain)).json()["choices"][0]
-                    bits = [part["choices"][0] for part in await streamed(client, "/v1/completions", **plain)]
-                    assert "".join(bit["text"] for bit in bits) == text["text"]
-                    spelled = [token for bit in bits if bit["logprobs"] for token in bit["logprobs"]["tokens"]]
-                    assert spelled == text["logprobs"]["tokens"]
+            seed = 0
+            free = (await chat(client, seed=seed))["choices"][0]["message"]["content"]
+            for stop in ([free[6:9]], [free[3], free[5:9]], ["never said", "🙂"], [free[4:12] + "!"]):
+                more = {"seed": seed, "stop": stop, "logprobs": True}
+                whole = (await chat(client, **more))["choices"][0]
+                parts = [part["choices"][0] for part in await streamed(client, messages=HELLO, **more)]
+                assert "".join(part["delta"].get("content") or "" for part in parts) == whole["message"]["content"]
+                assert parts[-1]["finish_reason"] == whole["finish_reason"]
+                logp = [each for part in parts if part["logprobs"] for each in part["logprobs"]["content"]]
+                assert logp == whole["logprobs"]["content"]
+                assert not any(string in whole["message"]["content"] for string in stop)
+                assert len([part for part in parts if part["delta"].get("content")]) > 1
+                plain = {"prompt": "ab", "seed": seed, "stop": stop, "logprobs": 0}
+                text = (await post(client, "/v1/completions", **plain)).json()["choices"][0]
+                bits = [part["choices"][0] for part in await streamed(client, "/v1/completions", **plain)]
+                assert "".join(bit["text"] for bit in bits) == text["text"]
+                spelled = [token for bit in bits if bit["logprobs"] for token in bit["logprobs"]["tokens"]]
+                assert spelled == text["logprobs"]["tokens"]
 
-    with served(rules_of(turn_tokens=40), min_tokens=40) as made:
+    with served(rules_of(turn_tokens=20), min_tokens=20) as made:
         asyncio.run(go(made))
 
 

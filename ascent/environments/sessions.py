@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ascent.environments.calls import PLAIN, Schema, ToolCall, types_of
+from ascent.environments.calls import PLAIN, Schema, ToolCall, kinds_of, types_of
 from ascent.environments.choose import ToolChat
 from ascent.environments.reading import CLOSED, OPEN, AssistantTurn, TokenReader, TurnReader
 from ascent.environments.template import Tail
@@ -95,6 +95,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
+            json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, no half characters
         except (ValueError, RecursionError):
             raise Nonsense(f"{where}.function.arguments: not JSON") from None
     if not isinstance(arguments, Mapping):
@@ -117,9 +118,21 @@ def read_tools(tools: Any, most: int) -> list[Schema]:
         if not isinstance(about, Mapping) or not isinstance(about.get("name"), str) or not about["name"]:
             raise Nonsense(f'tools[{i}]: a tool is {{"type": "function", "function": {{"name": …, "parameters": …}}}}')
         parameters = about.get("parameters", {})
-        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+        if not isinstance(parameters, Mapping) or not _is_schema(parameters):
             raise Nonsense(f"tools[{i}].function.parameters: a JSON schema of an object")
     return list(tools)
+
+
+def _is_schema(parameters: Mapping[str, Any]) -> bool:
+    """Does it say which types its properties have?"""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    try:
+        return isinstance(required, list) and all(
+            isinstance(schema, Mapping) and all(isinstance(kind, str) for kind in kinds_of(schema))
+            for schema in properties.values()
+        )
+    except (AttributeError, TypeError, RecursionError):
+        return False
 
 
 def compared(message: Mapping[str, Any]) -> Said:

@@ -60,10 +60,18 @@ class ServerThread:
         self.listening.close()
 
 
-class Told(str):
-    """A note on an episode, with its outcome."""
+class EpisodeNote(str):
+    """A note on an episode as text, and the outcome that it is on: rollouts carry notes, and a task scores by them."""
 
     outcome: Outcome
+
+    def __new__(cls, text: str, outcome: Outcome) -> "EpisodeNote":
+        made = super().__new__(cls, text)
+        made.outcome = outcome
+        return made
+
+    def __getnewargs__(self) -> tuple[str, Outcome]:  # type: ignore[override]
+        return str(self), self.outcome
 
 
 @dataclass
@@ -182,8 +190,7 @@ class AgentEpisodes:
         if session.asked:
             notes.append("asked for and not used: " + ", ".join(f"{k} {v}" for k, v in session.asked.items()))
         notes += [f"{FAILED}{error}"] if error else []
-        note = Told(f"turn {max(session.turns, 1)}: {'; '.join(notes)}" if notes else "")
-        note.outcome = outcome
+        note = EpisodeNote(f"turn {max(session.turns, 1)}: {'; '.join(notes)}" if notes else "", outcome)
         truncated = bool(live.cut) or not session.ended
         tokens = (session.response, session.drawn, session.logp, session.mass, session.turn, session.waited)
         return Recorded(session.prompt, *tokens, truncated, not error, note)
@@ -204,7 +211,8 @@ class AgentTask(PlayedTask):
         """What agents pay is the reward; where they leave it open, the task's own score of the last turn."""
         shape = rollouts.mask.shape[:2]
         notes = [] if rollouts.notes is None else list(rollouts.notes.flat)
-        outcomes = [getattr(note, "outcome", Outcome()) for note in notes] or [Outcome()] * (shape[0] * shape[1])
+        outcomes = [note.outcome if isinstance(note, EpisodeNote) else Outcome() for note in notes]
+        outcomes = outcomes or [Outcome()] * (shape[0] * shape[1])
         paid = torch.tensor([outcome.reward is not None for outcome in outcomes]).view(shape)
         reward = torch.tensor([float(outcome.reward or 0.0) for outcome in outcomes]).view(*shape, 1)
         right = reward.squeeze(-1) > 1 - 1e-5

@@ -15,7 +15,7 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,16 +27,23 @@ from starlette.types import Receive, Scope, Send
 
 from ascent.core.types import Refused, Trouble
 from ascent.engines.requests import Desk, Done, Drew, Full, TurnRequest
+from ascent.environments.calls import Schema
 from ascent.environments.reading import AssistantTurn, TokenReader
 from ascent.environments.sessions import ChatWriter, Nonsense, Rewritten, Session, read_messages, read_tools
 from ascent.web.connections import Connection
 from ascent.web.open_sessions import OpenSession, OpenSessions, Rules
 from ascent.web.streams import TurnStream
-from ascent.web.wire import IGNORED, Denied, Frame, Wish, error_reply, message_of, read_body, read_wish, reason_of
+from ascent.web.wire import BODY, IGNORED, Denied, Frame, Wish, error_reply, message_of, read_body, read_wish, reason_of
 
 MESSAGES, TOOLS = 2048, 128
 CHARACTERS = 64
 """Characters per token of context that are read: a text with more cannot fit, and is not tokenized to see it."""
+ESCAPED, FRAME = 6, 2**18
+"""The most bytes of a character in JSON; bytes of a request beside its text. No request of more can be read."""
+CALL = 32
+"""Characters of a call beside its name and arguments."""
+COLDEST = 1e-4
+"""Below this temperature the likeliest token is taken."""
 CONTEXT = "context_length_exceeded"
 Events = asyncio.Queue[Drew | Done | None]
 """What the sampler tells of a turn; None: the client has left."""
@@ -56,6 +63,7 @@ class PendingTurn:
     read: list[int]
     """Tokens that come before it and are not recorded yet."""
     request: TurnRequest
+    reader: TokenReader
     events: Events
     waited: float
     begun: str = "extended"
@@ -77,10 +85,12 @@ class Endpoint:
         self.desk, self.writer, self.rules, self.vocab, self.name = desk, writer, rules, vocab, name
         self.sessions = OpenSessions(rules, key, lambda live: self.desk.forget(live))
         self.counts = {"requests": 0, "refused": 0, "rewritten": 0, "cancelled": 0}
+        self.most_bytes = min(BODY, FRAME + ESCAPED * CHARACTERS * rules.context)
         self._reading = 0
         self._post = Post()
         self._routes: dict[tuple[str, str], Callable[[Asked, OpenSession | None], Awaitable[Response | None]]] = {
             ("GET", "/v1/models"): self._models,
+            ("GET", f"/v1/models/{name}"): self._model,
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._complete,
             ("POST", "/inference/v1/generate"): self._generate,
@@ -125,8 +135,10 @@ class Endpoint:
         live = self.sessions.find(asked.headers)
         route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
-            known = any(path == scope["path"] for _, path in self._routes)
-            raise Denied(405 if known else 404, f"{scope['method']} {scope['path'][:200]}: there is nothing here")
+            what = f"{scope['method'][:20]} {scope['path'][:200]}"
+            if allowed := [method for method, path in self._routes if path == scope["path"]]:
+                raise Denied(405, f"{what}: only {allowed[0]} is answered here", headers={"allow": allowed[0]})
+            raise Denied(404, f"{what}: there is nothing here")
         if self._reading >= 4 * self.desk.most:
             raise Denied(429, "too many requests at once", "rate_limit", {"retry-after": "1"})
         self._reading += 1
@@ -144,48 +156,54 @@ class Endpoint:
 
     # ---- routes
 
+    @property
+    def model(self) -> dict[str, Any]:
+        about = {"id": self.name, "object": "model", "created": 0, "owned_by": "ascent"}
+        return about | {"max_model_len": self.rules.context}
+
     async def _models(self, asked: Asked, live: OpenSession | None) -> Response:
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "ascent"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.rules.context}]})
+        return JSONResponse({"object": "list", "data": [self.model]})
+
+    async def _model(self, asked: Asked, live: OpenSession | None) -> Response:
+        return JSONResponse(self.model)
 
     async def _chat(self, asked: Asked, live: OpenSession | None) -> Response | None:
-        body = await read_body(asked)
+        body = await read_body(asked, self.most_bytes)
         messages = read_messages(body.get("messages"), MESSAGES)
         tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"), TOOLS)
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise Nonsense("tool_choice: auto or none. What the policy draws cannot be forced")
-        self._fits(sum(len(message["content"]) for message in messages) + len(json.dumps(tools)))
+        self._fits(sum(map(length_of, messages)) + len(json.dumps(tools)))
         wish, frame = read_wish(body), Frame(self.name, "chatcmpl", "chat.completion")
-        turn = self._begin(live, wish, lambda session: session.read_chat(messages, tools, self.writer))
-        reader = self.writer.reader(tools, turn.request.stop, turn.before)
+        turn = self._begin(live, wish, lambda session: session.read_chat(messages, tools, self.writer), tools)
 
         def say(reply: AssistantTurn) -> None:
             turn.live.session.say(messages, tools, reply)
 
         if wish.stream:
-            await self._stream(asked, turn, TurnStream(asked._send, frame, wish, reader, self._logprobs), say)
+            await self._stream(asked, turn, TurnStream(asked._send, frame, wish, turn.reader, self._logprobs), say)
             return None
-        done = await self._draw(asked, turn, reader, say)
-        choice = {"index": 0, "message": message_of(reader.whole), "finish_reason": reason_of(done, reader.whole)}
+        done, reply = await self._draw(asked, turn, say)
+        choice = {"index": 0, "message": message_of(reply), "finish_reason": reason_of(done, reply)}
         choice["logprobs"] = self._logprobs(done.tokens, done.logp) if wish.logprobs else None
         return self._respond(turn, wish, frame({"choices": [choice]}), done)
 
     async def _complete(self, asked: Asked, live: OpenSession | None) -> Response | None:
-        body = await read_body(asked)
+        body = await read_body(asked, self.most_bytes)
         ids, wish = self._prompt(body.get("prompt")), read_wish(body, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
-        frame, reader = Frame(self.name, "cmpl", "text_completion"), self.writer.reader((), turn.request.stop, None)
-        say = self._say_nothing(turn)
+        frame, say = Frame(self.name, "cmpl", "text_completion"), self._say_nothing(turn)
         if wish.stream:
-            await self._stream(asked, turn, TurnStream(asked._send, frame, wish, reader, self._plain_logprobs), say)
+            stream = TurnStream(asked._send, frame, wish, turn.reader, self._plain_logprobs)
+            await self._stream(asked, turn, stream, say)
             return None
-        done = await self._draw(asked, turn, reader, say)
-        choice = {"index": 0, "text": reader.whole.content, "finish_reason": reason_of(done)}
+        done, reply = await self._draw(asked, turn, say)
+        choice = {"index": 0, "text": reply.content, "finish_reason": reason_of(done)}
         choice["logprobs"] = self._plain_logprobs(done.tokens, done.logp) if wish.logprobs else None
         return self._respond(turn, wish, frame({"choices": [choice]}), done)
 
     async def _generate(self, asked: Asked, live: OpenSession | None) -> Response | None:
-        body = await read_body(asked)
+        body = await read_body(asked, self.most_bytes)
         settings = body.get("sampling_params") or {}
         if not isinstance(settings, Mapping):
             raise Nonsense("sampling_params: an object")
@@ -193,7 +211,7 @@ class Endpoint:
             raise Nonsense("stream: tokens come whole here")
         ids, wish = self._tokens(body.get("token_ids"), "token_ids"), read_wish(settings, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
-        done = await self._draw(asked, turn, None, self._say_nothing(turn))
+        done, _ = await self._draw(asked, turn, self._say_nothing(turn))
         choice = {"index": 0, "token_ids": done.tokens, "finish_reason": reason_of(done), "logprobs": None}
         if wish.logprobs:
             pairs = zip(done.tokens, done.logp, strict=True)
@@ -212,8 +230,14 @@ class Endpoint:
 
     # ---- a turn
 
-    def _begin(self, live: OpenSession | None, wish: Wish, read: Callable[[Session], list[int]]) -> PendingTurn:
-        """Hand a turn to the sampler, or say why not."""
+    def _begin(
+        self,
+        live: OpenSession | None,
+        wish: Wish,
+        read: Callable[[Session], list[int]],
+        tools: Sequence[Schema] | None = None,
+    ) -> PendingTurn:
+        """Hand a turn to the sampler, or say why not. `tools`: those of a chat; None: only words are read."""
         once = live is None
         live = live or self.sessions.new()
         if live.busy is not None:
@@ -246,9 +270,10 @@ class Endpoint:
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
             watched=wish.stream,
         )
+        reader = self.writer.reader(tools or (), request.stop, None if tools is None else prompt + response)
         self.desk.submit(request)
         live.busy = request
-        return PendingTurn(live, new, request, events, time.monotonic() - live.answered, begun)
+        return PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
 
     def _rewritten(self, live: OpenSession, error: Rewritten, read: Callable[[Session], list[int]]) -> list[int]:
         """In a run the episode is invalid from here on; a server begins anew."""
@@ -283,16 +308,15 @@ class Endpoint:
         return min(each for each in (most, wish.max_tokens, rules.turn_tokens or None) if each is not None)
 
     async def _draw(
-        self, asked: Asked, turn: PendingTurn, reader: TokenReader | None, say: Callable[[AssistantTurn], None]
-    ) -> Done:
-        """The whole turn. Nobody decodes for a client that is gone."""
+        self, asked: Asked, turn: PendingTurn, say: Callable[[AssistantTurn], None]
+    ) -> tuple[Done, AssistantTurn]:
+        """The whole turn, and how it reads. Nobody decodes for a client that is gone."""
         async with aclosing(self._events(asked, turn)) as events:
             async for event in events:
                 if isinstance(event, Done):
-                    if reader is not None:
-                        reader.feed(event.tokens), reader.end()
-                    say(AssistantTurn() if reader is None else reader.whole)
-                    return event
+                    turn.reader.feed(event.tokens), turn.reader.end()
+                    say(turn.reader.whole)
+                    return event, turn.reader.whole
         raise ClientDisconnect
 
     async def _events(self, asked: Asked, turn: PendingTurn) -> AsyncGenerator[Drew | Done]:
@@ -356,6 +380,8 @@ class Endpoint:
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
+        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
+            raise Nonsense("prompt: one prompt per request")
         if isinstance(prompt, str):
             self._fits(len(prompt))
             return list(self.writer.tokenizer(prompt)["input_ids"])
@@ -388,9 +414,9 @@ def own_settings(wish: Wish, rules: Rules) -> dict[str, Any]:
         raise Nonsense(f"{unknown[0]}: this server does not have that setting")
     own: dict[str, Any] = {}
     if wish.temperature is not None:
-        own |= {"greedy": True, "temperature": 1.0} if wish.temperature == 0 else {"temperature": wish.temperature}
-        own.setdefault("greedy", False)
-        if 0 < wish.temperature < rules.coldest:
+        greedy = wish.temperature < COLDEST
+        own |= {"greedy": greedy, "temperature": 1.0 if greedy else wish.temperature}
+        if not greedy and wish.temperature < rules.coldest:
             raise Nonsense(f"temperature: 0, or {rules.coldest:g} and more, with the engine of this server")
     if {"top_k", "top_p", "min_p"} & wish.noted.keys() and rules.narrowed is not None:
         own["support"] = rules.narrowed(*wish.narrow)
@@ -398,6 +424,12 @@ def own_settings(wish: Wish, rules: Rules) -> dict[str, Any]:
     if wish.logprobs and rules.blurred and support is not None and not support.whole:
         raise Nonsense(f"logprobs with top_k, top_p or min_p: {rules.blurred}")
     return own
+
+
+def length_of(message: Mapping[str, Any]) -> int:
+    """Characters of a message, about."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return len(message["content"]) + sum(CALL + len(c["name"]) + len(json.dumps(c["arguments"])) for c in calls)
 
 
 def usage_of(turn: PendingTurn, done: Done) -> dict[str, int]:

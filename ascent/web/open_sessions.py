@@ -95,7 +95,8 @@ class OpenSessions:
         """Whose request it is, by its key. A server's own key may name a session beside it; None: it does not."""
         if headers.get("origin") is not None or headers.get("sec-fetch-site") is not None:
             raise Denied(403, "requests of web pages are not answered")
-        given = headers.get("authorization", "").encode("latin-1", "replace").removeprefix(b"Bearer ").strip()
+        scheme, _, rest = headers.get("authorization", "").encode("latin-1", "replace").partition(b" ")
+        given = rest.strip() if scheme.lower() == b"bearer" else b""
         if self._key:
             if not hmac.compare_digest(given, self._key):
                 raise Denied(401, "the key of this server is missing or wrong", "invalid_api_key")

@@ -1,7 +1,6 @@
 """The wire format of OpenAI's API: settings of a request, messages, errors and events of a stream."""
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from ascent.environments.sessions import Nonsense
 
 BODY = 8 * 2**20
 """Bytes of a request."""
+NOTED = 100
+"""Characters of a value that are noted."""
 STOPS = 16
 """Stop strings of a request."""
 
@@ -59,16 +60,16 @@ class Frame:
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
-async def read_body(asked: Asked) -> dict[str, Any]:
+async def read_body(asked: Asked, most: int = BODY) -> dict[str, Any]:
     """The body of a request: a JSON object, of limited size."""
     length = asked.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > BODY:
-        raise Denied(413, f"a request has at most {BODY} bytes")
+    if length.isdecimal() and int(length) > most:
+        raise Denied(413, f"a request has at most {most} bytes")
     body = bytearray()
     async for piece in asked.stream():
         body += piece
-        if len(body) > BODY:
-            raise Denied(413, f"a request has at most {BODY} bytes")
+        if len(body) > most:
+            raise Denied(413, f"a request has at most {most} bytes")
     try:
         value = json.loads(bytes(body))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, and no half characters
@@ -91,6 +92,12 @@ IGNORED = {
     "min_tokens": (0,),
     "guided_json": (),
     "best_of": (1,),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
 }
 """Settings that are not there, and values of them that change nothing."""
 
@@ -110,11 +117,13 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         raise Nonsense("stop: text without U+FFFD")
     if most is not None and (type(most) is not int or most < 1):
         raise Nonsense("max_tokens: a whole number above 0")
-    if body.get("n") not in (None, 1):
+    if body.get("n") is not None and (type(body["n"]) is not int or body["n"] != 1):
         raise Nonsense("n: one answer per request")
     if body.get("top_logprobs"):
         raise Nonsense("top_logprobs: only the log-probs of the tokens that were drawn are known")
     top_k = _number(body, "top_k", 0, -1, 1 << 30)
+    if top_k != int(top_k):
+        raise Nonsense("top_k: a whole number")
     narrow = (max(int(top_k), 0), _number(body, "top_p", 1.0, 1e-9, 1.0), _number(body, "min_p", 0.0, 0.0, 0.999999))
     temperature, seed = body.get("temperature"), body.get("seed")
     if temperature is not None:
@@ -129,6 +138,8 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if body.get(name) is not None
     }
     logprobs = body.get("logprobs")
+    if logprobs is not None and type(logprobs) is not bool and not (plain and type(logprobs) is int and logprobs >= 0):
+        raise Nonsense(f"logprobs: {'a whole number' if plain else 'true or false'}")
     return Wish(
         most,
         stop,
@@ -139,15 +150,21 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         bool(options.get("include_usage")),
         logprobs is not None and logprobs is not False if plain else bool(logprobs),
         bool(body.get("return_token_ids")),
-        {**asked, **noted},
+        {name: _noted(value) for name, value in {**asked, **noted}.items()},
     )
+
+
+def _noted(value: Any) -> Any:
+    """What is noted of a value that a client has sent: not megabytes."""
+    words = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if len(words) <= NOTED else f"{words[:NOTED]}…"
 
 
 def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
     value = body.get(name)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+    if type(value) not in (int, float) or not low <= value <= high:
         raise Nonsense(f"{name}: a number from {low:g} to {high:g}")
     return value
 

@@ -5,6 +5,7 @@ prompt. A string may begin and end inside tokens, and a character may be spread 
 counts where a string is its name.
 """
 
+import itertools
 from functools import lru_cache
 from typing import Any
 
@@ -51,16 +52,28 @@ class Stops:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-@lru_cache(maxsize=4)
 def _may_complete(strings: tuple[str, ...], tokenizer: Any, vocab: int) -> bytes:
-    """Each token is read twice in a row, for some write a space between tokens and not before the first."""
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # a token may change the text before it
         return b"\1" * vocab
     last = {s[-1] for s in strings}
     last |= {TORN} if not all(map(str.isascii, last)) else set()
-    known = min(vocab, len(tokenizer))
-    pieces = tokenizer.batch_decode([[i, i] for i in range(known)], skip_special_tokens=True)
-    for name, token in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
-        if token < known:
-            pieces[token] = name if name in strings else ""
-    return bytes(not last.isdisjoint(piece) for piece in pieces) + b"\0" * (vocab - known)
+    tokens, may = _tokens_with(tokenizer, vocab), bytearray(vocab)
+    names = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    named = [token for name, token in names if name in strings and token < vocab]
+    for token in itertools.chain(named, *(tokens.get(character, ()) for character in last)):
+        may[token] = 1
+    return bytes(may)
+
+
+@lru_cache(maxsize=2)
+def _tokens_with(tokenizer: Any, vocab: int) -> dict[str, list[int]]:
+    """The tokens whose text has a character, special tokens aside. The whole vocabulary is read, once for all strings.
+
+    Each token is read twice in a row, for some write a space between tokens and not before the first.
+    """
+    known, special = min(vocab, len(tokenizer)), set(tokenizer.all_special_ids)
+    tokens: dict[str, list[int]] = {}
+    for token, piece in enumerate(tokenizer.batch_decode([[i, i] for i in range(known)], skip_special_tokens=True)):
+        for character in set(piece) if token not in special else ():
+            tokens.setdefault(character, []).append(token)
+    return tokens
