@@ -83,7 +83,7 @@ ON_GPU = (
     "ahead_gpu",
     "ranks_gpu",
 )
-NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks")
+NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks", "cluster")
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +16,92 @@ import torch
 from language import model_of, prompts_of, sampler_of
 
 from ascent.cli.main import main
-from ascent.core.types import Prompts, Rollouts, Trouble
-from ascent.engines.cluster import sampler as cluster
-from ascent.engines.cluster.sampler import ClusterSampler, Gone, Replica
+from ascent.core.protocols import Ticket
+from ascent.core.types import Prompts, Rollouts, Trouble, join
+from ascent.engines.cluster import dispatch
+from ascent.engines.cluster.replica import RECORDS, Gone, Replica
+from ascent.engines.cluster.sampler import ClusterSampler
+from ascent.records.replicas import replica_events, replicas_of
 
 FIVE = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
+CLOSING: list[ClusterSampler] = []
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "PAUSE", 0.001)
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dispatch, "PAUSE", 0.001)
+    yield
+    while CLOSING:
+        CLOSING.pop().close()
 
 
 class Calls:
     """Replicas of this process. `fates`: of each call by its number, what becomes of its replica."""
 
     def __init__(self, count: int, fates: dict[int, str] | None = None):
-        self.names = tuple(f"sampler-{i}" for i in range(count))
+        self.there = [f"sampler-{i}" for i in range(count)]
         self.fates, self.calls, self.restarted = fates or {}, 0, list[str]()
-        self.replicas = {name: self.new() for name in self.names}
-        self.open: dict[int, list[Any]] = {}
+        self.replicas: dict[str, Replica] = {}
+        self.drawn: dict[str, list[int]] = {}
+        self.hanging: dict[str, Future[Any]] = {}
+
+    def names(self) -> list[str]:
+        return list(self.there)
 
     def new(self) -> Replica:
         return Replica(lambda _: sampler_of(model_of("Llama", seed=9), limit=6))
 
     def put(self, value: Any) -> Any:
-        return value
+        return {name: one.clone() for name, one in value.items()}
 
-    def begin(self, name: str, method: str, *args: Any) -> int:
+    def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
         self.calls += 1
-        self.open[self.calls] = [name, method, args, self.fates.get(self.calls, "")]
-        return self.calls
+        call: Future[Any] = Future()
+        fate = self.fates.get(self.calls, "")
+        if fate == "hangs":
+            self.hanging[name] = call
+            return call
+        try:
+            call.set_result(self.do(name, method, fate, *args))
+        except Exception as error:
+            call.set_exception(error)
+        return call
 
-    def wait(self, calls: Sequence[int], seconds: float) -> list[int]:
-        return [call for call in calls if self.open[call][3] != "hangs"][:1]
-
-    def result(self, call: int) -> Any:
-        name, method, args, fate = self.open[call]
+    def do(self, name: str, method: str, fate: str, *args: Any) -> Any:
+        if fate:
+            self.replicas.pop(name, None)
         if fate == "dies":
-            self.replicas[name] = self.new()
             raise Gone("killed")
         if fate == "is over":
-            error = Gone("killed for good")
-            error.over = True
-            raise error
+            raise Gone("killed for good", over=True)
         if fate == "answers with other weights":
             args = ({k: v + 0.5 for k, v in args[0].items()}, *args[1:])
-        return getattr(self.replicas[name], method)(*args)
+        found = getattr(self.replicas.setdefault(name, self.new()), method)(*args)
+        if method == "draw":
+            self.drawn.setdefault(name, []).append(args[0])
+        return found
+
+    def result(self, call: Future[Any]) -> Any:
+        return call.result()
 
     def restart(self, name: str) -> None:
         self.restarted.append(name)
-        for call in self.open.values():
-            if call[0] == name and call[3] == "hangs":
-                call[3] = "dies"
+        self.hanging.pop(name).set_exception(Gone("killed"))
 
 
-def drawn(crew: Any, deadline: float = 600.0, greedy: bool = False) -> tuple[Rollouts, ClusterSampler]:
+def begun(crew: Any, deadline: float = 600.0, folder: Path | None = None) -> ClusterSampler:
     own = sampler_of(model_of("Llama"), limit=6)
     sampler = ClusterSampler(own, own, crew, {}, deadline)
+    CLOSING.append(sampler)
+    sampler.folder = folder
     before = sampler.generate(FIVE[torch.arange(1)], 1, seed=3)  # before the first load rank 0 draws by itself
     assert crew.calls == 0 and before.response.shape[:2] == (1, 1)
     sampler.load(own.lm.trained(), 1)
+    return sampler
+
+
+def drawn(crew: Any, deadline: float = 600.0, greedy: bool = False) -> tuple[Rollouts, ClusterSampler]:
+    sampler = begun(crew, deadline)
     return sampler.generate(FIVE, 3, greedy, seed=7), sampler
 
 
@@ -99,15 +126,14 @@ def test_whoever_dies_at_whatever_call_no_token_changes(capsys: pytest.CaptureFi
     for call in range(1, 5):  # two loads, two draws
         crew = Calls(2, {call: "dies"})
         found, sampler = drawn(crew)
-        assert equal(found, alone()) and len(sampler.alive) == 2, call
+        assert equal(found, alone()) and len(sampler.dispatch.members) == 2, call
         assert "was lost, and others draw its responses" in capsys.readouterr().err
-        assert all(replica.version in (1, -1) for replica in crew.replicas.values())
     found, _ = drawn(Calls(2, {3: "dies", 4: "dies", 5: "dies"}))
     assert equal(found, alone())
 
 
 def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "LOOK", 0.0)
+    monkeypatch.setattr(dispatch, "LOOK", 0.0)
     crew = Calls(2, {3: "hangs"})
     found, _ = drawn(crew, deadline=0.01)
     assert equal(found, alone()) and crew.restarted
@@ -117,7 +143,7 @@ def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
 def test_a_replica_that_does_not_come_back_is_left_out_and_the_last_one_ends_the_run() -> None:
     for fates in ({2: "is over"}, {4: "is over"}):
         found, sampler = drawn(Calls(2, fates))
-        assert equal(found, alone()) and len(sampler.alive) == 1
+        assert equal(found, alone()) and len(sampler.dispatch.members) == 1
         assert equal(sampler.generate(FIVE, 3, seed=7), alone()), "it is not asked again"
     with pytest.raises(Trouble, match="no sampler of the cluster is left"):
         drawn(Calls(1, {1: "is over"}))
@@ -146,12 +172,18 @@ def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
     train = ("train", "jsonl:rows.jsonl", "--model", tiny_folder)
     engine = ("--engine", "vllm", "--engine.url", "http://127.0.0.1:8000")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        ((), "takes train or status"),
-        (("resume", "run"), "takes train or status"),
+        ((), "takes train TASK"),
+        (("plan", "run"), "takes train TASK"),
         (("train", "sort"), "is for language models"),
         (("--samplers", 0, *train), "samplers"),
         (("--learners", -1, *train), "learners"),
-        ((*train, "--ahead", 1, "--correction", "truncated"), "--ahead 1"),
+        (("--restarts", 2, *train), "needs --out"),
+        (("--restarts", -1, *train), "restarts"),
+        (("add",), "add COUNT"),
+        (("add", "0"), "is 1 or more"),
+        (("status", "nowhere"), "there is no such folder"),
+        (("resume",), "takes the run's folder"),
+        (("resume", "nowhere"), "there is no such folder"),
         ((*train, "--tools", "calculator"), "played by the learner"),
         ((*train, *engine), "Ascent's own samplers"),
         ((*train, "--stepz", 1), "no such flag"),
@@ -171,3 +203,86 @@ def test_without_ray_the_extra_is_named(
     Path("rows.jsonl").write_text("".join(f'{{"prompt": "Say {i}.", "answer": "{i}"}}\n' for i in range(8)))
     for args in (["status"], ["train", "jsonl:rows.jsonl", "--model", str(tiny_folder)]):
         assert main(["cluster", *args]) == 2 and "ascent-rl[cluster]" in capsys.readouterr().err
+
+
+# ---- ahead of a step
+
+
+def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ClusterSampler]:
+    """The responses of two steps with --ahead 1: weights change after the first, and both are asked for before."""
+    sampler = begun(crew)
+    sampler.submit([Ticket(0, FIVE, 2, seed=5), Ticket(1, FIVE, 2, seed=6)])
+    if hold:
+        assert all(one.drawn is not None for one in sampler.held())
+    found = []
+    for step in (0, 1):
+        parts = sorted(sampler.finished(step, 60), key=lambda one: int(one.place[0]))
+        place = torch.cat([one.place for one in parts])
+        assert sorted(place.tolist()) == [0, 1, 2, 3, 4], "each group once"
+        found.append(join([one.rollouts for one in parts]).select(place.argsort()))
+        sampler.load({name: p + 0.1 for name, p in sampler.own.lm.trained().items()}, step + 2)
+        for name in list(crew.hanging):
+            crew.restart(name)
+    assert sampler.pending == ()
+    return found, sampler
+
+
+@pytest.mark.long
+def test_ahead_a_step_has_the_tokens_of_the_policy_that_was_asked_whoever_dies_and_whenever() -> None:
+    own = sampler_of(model_of("Llama"), limit=6)
+    expected = [own.generate(FIVE, 2, seed=seed) for seed in (5, 6)]
+    for fates in ({}, {4: "dies"}, {5: "dies", 6: "dies"}, {6: "is over"}, {6: "hangs"}):
+        found, _ = two_steps(crew := Calls(2, dict(fates)))
+        assert all(map(equal, found, expected)), fates
+        assert {int(v) for one in found for v in one.version.flatten()} == {1}, "though version 2 was there for some"
+    assert crew.restarted
+    found, _ = two_steps(Calls(1), hold=True)
+    assert all(map(equal, found, expected)), "a checkpoint in between waits for what is drawn, and changes nothing"
+
+
+# ---- samplers that come and go
+
+
+@pytest.mark.long
+def test_a_sampler_that_joins_gets_weights_first_and_one_that_leaves_draws_nothing_more() -> None:
+    crew = Calls(1)
+    one, sampler = drawn(crew)
+    crew.there.append("sampler-1")
+    sampler.load(sampler.own.lm.trained(), 2)
+    until_drawn = sampler.generate(FIVE, 3, seed=7)  # greeted by now
+    two = sampler.generate(FIVE, 3, seed=7)
+    assert set(crew.drawn["sampler-1"]) == {2} and sampler.dispatch.width == 2
+    assert torch.equal(one.response, two.response) and torch.equal(until_drawn.response, two.response)
+    crew.replicas["sampler-0"].leave()
+    count = len(crew.drawn["sampler-0"])
+    assert equal(sampler.generate(FIVE, 3, seed=7), two), "the cut stays, so the bits do"
+    assert list(sampler.dispatch.members) == ["sampler-1"] and len(crew.drawn["sampler-0"]) == count
+    sampler.load(sampler.own.lm.trained(), 3)
+    assert equal(sampler.generate(FIVE, 3, seed=7), two) and "sampler-0" not in sampler.dispatch.members
+
+
+# ---- records
+
+
+@pytest.mark.long
+def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampler = begun(Calls(2, {3: "dies"}), folder=tmp_path / "engine")
+    for version in (2, 3):
+        sampler.submit([Ticket(version - 2, FIVE, 3, seed=7)])
+        list(sampler.finished(version - 2, 60))
+        sampler.load(sampler.own.lm.trained(), version)
+    sampler.close()
+    learners, *rows = replicas_of(tmp_path)
+    assert learners["version"] == 3 and 0 <= learners["idle"] <= 1
+    assert [row["name"] for row in rows] == ["sampler-0", "sampler-1"] and sum(row["lost"] for row in rows) == 1
+    assert sum(row["tokens"] for row in rows) == 2 * int(alone().mask.sum()) and all(row["rate"] > 0 for row in rows)
+    (event,) = replica_events(tmp_path)
+    assert (event["event"], event["why"]) == ("lost", "killed")
+    assert "sampler-" in capsys.readouterr().err
+
+    with (tmp_path / "engine" / RECORDS).open("a") as file:
+        odd = [{}, [], {"time": 1, "event": 3}, {"time": 1, "replicas": {"x": {}}}, {"time": "now", "event": "lost"}]
+        odd.append({"time": 1, "seconds": 1, "waited": 0, "version": 9, "replicas": [1]})
+        file.write("".join(f"{json.dumps(line)}\n" for line in odd) + "{\nnonsense\n\xff\n" + '{"time"')
+    assert replicas_of(tmp_path)[1:] == rows and replica_events(tmp_path) == [event], "other lines are left out"
+    assert replicas_of(tmp_path / "nowhere") == [] == replica_events(tmp_path / "nowhere")

@@ -3,13 +3,16 @@
 import json
 import sys
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from ascent.cli.flags import Command, parse_train
 from ascent.core.types import Refused, check_counts
 from ascent.records.display import table
+from ascent.records.replicas import COLUMNS, replicas_of
+from ascent.records.run import Run
 
-COLUMNS = ("run", "name", "state", "pid", "version", "tokens", "rate", "idle")
+LIVE = ("run", "name", "state", "pid", "version", "tokens", "rate", "idle")
+VERBS = {"train": "TASK …", "resume": "RUN", "status": "[RUN]", "add": "COUNT", "remove": "NAME"}
 
 
 @dataclass
@@ -17,7 +20,11 @@ class ClusterCommand(Command):
     """Train with learners and samplers on a Ray cluster; `ascent cluster status` says who does what.
 
     ascent cluster --learners 2 --samplers 2 train TASK --model MODEL …
-    ascent cluster status
+    ascent cluster --learners 2 --samplers 2 resume RUN
+    ascent cluster status           who is on the cluster
+    ascent cluster status RUN       what each sampler of a run did, from its records; Ray is not needed
+    ascent cluster add 2            two samplers more for the run on the cluster
+    ascent cluster remove sampler-1
 
     Without --address a Ray cluster is started on this machine, and ends with the run.
     """
@@ -32,45 +39,76 @@ class ClusterCommand(Command):
     """A Ray cluster that runs: HOST:PORT, or auto: the one of this machine."""
     gpus: bool = False
     """Give every learner and every sampler a GPU."""
+    restarts: int = 0
+    """Times that learners go on from the newest checkpoint after one was lost. It needs --out."""
+    run: str | None = None
+    """For add and remove: the name of the run, where the cluster has several."""
     json: bool = False
     """Print the status as one JSON object."""
 
     @classmethod
     def read(cls, args: list[str]) -> Self:
         command = super().read(args)
-        if command.rest[:1] == ["train"]:
-            from ascent.engines.cluster.sampler import check_cluster
-
-            check_counts(1, learners=command.learners, samplers=command.samplers)
-            check_cluster(parse_train(command.rest[1:], "ascent cluster train")[0])
-        elif command.rest != ["status"]:
-            raise Refused(
-                f"{' '.join(command.rest) or 'nothing'}: after its flags `ascent cluster` takes train or status"
-            )
+        verb, *rest = command.rest or ["nothing"]
+        if verb in ("train", "resume"):
+            command.check_training(verb, rest)
+        elif verb not in VERBS or len(rest) > 1 or (not rest and verb != "status"):
+            usages = ", ".join(f"{verb} {more}" for verb, more in VERBS.items())
+            raise Refused(f"{' '.join(command.rest) or 'nothing'}: after its flags `ascent cluster` takes {usages}")
+        elif verb == "add" and not (rest[0].isdecimal() and int(rest[0])):
+            raise Refused(f"add {rest[0]}: the number of samplers to add is 1 or more")
         return command
 
-    def execute(self) -> int | None:
-        from ascent.workflows.cluster import cluster_status, launch_cluster
+    def check_training(self, verb: str, rest: list[str]) -> None:
+        from ascent.engines.cluster.sampler import check_cluster
 
-        if self.rest[0] == "train":
-            return launch_cluster(self.rest, self.learners, self.samplers, self.gpus, self.address, pass_on)
-        found = cluster_status(self.address)
+        check_counts(1, learners=self.learners, samplers=self.samplers)
+        check_counts(0, restarts=self.restarts)
+        if verb == "resume":
+            if len(rest) != 1:
+                raise Refused("ascent cluster resume takes the run's folder, and nothing else")
+            check_cluster(Run(rest[0]).config)
+            return
+        config, options = parse_train(rest, "ascent cluster train")
+        check_cluster(config)
+        if self.restarts and options.out is None:
+            raise Refused(f"--restarts {self.restarts} needs --out FOLDER: learners that start again look there")
+
+    def execute(self) -> int | None:
+        from ascent.workflows import cluster
+
+        verb, *rest = self.rest
+        if verb in ("train", "resume"):
+            return cluster.Launch(self.rest, self.learners, self.samplers, self.gpus, self.restarts, pass_on)(
+                self.address
+            )
+        if verb == "add":
+            run = cluster.add_samplers(self.address, self.run, int(rest[0]))
+            print(f"{run}: asked for {rest[0]} more. They draw as soon as the cluster has room: ascent cluster status")
+        elif verb == "remove":
+            print(f"{cluster.remove_sampler(self.address, self.run, rest[0])}: {rest[0]} has left")
+        elif rest:
+            self.show(replicas_of(Run(rest[0]).folder), COLUMNS, f"{rest[0]} was not trained on a cluster.")
+        else:
+            self.show(cluster.cluster_status(self.address), LIVE, "No cluster run is there.")
+        return None
+
+    def show(self, found: list[dict[str, Any]], columns: tuple[str, ...], nothing: str) -> None:
         if self.json:
             print(json.dumps({"actors": found}))
         elif not found:
-            print("No cluster run is there.")
+            print(nothing)
         else:
-            rows = [[status_cell(name, line.get(name)) for name in COLUMNS] for line in found]
-            print("\n".join(table(list(COLUMNS), rows)))
-        return None
+            rows = [[status_cell(name, line.get(name)) for name in columns] for line in found]
+            print("\n".join(table(list(columns), rows)))
 
 
 def status_cell(name: str, value: object) -> str:
     if value is None:
         return "·"
     if isinstance(value, float):
-        return f"{value:.0%}" if name == "idle" else f"{value:,.0f}/s"
-    return str(value)
+        return f"{value:,.0f}/s" if name == "rate" else f"{value:.0%}"
+    return f"{value:,}" if name == "tokens" else str(value)
 
 
 def pass_on(stream: str, data: bytes) -> None:

@@ -18,7 +18,7 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler, Task
 from ascent.core.types import Prompts, Refused, Rollouts, Streams
-from ascent.engines.ranks.ranks import ALONE, Ranks
+from ascent.engines.ranks.ranks import ALONE, Ranks, in_cluster
 from ascent.engines.timeline import Timeline
 
 Params = dict[str, Tensor]
@@ -147,10 +147,10 @@ class Backend(ABC):
 
     def check_ranks(self, config: Config, size: int) -> None:
         """Refuse what this backend cannot do on a group of this many ranks; 0: there is no group."""
-        if config.ahead and size:
+        if config.ahead and size and not in_cluster():
             raise Refused(
                 f"--ahead {config.ahead} under torchrun: how far sampling gets ahead would depend on the number of "
-                "ranks, and so would the numbers of the run. Leave --ahead out"
+                "ranks, and so would the numbers of the run. Leave --ahead out, or start it by `ascent cluster`"
             )
 
     def check_task(self, config: Config, task: Any, flag: str) -> None:  # noqa: B027 (most tasks of a kind will do)

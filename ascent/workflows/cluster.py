@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ascent.core.types import Refused, Streams
 from ascent.engines.backends import backend_of
-from ascent.engines.cluster.crew import CLUSTER, ray_here
-from ascent.engines.cluster.sampler import Replica
+from ascent.engines.cluster.crew import ray_here, sampler_names
+from ascent.engines.cluster.replica import Replica
+from ascent.engines.ranks.ranks import CLUSTER
 from ascent.settings import config_from
 
 PREFIX = "ascent-"
@@ -31,8 +33,12 @@ POLL = 0.2
 """Seconds between two looks at what the learners say."""
 PLACED = 120.0
 """Seconds that the cluster may take to find room."""
+MORE = 64
+"""Samplers that may be added on a cluster of this machine alone, where only GPUs are counted."""
 RESTARTS = 100
 """Times that a sampler may be started again."""
+REFUSED = 2
+"""The exit status of a command that was refused: it would be again."""
 
 
 def connect(address: str | None, actors: int = 0) -> bool:
@@ -51,7 +57,7 @@ def connect(address: str | None, actors: int = 0) -> bool:
         if address is not None:
             ray.init(address=address, **quiet)
             return False
-        ray.init(num_cpus=max(os.cpu_count() or 1, actors), include_dashboard=False, **quiet)
+        ray.init(num_cpus=actors + MORE, include_dashboard=False, **quiet)
         return True
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise Refused(
@@ -83,6 +89,8 @@ class LearnerProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.said: list[tuple[str, bytes]] = []
         self.readers: list[threading.Thread] = []
+        self.wanted = 0
+        """Samplers that somebody has asked for since the launcher looked."""
 
     def place(self) -> tuple[str, int]:
         """Where ranks can meet: this machine, and a free port of it."""
@@ -90,31 +98,35 @@ class LearnerProcess:
             free.bind(("", 0))
             return ray_here().util.get_node_ip_address(), free.getsockname()[1]
 
-    def start(self, args: Sequence[str], host: str, port: int, address: str, folder: str) -> int:
-        own = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": host}
-        own |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": self.run, CLUSTER: f"{address} {self.run}"}
-        env = os.environ | {name: str(value) for name, value in own.items()}
+    def start(self, args: Sequence[str], meet: tuple[str, int], address: str, folder: str, attempt: int) -> int:
+        own = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": meet[0]}
+        own |= {"MASTER_PORT": meet[1], "TORCHELASTIC_RUN_ID": self.run, "TORCHELASTIC_RESTART_COUNT": attempt}
+        env = os.environ | {name: str(value) for name, value in own.items()} | {CLUSTER: f"{address} {self.run}"}
         command = [sys.executable, "-m", "ascent", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_before_rank, **pipes)
-        for name in ("stdout", "stderr"):
-            pipe = getattr(self.process, name)
-            self.readers.append(threading.Thread(target=self._listen, args=(name, pipe), daemon=True))
-            self.readers[-1].start()
+        streams = [(name, getattr(self.process, name)) for name in ("stdout", "stderr")]
+        self.readers = [threading.Thread(target=self._listen, args=stream, daemon=True) for stream in streams]
+        for reader in self.readers:
+            reader.start()
         return self.process.pid
 
     def _listen(self, name: str, pipe: Any) -> None:
         while data := pipe.read1():
             self.said.append((name, data))
 
-    def poll(self) -> tuple[list[tuple[str, bytes]], int | None]:
-        """What it has said since the last call, and its exit status once it has ended."""
+    def poll(self) -> tuple[list[tuple[str, bytes]], int | None, int]:
+        """What it has said since the last call, its exit status once it has ended, and samplers to be added."""
         status = self.process.poll() if self.process else None
         for reader in self.readers if status is not None else ():
             reader.join(5)  # its last words
-        count = len(self.said)
-        words, self.said = self.said[:count], self.said[count:]
-        return words, status
+        count, wanted = len(self.said), self.wanted
+        words, self.said, self.wanted = self.said[:count], self.said[count:], 0
+        return words, status, wanted
+
+    def want(self, samplers: int) -> None:
+        """`ascent cluster add`: the launcher starts them, so that they end with it."""
+        self.wanted += samplers
 
     def interrupt(self, number: int) -> None:
         if self.process and self.process.poll() is None:
@@ -150,72 +162,118 @@ class SamplerActor(Replica):
 # ---- the launcher
 
 
-def launch_cluster(
-    args: Sequence[str],
-    learners: int,
-    samplers: int,
-    gpus: bool,
-    address: str | None,
-    say: Callable[[str, bytes], None],
-) -> int:
-    """Place actors, run the command on every learner, and return the exit status of rank 0."""
-    started = connect(address, learners + samplers)
-    ray = ray_here()
-    run = f"{PREFIX}{uuid.uuid4().hex[:8]}"
-    each: dict[str, Any] = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
-    group = ray.util.placement_group([each] * (learners + samplers), strategy="PACK")
-    try:
-        if not group.wait(PLACED):
-            raise Refused(
-                f"--learners {learners} --samplers {samplers}: the cluster has no room for {learners + samplers} "
-                f"actors with {' and '.join(f'1 {name}' for name in each)} each; it has {_resources(ray)}"
-            )
-        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+@dataclass
+class Launch:
+    """What is started on a cluster."""
 
-        def actor(cls: type, index: int, name: str, restarts: int, *own: Any) -> Any:
-            how = {"num_cpus": 1, "num_gpus": int(gpus), "name": name, "namespace": run, "max_restarts": restarts}
-            where = place(group, placement_group_bundle_index=index)
-            return ray.remote(cls).options(**how, scheduling_strategy=where).remote(*own)
+    args: Sequence[str]
+    """The words of `ascent train` or `ascent resume`, as every rank gets them."""
+    learners: int
+    samplers: int
+    gpus: bool
+    restarts: int
+    """Times that learners are started again after one was lost."""
+    say: Callable[[str, bytes], None]
+    """Takes a stream's name, and what a rank has written there."""
 
-        drawing = [actor(SamplerActor, learners + i, f"sampler-{i}", RESTARTS) for i in range(samplers)]
-        ranks = [actor(LearnerProcess, i, f"learner-{i}", 0, i, learners, run) for i in range(learners)]
-        host, port = ray.get(ranks[0].place.remote())
-        where = ray.get_runtime_context().gcs_address
-        ray.get([rank.start.remote(list(args), host, port, where, os.getcwd()) for rank in ranks])
-        status = _follow(ray, ranks, say)
-        del drawing
+    def __call__(self, address: str | None) -> int:
+        """Place actors, run the command on every learner, and return the exit status of rank 0."""
+        count = self.learners + self.samplers
+        started = connect(address, count)
+        ray = self.ray = ray_here()
+        self.run, self.asked = f"{PREFIX}{uuid.uuid4().hex[:8]}", list[int]()
+        each: dict[str, Any] = {"CPU": 1, "GPU": 1} if self.gpus else {"CPU": 1}
+        group = ray.util.placement_group([each] * count, strategy="PACK")
+        try:
+            if not group.wait(PLACED):
+                raise Refused(
+                    f"--learners {self.learners} --samplers {self.samplers}: the cluster has no room for {count} "
+                    f"actors with {' and '.join(f'1 {name}' for name in each)} each; it has {_resources(ray)}"
+                )
+            self.place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            self.drawing = [self._sampler(i, group, self.learners + i) for i in range(self.samplers)]
+            self.ranks = [self._learner(i, group) for i in range(self.learners)]
+            with self._hearing():
+                return self._attempts(group)
+        finally:
+            ray.util.remove_placement_group(group)
+            ray.shutdown()
+            if started:
+                os.environ.pop("RAY_ADDRESS", None)
+
+    def _actor(self, cls: type, name: str, restarts: int, *own: Any, **more: Any) -> Any:
+        more |= {"num_cpus": 1, "num_gpus": int(self.gpus), "max_restarts": restarts}
+        return self.ray.remote(cls).options(name=name, namespace=self.run, **more).remote(*own)
+
+    def _sampler(self, number: int, group: Any = None, index: int = -1) -> Any:
+        """One of the start has its place in the group; one that is added gets it wherever there is room."""
+        where = {} if group is None else {"scheduling_strategy": self.place(group, placement_group_bundle_index=index)}
+        return self._actor(SamplerActor, f"sampler-{number}", RESTARTS, **where)
+
+    def _learner(self, rank: int, group: Any) -> Any:
+        where = self.place(group, placement_group_bundle_index=rank)
+        own = (rank, self.learners, self.run)
+        return self._actor(LearnerProcess, f"learner-{rank}", 0, *own, scheduling_strategy=where)
+
+    def _attempts(self, group: Any) -> int:
+        for attempt in range(self.restarts + 1):
+            meet = self._ready(group)
+            where, here = self.ray.get_runtime_context().gcs_address, os.getcwd()
+            words = list(self.args)
+            self.ray.get([rank.start.remote(words, meet, where, here, attempt) for rank in self.ranks])
+            status = self._follow()
+            if status in (0, REFUSED) or self.heard or attempt == self.restarts:
+                break
+            again = f"ascent: the learners ended with status {status}, and are started again ({attempt + 1} of "
+            self.say("stderr", f"{again}{self.restarts})\n".encode())
         return status
-    finally:
-        ray.util.remove_placement_group(group)
-        ray.shutdown()
-        if started:
-            os.environ.pop("RAY_ADDRESS", None)
 
+    def _ready(self, group: Any) -> tuple[str, int]:
+        """Every learner is there, and a new one where it was lost; where they meet."""
+        for number, rank in enumerate(self.ranks):
+            try:
+                self.ray.get(rank.place.remote())
+            except self.ray.exceptions.RayActorError:
+                self.ranks[number] = self._learner(number, group)
+        return self.ray.get(self.ranks[0].place.remote())
 
-def _follow(ray: Any, ranks: list[Any], say: Callable[[str, bytes], None]) -> int:
-    """Pass on what the ranks say until all have ended. Ctrl-C and SIGTERM go to rank 0, which saves and ends."""
-    statuses: dict[int, int] = {}
-    asked: list[int] = []
-    ends = (signal.SIGINT, signal.SIGTERM)
-    kept = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in ends}
-    try:
-        while len(statuses) < len(ranks):
-            while asked:
-                ray.get(ranks[0].interrupt.remote(asked.pop()))
-            for number in [n for n in range(len(ranks)) if n not in statuses]:
-                try:
-                    words, status = ray.get(ranks[number].poll.remote())
-                except ray.exceptions.RayActorError:
-                    words, status = [], 1
-                for stream, data in words:
-                    say(stream, data)
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM are kept for rank 0, which saves and ends."""
+        self.asked, self.heard = [], False
+        ends = (signal.SIGINT, signal.SIGTERM)
+        kept = {number: signal.signal(number, lambda got, _: self.asked.append(got)) for number in ends}
+        try:
+            yield
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+    def _follow(self) -> int:
+        """Pass on what the ranks say until all have ended."""
+        statuses: dict[int, int] = {}
+        while len(statuses) < len(self.ranks):
+            for number in [n for n in range(len(self.ranks)) if n not in statuses]:
+                status = self._hear(self.ranks[number])
                 if status is not None:
                     statuses[number] = status if status >= 0 else 128 - status
             time.sleep(POLL)
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-    return statuses[0] or max(statuses.values())
+        return statuses[0] or max(statuses.values())
+
+    def _hear(self, rank: Any) -> int | None:
+        """The news of one rank; its exit status once it has ended."""
+        try:
+            while self.asked and rank is self.ranks[0]:
+                self.heard = True
+                self.ray.get(rank.interrupt.remote(self.asked.pop()))
+            words, status, wanted = self.ray.get(rank.poll.remote())
+        except self.ray.exceptions.RayActorError:
+            return 1
+        for stream, data in words:
+            self.say(stream, data)
+        for _ in range(wanted):
+            self.drawing.append(self._sampler(len(self.drawing)))
+        return status
 
 
 def _resources(ray: Any) -> str:
@@ -223,11 +281,23 @@ def _resources(ray: Any) -> str:
     return f"{there.get('CPU', 0):g} CPU and {there.get('GPU', 0):g} GPU"
 
 
-def cluster_status(address: str | None) -> list[dict[str, Any]]:
-    """Of every cluster run there, who does what."""
+# ---- runs that are there
+
+
+@contextmanager
+def joined(address: str | None) -> Iterator[Any]:
+    """Ray, connected to a cluster that runs."""
     connect(address)
     ray = ray_here()
     try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def cluster_status(address: str | None) -> list[dict[str, Any]]:
+    """Of every cluster run there, who does what."""
+    with joined(address) as ray:
         named = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"].startswith(PREFIX)]
         found = []
         for one in sorted(named, key=lambda a: (a["namespace"], a["name"])):
@@ -240,5 +310,35 @@ def cluster_status(address: str | None) -> list[dict[str, Any]]:
             except (ray.exceptions.RayActorError, ValueError):
                 found.append(line | {"state": "restarting"})
         return found
-    finally:
-        ray.shutdown()
+
+
+def add_samplers(address: str | None, run: str | None, count: int) -> str:
+    """Have so many more samplers started; the name of the run."""
+    with joined(address) as ray:
+        run = _only_run(ray, run)
+        ray.get(ray.get_actor("learner-0", namespace=run).want.remote(count))
+        return run
+
+
+def remove_sampler(address: str | None, run: str | None, name: str) -> str:
+    """Have a sampler finish what it draws, and end; the name of the run."""
+    with joined(address) as ray:
+        run = _only_run(ray, run)
+        names = sampler_names(ray, run)
+        if name not in names:
+            raise Refused(f"{name}: {run} has no sampler of this name. It has {', '.join(names)}")
+        if len(names) == 1:
+            raise Refused(f"{name} is the last sampler of {run}. To end the run, press Ctrl-C where it was started")
+        actor = ray.get_actor(name, namespace=run)
+        with suppress(ray.exceptions.RayActorError):
+            ray.get(actor.leave.remote())
+        ray.kill(actor, no_restart=True)
+        return run
+
+
+def _only_run(ray: Any, run: str | None) -> str:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    runs = sorted({a["namespace"] for a in named if a["namespace"].startswith(PREFIX)})
+    if run in runs or (run is None and len(runs) == 1):
+        return run or runs[0]
+    raise Refused(f"--run {run}: on this cluster are {', '.join(runs) or 'no runs'}. Name one of them")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from ascent.core.types import Refused, Trouble
-from ascent.engines.cluster.sampler import ClusterSampler, Gone, check_cluster
-
-CLUSTER = "ASCENT_CLUSTER"
-"""The environment variable that names the cluster and the run that a learner belongs to."""
+from ascent.engines.cluster.replica import Gone
+from ascent.engines.cluster.sampler import ClusterSampler, check_cluster
+from ascent.engines.ranks.ranks import CLUSTER, in_cluster
 
 
 def ray_here() -> Any:
@@ -25,41 +24,48 @@ class RayCrew:
     """The samplers of a run, by the names under which its cluster knows them."""
 
     def __init__(self, run: str):
-        self.ray = ray_here()
-        named = self.ray.util.list_named_actors(all_namespaces=True)
-        self.names = tuple(
-            sorted(a["name"] for a in named if a["namespace"] == run and a["name"].startswith("sampler"))
-        )
-        self.actors = {name: self.ray.get_actor(name, namespace=run) for name in self.names}
+        self.ray, self.run = ray_here(), run
+        self.actors: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        return sampler_names(self.ray, self.run)
 
     def put(self, value: Any) -> Any:
         return self.ray.put(value)
 
-    def begin(self, name: str, method: str, *args: Any) -> Any:
-        return getattr(self.actors[name], method).remote(*args)
-
-    def wait(self, calls: Sequence[Any], seconds: float) -> list[Any]:
-        return self.ray.wait(list(calls), num_returns=1, timeout=seconds)[0]
-
-    def result(self, call: Any) -> Any:
+    def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
         try:
-            return self.ray.get(call)
-        except self.ray.exceptions.RayActorError as error:
-            gone = Gone(str(error).partition("\n")[0])
-            gone.over = not isinstance(error, self.ray.exceptions.ActorUnavailableError)
-            raise gone from None
-        except self.ray.exceptions.RayTaskError as error:
+            if name not in self.actors:
+                self.actors[name] = self.ray.get_actor(name, namespace=self.run)
+            return getattr(self.actors[name], method).remote(*args).future()
+        except (ValueError, self.ray.exceptions.RayActorError) as error:  # it has gone since it was listed
+            failed: Future[Any] = Future()
+            failed.set_exception(Gone(str(error), over=True))
+            return failed
+
+    def result(self, call: Future[Any]) -> Any:
+        errors = self.ray.exceptions
+        try:
+            return call.result()
+        except errors.RayActorError as error:
+            raise Gone(str(error), over=not isinstance(error, errors.ActorUnavailableError)) from None
+        except errors.RayTaskError as error:
             if isinstance(error.cause, Gone):
-                raise Gone(str(error.cause)) from None
+                raise error.cause from None
             raise Trouble(f"a sampler failed: {type(error.cause).__name__}: {error.cause}") from None
 
     def restart(self, name: str) -> None:
         self.ray.kill(self.actors[name], no_restart=False)
 
 
+def sampler_names(ray: Any, run: str) -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(a["name"] for a in named if a["namespace"] == run and a["name"].startswith("sampler"))
+
+
 def crew_here() -> RayCrew | None:
     """The samplers of the run that this learner belongs to; None: it is not part of a cluster."""
-    if CLUSTER not in os.environ:
+    if not in_cluster():
         return None
     address, run = os.environ[CLUSTER].split(" ")
     ray = ray_here()
@@ -74,9 +80,10 @@ def join_cluster(parts: Any) -> Any:
     if crew is None:
         return parts
     check_cluster(parts.config)
-    own = getattr(parts.sampler, "inner", parts.sampler)
-    config = parts.config
+    own, config, count = getattr(parts.sampler, "inner", parts.sampler), parts.config, len(crew.names())
     parts.sampler = ClusterSampler(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline)
     parts.judged = parts.judged[0], parts.sampler
-    parts.notes += (f"{len(crew.names)} {'samplers draw' if len(crew.names) > 1 else 'sampler draws'} on the cluster",)
+    parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster",)
+    if config.ahead:
+        parts.notes += (f"on a cluster, --ahead {config.ahead} is exact: the policy of {config.ahead} steps before",)
     return parts

@@ -15,6 +15,14 @@ from torch import Tensor
 
 from ascent.core.types import Batch, Terms
 
+CLUSTER = "ASCENT_CLUSTER"
+"""The environment variable that names the Ray cluster and the run that a rank belongs to."""
+
+
+def in_cluster() -> bool:
+    """Has `ascent cluster` started this process?"""
+    return CLUSTER in os.environ
+
 
 def launched() -> bool:
     """Has torchrun started this process?"""

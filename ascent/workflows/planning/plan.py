@@ -257,7 +257,7 @@ class Planner:
 
     def untried(self, samplers: int, ahead: int) -> str | None:
         if samplers:
-            return "samplers of their own that work ahead (ascent cluster refuses --ahead)"
+            return "samplers of their own (ascent cluster) on GPUs"
         if ahead and self.cluster.size > 1:
             return "--ahead on several ranks"
         return None

@@ -148,6 +148,7 @@ class Run extends Component {
         lines=${lines[i] ?? []} range=${range} whole=${this.whole()} smooth=${smooth} log=${log} cursor=${this.cursor} marks=${marks} onZoom=${(a, b) => this.zoom(a, b)} onOpen=${(step) => this.open(step, chart.key)} />`)}
         ${curves?.metrics["time/tail"] && html`<${Running} id=${this.id} cursor=${this.cursor} revision=${curves.revision} />`}</div>
       ${about.charts.length === 0 && html`<p class="note">No curves ${about.status === "running" ? "yet: they come with the first step." : "to draw."}</p>`}
+      ${about.replicas?.length > 0 && html`<${Replicas} about=${about} />`}
       <${Below} about=${about} revision=${curves?.revision} />
     </div>`;
   }
@@ -302,6 +303,18 @@ const History = ({ about }) => {
     ${rest.map((event) => html`<li><b>${said(event.name ?? event.event)}</b> step ${num(event.step)} <span class="note">${words(event.text)}</span></li>`)}
   </ul>`;
 };
+
+// Who drew what on a cluster, and who was lost.
+const part = (value) => (value == null ? "" : `${Math.round(100 * value)} %`);
+const Replicas = ({ about }) => html`<section class="below replicas" aria-label="Samplers of the cluster">
+  <h2>Samplers of the cluster</h2>
+  <div class="scroll" tabindex="0"><table>
+    <thead><tr>${["", "state", "version", "tokens", "tokens per second", "idle", "loading weights", "times lost"].map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr></thead>
+    <tbody>${about.replicas.map((row) => html`<tr key=${row.name}><th scope="row">${words(row.name)}</th><td>${words(row.state)}</td><td>${num(row.version)}</td><td>${row.tokens == null ? "" : num(row.tokens)}</td>
+      <td>${row.rate == null ? "" : num(Math.round(row.rate))}</td><td>${part(row.idle)}</td><td>${part(row.loading)}</td><td>${row.lost == null ? "" : num(row.lost)}</td></tr>`)}</tbody>
+  </table></div>
+  ${about.replica_events.length > 0 && html`<ul class="history">${about.replica_events.map((event, i) => html`<li key=${i}><b>${words(event.replica)} ${said(event.event)}</b> ${date(event.time)} <span class="note">${words(event.why)}</span></li>`)}</ul>`}
+</section>`;
 
 const Below = ({ about }) => {
   const some = (thing) => Object.keys(thing).length > 0;

@@ -14,6 +14,7 @@ from ascent.records.foreign import foreign_lines
 from ascent.records.metrics import charts_of, greedy_of
 from ascent.records.places import Place, how_to_resume
 from ascent.records.reading import finite_number, parse_json, read_object, read_regular
+from ascent.records.replicas import replica_events, replicas_of
 from ascent.records.responses import HELD_OUT, recorded_steps
 
 MOST_SLICES = 256
@@ -90,6 +91,8 @@ def run_page(place: Place, library: Library) -> dict[str, Any]:
         "recorded": recorded_steps(place.folder, place.kind),
         "held_out": recorded_steps(place.folder, place.kind, HELD_OUT),
         "greedy": greedy_of(run.get("task")),
+        "replicas": replicas_of(place.folder) if ours else [],
+        "replica_events": replica_events(place.folder) if ours else [],
         "notes": read_note(place.folder),
         "problems": problems,
     }
