@@ -76,8 +76,8 @@ class Launched:
         """What a condition says as soon as it holds."""
         begin = time.monotonic()
         while not (found := condition()):
-            assert time.monotonic() - begin < deadline, f"not within {deadline:g} s: {self.text()}"
-            assert self.process.poll() is None, self.text()
+            assert time.monotonic() - begin < deadline, f"not within {deadline:g} s: {self.text()[-900:]}"
+            assert self.process.poll() is None, self.text()[-900:]
             time.sleep(0.05)
         return found
 

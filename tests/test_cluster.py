@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,13 +16,17 @@ import pytest
 import torch
 from language import model_of, prompts_of, sampler_of
 
+import ascent
 from ascent.cli.main import main
 from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble, join
+from ascent.engines.cluster import crew as joining
 from ascent.engines.cluster import dispatch
 from ascent.engines.cluster.replica import RECORDS, Gone, Replica
 from ascent.engines.cluster.sampler import ClusterSampler
+from ascent.records.display import Display
 from ascent.records.replicas import replica_events, replicas_of
+from ascent.workflows.cluster import sampler_from
 
 FIVE = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
 CLOSING: list[ClusterSampler] = []
@@ -286,3 +291,49 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
         file.write("".join(f"{json.dumps(line)}\n" for line in odd) + "{\nnonsense\n\xff\n" + '{"time"')
     assert replicas_of(tmp_path)[1:] == rows and replica_events(tmp_path) == [event], "other lines are left out"
     assert replicas_of(tmp_path / "nowhere") == [] == replica_events(tmp_path / "nowhere")
+
+
+# ---- whole runs
+
+
+class Local(Calls):
+    """Replicas of this process, made as a sampler's actor makes them."""
+
+    def new(self) -> Replica:
+        return Replica(sampler_from)
+
+
+def trained(folder: Path, crew: Calls | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    monkeypatch.setattr(joining, "crew_here", lambda: crew)
+    usual = {"prompts": 2, "samples": 3, "max_tokens": 5, "eval_prompts": 2, "lr": 1e-2, "steps": 3} | settings
+    run = ascent.train(
+        [{"prompt": f"Say {i}."} for i in range(8)],
+        reward=ascent.Reward(noise, in_process=True),
+        out=folder,
+        show=False,
+        preflight=False,
+        **usual,
+    )
+    lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*run.metrics, *run.updates]]
+    return run, lines
+
+
+def noise(response: str) -> float:
+    return zlib.crc32(response.encode()) % 97 / 97
+
+
+@pytest.mark.long
+def test_a_run_with_one_replica_has_the_numbers_of_one_process_and_goes_on_after_an_interrupt(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = trained(tmp_path / "alone", None, monkeypatch, model=str(tiny_folder))
+    run, found = trained(tmp_path / "one", crew := Local(1, {3: "dies"}), monkeypatch, model=str(tiny_folder))
+    assert found == expected and set(crew.drawn["sampler-0"]) == {0, 1, 2, 3}
+    assert replicas_of(run.folder)[1]["lost"] == 1
+
+    ahead = {"model": str(tiny_folder), "ahead": 1, "checkpoint_every": 2, "keep": 9}
+    run, whole = trained(tmp_path / "ahead", Local(2), monkeypatch, **ahead)
+    monkeypatch.setattr(joining, "crew_here", lambda: Local(2, {2: "dies"}))
+    again = ascent.resume(run.folder, Display(), 2)
+    lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
+    assert lines == whole, "what was drawn ahead is in the checkpoint"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascent.core.types import Refused, Streams
+from ascent.core.types import Refused, Streams, Trouble
 from ascent.engines.backends import backend_of
 from ascent.engines.cluster.crew import ray_here, sampler_names
 from ascent.engines.cluster.replica import Replica
@@ -116,8 +116,11 @@ class LearnerProcess:
             self.said.append((name, data))
 
     def poll(self) -> tuple[list[tuple[str, bytes]], int | None, int]:
-        """What it has said since the last call, its exit status once it has ended, and samplers to be added."""
-        status = self.process.poll() if self.process else None
+        """What it has said since the last call, its exit status once it has ended, and samplers to be added.
+
+        An actor that takes the place of a lost one has no rank: that one has ended.
+        """
+        status = self.process.poll() if self.process else 1
         for reader in self.readers if status is not None else ():
             reader.join(5)  # its last words
         count, wanted = len(self.said), self.wanted
@@ -194,7 +197,7 @@ class Launch:
             self.drawing = [self._sampler(i, group, self.learners + i) for i in range(self.samplers)]
             self.ranks = [self._learner(i, group) for i in range(self.learners)]
             with self._hearing():
-                return self._attempts(group)
+                return self._attempts()
         finally:
             ray.util.remove_placement_group(group)
             ray.shutdown()
@@ -213,11 +216,11 @@ class Launch:
     def _learner(self, rank: int, group: Any) -> Any:
         where = self.place(group, placement_group_bundle_index=rank)
         own = (rank, self.learners, self.run)
-        return self._actor(LearnerProcess, f"learner-{rank}", 0, *own, scheduling_strategy=where)
+        return self._actor(LearnerProcess, f"learner-{rank}", self.restarts, *own, scheduling_strategy=where)
 
-    def _attempts(self, group: Any) -> int:
+    def _attempts(self) -> int:
         for attempt in range(self.restarts + 1):
-            meet = self._ready(group)
+            meet = self._ready()
             where, here = self.ray.get_runtime_context().gcs_address, os.getcwd()
             words = list(self.args)
             self.ray.get([rank.start.remote(words, meet, where, here, attempt) for rank in self.ranks])
@@ -228,14 +231,16 @@ class Launch:
             self.say("stderr", f"{again}{self.restarts})\n".encode())
         return status
 
-    def _ready(self, group: Any) -> tuple[str, int]:
-        """Every learner is there, and a new one where it was lost; where they meet."""
-        for number, rank in enumerate(self.ranks):
+    def _ready(self) -> tuple[str, int]:
+        """Where ranks meet, once every learner is there; Ray starts one again that was lost."""
+        until = time.monotonic() + PLACED
+        while True:
             try:
-                self.ray.get(rank.place.remote())
-            except self.ray.exceptions.RayActorError:
-                self.ranks[number] = self._learner(number, group)
-        return self.ray.get(self.ranks[0].place.remote())
+                return self.ray.get([rank.place.remote() for rank in self.ranks])[0]
+            except self.ray.exceptions.RayActorError as error:
+                if time.monotonic() > until:
+                    raise Trouble(f"a learner does not come back: {str(error).splitlines()[0]}") from None
+            time.sleep(POLL)
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
