@@ -2,7 +2,7 @@
 
     python -m benchmarks.ranks --kills 20
 
-A small policy and a tiny language model, replicated and in shards. After a kill a run has to end on every rank in time,
+A small policy and a tiny language model, replicated, in shards, and in shards of which each rank writes its own. After a kill a run has to end on every rank in time,
 say which rank it was, and leave nothing half-written. Then it is resumed on 1, 2 or 3 ranks; or `torchrun
 --max-restarts 1` has gone on by itself. In the end its numbers have to be those of a run that nobody killed: the same
 bits on 2 ranks, and on others within rounding up to the kill, because rounding may draw another token later.
@@ -92,6 +92,7 @@ def trainings(folder: Path) -> dict[str, tuple[str, ...]]:
         "lecture": ("train", "lecture", "--steps", "40", *OFTEN),
         "llama": words,
         "llama, in shards": (*words, "--ranks.shard", "shard"),
+        "llama, in shards and parts": (*words, "--ranks.shard", "shard", "--ranks.gather", "0"),
     }
 
 

@@ -124,6 +124,33 @@ def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[
         assert two == pytest.approx(one, abs=1e-4)
 
 
+@pytest.mark.smoke
+def test_a_checkpoint_in_parts_is_exported_by_one_process_and_resumed_by_three(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two ranks are interrupted. In the end the numbers are those of one process."""
+    from benchmarks.killed_ranks import lines_of, trainings
+
+    words, folder = trainings(tmp_path), tmp_path / "run"
+    run = launch(2, *words["llama, in shards and parts"], "--out", str(folder))
+    run.reach(folder, 8)
+    run.process.send_signal(signal.SIGINT)
+    run.end()
+    (newest,) = [max((folder / "checkpoints").iterdir())]
+    parts = sorted(path.name for path in newest.glob("shard-*.safetensors"))
+    assert len(parts) == 2 and ascent.load(folder).status == "interrupted"
+    exported = ascent.export(folder, tmp_path / "exported")
+    assert ascent.sample(model=exported, prompts="1+1?")
+    status, said, _ = launch(3, "resume", str(folder)).end()
+    assert status == 0, said
+    status, said, _ = launch(1, *words["llama"], "--out", str(tmp_path / "whole")).end()
+    assert status == 0, said
+    found, whole = lines_of(folder), lines_of(tmp_path / "whole")
+    assert len(found) == len(whole) == 24
+    for one, two in zip(whole[:12], found[:12], strict=True):
+        assert two == pytest.approx(one, abs=1e-3)
+
+
 # ---- one rank
 
 
