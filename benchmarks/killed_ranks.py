@@ -2,10 +2,11 @@
 
     python -m benchmarks.ranks --kills 20
 
-A small policy and a tiny language model, replicated, in shards, and in shards of which each rank writes its own. After a kill a run has to end on every rank in time,
-say which rank it was, and leave nothing half-written. Then it is resumed on 1, 2 or 3 ranks; or `torchrun
---max-restarts 1` has gone on by itself. In the end its numbers have to be those of a run that nobody killed: the same
-bits on 2 ranks, and on others within rounding up to the kill, because rounding may draw another token later.
+A small policy and a tiny language model, replicated, in shards, and in shards of which each rank writes its own into a
+checkpoint. After a kill a run has to end on every rank in time, say which rank it was, and leave nothing half-written.
+Then it is resumed on 1, 2 or 3 ranks; or `torchrun --max-restarts 1` has gone on by itself. In the end its numbers have
+to be those of a run that nobody killed: the same bits on 2 ranks, and on others within rounding up to the kill, because
+rounding may draw another token later.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ascent.tasks.grader import Grader
 from ascent.tasks.reward_sources import parse_rewards
 from ascent.tasks.text.grading import Grading, self_test
 from ascent.tasks.text.tokenized import TokenizedTask
-from ascent.tasks.workers import Limits, Outcome, Pool
+from ascent.tasks.workers import Limits, Outcome, Pool, Worker
 
 
 def sleep() -> str:
@@ -188,6 +188,7 @@ def outcomes(own: Callable[[str], str]) -> dict[str, Outcome]:
     """All of them in one go, good ones before, between and after."""
     asked = [x for bad in BAD for x in (bad, "plain")] + list(GOOD)
     with closing(Pool([Grader(own("f"))], 2, Limits(3.0))) as pool:
+        pool.pace = 1e-4  # as if they had been quick before: several are sent at once
         found = pool.run([job(response) for response in asked])
     plain = [o for response, o in zip(asked, found, strict=True) if response == "plain"]
     assert all(o == Outcome(1.0) for o in plain), "what failed beside them did them no harm"
@@ -265,12 +266,34 @@ def test_a_forgotten_pool_leaves_no_process(own: Callable[[str], str]) -> None:
 
 
 @pytest.mark.long
+def test_quick_rewards_are_sent_several_at_once_and_one_that_fails_costs_no_other(
+    own: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    begin = Worker.begin
+    monkeypatch.setattr(Worker, "begin", lambda worker, frames: sent.append(len(frames)) or begin(worker, frames))
+    with closing(Pool([Grader(own("f"))], 1, Limits(1.0))) as pool:
+        assert pool.run([job("plain")]) == [Outcome(1.0)] and pool.pace is not None
+        pool.pace = 1e-4
+        asked = ["plain"] * 5 + ["child and exit"] + ["plain"] * 5 + ["hang"] + ["reason"] * 28
+        found = pool.run([job(response) for response in asked])
+        assert sent[:2] == [1, 20] and sum(sent) > 1 + len(asked), "what stood behind a failure is sent again"
+        for response, outcome in zip(asked, found, strict=True):
+            good = {"plain": Outcome(1.0), "reason": Outcome(0.5, reason="half")}.get(response)
+            assert outcome == good if good else outcome.error, response
+        sent.clear()
+        pool.pace = 1e-4
+        assert len(pool.run([job("x" * 20_000) for _ in range(40)])) == 40
+        assert max(sent) == 2, "few where they are large"
+
+
+@pytest.mark.long
 def test_an_interrupted_call_does_not_answer_the_next_one(own: Callable[[str], str]) -> None:
     pool = Pool([Grader(own("f"))], 1, Limits(30.0))
     pool.run([job("plain")])
 
     def interrupt() -> None:
-        while pool.workers[0].job is None:
+        while not pool.workers[0].jobs:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -3,7 +3,8 @@
 A process computes one reward at a time, under limits of time and memory. One that hangs is killed with all that it
 started and replaced; one that dies is replaced; and each such reward becomes an error with its reason, never a 0. Every
 job has a number that nobody can guess, and a process that answers with another one is ended: no reward ever counts for
-another response.
+another response. Where rewards are quick, a process is sent a few milliseconds' worth of them at once; if it dies or
+hangs, the one that it was at is the error, and the others are computed elsewhere.
 
 Processes are started on first use, kept, and end with `close`, or with this process however it ends. All that they have
 started ends with them (keeper.py). They see an allow-list of environment variables, and never import torch themselves.
@@ -19,6 +20,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ from ascent.tasks.keeper import FRAME, START, Kept, Limits, framed
 
 GRACE = 1.0
 """Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
+AHEAD, PACKET = 0.005, 1 << 15
+"""Seconds' worth of rewards that a process is sent at once, and bytes of them: it never waits to be read."""
 GLANCE = 0.5
 """Seconds after which to look whether a silent process is still there."""
 
@@ -65,48 +69,59 @@ class Worker(Kept):
 
     def __init__(self, graders: bytes, limits: Limits):
         super().__init__("ascent.tasks.grader:keep_grader", limits)
-        self.job: int | None = None
-        self.number = ""
+        self.jobs: deque[tuple[int, str, float]] = deque()
+        """What it has to answer, in that order: which calls, their numbers, and the seconds that they may take."""
+        self.begun, self.sent = 0.0, 0
+        """When it was sent jobs last, and how many."""
         self.deadline = time.monotonic() + START
         self.ready = False
         self.read = b""
         """What it has said of an answer that is not complete."""
-        self._send(graders)
+        self._send(framed(graders))
 
-    def begin(self, index: int, jobs: Sequence[Job], seconds: float) -> None:
+    def note(self, index: int, jobs: Sequence[Job], seconds: float) -> bytes:
+        """A call that it is about to be sent."""
         number = secrets.token_hex(8)
         # before anything is noted: a problem that cannot be sent is an error
-        frame = pickle.dumps((number, seconds, [tuple(job) for job in jobs]))
-        self.job, self.number, self.deadline = index, number, time.monotonic() + seconds + GRACE * (len(jobs) > 1)
-        self._send(frame)
+        frame = framed(pickle.dumps((number, seconds, [tuple(job) for job in jobs])))
+        self.jobs.append((index, number, seconds + GRACE * (len(jobs) > 1)))
+        return frame
 
-    def _send(self, frame: bytes) -> None:
+    def begin(self, frames: Sequence[bytes]) -> None:
+        """Let it compute what was noted."""
+        self.begun, self.sent = time.monotonic(), len(frames)
+        self.deadline = self.begun + self.jobs[0][2]
+        self._send(b"".join(frames))
+
+    def done(self) -> int:
+        """It has answered: which call that was. The time of the next one begins."""
+        index = self.jobs.popleft()[0]
+        if self.jobs:
+            self.deadline = time.monotonic() + self.jobs[0][2]
+        return index
+
+    def _send(self, frames: bytes) -> None:
         """Whoever dies or does not listen is noticed by its silence."""
         self.socket.settimeout(max(0.1, self.deadline - time.monotonic()))
         with suppress(OSError):
-            self.socket.sendall(framed(frame))
+            self.socket.sendall(frames)
 
-    def answer(self) -> dict[str, Any] | None:
-        """Its reply, once it is complete; or that it died, and how."""
+    def answers(self) -> list[dict[str, Any]]:
+        """Its replies that are complete; or that it died, and how."""
         try:
             said = self.socket.recv(FRAME, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return None
+            return []
         except OSError:
             said = b""
         if not said:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-            return {"error": f"the reward ended its process: {self.ending()}", "ended": True}
-        line, end, self.read = (self.read + said).partition(b"\n")
-        if not end and len(line) <= FRAME:
-            self.read = line
-            return None
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            reply = None
-        return reply if isinstance(reply, dict) else {"number": "none"}
+            return [{"error": f"the reward ended its process: {self.ending()}", "ended": True}]
+        *lines, self.read = (self.read + said).split(b"\n")
+        if len(self.read) > FRAME:
+            lines.append(self.read)
+        return [_reply(line) for line in lines]
 
 
 class Pool:
@@ -117,6 +132,8 @@ class Pool:
         self.sizes: list[int] = []
         self.count, self.limits = workers, limits
         self.workers: list[Worker] = []
+        self.pace: float | None = None
+        """Seconds of a call, as they were last."""
         self.process = os.getpid()
         self.lock = threading.Lock()
         self.broken: str | None = None
@@ -134,11 +151,11 @@ class Pool:
             outcomes: Outcomes = [None] * len(calls)
             self.waiting, self.again, self.sizes = list(range(len(calls)))[::-1], set[int](), list(map(len, calls))
             try:
-                while any(outcome is None for outcome in outcomes) and self.broken is None:
+                while (self.waiting or any(w.jobs for w in self.workers)) and self.broken is None:
                     self._hand_out(calls, outcomes)
                     self._collect(outcomes)
             finally:  # interrupted: what is still at work would answer the next call
-                for worker in [w for w in self.workers if w.job is not None]:
+                for worker in [w for w in self.workers if w.jobs]:
                     self._drop(worker)
             lost = Outcome(error=f"no process can compute rewards: {self.broken}")
             self.broken = None
@@ -147,13 +164,18 @@ class Pool:
     def _hand_out(self, calls: Sequence[Sequence[Job]], outcomes: Outcomes) -> None:
         while len(self.workers) < min(self.count, len(calls)):
             self.workers.append(Worker(self.graders, self.limits))
-        for worker in self.workers:
-            while worker.ready and worker.job is None and self.waiting:
+        for worker in [w for w in self.workers if w.ready and not w.jobs]:
+            fair, frames, size = len(self.waiting) // (2 * len(self.workers)), list[bytes](), 0
+            most = 1 if self.pace is None else max(1, min(fair, int(AHEAD / max(self.pace, 1e-6))))
+            while self.waiting and len(frames) < most and size < PACKET:
                 index = self.waiting.pop()
                 try:
-                    worker.begin(index, calls[index], self.limits.seconds)
+                    frames.append(worker.note(index, calls[index], self.limits.seconds))
+                    size += len(frames[-1])
                 except Exception as error:
                     outcomes[index] = self._all(index, f"the problem cannot be sent to a process: {error}")
+            if frames:
+                worker.begin(frames)
 
     def _all(self, index: int, error: str) -> list[Outcome]:
         """The same error for every job of a call."""
@@ -161,20 +183,21 @@ class Pool:
 
     def _collect(self, outcomes: Outcomes) -> None:
         """Wait for whoever speaks first, and no longer than anybody's limit."""
-        active = [w for w in self.workers if w.job is not None or not w.ready]
+        active = [w for w in self.workers if w.jobs or not w.ready]
         limit = min((w.deadline for w in active), default=0.0) - time.monotonic()
         spoke = wait([w.socket for w in active], max(0.0, min(limit, GLANCE)))
         for worker in active:
             ended = worker.process.poll() is not None
-            reply = worker.answer() if ended or worker.socket in spoke else None
-            if reply is None and ended:  # what it left behind holds the socket
-                reply = {"error": f"the reward ended its process: {worker.ending()}", "ended": True}
-            if reply is None and time.monotonic() >= worker.deadline:
+            replies = worker.answers() if ended or worker.socket in spoke else []
+            if not replies and ended:  # what it left behind holds the socket
+                replies = [{"error": f"the reward ended its process: {worker.ending()}", "ended": True}]
+            if not replies and time.monotonic() >= worker.deadline:
                 limit = self.limits.seconds
                 what = f"took longer than {limit:g} s" if worker.ready else f"did not start within {START:g} s"
-                reply = {"error": what, "ended": True}
-            if reply is not None:
-                self._heard(worker, reply, outcomes)
+                replies = [{"error": what, "ended": True}]
+            for reply in replies:
+                if worker in self.workers:  # else it was ended for an earlier one
+                    self._heard(worker, reply, outcomes)
 
     def _heard(self, worker: Worker, reply: dict[str, Any], outcomes: Outcomes) -> None:
         if not worker.ready:
@@ -183,29 +206,42 @@ class Pool:
                 self.broken = reply.get("error", "it sent nothing")
                 self._drop(worker)
             return
-        index, ended = worker.job, reply.pop("ended", False)
-        assert index is not None
-        if not ended and reply.pop("number", None) != worker.number:
-            # Somebody else spoke: a thread or a child of an earlier reward. This response may do better elsewhere.
-            if index not in self.again:
-                self.again.add(index)
-                self.waiting.append(index)
-            else:
-                outcomes[index] = self._all(index, "its process sent an answer that is not the one to this response")
+        ended = reply.pop("ended", False)
+        if not worker.jobs:  # nobody asked it
             return self._drop(worker)
+        if not ended and reply.pop("number", None) != worker.jobs[0][1]:
+            # Somebody else spoke: a thread or a child of an earlier reward. This response may do better elsewhere.
+            index = worker.jobs[0][0]
+            if index in self.again:
+                worker.done()
+                outcomes[index] = self._all(index, "its process sent an answer that is not the one to this response")
+            self.again.add(index)
+            return self._drop(worker)
+        index = worker.done()
         made = _outcomes(reply, self.sizes[index])
         outcomes[index] = made or self._all(index, f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
-        worker.job = None
-        if ended or made is None or worker.process.poll() is not None:
+        if not worker.jobs:
+            self.pace = (time.monotonic() - worker.begun) / worker.sent
+        if ended or made is None or (not worker.jobs and worker.process.poll() is not None):
             self._drop(worker)
 
     def _drop(self, worker: Worker) -> None:
+        """End it; what it was not yet at is computed elsewhere."""
+        self.waiting += [index for index, *_ in reversed(worker.jobs)]
         self.workers.remove(worker)
         worker.end()
 
     def close(self) -> None:
         with self.lock:
             _end_all(self.workers, self.process)
+
+
+def _reply(line: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        reply = None
+    return reply if isinstance(reply, dict) else {"number": "none"}
 
 
 def _outcomes(reply: Mapping[str, Any], count: int) -> list[Outcome] | None:
