@@ -73,6 +73,7 @@ ON_GPU = (
     "seven_gpu",
     "small_cards_gpu",
     "small_gpu",
+    "rounding_gpu",
     "plan_gpu",
     "scaling_gpu",
     "mismatch",

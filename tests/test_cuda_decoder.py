@@ -384,6 +384,9 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
             near(got, want)
         for add in (0.0, 1.0):
             near(kernels.add_norm(x, other, w, 1e-5, add)[1], step.add_norm(x, other, w, 1e-5, add)[1])
+        mixed = [f(x.float(), other, w, 1e-5) for f in (kernels.add_norm, step.add_norm)]
+        assert mixed[0][0].dtype == torch.float32 and mixed[0][1].dtype == dtype
+        near(mixed[0][0], mixed[1][0]), near(mixed[0][1], mixed[1][1])
     wide = torch.randn(5, 64).to(DEVICE, dtype)
     near(kernels.add_norm(x, wide[:, :48], w, 1e-5)[1], step.add_norm(x, wide[:, :48], w, 1e-5)[1])
     both = torch.randn(5, 3000).to(DEVICE, dtype)

@@ -148,10 +148,10 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     lm = model_of(dtype=torch.float32)
     layer, repeated = 4 * (11 * 32 + 4 * 48), 3 * 2 * 4 * 8 * 4
     assert repeat_bytes(lm, flash=False) == repeated
-    assert repeat_bytes(lm, flash=True) == 2 * 8 * (5 * 4 + 4) + 2 * 4 * 8 * 4 + 24
+    assert repeat_bytes(lm, flash=True) == 2 * 8 * (5 * 4 + 4) + 4 * 4 * 8 * 4 + 24
     monkeypatch.setattr(planning, "kept_bytes", lambda _: 3 * layer)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    monkeypatch.setattr(planning, "fits_flash", lambda _: False)
+    monkeypatch.setattr(planning, "segment_kernel", lambda _: None)
     assert bytes_per_token(lm, False) == 4 * layer and bytes_per_token(lm, True) == 2 * layer + 3 * 4 * 32
     state = 18 * sum(p.numel() for p in lm.model.parameters()) + head_bytes(lm)
     card = type("Card", (), {"total_memory": state + 100 * 4 * layer})()

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from itertools import takewhile
 from pathlib import Path
@@ -69,8 +70,9 @@ def give_again(policy: CausalLM, model: Any, tokenizer: Any) -> CausalLM:
     if odd:
         there = [f"{tuple(state[odd[0]].shape) if odd[0] in state else 'missing'}" for state in (kept, now)]
         raise Refused(f"model is not the one of this run: {odd[0]} is {there[0]} in the run, {there[1]} now")
-    if policy.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        raise Refused(f"model is in {model.dtype}, and this run in {policy.dtype}: model.to(torch.{policy.dtype})")
+    if policy.dtype != "auto" and policy.dtype_on(model.device) != model.dtype:
+        wanted = policy.dtype_on(model.device)
+        raise Refused(f"model is in {model.dtype}, and this run in {policy.dtype}: model.to({wanted})")
     model.load_state_dict(kept)
     return replace(policy, model=name)
 
@@ -98,8 +100,9 @@ class CausalLM:
 
     model: str = ""
     """Folder or hub name of the model. Short form: --model."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the parameters; auto: bfloat16 on a GPU (float16 on one too old for it), float32 on a CPU."""
+    dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
+    """Precision of the parameters; auto: bfloat16 on a GPU (float16 on one too old for it), float32 on a CPU. mixed:
+    parameters and matrix products in bfloat16, what lies between them in float32."""
     optimizer_state: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of parameters in bfloat16: gradients and moments in float32 with a float32 copy (18 bytes per parameter), or in
     bfloat16, rounded at random, with what the copy has more (10 bytes); auto: the first if it fits the GPU."""
@@ -211,6 +214,7 @@ class CausalLM:
         for p in model.parameters():  # parameters only: of the buffers, rotary frequencies stay in float32
             p.data = p.data.to(dtype)
         model = model.to(device)  # what was stored finer stays where it was: a GPU need not hold both
+        mix(model, self.dtype == "mixed")
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
         if self.gpu_memory and device.type == "cuda":
@@ -223,7 +227,7 @@ class CausalLM:
         """The model that was given in Python, to be trained in place, on its own device and in its own precision."""
         model, tokenizer = GIVEN[self.model]
         device = model.device if self.device == "auto" else pick_device(self.device)
-        return model, tokenizer, device, model.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        return model, tokenizer, device, model.dtype if self.dtype == "auto" else self.dtype_on(device)
 
     def _read(self, exact: bool) -> tuple[Any, Any, torch.device, torch.dtype]:
         """The model from its folder or from the hub."""
@@ -258,7 +262,7 @@ class CausalLM:
                 and torch.cuda.get_device_capability(device) < (8, 0)
             )
             return torch.float16 if old else torch.bfloat16
-        return getattr(torch, self.dtype)
+        return torch.bfloat16 if self.dtype == "mixed" else getattr(torch, self.dtype)
 
     def _free_last(self, model: PreTrainedModel) -> None:
         layers, norm = (getattr(backbone_of(model), name, None) for name in ("layers", "norm"))
@@ -360,6 +364,54 @@ def backbone_of(model: Any) -> Any:
     decoder = model.get_decoder()
     headed = getattr(decoder, "get_output_embeddings", lambda: None)() is not None
     return decoder.model if headed and hasattr(decoder, "model") else decoder
+
+
+# ---- float32 between products in half precision ------------------------------------------------------
+
+
+def mix(model: Any, on: bool = True) -> None:
+    """From now on, if `on`, the model is computed as autocast does it: words, and what is added to them, in float32.
+
+    Norms are worked out in float32 too, and matrix products in the type of the parameters. A model that was given in
+    Python may have been mixed by an earlier run.
+    """
+    backbone, words = backbone_of(model), model.get_input_embeddings()
+    if on == is_mixed(model):
+        return
+    replaced: dict[Any, Any] = {backbone: _mixed_forward} | {
+        m: _wide_norm for m in backbone.modules() if type(m) is nn.LayerNorm
+    }
+    for module, forward in replaced.items():
+        if on:
+            module.forward = partial(forward, module)
+        else:
+            del module.forward
+    if on:
+        words.register_forward_hook(_widened)
+    else:
+        words._forward_hooks.clear()
+
+
+def is_mixed(model: Any) -> bool:
+    return getattr(backbone_of(model).forward, "func", None) is _mixed_forward
+
+
+def _mixed_forward(backbone: Any, *args: Any, **more: Any) -> Any:
+    weight = backbone.get_input_embeddings().weight
+    with torch.autocast(weight.device.type, weight.dtype, cache_enabled=False):
+        out = type(backbone).forward(backbone, *args, **more)
+    out.last_hidden_state = out.last_hidden_state.to(weight.dtype)  # the head is a matrix product
+    return out
+
+
+def _widened(_module: Any, _args: Any, words: Tensor) -> Tensor:
+    return words.float()
+
+
+def _wide_norm(norm: Any, x: Tensor) -> Tensor:
+    """On a CPU autocast does not do this; norms of other kinds widen what they are given themselves."""
+    weight, bias = (None if p is None else p.float() for p in (norm.weight, norm.bias))
+    return torch.nn.functional.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
 
 
 class LanguageModel(nn.Module):

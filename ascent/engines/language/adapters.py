@@ -92,7 +92,7 @@ class Beside(NamedTuple):
 
     def base(self, x: Tensor) -> Tensor:
         """x·Wᵀ, and behind it h if there is an adapter."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     @staticmethod
     def adapted(whole: Tensor, b: Tensor) -> Tensor:

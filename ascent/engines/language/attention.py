@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ascent.engines.language.learning.elementwise import rotating
+from ascent.engines.language.learning.elementwise import differentiated_twice, rotating
 
 NAME = "ascent_groups"
 
@@ -34,6 +35,7 @@ def attention(
     """What transformers calls in every layer: the layout makes `[row position head channel]` of what it is given."""
     if more.get("softcap") or more.get("s_aux") is not None:
         raise NotImplementedError("its attention has a cap or sinks")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotations of a mixed model are in float32
     scale = more.get("scaling") or query.shape[-1] ** -0.5
     return more["layout"].attend(module.layer_idx, query, key, value, scale), None
 
@@ -78,7 +80,7 @@ class Packed:
     groups: list[Group]
     keep: Callable[[int, Tensor, Tensor], None] | None = None
     fused: Any = None
-    """How segments are attended to at once; None: flash attention where it fits, else a group at a time."""
+    """How segments are attended to at once; None: by a kernel where one fits, else a group at a time."""
     _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _biases: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _spans: Spans | None = None
@@ -86,10 +88,11 @@ class Packed:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self.keep is not None:
             self.keep(layer, k, v)
-        if self.fused is not None or fits_flash(q):
+        fused = self.fused or segment_kernel(q)
+        if fused is not None:
             self._spans = self._spans or Spans.of(self.groups, q.device)
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            return AttendSegments.apply(q, k, v, self._spans, scale, self.fused or Flash).unsqueeze(0)
+            return AttendSegments.apply(q, k, v, self._spans, scale, fused).unsqueeze(0)
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -138,10 +141,11 @@ class Packed:
         return self._grids[group]
 
 
-# ---- a packed row in one fused call, for half-precision tensors on a GPU ---------------------------
+# ---- a packed row in one fused call, on a GPU ------------------------------------------------------
 #
-# Flash attention knows segments of queries, each with a segment of keys, and lets the last query see the last key.
-# So a prompt is a segment that sees itself, and a response one whose keys are its prompt's and then its own:
+# Flash attention (in float32: memory-efficient attention) knows segments of queries, each with a segment of keys, and
+# lets the last query see the last key. So a prompt is a segment that sees itself, and a response one whose keys are its
+# prompt's and then its own:
 #
 #     queries   p p p | a a a a | b b            one group: a prompt of 3 tokens, responses of 4 and 2
 #     keys      p p p | p p p a a a a | p p p b b
@@ -150,11 +154,19 @@ class Packed:
 # summed in float32 over all the places where a prompt was seen.
 
 
-def fits_flash(q: Tensor) -> bool:
-    """Is there a fused kernel for these queries?"""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > 256:
-        return False
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(q.device) >= (8, 0)
+def segment_kernel(q: Tensor) -> type[Flash] | type[Efficient] | None:
+    """The fused kernel for these queries, if there is one."""
+    if not q.is_cuda or q.shape[-1] % 8 or not _is_ampere(q.device):
+        return None
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return Flash if q.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available() else None
+    return Efficient if q.dtype == torch.float32 and q.shape[-1] <= 128 and not differentiated_twice() else None
+
+
+@cache
+def _is_ampere(device: torch.device) -> bool:
+    """Is the card of that generation or a later one?"""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,7 @@ class Spans:
 class AttendSegments(torch.autograd.Function):
     """Outputs `[position head channel]` for queries, keys and values `[position head channel]` of one row.
 
-    `ops`: `Flash`, or `FlashFormulas` in the tests on a CPU.
+    `ops`: `Flash` or `Efficient`; `FlashFormulas` in the tests on a CPU.
     """
 
     @staticmethod
@@ -231,6 +243,8 @@ def _gathered(grad: Tensor, spans: Spans) -> Tensor:
 class Flash:
     """torch's own flash attention, in the form for segments of various lengths."""
 
+    captured = True
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
         ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
@@ -250,13 +264,54 @@ class Flash:
         )
 
 
+class Efficient:
+    """torch's memory-efficient attention, which knows float32 too. Each query head has keys of its own here."""
+
+    captured = False
+    """Was it tried in a captured graph, with empty segments?"""
+    aten: Any = torch.ops.aten
+    BOTTOM_RIGHT = 2
+    """torch's number for a causal mask in which the last query sees the last key."""
+
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
+        rows = [x.unsqueeze(0) for x in (q, _per_query(k, q), _per_query(v, q))]
+        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        out, lse, *state, _, _ = cls.aten._efficient_attention_forward(
+            *rows, None, *ends, 0.0, cls.BOTTOM_RIGHT, True, scale=scale
+        )
+        return out[0], [lse, *state]
+
+    @classmethod
+    def backward(
+        cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, more: list[Tensor], spans: Spans, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse, *state = more
+        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        grad, q, wide_k, wide_v, out = (
+            x.unsqueeze(0) for x in (grad.contiguous(), q, _per_query(k, q), _per_query(v, q), out)
+        )
+        dq, dk, dv, _ = cls.aten._efficient_attention_backward(
+            *(grad, q, wide_k, wide_v, None, out, *ends, lse, 0.0, *state, cls.BOTTOM_RIGHT, False),
+            scale=scale,
+            num_splits_key=1,
+        )
+        return dq[0], *(x[0].unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+
+
+def _per_query(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values `[key head channel]`, repeated for the query heads that share them."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
 class FlashFormulas:
-    """What `Flash` computes, a segment at a time and in any precision."""
+    """What `Flash` and `Efficient` compute, a segment at a time and in any precision."""
+
+    captured = True
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
-        repeat = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        k, v = _per_query(k, q), _per_query(v, q)
         parts = []
         ends = zip(spans.queries[:-1], spans.queries[1:], spans.keys[:-1], spans.keys[1:], strict=True)
         for q_from, q_to, k_from, k_to in ends:

@@ -374,6 +374,8 @@ def never_in_shards(config: Config) -> str | None:
     update = config.algorithm.update
     if update.whole:
         return f"--update {name_of(update)}: FSDP2 does not differentiate twice, as Fisher products do"
+    if config.policy.dtype == "float16":
+        return "--policy.dtype float16: its gradients were never summed over shards"
     return None
 
 

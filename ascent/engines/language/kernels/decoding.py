@@ -1,7 +1,7 @@
 """The kernels of a decoding step in Triton. sampling/step.py has them in plain torch and says what they compute.
 
-Bytes decide: a step reads each cache once, the logits once and one block of them again. bfloat16 goes in, sums are
-float32, and the running sum that decides a token is float64, as in draw.py.
+Bytes decide: a step reads each cache once, the logits once and one block of them again. bfloat16 goes in, sums and
+logits are float32, and the running sum that decides a token is float64, as in draw.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
@@ -33,7 +33,7 @@ MANY = 1000
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
     rows, width = x.shape
-    normed, total = torch.empty_like(x), x if y is None else torch.empty_like(x)
+    normed, total = torch.empty_like(x, dtype=weight.dtype), x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = min(8, max(1, block // 512))
     apart = width if y is None else y.stride(0)
@@ -57,7 +57,7 @@ def _add_norm(
     wide = a.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
     by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
-    tl.store(normed + at + i, _times(scaled, by, a.dtype, FORM).to(a.dtype), inside)
+    tl.store(normed + at + i, _times(scaled, by, a.dtype, FORM).to(normed.dtype.element_ty), inside)
 
 
 @triton.jit

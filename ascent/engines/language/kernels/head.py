@@ -15,12 +15,16 @@ WRITE = 2048
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product of half-precision tensors to a float32 one, inside the product's own kernel."""
-    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    """Add a matrix product to a float32 tensor, inside the product's own kernel."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    z = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    wide = hidden.dtype == torch.float32
+    z = torch.mm(hidden, weight.t()) if wide else torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return z if bias is None else z.add_(bias)
 
 

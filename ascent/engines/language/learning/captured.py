@@ -73,7 +73,7 @@ class CapturedRow:
         self.ids, positions, queries, keys, seen, own, again = self.numbers.split([len(part) for part in parts])
         ends = (queries.int(), keys.int())
         self.embedded = torch.zeros(1, size.tokens, weight.shape[1], dtype=owner.dtype, device=device)
-        self.slope = torch.zeros_like(self.embedded)
+        self.slope = torch.zeros_like(self.embedded, dtype=weight.dtype)
         self.hidden = self.slope
         self.leaves: list[Tensor] = []
         """Parameters and embedded words, where they lie, as leaves of their own: autograd ties a leaf to a stream."""
@@ -148,7 +148,8 @@ class Captured:
         self.working, self.stepped = [w for w, _ in pairs], [s for _, s in pairs]
         self.names = [inside[id(w)] for w in self.working]
         self.sums: list[Tensor] = []
-        self.device, self.dtype = self.embedding.weight.device, self.embedding.weight.dtype
+        self.device = self.embedding.weight.device
+        self.dtype = self.embedding(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.rows: dict[Size, CapturedRow] = {}
         self.used: Counter[Size] = Counter()

@@ -6,7 +6,7 @@
 
 On a GPU a third of a small model's update goes to such kernels, for each reads and writes everything once. Here sums
 are float32 and results are rounded once. A part of a model is replaced only if it is found to compute the same, to
-rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is not in half precision.
+rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is in float64.
 `Formulas` is what the kernels compute, for the tests on a CPU.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ascent.engines.language.adapters import fuse_adapter
 from ascent.engines.language.kernels import load_kernels
 
-ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 """How far two forms may be apart, relative to the largest output; other types are left alone."""
 
 
@@ -47,7 +47,7 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
         odd = q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole
-        if odd or (sharded and not _turns_alike(before, ops, q.dtype, q.device)):
+        if odd or differentiated_twice() or (sharded and not _turns_alike(before, ops, q.dtype, q.device)):
             return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
 
@@ -56,6 +56,11 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
         yield
     finally:
         where.apply_rotary_pos_emb = before  # type: ignore[attr-defined]
+
+
+def differentiated_twice() -> bool:
+    """Will the pass be differentiated twice? Whoever does that asks torch for attention without fused kernels."""
+    return not torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def _alike(got: Tensor, want: Tensor) -> bool:
@@ -85,7 +90,11 @@ def _fuse_norm(module: Any) -> bool:
 
 
 def _normed(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
-    return F.rms_norm(hidden_states, module.weight.shape, module.weight, eps)
+    weight = module.weight
+    if hidden_states.dtype == weight.dtype:
+        return F.rms_norm(hidden_states, weight.shape, weight, eps)
+    wide = F.rms_norm(hidden_states, weight.shape, weight.to(hidden_states.dtype), eps)
+    return wide.to(weight.dtype)  # a mixed model's: what follows is a matrix product
 
 
 def _fuse_gate(module: Any, ops: Any) -> bool:

@@ -7,8 +7,8 @@ pass computes a chunk's logits again. With z the logits at the sampling temperat
     H = log Σ e^z − Σ p·z                 ∂H/∂z = −p·(z − Σ p·z)
     KL = Σ p·(log p − log p_ref)          ∂KL/∂z = p·(log p − log p_ref − KL)
 
-All of it in float32 or better, whatever the hidden states are. For half-precision models on a GPU there are kernels
-that take few passes over the logits (`FusedStats`).
+All of it in float32 or better, whatever the hidden states are. On a GPU there are kernels that take few passes over
+the logits (`FusedStats`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascent.engines.language.kernels import load_kernels
+from ascent.policies.causal_lm import is_mixed
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
 """What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
@@ -40,27 +41,32 @@ def chunk_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature."""
+    """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature.
+
+    `mixed`: without kernels too, they are never rounded to the precision of the parameters.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
+    mixed: bool = False
 
     @classmethod
     def of(cls, model: Any) -> Head:
         """The head of a transformers model, with the scalings that its config names."""
         module, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        return cls(
-            module.weight, getattr(module, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
-        )
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(module.weight, getattr(module, "bias", None), scale, cap, is_mixed(model))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In float32 or better. Of half-precision states on a GPU unrounded, unless a gradient goes through them."""
         kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else kernels_for(hidden)
         if kernels is not None:
             z = kernels.logits(hidden, self.weight, self.bias)
+        elif self.mixed:
+            z = HeadFormulas.logits(hidden, self.weight, self.bias)
         else:
             z = F.linear(hidden, self.weight, self.bias).to(torch.promote_types(hidden.dtype, torch.float32))
         z = z if self.scale == 1.0 else z * self.scale
@@ -72,9 +78,9 @@ class Head:
 
 
 def kernels_for(hidden: Tensor) -> Any:
-    """What takes few passes over the logits of these states; None: they are not in half precision on a GPU."""
-    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and len(hidden)
-    return load_kernels("head") if half else None
+    """What takes few passes over the logits of these states; None: they are not on a GPU, or in float64."""
+    fits = hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden)
+    return load_kernels("head") if fits else None
 
 
 def token_stats(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.core.update import Adam, Update, global_norm
-from ascent.engines.language.attention import fits_flash, ours, send
+from ascent.engines.language.attention import Flash, ours, segment_kernel, send
 from ascent.engines.language.graphs import CudaGraphs
 from ascent.engines.language.learning.captured import Captured, captured_tokens
 from ascent.engines.language.learning.compact import CompactAdamW, compacted, widened
@@ -149,7 +149,7 @@ class LanguageLearner(InProcessLearner):
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         if update.whole and any(map(is_half, lm.model.parameters())):
             raise Refused(  # adapters are in float32 and do not help: log-probs are those of the whole model
-                "--update trust-region with parameters in bfloat16: their rounding is larger than its steps. Set "
+                "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
         if lm.model.dtype == torch.float16 and (not self.alone or (critic is not None and critic.own is not None)):
@@ -157,7 +157,7 @@ class LanguageLearner(InProcessLearner):
             raise Refused(f"--policy.dtype float16 with {what}: its gradients are not scaled. Set float32 or bfloat16")
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
-        if lm.device.type == "cuda" and self.alone:
+        if lm.device.type == "cuda" and self.alone and not update.whole:  # Fisher products differentiate twice
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
@@ -172,9 +172,7 @@ class LanguageLearner(InProcessLearner):
         lm = self.lm
         if not self.alone or self.compact is not None:  # in shards a layer is gathered as it works; graphs sum floats
             return None
-        flash = lm.device.type == "cuda" and fits_flash(
-            lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))
-        )
+        flash = segment_kernel(lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))) is Flash
         if not (self.captures and flash and lm.shares) or self.checkpointing:
             return None
         tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ascent.core.types import Rollouts
-from ascent.engines.language.attention import fits_flash, ours
+from ascent.engines.language.attention import ours, segment_kernel
 from ascent.engines.language.learning.head import chunk_bytes
 from ascent.engines.language.learning.states import hidden_states
 from ascent.policies.causal_lm import LanguageModel
@@ -71,7 +71,7 @@ def plan_of(
     free = SHARE * max(0, lm.gpu_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
-    flash = fits_flash(lm.model.get_output_embeddings().weight.new_empty(0, channel_of(lm)))
+    flash = segment_kernel(lm.model.get_output_embeddings().weight.new_empty(0, channel_of(lm))) is not None
     repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
     return Plan(max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again))
 
@@ -146,13 +146,13 @@ def repeat_bytes(lm: LanguageModel, flash: bool) -> int:
     """What a prompt's token takes for each further response that reads it.
 
     Flash attention: its key and value and their gradients, a gradient per query head, and their sums in float32, in one
-    layer at a time. Otherwise every layer keeps key and value for all query heads.
+    layer at a time; in float32 also key and value per query head. Otherwise every layer keeps those.
     """
     heads, shared, channel = heads_of(lm)
     size = lm.model.dtype.itemsize
     if not flash:
         return lm.config.num_hidden_layers * 2 * heads * channel * size
-    return shared * channel * (5 * size + 4) + 2 * heads * channel * size + 24
+    return shared * channel * (5 * size + 4) + (2 if size < 4 else 4) * heads * channel * size + 24
 
 
 def heads_of(lm: LanguageModel) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.engines.language.attention import Flash, Spans, fits_flash, send
+from ascent.engines.language.attention import Spans, segment_kernel, send
 from ascent.engines.language.sampling.pages import Row, Schedule
 
 DENSE = 0.75
@@ -114,7 +114,7 @@ class Extending:
     def fuses(self, q: Tensor) -> bool:
         """Is there one kernel for the attention of all segments?"""
         if self.fused is None:
-            self.fused = fits_flash(q) and Flash
+            self.fused = segment_kernel(q) or False
         return bool(self.fused)
 
 

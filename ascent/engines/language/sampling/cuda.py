@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ascent.engines.language.adapters import shaken
@@ -166,8 +165,7 @@ class GraphDecoder:
     def step(self, rows: int, splits: int, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
         hidden = self.net.hidden(self.ops, self.board, self.tables, rows, splits)
-        head = self.net.head
-        self.ops.draw(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
+        self.ops.draw(self.net.head.logits(hidden), self.board, support, greedy)
 
     def graph(self, rows: int, support: Support, greedy: bool, splits: int = 1) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""

@@ -28,7 +28,7 @@ from ascent.engines.language.adapters import Beside, Copies, Lookup, beside, is_
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.step import LAST, Board, Norm, Turn, add_norm
-from ascent.policies.causal_lm import backbone_of
+from ascent.policies.causal_lm import backbone_of, is_mixed
 
 STEADY = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sequence is."""
@@ -75,6 +75,8 @@ class Llama:
     rotations: list[str | None]
     """By layer the kind of its rotation, where there are several."""
     gelu: bool
+    mixed: bool
+    """Is x in float32, whatever the parameters are in?"""
 
     @classmethod
     def of(cls, model: Any) -> Llama:
@@ -101,6 +103,7 @@ class Llama:
             rotary=rotary,
             rotations=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
             gelu=_gelu(first.mlp),
+            mixed=is_mixed(model),
         )
 
     @property
@@ -109,7 +112,7 @@ class Llama:
 
     def tables(self, longest: int) -> list[Pair]:
         """By layer, cosines and sines `[position channel]`, rounded as the model rounds them."""
-        like, found = self.embedding, {}
+        like, found = self.embedding.new_empty(1, dtype=torch.float32 if self.mixed else None), {}
         positions = torch.arange(longest, device=like.device)[None]
         for kind in dict.fromkeys(self.rotations):
             cos, sin = self.rotary(like, positions) if kind is None else self.rotary(like, positions, kind)
@@ -141,6 +144,7 @@ class Llama:
         """Hidden states of these tokens; `attend` mixes what the queries, keys and values of a layer are for."""
         x, y = self.words(ids), None
         x = x if self.times == 1 else x * self.times
+        x = x.float() if self.mixed else x
         for i, layer in enumerate(self.layers):
             x, h = _into(ops, x, y, layer.before[0])
             qkv = layer.qkv(h, ops)

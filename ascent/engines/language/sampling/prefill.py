@@ -98,7 +98,7 @@ class Prefill:
         passes.used[size] += 1
         if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= SIZES:
             return False
-        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.channel))
+        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.channel)) and layout.fused.captured
 
     def through(self, ids: Tensor, positions: Tensor, layout: Extending | FixedLayout) -> Tensor:
         net, ops = self.net, self.ops

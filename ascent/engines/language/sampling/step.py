@@ -116,11 +116,15 @@ class Turn:
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
-    """x + y, and its RMS norm w·x/√(mean x² + ε), in float32 or better within. `add`: see Norm."""
+    """x + y, in the type of x, and its RMS norm w·x/√(mean x² + ε), in that of w; within in float32 or better.
+
+    `add`: see Norm.
+    """
     x = x if y is None else x + y
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return x, weight * normed.to(x.dtype) if add is None else (normed * (add + weight.to(wide.dtype))).to(x.dtype)
+    normed = weight * normed.to(x.dtype) if add is None else normed * (add + weight.to(wide.dtype))
+    return x, normed.to(weight.dtype)
 
 
 adapted = Beside.adapted
@@ -165,7 +169,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, _splits: int = 1) 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads `[token head channel]`, turned by the angles of their tokens, `[token channel]`."""
     first, second = x.chunk(2, -1)
-    return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+    return (x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)).to(x.dtype)
 
 
 def place_given(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: Pair) -> Tensor:
