@@ -30,6 +30,7 @@ from ascent.engines.ranks.ranks import ALONE, group_size, shares
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.ranks.watch import SignsOfLife
 from ascent.launch import refuse_other
+from ascent.policies.causal_lm import mix
 from ascent.records.display import Display
 from ascent.settings import config_from, configure
 from tests.language import batch_of, model_of
@@ -196,9 +197,15 @@ def one_update(learner: Any, mini: Batch, objective: Any) -> Any:
 
 
 @pytest.mark.smoke
-def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGroup) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGroup, mixed: bool) -> None:
     """The step is that of the plain learner, which steps bfloat16 parameters through float32 copies."""
-    one, two, batch = both(one_rank, torch.bfloat16)
+
+    def prepare(lm: Any) -> Any:
+        mix(lm.model, mixed)
+        return lm
+
+    one, two, batch = both(one_rank, torch.bfloat16, prepare)
     seen = []
     two.lm.backbone.layers[0].mlp.register_forward_hook(
         lambda mlp, _, out: seen.append((mlp.up_proj.weight.dtype, out.dtype))
