@@ -21,6 +21,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
 from ascent.policies import CausalLM, LanguageModel
 from ascent.policies.causal_lm import is_mixed, mix
+from benchmarks import rounding_gpu
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 from tests.test_captured import capturing, gradients, learner_of
 from tests.test_language_engines import credited
@@ -167,3 +168,21 @@ def test_keys_that_heads_share_get_the_gradients_of_all(monkeypatch: pytest.Monk
         found.append([out, *torch.autograd.grad(torch.sin(out).sum(), (q, k, v))])
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() < 1e-12
+
+
+# ---- the benchmark -------------------------------------------------------------------------------------
+
+
+def test_runs_are_read_off_what_processes_say_and_paired_by_seed() -> None:
+    """By hand: gaps of 2 and 4 points at one evaluation; a run that was cut short counts where it came to."""
+    said = (
+        "noise\nRUN {} 7\n   0.0 s       0 samples: strict 0.071  \n  6.1 s    5120 samples: strict {}  generate 1 s\n"
+    )
+    text = said.format("float32", "0.300") + said.format("mixed", "0.280")
+    other = said.replace(" 7", " 8").format("float32", "0.340") + said.replace(" 7", " 8").format("mixed", "0.300")
+    runs = [*rounding_gpu.heard(text), *rounding_gpu.heard(other)]
+    assert runs[1] == {"precision": "mixed", "seed": 7, "right": {"0": 7.1, "5120": 28.0}, "seconds": 6.1}
+    count, mean, gap, half = rounding_gpu.paired(runs, "mixed", ["5120"])
+    assert (count, round(mean, 6), round(gap, 6)) == (2, 29.0, -3.0)
+    assert half == pytest.approx(12.7062, abs=1e-3), "Student's t with one degree of freedom, times 1"
+    assert rounding_gpu.paired(runs, "mixed", ["5120", "10240"])[0] == 0
