@@ -33,6 +33,7 @@ from ascent.settings import configure
 from tests.language import batch_of, model_of
 from tests.test_language_engines import credited
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 CPU = torch.device("cpu")
 PINNED = (119773889, 3283056247), [2229170906, 3739749960, 157106009]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
