@@ -192,10 +192,10 @@ def test_the_kernels_compute_the_formulas_on_a_gpu() -> None:
         ops.step(p, low, m, v, grad, torch.tensor(0.7, device="cuda"), keys_of(5, 1, 9, 0), 9, group)
         ops.add(grad, m, keys_of(5, 1, 9, 1))
         sides.append((join_master(p, low), m, v, grad))
-    for got, want in zip(*sides, strict=True):
-        assert torch.allclose(got.float(), want.float(), rtol=2e-2 if got.dtype == torch.bfloat16 else 1e-5, atol=0)
-        assert float((got != want).float().mean()) < 0.02
-    assert torch.equal(sides[0][3], sides[1][3]) or float((sides[0][3] != sides[1][3]).float().mean()) < 0.01
+    (master, *rest), (wanted, *others) = sides
+    assert torch.allclose(master, wanted, rtol=1e-5, atol=1e-6)
+    for got, want in zip(rest, others, strict=True):  # an odd one is rounded the other way
+        assert float((got != want).float().mean()) < 0.01 and torch.allclose(got, want, rtol=2e-2, atol=0)
 
 
 # ---- learners -------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ class CausalLM:
         if self.gpu_memory and device.type == "cuda":
             lm.limit = self.gpu_memory * 2**30
             there = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, lm.limit / there), device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, lm.limit / there), device.index)
         return lm
 
     def _given(self) -> tuple[Any, Any, torch.device, torch.dtype]:

@@ -35,8 +35,8 @@ def chunk_bytes(device: torch.device) -> int:
     most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
     if device.type != "cuda" or not torch.cuda.is_available():
         return most
-    usable = torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.get_device_properties(device).total_memory
-    return min(most, int(usable * CHUNK_SHARE))
+    share = CHUNK_SHARE * torch.cuda.get_per_process_memory_fraction(device.index)
+    return min(most, int(share * torch.cuda.get_device_properties(device).total_memory))
 
 
 @dataclass(frozen=True)
@@ -233,14 +233,17 @@ class FusedStats(torch.autograd.Function):
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         g_weight: Tensor | None = None
         g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for part in _parts(len(hidden), chunk):
+        parts = _parts(len(hidden), chunk)
+        for part in parts:
             z = ops.logits(hidden[part], weight, bias)
             bent = None if g_entropy is None else (g_entropy[part], entropy[part])
             g = ops.slope(z, target[part], log_z[part], g_logp[part], bent, factor, weight.dtype)
             del z
             if g_hidden is not None:
                 torch.mm(g, weight, out=g_hidden[part])
-            if ctx.needs_input_grad[1]:  # it is large, and so are the logits: not both at once
+            if ctx.needs_input_grad[1] and len(parts) == 1:  # nothing to be summed in float32
+                g_weight = g.t() @ hidden
+            elif ctx.needs_input_grad[1]:  # it is large, and so are the logits: not both at once
                 g_weight = torch.zeros_like(weight, dtype=wide) if g_weight is None else g_weight
                 ops.add_product(g_weight, g.t(), hidden[part])
             if g_bias is not None:

@@ -124,22 +124,21 @@ def kept_bytes(lm: LanguageModel) -> int:
 
 def _kept(lm: LanguageModel, tokens: int) -> int:
     mine = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
-    kept: dict[int, Tensor] = {}
+    kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        where = tensor.untyped_storage().data_ptr()
-        if where not in mine:
-            kept[where] = tensor
-        return tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in mine:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # itself, it would keep the pass that made it, and that pass would keep it, for good
 
     ids = torch.arange(tokens + 1) % lm.vocab
     mask = torch.ones(1, 1, tokens, dtype=torch.bool)
     batch = Rollouts(ids[None, :1], ids[None, None, 1:], mask, torch.zeros(mask.shape), tokens, mask.any(-1))
     with torch.enable_grad(), ours(lm.model, lm.shares), saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = hidden_states(lm, batch)
-    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     del hidden
-    return total
+    return sum(kept.values())
 
 
 def repeat_bytes(lm: LanguageModel, flash: bool) -> int:
