@@ -140,6 +140,20 @@ def test_tokens_of_any_tokenizer_are_read_the_same_one_by_one(template: str, kin
             assert [call.arguments for call in read.calls] == ([{"a": 1}] if tools and calls else [])
 
 
+@pytest.mark.parametrize(
+    ("template", "opened"), [("qwen3_5_think", True), ("deepseek_r1_distill", True), ("qwen3", False)]
+)
+def test_a_prompt_that_opens_the_thoughts_is_seen(template: str, opened: bool) -> None:
+    tokenizer = chat_tokenizer(template)
+    writer = ChatWriter(tokenizer, stop_ids(template, tokenizer))
+    turn = tokenizer("hm</think>\n\nyes", add_special_tokens=False)["input_ids"]
+    prompt = writer.first([{"role": "user", "content": "hello"}], [])
+    read = writer.read(turn, [], (), prompt)
+    assert (read.content, read.reasoning) == (("yes", "hm") if opened else ("hm</think>\n\nyes", ""))
+    closed = [*prompt, *tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]]
+    assert writer.read(turn, [], (), closed).content == "hm</think>\n\nyes"
+
+
 def test_a_torn_character_waits_and_one_that_never_comes_is_told_at_the_end() -> None:
     letters = "🙂".encode()
 

@@ -29,6 +29,8 @@ from ascent.engines.serving.fleet import Fleet, Server
 from ascent.engines.serving.sampler import GOLDEN, ServedSampler
 from ascent.engines.timeline import Timeline
 
+KEPT, KEPT_STOPS = 4096, 16
+"""Spans of the timeline, and stop strings, that are kept: a server runs for long."""
 AWAY = 30.0
 """Seconds after which servers that were left alone are asked whether they are back."""
 
@@ -77,6 +79,8 @@ class ServedDesk:
                 while self.failed:
                     self._again(*self.failed.popleft())
                 self.timeline.see(min(len(self.owed), self.timeline.lanes))
+                if self.serves:
+                    del self.timeline.spans[:-KEPT]
                 self._look()
         finally:
             self.timeline.stop()
@@ -150,6 +154,8 @@ class ServedDesk:
 
     def _stops_of(self, strings: tuple[str, ...]) -> Stops:
         if strings not in self._stops:
+            if len(self._stops) >= KEPT_STOPS:
+                self._stops.clear()
             self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
         return self._stops[strings]
 
