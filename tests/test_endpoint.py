@@ -635,6 +635,37 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
         asyncio.run(go(made))
 
 
+def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
+    async def go(made: Any) -> None:
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        gone, body, sent = asyncio.Event(), [json.dumps({"messages": HELLO}).encode()], []
+
+        async def receive() -> dict[str, Any]:
+            if body:
+                return {"type": "http.request", "body": body.pop(), "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        def submit(request: Any) -> None:
+            def over() -> None:
+                gone.set()
+                request.tell(Done([5, 6], [-1.0, -1.0], [1.0, 1.0], True, 7))
+
+            asyncio.get_running_loop().call_later(0.01, over)
+
+        made.desk.submit = submit
+        head = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": head, "query_string": b""}
+        await made.app(scope, receive, send)
+        assert not sent and not live.session.turns and not live.session.response and live.busy is None
+
+    with served(key="") as made:
+        asyncio.run(go(made))
+
+
 def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
     """The next turn that is drawn is this one, token by token, with log-probs that nobody believes."""
     left = [turn]

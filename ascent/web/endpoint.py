@@ -326,7 +326,7 @@ class Endpoint:
         try:
             while live.busy is turn.request:
                 event = await turn.events.get()
-                if event is None:
+                if event is None or leaving.done():  # who has left does not know of the turn, and may ask again
                     raise ClientDisconnect
                 if isinstance(event, Done):
                     live.busy = None
