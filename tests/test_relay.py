@@ -22,7 +22,8 @@ import ascent
 from ascent.cli.engine import EngineCommand
 from ascent.core.types import Refused, Trouble
 from ascent.engines.serving import probe, weights
-from ascent.engines.serving.client import Client
+from ascent.engines.serving.client import Client, Lost
+from ascent.engines.serving.dialect import Answer, Request
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
 from ascent.policies import CausalLM
@@ -117,6 +118,40 @@ def test_rollouts_and_weights_go_through_a_relay(
     world.server.forget = "lm_head.weight"
     with pytest.raises(Trouble, match="does not draw from this policy"):
         world.load(2)
+
+
+@every_engine
+@pytest.mark.long
+def test_a_response_is_streamed_through_a_relay(stack: ExitStack, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", KEY)
+
+    relays: list[Relaying] = []
+
+    def through(server: StandIn) -> str:
+        relays.append(stack.enter_context(relaying(server.url, engine)))
+        return relays[-1].url
+
+    world = World(stack, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
+    world.load(0)
+    request, fleet = Request([5, 6, 7], 8, 0.7, 3, (0,), (5, 0.9, 0.01)), world.sampler.fleet
+    whole, pieces = fleet.ask(0, 0, request)[1].result(60), list[Answer]()
+    answer = fleet.ask(0, 0, request, pieces.append)[1].result(60)
+    assert answer == whole and pieces[-1].tokens == whole.tokens and len(pieces) > 2
+    for piece in pieces:
+        assert piece.tokens == whole.tokens[: len(piece.tokens)] and piece.logp == whole.logp[: len(piece.tokens)]
+    world.server.kills = [3]
+    with pytest.raises(Lost):
+        fleet.ask(0, 0, request, pieces.append)[1].result(60)
+    world.load(1)
+    world.server.hold_at = 2
+    lanes = relays[0].client.lanes
+    free, asked = lanes.free, fleet.ask(0, 0, request, pieces.append)[1]
+    until(lambda: world.server.held == 1 and lanes.free == free - 1)
+    asked.cancel()  # nobody waits any more, and so the relay does not
+    until(lambda: lanes.free == free)
+    with world.server.lock:
+        world.server.hold_at = -1
+        world.server.lock.notify_all()
 
 
 @pytest.mark.long

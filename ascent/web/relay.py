@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asked
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ascent.core.types import Trouble
@@ -88,7 +88,8 @@ class Relay:
             return
         asked = Asked(scope, receive)
         try:
-            reply: Response = JSONResponse(await self._answer(scope, asked))
+            value = await self._answer(scope, asked)
+            reply: Response = value if isinstance(value, Response) else JSONResponse(value)
         except Not as error:
             reply = JSONResponse({"error": str(error)}, error.status)
         except Lost as error:
@@ -132,8 +133,32 @@ class Relay:
         with _reading():
             body = await _json(asked)
             request, salt = request_of(body["request"]), str(body["salt"])
+        if body.get("stream"):
+            return StreamingResponse(self._pieces(request, salt), media_type="text/event-stream")
         async with self.client.lanes(0):
             return (await self._while_connected(asked, self.client.generate(request, salt)))._asdict()
+
+    async def _pieces(self, request: Request, salt: str) -> AsyncGenerator[bytes]:
+        """A response as it comes, as events: what is new, and at the end all of it, or how it failed."""
+        come: asyncio.Queue[Answer | None] = asyncio.Queue()
+
+        async def work() -> Answer:
+            async with self.client.lanes(0):
+                return await self.client.generate(request, salt, come.put_nowait)
+
+        working, told = asyncio.ensure_future(work()), 0
+        working.add_done_callback(lambda _: come.put_nowait(None))
+        try:
+            while (answer := await come.get()) is not None:
+                new = Answer(answer.tokens[told:], answer.logp[told:], [])
+                told = len(answer.tokens)
+                yield _event(new._asdict() | {"whole": False})
+            yield _event(working.result()._asdict() | {"whole": True})
+        except (Lost, Trouble) as error:
+            code = 502 if isinstance(error, Lost) else 422
+            yield _event({"error": {"message": str(error), "code": code}})
+        finally:
+            working.cancel()
 
     async def _while_connected(self, asked: Asked, work: Awaitable[Answer]) -> Answer:
         """The answer. Nobody decodes for a trainer that is gone."""
@@ -225,6 +250,10 @@ async def _json(asked: Asked) -> Any:
         if len(body) > MOST_WORDS:
             raise Not(413, f"a request has at most {MOST_WORDS} bytes")
     return json.loads(bytes(body))
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 @contextmanager

@@ -188,9 +188,9 @@ class Client:
         return True
 
     async def generate(self, request: Request, salt: str, hear: Hear | None = None) -> Answer:
-        """One response. `hear` is told how far it has come, where the engine says so."""
+        """One response. `hear` is told how far it has come."""
         body, answer = self.dialect.body(request, salt), NOTHING
-        if hear is None or not self.dialect.streams:
+        if hear is None:
             reply = await self.ask(self.dialect.generates, body)
             with self._reading():
                 answer = self.dialect.read(reply)

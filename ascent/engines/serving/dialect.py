@@ -93,8 +93,6 @@ class Dialect(ABC):
     """What to look at where an address is missing."""
     by_file: ClassVar[bool] = True
     """Are weights handed over in a file?"""
-    streams: ClassVar[bool] = True
-    """Does it tell of a response while it draws it?"""
 
     @abstractmethod
     def body(self, request: Request, salt: str) -> dict[str, Any]:

@@ -22,7 +22,6 @@ class Relayed(Dialect):
     """What is asked of a relay, whichever engine is behind it."""
 
     generates, advice = GENERATE, "Is it `ascent engine`, of this version of Ascent"
-    streams = False
 
     def __init__(self, engine: Dialect):
         self.engine = engine
@@ -37,7 +36,8 @@ class Relayed(Dialect):
         return Answer(tokens, [float(number) for number in reply["logp"]], versions, bool(reply["aborted"]))
 
     def more(self, before: Answer, event: Any) -> Answer:
-        raise ValueError("a relay tells of whole responses")
+        """Events have new tokens, and the last one the whole answer."""
+        return self.read(event) if event["whole"] else before.then(self.read(event))
 
     async def greet(self, server: Spoken, serving: Serving) -> None:
         engine = (await server.ask(ABOUT))["engine"]
