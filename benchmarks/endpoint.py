@@ -132,8 +132,6 @@ ENGINES = ROOT / ".engines"
 class Silent:
     """A tokenizer for clients that send tokens."""
 
-    all_special_tokens: tuple[str, ...] = ()
-
 
 # ---- a client in a process of its own ---------------------------------------------------------------------------
 
@@ -190,7 +188,7 @@ def serving(sampler: LanguageSampler, slots: int, limit: int, longest: int, writ
     desk = Desk(slots)
     rules = Rules(limit + longest, longest, limit, fixed=True)
     endpoint = Endpoint(desk, writer, rules, sampler.lm.vocab)
-    server = ServerThread(endpoint)
+    server = ServerThread(endpoint).start()
     decoding = threading.Thread(target=serve_requests, args=(sampler, desk, slots, limit, longest))
     decoding.start()
     try:

@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ascent.environments.calls import PLAIN, Schema, ToolCall, kinds_of, types_of
@@ -155,9 +156,13 @@ class ChatWriter:
     def __init__(self, tokenizer: Any, ends: Collection[int]):
         self.tokenizer, self.ends = tokenizer, ends
         self._chats: OrderedDict[str, tuple[ToolChat | None, Tail]] = OrderedDict()
-        marks = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special = marks.union(tokenizer.all_special_ids) - set(ends)
-        self._special = {i: tokenizer.convert_ids_to_tokens(i) for i in special}
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """Special tokens that end no turn, by their names."""
+        marks = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        every = marks.union(self.tokenizer.all_special_ids) - set(self.ends)
+        return {i: self.tokenizer.convert_ids_to_tokens(i) for i in every}
 
     def _chat(self, tools: Sequence[Schema]) -> tuple[ToolChat | None, Tail]:
         """The chat with these tools; without any, its tail alone. It refuses models whose template cannot."""

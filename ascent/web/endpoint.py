@@ -211,7 +211,7 @@ class Endpoint:
             raise Nonsense("stream: tokens come whole here")
         ids, wish = self._tokens(body.get("token_ids"), "token_ids"), read_wish(settings, plain=True)
         turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
-        done, _ = await self._draw(asked, turn, self._say_nothing(turn))
+        done, _ = await self._draw(asked, turn, self._say_nothing(turn), reads=False)
         choice = {"index": 0, "token_ids": done.tokens, "finish_reason": reason_of(done), "logprobs": None}
         if wish.logprobs:
             pairs = zip(done.tokens, done.logp, strict=True)
@@ -308,13 +308,14 @@ class Endpoint:
         return min(each for each in (most, wish.max_tokens, rules.turn_tokens or None) if each is not None)
 
     async def _draw(
-        self, asked: Asked, turn: PendingTurn, say: Callable[[AssistantTurn], None]
+        self, asked: Asked, turn: PendingTurn, say: Callable[[AssistantTurn], None], reads: bool = True
     ) -> tuple[Done, AssistantTurn]:
-        """The whole turn, and how it reads. Nobody decodes for a client that is gone."""
+        """The whole turn, and how it reads, if anybody does. Nobody decodes for a client that is gone."""
         async with aclosing(self._events(asked, turn)) as events:
             async for event in events:
                 if isinstance(event, Done):
-                    turn.reader.feed(event.tokens), turn.reader.end()
+                    if reads:
+                        turn.reader.feed(event.tokens), turn.reader.end()
                     say(turn.reader.whole)
                     return event, turn.reader.whole
         raise ClientDisconnect
