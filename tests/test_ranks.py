@@ -177,6 +177,20 @@ def both(group: RankGroup, dtype: torch.dtype, prepare: Callable[[Any], Any] = l
     return LanguageLearner(one, *settings, *memory), ShardedLearner(two, *settings, *memory, group), batch
 
 
+@pytest.mark.long
+def test_shards_continue_from_state_in_bfloat16(one_rank: RankGroup) -> None:
+    """Parameters and moments are the same numbers, in float32."""
+    plain, sharded, batch = both(one_rank, torch.bfloat16)
+    small = LanguageLearner(model_of(dtype=torch.bfloat16), Adam(lr=1e-2), True, GRPO.outputs, rounding=3)
+    small.step(batch, GRPO.objective, Adam(lr=1e-2))
+    for learner in (plain, sharded):
+        learner.restore(small.state())
+    state, want = sharded.state(), plain.state()
+    for group in ("wide", "optimizer"):
+        assert state[group].keys() == want[group].keys()
+        assert all(torch.equal(value, want[group][name]) for name, value in state[group].items())
+
+
 @pytest.mark.smoke
 def test_a_group_of_one_has_the_numbers_of_the_plain_learner_in_shards(one_rank: RankGroup) -> None:
     one, two, batch = both(one_rank, torch.float64)

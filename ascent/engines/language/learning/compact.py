@@ -201,24 +201,29 @@ def widened(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
         return state
     lows = {name: kept.get(f"{place}.low") for place, name in enumerate(names)}
     wide = {name: params[name] if low is None else join_master(params[name], low) for name, low in lows.items()}
-    others = {name: value for name, value in kept.items() if not name.endswith(".low")}
+    stepped = (name for name in kept if f"{name.split('.')[0]}.step" in kept)
+    others = {name: kept[name] for name in stepped if not name.endswith(".low")}
     return state | {"wide": wide, "optimizer": {name: value.float() for name, value in others.items()}}
 
 
 def compacted(state: dict[str, Any], names: list[str], optimizer: CompactAdamW) -> dict[str, Any]:
     """A checkpoint in this form, with every tensor as large as its parameter. Of float32 state moments are rounded."""
     kept, params = dict(state["optimizer"]), dict(state["params"])
+    wide = not any(name.endswith(".low") for name in kept)
     for place, name in enumerate(names):
         p = optimizer.param_groups[0]["params"][place]
         if "low" not in optimizer.state[p]:
             continue
-        if f"{place}.low" not in kept:
+        if wide:
             params[name], kept[f"{place}.low"] = split_master(state.get("wide", params)[name].float())
         for key in MOMENTS:
             if f"{place}.{key}" in kept:
                 kept[f"{place}.{key}"] = kept[f"{place}.{key}"].bfloat16()
-        for key in ("low", *MOMENTS):
+        for key, dtype in {"low": torch.int16, **dict.fromkeys(MOMENTS, torch.bfloat16)}.items():
             value = kept.get(f"{place}.{key}")
-            if value is not None and value.shape != p.shape:
-                raise Refused(f"the checkpoint's optimizer state is not this model's: {key} of {name} is {value.shape}")
+            if value is None and wide:  # it was never stepped
+                continue
+            if value is None or value.shape != p.shape or value.dtype != dtype:
+                there = "missing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
+                raise Refused(f"the checkpoint's optimizer state is not this model's: {key} of {name} is {there}")
     return state | {"params": params, "optimizer": kept}
