@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,12 +77,13 @@ def test_samplers_come_and_go_while_it_runs_and_an_interrupt_saves(
     run = launch(tmp_path, "--samplers", 1, *train, "--steps", 10_000, "--ahead", 1, "--out", "run")
     folder = tmp_path / "run"
     run.until(lambda: len(lines_of(folder)) >= 2)
-    actors = json.loads(said("status", "--json"))["actors"]
+    there = ("--address", re.search(r"Ray cluster at (\S+)", run.text())[1])  # type: ignore[index]
+    actors = json.loads(said(*there, "status", "--json"))["actors"]
     assert {"learner-0", "sampler-0"} <= {actor["name"] for actor in actors}
     assert any(actor.get("tokens", 0) > 0 for actor in actors)
-    assert "asked for 1 more" in said("add", 1)
+    assert "asked for 1 more" in said(*there, "add", 1)
     run.until(lambda: any(row["name"] == "sampler-1" and row["tokens"] for row in replicas_of(folder)))
-    assert "has left" in said("remove", "sampler-0")
+    assert "has left" in said(*there, "remove", "sampler-0")
     run.until(lambda: {row["name"]: row["state"] for row in replicas_of(folder)}["sampler-0"] == "left")
     steps = len(lines_of(folder))
     run.until(lambda: len(lines_of(folder)) > steps + 1)

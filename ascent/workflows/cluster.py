@@ -57,7 +57,7 @@ def connect(address: str | None, actors: int = 0) -> bool:
         if address is not None:
             ray.init(address=address, **quiet)
             return False
-        ray.init(num_cpus=actors + MORE, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=actors + MORE, include_dashboard=False, **quiet)
         return True
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise Refused(
@@ -196,8 +196,10 @@ class Launch:
             self.place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
             self.drawing = [self._sampler(i, group, self.learners + i) for i in range(self.samplers)]
             self.ranks = [self._learner(i, group) for i in range(self.learners)]
+            where = ray.get_runtime_context().gcs_address
+            self.say("stderr", f"ascent: {self.run} begins on the Ray cluster at {where}\n".encode())
             with self._hearing():
-                return self._attempts()
+                return self._attempts(where)
         finally:
             ray.util.remove_placement_group(group)
             ray.shutdown()
@@ -218,11 +220,10 @@ class Launch:
         own = (rank, self.learners, self.run)
         return self._actor(LearnerProcess, f"learner-{rank}", self.restarts, *own, scheduling_strategy=where)
 
-    def _attempts(self) -> int:
+    def _attempts(self, where: str) -> int:
         for attempt in range(self.restarts + 1):
             meet = self._ready()
-            where, here = self.ray.get_runtime_context().gcs_address, os.getcwd()
-            words = list(self.args)
+            words, here = list(self.args), os.getcwd()
             self.ray.get([rank.start.remote(words, meet, where, here, attempt) for rank in self.ranks])
             status = self._follow()
             if status in (0, REFUSED) or self.heard or attempt == self.restarts:
@@ -311,7 +312,7 @@ def cluster_status(address: str | None) -> list[dict[str, Any]]:
                 call = ray.get_actor(one["name"], namespace=one["namespace"]).about.remote()
                 found.append(line | ray.get(call, timeout=5) | {"state": "ready"})
             except ray.exceptions.GetTimeoutError:
-                found.append(line | {"state": "busy"})
+                found.append(line | {"state": "no answer"})
             except (ray.exceptions.RayActorError, ValueError):
                 found.append(line | {"state": "restarting"})
         return found
