@@ -32,6 +32,7 @@ LANGUAGE = (
     "memory_cpu",
     "critic_memory",
     "endpoint",
+    "rounding",
 )
 SMALL = (
     "lecture_logs",

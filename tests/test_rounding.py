@@ -72,7 +72,7 @@ def test_a_mixed_sampler_rounds_as_its_learner_does(kind: str) -> None:
     drawn = sampler.generate(Prompts.of(prompts_of()), 4)
     found = log_probs(lm, drawn).gather(-1, drawn.response[drawn.mask][:, None])[:, 0]
     gap = (found - drawn.logp_sampler[drawn.mask]).abs()
-    assert gap.mean() < 0.01
+    assert gap.mean() < 2e-3, "an order of magnitude more if one of them rounds its stream"
 
 
 def test_words_are_drawn_from_float32_logits(monkeypatch: pytest.MonkeyPatch) -> None:
