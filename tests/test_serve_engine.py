@@ -284,7 +284,7 @@ def test_an_engine_that_does_not_start_or_that_is_missing_is_trouble_and_nothing
     assert not set(threading.enumerate()) - set(before)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_command_starts_an_engine_and_ends_it_with_ctrl_c(
     tiny_folder: Path, tmp_path: Path, warm_python: Any
 ) -> None:
