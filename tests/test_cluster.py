@@ -35,6 +35,7 @@ CLOSING: list[ClusterSampler] = []
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "PAUSE", 0.001)
+    monkeypatch.setattr(dispatch, "START", 0.0)
     yield
     while CLOSING:
         CLOSING.pop().close()
@@ -142,6 +143,9 @@ def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
     crew = Calls(2, {3: "hangs"})
     found, _ = drawn(crew, deadline=0.01)
     assert equal(found, alone()) and crew.restarted
+    monkeypatch.setattr(dispatch, "START", 600.0)
+    crew = Calls(2, {1: "hangs"})
+    assert equal(drawn(crew, deadline=0.0)[0], alone()) and not crew.restarted, "a start takes its time"
 
 
 @pytest.mark.long

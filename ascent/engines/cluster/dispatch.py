@@ -25,6 +25,8 @@ from ascent.engines.cluster.replica import Gone
 
 PAUSE = 0.2
 """Seconds before a replica that was lost is asked again: it is being started."""
+START = 120.0
+"""Seconds that a replica has to start and to load its first weights, if the deadline is not longer."""
 LOOK = 1.0
 """Seconds between two looks at what takes too long."""
 
@@ -74,7 +76,7 @@ class Member:
     """Of the weights that it has."""
     work: Work | None = None
     late: bool = False
-    """Was it restarted because it took too long, and is not back yet?"""
+    """Was it ended because its work takes too long, which has not failed yet?"""
     away: float | None = None
     """Since when it is lost, if it is."""
     again: float = 0.0
@@ -215,15 +217,16 @@ class Dispatcher:
     # ---- replicas that are lost
 
     def _end_late(self) -> None:
-        """One that takes too long is started again; if that takes too long as well, it is left out."""
+        """One that takes too long is started again; if its work does not even end by that, it is left out."""
         now = time.monotonic()
         for member in list(self.members.values()):
             work = member.work
-            if work is None or work.version < 0 or work.call.done() or now - work.begun <= self.deadline:
+            limit = self.deadline if member.version >= 0 else max(self.deadline, START)
+            if work is None or work.version < 0 or work.call.done() or now - work.begun <= limit:
                 continue
             if member.late:
                 member.work = None
-                self._lose(member, work, Gone(f"it did not come back within {self.deadline:g} seconds", over=True))
+                self._lose(member, work, Gone(f"it did not end within {limit:g} seconds", over=True))
             else:
                 member.late, member.work = True, work._replace(begun=now)
                 self.crew.restart(member.name)
@@ -233,12 +236,12 @@ class Dispatcher:
         now = time.monotonic()
         if work.chunk is not None:
             self._todo.appendleft(work.chunk)
-        member.version, member.again = -1, now + PAUSE
+        member.version, member.again, member.late = -1, now + PAUSE, False
         since, member.away = member.away, member.away or now
         if since is None and not error.over:
             member.lost += 1
             self._say(member.name, "lost", "was lost, and others draw its responses until it is back", error)
-        if error.over or now - member.away > self.deadline:
+        if error.over or now - member.away > max(self.deadline, START):
             del self.members[member.name]
             self._left.add(member.name)
             self._say(member.name, "left", "is left out from here on", error)
