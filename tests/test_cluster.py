@@ -326,7 +326,7 @@ def noise(response: str) -> float:
     return zlib.crc32(response.encode()) % 97 / 97
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 def test_a_run_with_one_replica_has_the_numbers_of_one_process_and_goes_on_after_an_interrupt(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
