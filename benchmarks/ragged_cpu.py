@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.engines.language.learning.head import Head
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.sampler import PAGE, GroupDecoder
+from ascent.engines.language.sampling.sampler import PAGE, GroupDecoder, LanguageSampler
 from ascent.policies import CausalLM, LanguageModel
 from benchmarks.common import close, show
 from benchmarks.peers import THREADS
@@ -50,11 +49,13 @@ def draw(
 ) -> tuple[Drawn, Any, float, float]:
     limit, total = int(lengths.max()), int(lengths.sum())
     seeds = torch.arange(len(lengths))
-    drawn = Drawn(len(lengths), limit, lm.ends, Head.of(lm.model), seeds, 1.0, Support(), limits=lengths)
-    decoder = GroupDecoder(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
-    with telling(lambda: f"{name}: {int(drawn.length.sum())} of {total} tokens"):
-        begin, cpu = time.perf_counter(), time.process_time()
-        decoder()
+    sampler = LanguageSampler(lm, limit, 1.0, torch.Generator())
+    with sampler.prepared() as head:
+        drawn = Drawn(len(lengths), limit, lm.ends, head, seeds, 1.0, Support(), limits=lengths)
+        decoder = GroupDecoder(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
+        with telling(lambda: f"{name}: {int(drawn.length.sum())} of {total} tokens"):
+            begin, cpu = time.perf_counter(), time.process_time()
+            decoder()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     print(f"{name}: {total} tokens in {seconds:.1f} s, {cpu:.1f} s of computing", flush=True)
     return drawn, decoder.schedule, seconds, cpu

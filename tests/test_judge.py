@@ -301,7 +301,7 @@ def test_a_search_that_was_ended_leaves_no_process_behind(cache: Path) -> None:
 def test_deep_json_is_an_error_of_its_question_alone(deep: str, status: int, cache: Path) -> None:
     bad = Reply(status=status, raw=(deep * 5_000).encode())
     with serving(lambda prompt, _: bad if "BAD" in prompt else Reply()) as server:
-        error, score = scores(server, cache, ["BAD", "good"], retries=0)
+        error, score = scores(server, cache, ["BAD", "good"], retries=0, timeout=5.0)
     assert isinstance(error, Unanswered) and isinstance(score, Scored)
 
 

@@ -111,6 +111,29 @@ def talk(
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
+def test_a_request_that_takes_the_slot_of_one_that_just_ended_reads_its_own_prompt(decoder: str) -> None:
+    first, second, third = [5, 6, 7, 8, 9, 10, 11, 12], [12, 11, 10, 9, 8, 7, 6, 5], [9, 4, 6]
+    with serving(ready(decoder)) as desk:
+        alone = Asked(desk, third, [], 3).done()
+    with serving(ready(decoder), slots=2) as desk:
+        later = list[Asked]()
+
+        def ask_at_once(event: Drew | Done) -> None:
+            if isinstance(event, Done):  # in the thread that decodes: before its next step
+                later.append(Asked(desk, third, [], 3))
+                asked.set()
+
+        asked = threading.Event()
+        beside = Asked(desk, first, [], 1, watched=True)
+        beside.events.get(timeout=LONG)  # it runs
+        desk.submit(TurnRequest(second, [], 2, limit=3, tell=ask_at_once))
+        assert asked.wait(LONG)
+        done, other = later[0].done(), beside.done()
+    assert not other.error and done.tokens == alone.tokens
+    assert torch.allclose(torch.tensor(done.logp), torch.tensor(alone.logp), atol=1e-5)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
 def test_conversations_over_requests_are_those_of_one_call(decoder: str) -> None:
     sampler = ready(decoder)
     prompts, samples = Prompts.of(prompts_of()), 2

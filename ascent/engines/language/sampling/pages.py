@@ -66,9 +66,9 @@ class Pages:
             heapq.heappush(self._high, -page)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
-    """One response on pages."""
+    """One response on pages, from when it enters until it leaves or is evicted; then it is another row."""
 
     response: int
     prompt: int

@@ -293,7 +293,7 @@ class GroupDecoder:
                     if self.drawn.asked:
                         self._hear(wait=True)
                     continue
-                now = [(row.response, len(row.pages)) for row in rows]
+                now = [(row, len(row.pages)) for row in rows]  # a slot may hold another row than before
                 if now != before:
                     self.decoding.arrange(rows, schedule)
                 before = now
