@@ -55,7 +55,9 @@ def test_the_transformer_learns(row: str, more: dict[str, Any], tmp_path: Path) 
     ("row", "more"),
     [
         ("ppo", {"minibatches": 2, "steps": 30, "lr": 7e-3}),
-        ("ppo", {"critic": "shared-critic", "minibatches": 2, "steps": 30, "lr": 7e-3}),
+        pytest.param(
+            "ppo", {"critic": "shared-critic", "minibatches": 2, "steps": 30, "lr": 7e-3}, marks=pytest.mark.smoke
+        ),
         pytest.param(
             "trpo", {"advantage": "gae", "critic": "own-critic", "critic.steps": 5, **REGION}, marks=pytest.mark.smoke
         ),

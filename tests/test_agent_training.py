@@ -116,6 +116,7 @@ def test_episodes_are_rollouts_with_the_learners_log_probs(config: Any) -> None:
     assert torch.equal(*greedy) and torch.equal(greedy[0][:, 0], greedy[0][:, 1])
 
 
+@pytest.mark.smoke
 def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
     config: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

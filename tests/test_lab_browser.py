@@ -287,6 +287,7 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
+@pytest.mark.smoke
 def test_training_to_the_end_as_on_the_command_line_though_the_server_is_killed(
     screen: Screen, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_smokes(CASES, "grpo, lora, mini-batches", "trpo, last layer"))
+@pytest.mark.parametrize("case", mostly_smokes(CASES, "grpo, lora, mini-batches"))
 def test_a_language_model_resumes_to_the_same_bits(
     case: str, problems: Path, rewards: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:

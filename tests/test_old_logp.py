@@ -160,7 +160,11 @@ def settings_of(model: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [{}, {"policy.lora": 2, "temperature": 0.7, "top_p": 0.9}, {"algorithm": "ppo", "steps": 1}],
+    [
+        {},
+        pytest.param({"policy.lora": 2, "temperature": 0.7, "top_p": 0.9}, marks=pytest.mark.smoke),
+        pytest.param({"algorithm": "ppo", "steps": 1}, marks=pytest.mark.smoke),
+    ],
     ids=["every parameter", "LoRA and top-p", "a critic"],
 )
 def test_a_run_in_bfloat16_resolves_its_old_logp_and_moves_no_stream(

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -232,13 +233,20 @@ def observing(ends: tuple[int, ...]) -> Any:
     return answer
 
 
+@cache
+def plain_conversations() -> Rollouts:
+    """What the plain cache draws, which knows no pages."""
+    lm = model_of()
+    return draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)[0]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_rows_are_extended_evicted_and_come_back(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Observations on few pages, with steps under way: the same tokens and log-probs as the plain cache gives."""
     lm = model_of()
-    want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
+    want = plain_conversations()
     assert (want.present & ~want.mask).any()  # type: ignore[operator]
     few = [(1, 12, 48, 999), (4, 5, 52, 999)] if decoder == "graphs" else []
     for together, rows, room, prefill in ((8, 12, 0, 999), (1, 5, 48, 0), *few):
@@ -255,7 +263,7 @@ def test_rows_are_extended_evicted_and_come_back(decoder: Any, monkeypatch: pyte
 def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, observations and rows that come back, padded to sizes that are captured at their second use."""
     lm = model_of()
-    want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
+    want = plain_conversations()
     monkeypatch.setattr(Extending, "fused", FlashFormulas)
     monkeypatch.setattr(cuda, "PREFILL", 0)
     for _ in range(2):
@@ -273,7 +281,7 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
 def test_who_answers_first_changes_nothing(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are parked while their environment works, evicted there too, and come back in any order."""
     lm = model_of()
-    want, _ = draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)
+    want = plain_conversations()
     evictions = 0
     cases = ((8, 12, 0, 0), (1, 5, 48, 999), (4, 12, 60, 6)) if decoder == "graphs" else ((8, 5, 48, 0), (8, 12, 60, 0))
     for order, (together, rows, room, prefill) in enumerate(cases):

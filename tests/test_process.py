@@ -36,6 +36,7 @@ from ascent.tasks.small.sort import Sort
 from ascent.tasks.text.tokenized import split_steps
 from ascent.workflows.labels import Labeller, label_steps
 from ascent.workflows.policy import LoadedPolicy, untrained_policy
+from tests.cases import mostly_smokes
 
 ROW = ALGORITHMS["process-reward"]
 WORLD: dict[str, Any] = {"length": 2, "numbers": 4, "threads": 1, "policy.width": 16, "policy.layers": 1}
@@ -282,6 +283,7 @@ def scorer(no_picture: None, tiny_folder: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_language_model_learns_labelled_steps(scorer: Path) -> None:
     metrics = Run(scorer).metrics
     assert metrics[-1]["steps/error"] < 0.2 * metrics[0]["steps/error"]
@@ -342,7 +344,7 @@ def test_a_process_reward_of_words_lies_on_the_last_tokens_of_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", mostly_smokes(["grpo", "ppo"], "grpo"))
 def test_a_run_with_a_process_reward_of_words(algorithm: str, scorer: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """And then labels from its own roll-outs, which start as its responses do."""
     more = {**SMALL, "policy.model": str(tiny_folder), "reward": (f"process:{scorer}",), "prompts": 2, "samples": 2}

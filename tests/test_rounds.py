@@ -181,6 +181,7 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from ascent.engines.serving.vllm import INSIDE, VLLM
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM, LanguageModel
 from ascent.settings import configure
+from tests.cases import mostly_smokes
 from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of, write_tiny
 from tests.stand_in import STAND_INS, StandIn, serving
 
@@ -43,7 +44,7 @@ SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_laye
 """The probe then has prompts of 24 tokens, and 8 behind each."""
 
 
-every_engine = pytest.mark.parametrize("engine", [dialect.name for dialect in ENGINES])
+every_engine = pytest.mark.parametrize("engine", mostly_smokes([dialect.name for dialect in ENGINES], "vllm"))
 
 
 class World:
@@ -696,12 +697,12 @@ class Higher(Environment):
 """
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({}, marks=pytest.mark.smoke),
-        pytest.param({"algorithm": "ppo", "policy.lora": 4}, marks=pytest.mark.smoke),
+        {},
+        {"algorithm": "ppo", "policy.lora": 4},
         {"environment": "python:{}/higher.py:Higher", "turn_tokens": 3},
     ],
     ids=["grpo", "ppo with adapters", "conversations"],

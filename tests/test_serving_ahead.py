@@ -35,7 +35,6 @@ from ascent.records.ahead import put_together, take_apart
 from ascent.records.journal import Journal
 from ascent.records.run import Run
 from ascent.tasks.text.tokenized import TokenizedTask
-from tests.cases import mostly_smokes
 from tests.language import VOCAB, prompts_of, write_tiny
 from tests.stand_in import StandIn, serving
 from tests.test_serving import World, gap
@@ -244,6 +243,7 @@ def test_a_server_that_dies_while_the_learner_trains_is_seen_at_the_next_load(st
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(stack: ExitStack) -> None:
     world = World(stack, servers=2)
     world.load(0)
@@ -350,8 +350,11 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     "more",
     [
         {"ahead": 2},
-        {"ahead": 9, "algorithm": "dapo", "shaping": "no-shaping", "policy.lora": 4, "stop": ("b",)},
-        {"ahead": 1, "advantage": "greedy", "eval_every": 1},
+        pytest.param(
+            {"ahead": 9, "algorithm": "dapo", "shaping": "no-shaping", "policy.lora": 4, "stop": ("b",)},
+            marks=pytest.mark.smoke,
+        ),
+        pytest.param({"ahead": 1, "advantage": "greedy", "eval_every": 1}, marks=pytest.mark.smoke),
     ],
     ids=["grpo", "redraws and adapters, more than there are steps", "greedy baselines and evaluations"],
 )
@@ -389,7 +392,8 @@ KILLS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kill", mostly_smokes(KILLS, "while a step is drawn"))
+@pytest.mark.smoke
+@pytest.mark.parametrize("kill", KILLS)
 def test_a_run_that_was_killed_equals_its_journal_to_the_bit(
     trained: Trained, kill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +502,7 @@ def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_what_made_trouble_is_drawn_anew_and_another_ahead_is_refused(trained: Trained) -> None:
     with pytest.raises(Trouble, match="--max-mismatch"):
         trained(max_mismatch=1e-12, ahead=2, checkpoint_every=1)

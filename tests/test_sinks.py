@@ -92,6 +92,7 @@ def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_wandb_writes_offline_into_the_folder_and_a_resume_is_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

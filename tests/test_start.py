@@ -82,7 +82,6 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     mostly_smokes(
         [*(("small", case) for case in SOME), *(("language", case) for case in CASES)],
         ("small", "a frozen reference"),
-        ("language", "LoRA"),
     ),
 )
 def test_a_run_resumes_when_what_it_started_from_is_gone(
@@ -139,6 +138,7 @@ def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_of_before_resumes_where_its_start_is_still_there(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -511,6 +511,7 @@ def test_the_tables_as_csv(two: Comparison) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_a_picture_holds_every_chart(two: Comparison) -> None:
     assert len(DRAWN) <= MOST_PANELS
     with two as found:
