@@ -136,12 +136,20 @@ def fork_workers(count: int) -> None:
 
 
 LONGEST = {
-    **{"lab_browser": 60, "viewer_completions_browser": 40, "viewer_browser": 35, "viewer_compare_browser": 32},
-    **{"serving": 40, "language_cli": 25, "pages": 24, "rewards": 24, "ahead": 23, "watch": 22, "language_engines": 22},
-    **{"viewer_hostile": 21, "oracle": 20, "architectures": 19, "objects": 18, "serving_ahead": 16, "resume": 17},
-    **{"cli": 16, "split": 15, "pairs": 14, "stops": 13, "viewer_report": 13, "cuda_decoder": 13, "lab": 12},
-    **{"endpoint": 20, "compact": 16, "serve_engine": 15, "cluster": 12, "rounding": 12},
-    **{"language_rows": 12, "oracle_itself": 12, "actor_critic": 11, "play": 11, "judge": 11, "turns": 11},
+    **{"lab_browser": 40, "viewer_completions_browser": 26, "viewer_compare_browser": 26, "viewer_browser": 24},
+    **{"serving": 26, "language_cli": 25, "rewards": 24, "ahead": 23, "watch": 22, "language_engines": 22},
+    **{"viewer_hostile": 21, "pages": 20, "oracle": 20, "architectures": 19, "objects": 18, "resume": 17},
+    **{"cli": 16, "split": 15, "serving_ahead": 14, "pairs": 14, "stops": 13, "viewer_report": 13, "cuda_decoder": 15},
+    **{
+        "endpoint": 14,
+        "compact": 12,
+        "serve_engine": 12,
+        "cluster": 12,
+        "rounding": 12,
+        "agent_training": 12,
+        "lab": 12,
+    },
+    **{"requests": 12, "oracle_itself": 12, "structure": 11, "play": 11, "judge": 11, "turns": 11, "values": 11},
 }
 """The modules of tests that take longest, and roughly how many seconds of a core. It matters for nothing but time."""
 

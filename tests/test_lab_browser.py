@@ -426,6 +426,7 @@ def test_a_state_that_cannot_be_is_said(screen: Screen) -> None:
     assert screen.numbers()["objective"] == "0.600"
 
 
+@pytest.mark.smoke
 def test_every_page_fits_a_phone_is_still_and_has_nothing_serious_for_axe_in_both_themes(
     browser: Any, lab: Lab
 ) -> None:

@@ -528,6 +528,7 @@ def test_a_run_grows_while_its_page_is_open_and_then_it_rests(screen: Screen, ru
     assert not screen.requests
 
 
+@pytest.mark.smoke
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen, runs: Path) -> None:
     for path in ("/runs", "/run?id=evil%20" + "".join(f"%{byte:02x}" for byte in EVIL.encode())):
         screen.page.set_viewport_size({"width": 1280, "height": 900})

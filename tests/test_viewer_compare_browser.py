@@ -348,6 +348,7 @@ ALIKE = "all => all.slice(2).forEach((e) => (e.style.display = 'none'))"
 """Axe looks at every element: of parts that are alike, two are enough."""
 
 
+@pytest.mark.smoke
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen) -> None:
     opened(screen, ALL)
     screen.page.locator(".chips summary").click()

@@ -447,6 +447,7 @@ def test_files_of_verl(view: View) -> None:
     until(lambda: view.samples() == [[4]])
 
 
+@pytest.mark.smoke
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, lab: Lab) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, reduced_motion="reduce")
     context.set_default_timeout(1000 * PATIENCE)
