@@ -304,16 +304,18 @@ def page(constants: list[list[str]], times: str, peaks: str, worst: float, memor
     return f"""# `ascent plan` against measurements
 
 `python -m benchmarks.plan`; it needs no GPU. It reads what was measured on one NVIDIA H200 (torch 2.11.0+cu130, triton
-3.6, transformers 5.17): [plan_gpu.json](plan_gpu.json) (`python -m benchmarks.plan_gpu`, 2026-11-16) and the closing
-lines of [step](step_gpu.md), [update](update_gpu.md), [ragged](ragged_gpu.md) and [ahead](ahead_gpu.md).
+3.6, transformers 5.17): [plan_gpu.json](plan_gpu.json) (`python -m benchmarks.plan_gpu`, 2026-11-16; the shapes of
+0.6B, 1B, 3B and 7B on 2026-11-17, after the constants were fixed) and the closing lines of [step](step_gpu.md),
+[update](update_gpu.md), [ragged](ragged_gpu.md) and [ahead](ahead_gpu.md).
 
 The largest error of a held-out time is {worst:.0%} (target: {WITHIN:.0%}), that of a peak of memory {memory:.0%}.
 
 The constants are fitted to the calibration set alone: calls of the 135M and the 1.5B shape with 256, 2,048 or 8,192
-tokens. Held out are another shape (360M), other lengths (512 and 1,024), responses of many lengths, sampling ahead, and
-whole steps. Of repeated calls the fastest counts. The form of the model was chosen among a few with all figures in
-sight; its constants were not. The reward's 0.15 ms per response are read off [scaling](scaling_gpu.md). Larger models
-than 1.5B were not measured for this page, nor several cards, nor any other kind of GPU.
+tokens. Held out are other shapes (360M, 0.6B, 1B, 3B, 7B), other lengths (128, 512 and 1,024), responses of many
+lengths, sampling ahead, and whole steps. Of repeated calls the fastest counts. The form of the model was chosen among a
+few with all figures of 2026-11-16 in sight; its constants were not. The reward's 0.15 ms per response are read off
+[scaling](scaling_gpu.md). The 7B shape was sampled, and not trained: its state in float32 does not fit. Not measured
+are larger models, several cards, and any other kind of GPU.
 
 ## Constants
 
