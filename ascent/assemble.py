@@ -91,7 +91,8 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
     learner = backend.learner(config, model, streams, ranks)
     judged = None
     if config.algorithm.loss.trains == "policy" and config.task.data == "samples":
-        judged = bind_task(backend, config.task, model), backend.sampler(config, model, streams.sampling)
+        bound = bind_task(backend, config.task, model, scores=ranks.rank == 0)
+        judged = bound, backend.sampler(config, model, streams.sampling)
         notes += (judged[1].note,) if judged[1].note else ()
     task, sampler = judged if judged and config.data == "samples" else backend.offline(config, model, streams.sampling)
     if fresh and config.data_epochs is not None:

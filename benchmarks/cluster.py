@@ -7,7 +7,8 @@ and then with kills: of a sampler, which is started again while the others draw 
 or its actor), after which `--restarts` goes on from the newest checkpoint. After every kill steps have to come again in
 time. In the end every step is there once, with the same numbers and the same bits of parameters as without kills.
 
-`--weights` measures two ways for weights from one process to two others: Ray's object store and gloo's broadcast.
+`--weights` measures two ways for the weights of a model from one process to two others: Ray's object store, and process
+groups of gloo.
 `make cluster-test` installs Ray where the command above looks for it.
 """
 
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ascent.engines.cluster.transfer import Snapshot, WeightSender, receive_weights
 from benchmarks.common import ROOT, close, show
 from benchmarks.killed_ranks import lines_of
 
@@ -162,64 +164,80 @@ def kills(count: int, aheads: tuple[int, ...], say: Callable[..., None] = print)
 
 
 class Taker:
-    """Has tensors, into which it takes others'."""
+    """A process with parameters of these shapes, into which it takes others'."""
 
-    def __init__(self, tensors: int, size: int):
+    def __init__(self, shapes: dict[str, Any]):
         import torch
 
-        self.own = [torch.zeros(size) for _ in range(tensors)]
+        self.own = {name: torch.zeros(shape) for name, shape in shapes.items()}
 
-    def take(self, sent: Any) -> None:
-        for own, other in zip(self.own, sent, strict=True):
-            own.copy_(other)
+    def take(self, sent: dict[str, Any]) -> None:
+        for name, tensor in sent.items():
+            self.own[name].copy_(tensor)
 
-    def join(self, rank: int, port: int) -> None:
-        import torch.distributed as dist
+    def receive(self, offer: Any) -> None:
+        import torch
 
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+        for part in receive_weights(offer, torch.device("cpu"), "127.0.0.1"):
+            self.take(part)
 
-    def broadcast(self) -> None:
-        import torch.distributed as dist
-
-        for own in self.own:
-            dist.broadcast(own, 0)
+    def sums(self) -> float:
+        return sum(float(tensor.double().sum()) for tensor in self.own.values())
 
 
-def weights(say: Callable[..., None] = print, tensors: int = 30, size: int = 2_250_000) -> dict[str, float]:
-    """Median seconds to bring 270 MB into two other processes, in either way."""
+def shapes_of(name: str) -> dict[str, Any]:
+    """The parameters of a shape of benchmarks/peers/models.py, without any."""
+    import torch
+    import transformers
+
+    from benchmarks.peers.models import GPU_SHAPES
+
+    own = {key: value for key, value in GPU_SHAPES[name].items() if key != "kind"}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**own))
+    return {name: p.shape for name, p in model.named_parameters()}
+
+
+def weights(say: Callable[..., None] = print, shape: str = "135m", turns: int = 7) -> dict[str, float]:
+    """Median seconds to bring a model of this shape, in float32, into two other processes, in either way."""
     import ray
     import torch
 
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
-    own, port = Taker(tensors, size), 20_000 + os.getpid() % 20_000
-    own.own = [torch.randn(size) for _ in range(tensors)]
-    others = [ray.remote(Taker).remote(tensors, size) for _ in range(2)]
-    joining = [other.join.remote(rank, port) for rank, other in enumerate(others, 1)]
-    own.join(0, port)
-    ray.get(joining)
+    shapes = shapes_of(shape)
+    own = {name: torch.randn(size) for name, size in shapes.items()}
+    others = [ray.remote(Taker).remote(shapes) for _ in range(2)]
+    sender = WeightSender("127.0.0.1", torch.device("cpu"), DEADLINE)
 
     def stored() -> None:
-        sent = ray.put(own.own)
+        sent = ray.put(own)
         ray.get([other.take.remote(sent) for other in others])
 
-    def broadcast() -> None:
-        calls = [other.broadcast.remote() for other in others]
-        own.broadcast()
+    def by_gloo() -> None:
+        snapshot, calls = Snapshot(own), list[Any]()
+        for other in others:
+            offer = sender.offer(snapshot)
+            calls.append(other.receive.remote(offer))
+            sender.begin(offer, snapshot, calls[-1].future())
         ray.get(calls)
 
-    took: dict[str, list[float]] = {"object store": [], "gloo": []}
-    for _ in range(7):
-        for name, how in (("object store", stored), ("gloo", broadcast)):
+    took: dict[str, list[float]] = {"gloo": [], "object store": []}
+    expected = sum(float(p.double().sum()) for p in own.values())
+    for turn in range(turns + 1):
+        for name, how in (("object store", stored), ("gloo", by_gloo)):
             begin = time.monotonic()
             how()
-            took[name].append(time.monotonic() - begin)
+            took[name] += [time.monotonic() - begin] if turn else []  # the first one starts processes
+            assert all(abs(total - expected) < 1e-6 for total in ray.get([other.sums.remote() for other in others]))
     ray.shutdown()
-    megabytes = tensors * size * 4 / 1e6
+    megabytes = sum(size.numel() for size in shapes.values()) * 4 / 1e6
     medians = {name: statistics.median(each) for name, each in took.items()}
     rows = [[name, f"{medians[name]:.2f}", f"{min(each):.2f} to {max(each):.2f}"] for name, each in took.items()]
-    say(f"{megabytes:.0f} MB to two processes:")
-    show(["by", "seconds (median of 7)", "range"], rows)
-    return medians
+    say(f"{megabytes:.0f} MB ({shape}) to two processes, each with its own copy:")
+    show(["by", f"seconds (median of {turns})", "range"], rows)
+    ratios = sorted(store / gloo for gloo, store in zip(*took.values(), strict=True))
+    say(f"the object store takes {statistics.median(ratios):.2f} times as long ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    return medians | {"ratio": statistics.median(ratios)}
 
 
 def main(argv: list[str] | None = None) -> int:

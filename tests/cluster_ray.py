@@ -22,6 +22,7 @@ import ray  # noqa: F401 (make cluster-test sets it up first)
 from ascent.records.replicas import replica_events, replicas_of
 from ascent.records.run import Run
 from benchmarks.cluster import Launched, difference, lines_of, training
+from tests.test_serving import fake_environment
 
 
 @pytest.fixture
@@ -92,3 +93,30 @@ def test_samplers_come_and_go_while_it_runs_and_an_interrupt_saves(
     ended = Run(folder)
     assert ended.status == "interrupted" and ended.checkpoints[-1].name == f"step_{len(ended.metrics):06d}"
     assert [line["step"] for line in ended.metrics] == list(range(len(ended.metrics)))
+
+
+def test_samplers_with_an_engine_are_killed_and_their_servers_end_with_them(
+    tmp_path: Path, train: tuple[Any, ...], launch: Any
+) -> None:
+    venv = fake_environment(tmp_path, sys.executable)
+    engine = ("--engine", "vllm", "--engine.python", venv, "--temperature", 0.8)
+    words = ("--samplers", 2, *train, "--steps", 5, "--eval-every", 5, *engine)
+    whole = launch(tmp_path, *words, "--out", "whole")
+    assert whole.end() == 0, whole.text()
+    assert "2 samplers draw on the cluster, each with vllm" in whole.text()
+    killed = launch(tmp_path, *words, "--out", "killed")
+    killed.until(lambda: len(lines_of(tmp_path / "killed")) >= 2)
+    victim = killed.until(lambda: killed.actors()["sampler"])[0]
+    servers = [pid for pid in children(victim) if "stand_in.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(victim, signal.SIGKILL)
+    assert killed.end() == 0, killed.text()
+    assert difference(tmp_path / "whole", tmp_path / "killed") == []
+    assert servers and not any(Path(f"/proc/{pid}").exists() for pid in servers)
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    own = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [each for child in own for each in (child, *children(child))]

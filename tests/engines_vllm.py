@@ -27,12 +27,14 @@ import torch
 
 from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble
+from ascent.engines.ranks.ranks import CLUSTER
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.serving.weights import checkpoint_tensors
 from ascent.policies import CausalLM
 from ascent.workflows.policy import model_policy
 from ascent.workflows.serve import ServeSettings, service_of
 from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
+from tests.test_cluster import Local, trained
 from tests.test_relay import KEY, relaying
 from tests.test_serve import HELLO, post, until
 from tests.test_serve_engine import client_of, say, streamed, text_of, true_logp
@@ -327,3 +329,14 @@ def test_smollm2_takes_two_steps_by_the_command_of_the_docs(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr + done.stdout
     lines = numbers(tmp_path / "run")
     assert len(lines) == 2 and all(line["sampling/sampling_logp_difference/mean"] < 1e-3 for line in lines)
+
+
+def test_a_replica_of_a_cluster_draws_with_a_vllm_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
+    monkeypatch.setenv(CLUSTER, "nowhere run")
+    settings = {"engine": "vllm", "engine.python": str(ENVIRONMENT), "steps": 2, "max_mismatch": 1e-3}
+    try:
+        run, _ = trained(tmp_path / "run", crew := Local(1), monkeypatch, model=str(model), **settings)
+        assert run.status == "finished" and set(crew.drawn["sampler-0"]) == {0, 1, 2}
+    finally:
+        crew.close()

@@ -85,7 +85,7 @@ ON_GPU = (
     "ahead_gpu",
     "ranks_gpu",
 )
-NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks", "cluster")
+NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks", "ranks_memory", "cluster")
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 
@@ -378,6 +378,18 @@ def test_a_peer_takes_turns_and_its_end_is_told(tmp_path: Path, monkeypatch: pyt
 def test_plans_are_near_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("plan", capsys)
     assert closing["ok"] and closing["held_out"] >= 20 and closing["value"] <= 0.25 and closing["memory"] <= 0.25
+
+
+@pytest.mark.smoke
+def test_two_ranks_hold_what_a_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("ranks_memory", capsys, "--smoke")
+    held = {
+        how: [own["held"] / about["parameters"] for own in about["ranks"]] for how, about in closing["found"].items()
+    }
+    assert {how: [round(each, 1) for each in own] for how, own in held.items()} == {
+        "replicate": [20, 20],
+        "shard": [12, 12],
+    }
 
 
 @pytest.mark.smoke

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from language import model_of, prompts_of, sampler_of
+from test_serving import fake_environment
+from torch import Tensor
 
 import ascent
 from ascent.cli.main import main
@@ -22,8 +24,10 @@ from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble, join
 from ascent.engines.cluster import crew as joining
 from ascent.engines.cluster import dispatch
-from ascent.engines.cluster.replica import RECORDS, Gone, Replica
+from ascent.engines.cluster.failures import Gone
+from ascent.engines.cluster.replica import RECORDS, Replica
 from ascent.engines.cluster.sampler import ClusterSampler
+from ascent.engines.ranks.ranks import CLUSTER
 from ascent.records.display import Display
 from ascent.records.replicas import replica_events, replicas_of
 from ascent.workflows.cluster import sampler_from
@@ -55,10 +59,14 @@ class Calls:
         return list(self.there)
 
     def new(self) -> Replica:
-        return Replica(lambda _: sampler_of(model_of("Llama", seed=9), limit=6))
+        sampler = sampler_of(model_of("Llama", seed=9), limit=6)
+        return Replica(lambda _: (sampler, sampler))
 
-    def put(self, value: Any) -> Any:
-        return {name: one.clone() for name, one in value.items()}
+    def put(self, params: dict[str, Tensor]) -> Any:
+        return {name: one.clone() for name, one in params.items()}
+
+    def load(self, name: str, weights: Any, version: int, config: dict[str, Any]) -> Future[Any]:
+        return self.begin(name, "load", weights, version, config)
 
     def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
         self.calls += 1
@@ -169,8 +177,8 @@ def test_a_replica_with_other_weights_is_found_by_its_probe() -> None:
 
 def test_a_replica_that_has_no_weights_draws_nothing() -> None:
     with pytest.raises(Gone, match="version -1"):
-        Replica(None).draw(1, FIVE[torch.arange(1)], 1, None, None)
-    assert Replica(None).about()["version"] == -1
+        Replica(sampler_from).draw(1, FIVE[torch.arange(1)], 1, None, None)
+    assert Replica(sampler_from).about()["version"] == -1
 
 
 def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
@@ -180,6 +188,7 @@ def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
     Path("rows.jsonl").write_text("".join(f'{{"prompt": "Say {i}.", "answer": "{i}"}}\n' for i in range(8)))
     train = ("train", "jsonl:rows.jsonl", "--model", tiny_folder)
     engine = ("--engine", "vllm", "--engine.url", "http://127.0.0.1:8000")
+    nccl = ("--engine", "vllm", "--engine.python", tmp_path, "--engine.transport", "nccl")
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((), "takes train TASK"),
         (("plan", "run"), "takes train TASK"),
@@ -194,7 +203,8 @@ def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
         (("resume",), "takes the run's folder"),
         (("resume", "nowhere"), "there is no such folder"),
         ((*train, "--tools", "calculator"), "played by the learner"),
-        ((*train, *engine), "Ascent's own samplers"),
+        ((*train, *engine), "each replica starts a server of its own"),
+        ((*train, *nccl), "share a GPU"),
         ((*train, "--stepz", 1), "no such flag"),
     ]
     for args, words in cases:
@@ -303,12 +313,23 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
 class Local(Calls):
     """Replicas of this process, made as a sampler's actor makes them."""
 
+    def __init__(self, count: int, fates: dict[int, str] | None = None):
+        super().__init__(count, fates)
+        self.made: list[Replica] = []
+
     def new(self) -> Replica:
-        return Replica(sampler_from)
+        self.made.append(Replica(sampler_from))
+        return self.made[-1]
+
+    def close(self) -> None:
+        """End the servers of all replicas: one that is lost here leaves its own running."""
+        for replica in self.made:
+            if replica.sampler is not None:
+                replica.sampler.close()
 
 
 def trained(folder: Path, crew: Calls | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    monkeypatch.setattr(joining, "crew_here", lambda: crew)
+    monkeypatch.setattr(joining, "crew_here", lambda *_: crew)
     usual = {"prompts": 2, "samples": 3, "max_tokens": 5, "eval_prompts": 2, "lr": 1e-2, "steps": 3} | settings
     run = ascent.train(
         [{"prompt": f"Say {i}."} for i in range(8)],
@@ -337,7 +358,54 @@ def test_a_run_with_one_replica_has_the_numbers_of_one_process_and_goes_on_after
 
     ahead = {"model": str(tiny_folder), "ahead": 1, "checkpoint_every": 2, "keep": 9}
     run, whole = trained(tmp_path / "ahead", Local(2), monkeypatch, **ahead)
-    monkeypatch.setattr(joining, "crew_here", lambda: Local(2, {2: "dies"}))
+    monkeypatch.setattr(joining, "crew_here", lambda *_: Local(2, {2: "dies"}))
     again = ascent.resume(run.folder, Display(), 2)
     lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
     assert lines == whole, "what was drawn ahead is in the checkpoint"
+
+
+# ---- replicas with a serving engine
+
+
+@pytest.mark.smoke
+def test_replicas_with_an_engine_draw_with_a_server_of_their_own_and_a_killed_one_changes_no_token(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Any
+) -> None:
+    monkeypatch.setenv(CLUSTER, "nowhere run")  # rank 0 draws nothing with an engine
+    venv = fake_environment(tmp_path, warm_python.executable)
+    settings = {"model": str(tiny_folder), "engine": "vllm", "engine.python": str(venv), "temperature": 0.8}
+    run, whole = trained(tmp_path / "whole", one := Local(1), monkeypatch, **settings)
+    assert set(one.drawn["sampler-0"]) == {0, 1, 2, 3}
+    assert run.config.old_logp == "learner"
+    _, killed = trained(tmp_path / "killed", two := Local(1, {3: "dies", 6: "dies"}), monkeypatch, **settings)
+    assert killed == whole and replicas_of(tmp_path / "killed")[1]["lost"] == 2
+    for crew in (one, two):
+        crew.close()
+
+
+class Ends(Local):
+    """Whose replicas end for good when they are to draw with version 2."""
+
+    def do(self, name: str, method: str, fate: str, *args: Any) -> Any:
+        return super().do(name, method, "is over" if method == "draw" and args[0] == 2 else fate, *args)
+
+
+@pytest.mark.smoke
+def test_a_run_with_an_engine_that_lost_its_samplers_replays_its_journal_and_draws_the_rest(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Any
+) -> None:
+    monkeypatch.setenv(CLUSTER, "nowhere run")
+    venv = fake_environment(tmp_path, warm_python.executable)
+    settings: dict[str, Any] = {"model": str(tiny_folder), "engine": "vllm", "engine.python": str(venv)}
+    settings |= {"steps": 4, "ahead": 1, "checkpoint_every": 2}
+    _, whole = trained(tmp_path / "whole", first := Local(1), monkeypatch, **settings)
+    with pytest.raises(Trouble, match="no sampler of the cluster is left"):
+        trained(tmp_path / "run", second := Ends(1), monkeypatch, **settings)
+    third = Local(1)
+    monkeypatch.setattr(joining, "crew_here", lambda *_: third)
+    again = ascent.resume(tmp_path / "run", Display())
+    lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
+    assert lines == whole
+    assert set(third.drawn["sampler-0"]) == {2, 4}, "the last step ahead and the evaluation: step 2 is in the journal"
+    for crew in (first, second, third):
+        crew.close()

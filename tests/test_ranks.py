@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ascent
+from ascent.assemble import assemble
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch, Refused, Terms
 from ascent.core.update import Adam
@@ -26,13 +27,14 @@ from ascent.engines.language.learning.states import Forward
 from ascent.engines.ranks import sharded
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.leading import LeadingLearner
-from ascent.engines.ranks.ranks import ALONE, group_size, shares
+from ascent.engines.ranks.ranks import ALONE, Ranks, group_size, shares
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.ranks.watch import SignsOfLife
 from ascent.launch import refuse_other
 from ascent.policies.causal_lm import mix
 from ascent.records.display import Display
 from ascent.settings import config_from, configure
+from ascent.tasks.base import BoundBase
 from tests.language import batch_of, model_of
 
 ROWS = ["grpo", "ppo", "trpo", "gspo", "dpo", "process-reward"]
@@ -399,6 +401,18 @@ def test_one_process_has_nothing_to_do() -> None:
 
 
 # ---- settings
+
+
+def test_a_reward_model_is_loaded_by_rank_0_alone(tmp_path: Path) -> None:
+    class Second(Ranks):
+        rank, size = 1, 2
+
+    (tmp_path / "config.json").write_text('{"loss": {"name": "bradley-terry"}}')  # as of a run
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    config = configure("sort", {"reward": ("positions", f"0.5*model:{tmp_path}")})
+    assert isinstance(assemble(config, ranks=Second()).task, BoundBase)
+    with pytest.raises(Refused, match=str(tmp_path)):
+        assemble(config)
 
 
 def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:

@@ -56,9 +56,12 @@ def check_rewards(backend: Backend, task: Any) -> None:
             read_judge(source.removeprefix("judge:")).insist()
 
 
-def bind_task(backend: Backend, task: Any, model: Any) -> BoundTask:
-    """The task as the loop calls it: bound to the policy's tokens, to the rewards that it names, and to its agent."""
-    rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task)}
+def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> BoundTask:
+    """The task as the loop calls it: bound to the policy's tokens, to the rewards that it names, and to its agent.
+
+    Where it scores nothing, as on other ranks than 0, the models of its rewards are not loaded.
+    """
+    rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task) if scores}
     bound = backend.bind(task, model, rewards)
     if not (backend.words and task.agent):
         return bound

@@ -1,7 +1,7 @@
 """Learners and samplers on the machines of a Ray cluster. Ray is imported when it is used.
 
 Each learner is an actor that starts one rank, as torchrun would; ranks find each other by torch.distributed. Each
-sampler is an actor with a copy of the policy, which rank 0 calls over Ray. Weights go through Ray's object store.
+sampler is an actor with a copy of the policy, which rank 0 calls over Ray. Weights come by torch.distributed.
 """
 
 from __future__ import annotations
@@ -146,20 +146,26 @@ def _before_rank() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
-def sampler_from(settings: dict[str, Any]) -> Any:
-    """The sampler of a replica: its own copy of the model, whose trained parameters come with the first load."""
+def sampler_from(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """What draws for a replica, and what answers its probes, with one copy of the model.
+
+    Its trained parameters come with the first load, and an engine's server is started then.
+    """
     import torch
 
     config = config_from(settings)
     torch.set_num_threads(config.threads or 1)
-    backend = backend_of(config)
+    backend: Any = backend_of(config)
     model, _ = backend.model(config, Streams(config.seed), None)
-    return backend.sampler(config, model, torch.Generator())
+    own = backend.local_sampler(config, model, torch.Generator())
+    if config.policy.engine == "local":
+        return own, own
+    return backend.served_sampler(config, model, torch.Generator()), own
 
 
 class SamplerActor(Replica):
     def __init__(self) -> None:
-        super().__init__(sampler_from)
+        super().__init__(sampler_from, ray_here().util.get_node_ip_address())
 
 
 # ---- the launcher

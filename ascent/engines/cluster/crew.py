@@ -6,10 +6,15 @@ import os
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ascent.core.types import Refused, Trouble
-from ascent.engines.cluster.replica import Gone
+from ascent.engines.cluster.failures import Gone
 from ascent.engines.cluster.sampler import ClusterSampler, check_cluster
+from ascent.engines.cluster.transfer import Snapshot, WeightSender, say_stored
 from ascent.engines.ranks.ranks import CLUSTER, in_cluster
+from ascent.engines.serving.process import START
 
 
 def ray_here() -> Any:
@@ -21,17 +26,33 @@ def ray_here() -> Any:
 
 
 class RayCrew:
-    """The samplers of a run, by the names under which its cluster knows them."""
+    """The samplers of a run, by the names under which its cluster knows them. `device`: where rank 0 has the policy."""
 
-    def __init__(self, run: str):
+    def __init__(self, run: str, device: torch.device, deadline: float):
         self.ray, self.run = ray_here(), run
         self.actors: dict[str, Any] = {}
+        self.sender: WeightSender | None = None
+        try:
+            self.sender = WeightSender(self.ray.util.get_node_ip_address(), device, deadline)
+        except (OSError, RuntimeError) as error:
+            say_stored("all samplers", f"rank 0 cannot listen for them: {error}")
 
     def names(self) -> list[str]:
         return sampler_names(self.ray, self.run)
 
-    def put(self, value: Any) -> Any:
-        return self.ray.put(value)
+    def put(self, params: dict[str, Tensor]) -> Snapshot:
+        return Snapshot(params)
+
+    def load(self, name: str, weights: Snapshot, version: int, config: dict[str, Any]) -> Future[Any]:
+        sender = self.sender
+        if sender is None or not sender.reaches(name):
+            weights.stored = weights.stored or self.ray.put(weights.params())
+            return self.begin(name, "load", weights.stored, version, config)
+        offer = sender.offer(weights)
+        call = self.begin(name, "receive", offer, version, config)
+        sender.begin(offer, weights, call)
+        call.add_done_callback(lambda done: sender.heed(name, getattr(e := done.exception(), "cause", e)))
+        return call
 
     def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
         try:
@@ -63,7 +84,7 @@ def sampler_names(ray: Any, run: str) -> list[str]:
     return sorted(a["name"] for a in named if a["namespace"] == run and a["name"].startswith("sampler"))
 
 
-def crew_here() -> RayCrew | None:
+def crew_here(device: torch.device, deadline: float) -> RayCrew | None:
     """The samplers of the run that this learner belongs to; None: it is not part of a cluster."""
     if not in_cluster():
         return None
@@ -71,19 +92,22 @@ def crew_here() -> RayCrew | None:
     ray = ray_here()
     if not ray.is_initialized():
         ray.init(address=address, namespace=run, log_to_driver=False, logging_level="error")
-    return RayCrew(run)
+    return RayCrew(run, device, deadline)
 
 
 def join_cluster(parts: Any) -> Any:
     """The parts of a run on its first rank: where it is part of a cluster, replicas draw for it."""
-    crew = crew_here()
+    config, own = parts.config, getattr(parts.sampler, "inner", parts.sampler)
+    crew = crew_here(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
     if crew is None:
         return parts
-    check_cluster(parts.config)
-    own, config, count = getattr(parts.sampler, "inner", parts.sampler), parts.config, len(crew.names())
-    parts.sampler = ClusterSampler(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline)
+    check_cluster(config)
+    count, engine = len(crew.names()), getattr(config.policy, "engine", "local")
+    slow = None if engine == "local" else START
+    parts.sampler = ClusterSampler(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline, slow)
     parts.judged = parts.judged[0], parts.sampler
-    parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster",)
+    with_engine = "" if engine == "local" else f", each with {engine}"
+    parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster{with_engine}",)
     if config.ahead:
         parts.notes += (f"on a cluster, --ahead {config.ahead} is exact: the policy of {config.ahead} steps before",)
     return parts

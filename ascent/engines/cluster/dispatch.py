@@ -20,13 +20,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from ascent.core.types import Rollouts, Trouble
-from ascent.engines.cluster.replica import Gone
+from ascent.engines.cluster.failures import Gone
 
 PAUSE = 0.2
 """Seconds before a replica that was lost is asked again: it is being started."""
 START = 120.0
-"""Seconds that a replica has to start and to load its first weights, if the deadline is not longer."""
+"""Seconds that a replica has to start and to load its first weights, if the deadline is not longer. An engine's server
+takes more."""
 LOOK = 1.0
 """Seconds between two looks at what takes too long."""
 
@@ -37,8 +40,11 @@ class Crew(Protocol):
     def names(self) -> list[str]:
         """Who is there now, ready or not."""
 
-    def put(self, value: Any) -> Any:
-        """A value that many calls are given, sent once."""
+    def put(self, params: dict[str, Tensor]) -> Any:
+        """Weights as `load` takes them, which stay as they are now."""
+
+    def load(self, name: str, weights: Any, version: int, config: dict[str, Any]) -> Future[Any]:
+        """Bring a replica these weights; its result is what `Replica.load` returns."""
 
     def begin(self, name: str, method: str, *args: Any) -> Future[Any]: ...
 
@@ -98,10 +104,12 @@ class Dispatcher:
         deadline: float,
         check: Callable[[str, int, Rollouts, Rollouts], None],
         note: Callable[[dict[str, Any]], None],
+        engine: float = 0.0,
     ):
+        """`engine`: seconds that the server of a replica may take to start."""
         self.crew, self.config, self.deadline, self.check, self.note = crew, config, deadline, check, note
         self.members = {name: Member(name) for name in crew.names()}
-        self._first, self._left = len(self.members), set[str]()
+        self._first, self._left, self._engine = len(self.members), set[str](), engine
         self._weights: dict[int, tuple[Any, Rollouts]] = {}
         """By version: the weights, and the right answer to the probe."""
         self._todo: deque[Chunk] = deque()
@@ -171,7 +179,7 @@ class Dispatcher:
         self._write(version, waited)
         for name in set(self.crew.names()) - self.members.keys() - self._left:
             self.members[name] = Member(name, away=time.monotonic())
-            self._begin(self.members[name], -1, None, "about")
+            self._begin(self.members[name], -1, None, self.crew.begin(name, "about"))
 
     def _give_out(self) -> None:
         now = time.monotonic()
@@ -183,12 +191,13 @@ class Dispatcher:
             version = self._todo[0].version
             if member.version == version:
                 chunk = self._todo.popleft()
-                self._begin(member, version, chunk, "draw", version, *chunk.args)
+                call = self.crew.begin(member.name, "draw", version, *chunk.args)
+                self._begin(member, version, chunk, call)
             else:
-                self._begin(member, version, None, "load", self._weights[version][0], version, self.config)
+                call = self.crew.load(member.name, self._weights[version][0], version, self.config)
+                self._begin(member, version, None, call)
 
-    def _begin(self, member: Member, version: int, chunk: Chunk | None, method: str, *args: Any) -> None:
-        call = self.crew.begin(member.name, method, *args)
+    def _begin(self, member: Member, version: int, chunk: Chunk | None, call: Future[Any]) -> None:
         member.work = Work(call, time.monotonic(), version, chunk)
         call.add_done_callback(lambda done: self._events.put(partial(self._take, member, done)))
 
@@ -216,12 +225,16 @@ class Dispatcher:
 
     # ---- replicas that are lost
 
+    @property
+    def _start(self) -> float:
+        return max(self.deadline, START + self._engine)
+
     def _end_late(self) -> None:
         """One that takes too long is started again; if its work does not even end by that, it is left out."""
         now = time.monotonic()
         for member in list(self.members.values()):
             work = member.work
-            limit = self.deadline if member.version >= 0 else max(self.deadline, START)
+            limit = self.deadline if member.version >= 0 else self._start
             if work is None or work.version < 0 or work.call.done() or now - work.begun <= limit:
                 continue
             if member.late:
@@ -241,7 +254,7 @@ class Dispatcher:
         if since is None and not error.over:
             member.lost += 1
             self._say(member.name, "lost", "was lost, and others draw its responses until it is back", error)
-        if error.over or now - member.away > max(self.deadline, START):
+        if error.over or now - member.away > self._start:
             del self.members[member.name]
             self._left.add(member.name)
             self._say(member.name, "left", "is left out from here on", error)

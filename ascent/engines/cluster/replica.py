@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascent.core.types import Prompts, Rollouts
+from ascent.engines.cluster.failures import Gone
+from ascent.engines.cluster.transfer import receive_weights
 
 PROBE = 4
 """Tokens that a replica draws greedily after each load, to be compared with the learner's own copy."""
@@ -18,33 +21,41 @@ RECORDS = "replicas.jsonl"
 """What every replica did, version by version, and who was lost, in the folder of the engine's logs."""
 
 
-class Gone(Exception):
-    """A replica has died, or has not the weights. `over`: it does not come back."""
-
-    def __init__(self, why: str, over: bool = False):
-        super().__init__(why, over)
-        self.why, self.over = why, over
-
-    def __str__(self) -> str:
-        return self.why.partition("\n")[0]
-
-
 class Replica:
-    """`make`: a sampler from a config's dict. Calls come one at a time."""
+    """`make`: from a config's dict, what draws, and what answers the probe. `host`: the address of its machine.
 
-    def __init__(self, make: Any):
-        self.make, self.sampler, self.version, self.leaving = make, None, -1, False
+    Calls come one at a time.
+    """
+
+    def __init__(self, make: Callable[[dict[str, Any]], tuple[Any, Any]], host: str = "127.0.0.1"):
+        self.make, self.host, self.version, self.leaving = make, host, -1, False
+        self.sampler: Any = None
+        self.own: Any = None
+        """Answers the probe: the sampler itself; beside a serving engine, one in this process with the same model."""
         self.tokens, self.busy, self.began = 0, 0.0, time.monotonic()
 
     def load(self, weights: dict[str, Tensor], version: int, config: dict[str, Any]) -> Rollouts:
         """Take these parameters; what it then says to the probe."""
+        return self._take(lambda _: iter((weights,)), version, config)
+
+    def receive(self, offer: Any, version: int, config: dict[str, Any]) -> Rollouts:
+        """The same, with parameters that rank 0 sends."""
+        return self._take(lambda device: receive_weights(offer, device, self.host), version, config)
+
+    @torch.no_grad()
+    def _take(
+        self, parts: Callable[[torch.device], Iterator[dict[str, Tensor]]], version: int, config: dict[str, Any]
+    ) -> Rollouts:
         self._stay()
         if self.sampler is None:
-            self.sampler = self.make(config)
-        sampler: Any = self.sampler
-        sampler.load(weights, version)
+            self.sampler, self.own = self.make(config)
+        self.version, lm = -1, self.own.lm  # neither the old parameters nor the new ones until all are there
+        for part in parts(lm.device):
+            lm.take(part)
+        for sampler in {id(one): one for one in (self.own, self.sampler)}.values():
+            sampler.load({}, version)
         self.version = version
-        return sampler.draw(probe_prompts(sampler.lm.vocab), 1, None, PROBE)
+        return self.own.draw(probe_prompts(lm.vocab), 1, None, PROBE)
 
     def draw(self, version: int, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None) -> Rollouts:
         self._stay()

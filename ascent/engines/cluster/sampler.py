@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.core.protocols import Finished, Open, Sampler, Ticket
+from ascent.core.protocols import Finished, Open, Ticket
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble, join
 from ascent.engines.cluster.dispatch import Crew, Dispatcher
 from ascent.engines.cluster.replica import PROBE, RECORDS, probe_prompts
 from ascent.engines.language.sampling.draw import response_seeds
+from ascent.engines.wrapped import WrappedSampler
 
 GAP = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """How far the log-probs of a probe may be from the learner's."""
@@ -29,40 +30,36 @@ Asked = list[tuple[Tensor, Future[Rollouts]]]
 """Chunks of a call: which of its prompts, and their responses."""
 
 
-class ClusterSampler(Sampler):
-    """Rank 0's sampler. `inner` is what would draw without replicas; `own` rank 0's own copy of the policy."""
+class ClusterSampler(WrappedSampler):
+    """Rank 0's sampler. `inner` is what would draw without replicas; `own` rank 0's own copy of the policy.
 
-    def __init__(self, inner: Any, own: Any, crew: Crew, config: dict[str, Any], deadline: float):
-        self.inner, self.own, self.crew = inner, own, crew
-        self.fills, self.limit, self.rows, self.note = inner.fills, inner.limit, inner.rows, inner.note
-        self.version = -1
+    `engine`: seconds that the server beside each replica may take to start, where a serving engine draws. A seed then
+    gives the same tokens up to rounding only, so a journal keeps what was drawn.
+    """
+
+    def __init__(
+        self, inner: Any, own: Any, crew: Crew, config: dict[str, Any], deadline: float, engine: float | None = None
+    ):
+        super().__init__(inner)
+        self.own, self.crew, self.exact, self.version = own, crew, engine is None, -1
         self.folder: Path | None = None
         """Where records are kept; None: nowhere."""
-        self.dispatch = Dispatcher(crew, config, deadline, self._compare, self._record)
+        self.dispatch = Dispatcher(crew, config, deadline, self._compare, self._record, engine or 0.0)
         self._asked: dict[Ticket, Asked] = {}
         self._waited = 0.0
         """Seconds for which the learners had nothing to do, since the last load."""
-
-    @property
-    def timeline(self) -> Any:
-        return self.inner.timeline
-
-    @timeline.setter
-    def timeline(self, new: Any) -> None:
-        self.inner.timeline = new
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.inner.load(params, version)
         self.version = version
         probed = self.own.draw(probe_prompts(self.own.lm.vocab), 1, None, PROBE)
-        weights = {name: p.detach().cpu() for name, p in self.own.lm.trained().items()}
-        self.dispatch.load(version, self.crew.put(weights), probed, self._waited)
+        self.dispatch.load(version, self.crew.put(self.own.lm.trained()), probed, self._waited)
         self._waited = 0.0
 
     # ---- tickets
 
     def submit(self, tickets: list[Ticket]) -> None:
-        self.pending += tuple(Open(ticket) for ticket in tickets)
+        self.pending += tuple(Open(ticket, seeds=self._seeds(ticket)) for ticket in tickets)
         self._begin_all()
 
     def finished(self, step: int, deadline: float) -> Iterator[Finished]:
@@ -90,9 +87,13 @@ class ClusterSampler(Sampler):
         return self.pending
 
     def _begin_all(self) -> None:
-        """Have everything drawn that is not. What another sampler has begun is drawn anew, from the same seeds."""
+        """Have everything drawn that is neither drawn nor in a journal.
+
+        What another sampler has begun is drawn anew, from the same seeds.
+        """
         for one in self.pending:
-            if one.ticket not in self._asked and (one.drawn is None or one.going is not None):
+            wanted = one.ticket.step >= self.first and (one.drawn is None or one.going is not None)
+            if wanted and one.ticket not in self._asked:
                 self._asked[one.ticket] = self._ask(one.ticket, one.seeds, None)
         self.pending = tuple(replace(one, drawn=None) if one.ticket in self._asked else one for one in self.pending)
 
@@ -101,12 +102,18 @@ class ClusterSampler(Sampler):
     ) -> Rollouts:
         if self.version < 0:  # before the first load there is nothing that replicas could draw with
             return self.inner.generate(prompts, samples, greedy, limit=limit, seed=seed)
-        return whole(self._ask(Ticket(-1, prompts, samples, greedy, seed), None, limit))
+        ticket = Ticket(-1, prompts, samples, greedy, seed)
+        return whole(self._ask(ticket, self._seeds(ticket), limit))
+
+    def _seeds(self, ticket: Ticket) -> Tensor | None:
+        if ticket.greedy:
+            return None
+        return response_seeds(len(ticket.prompts), ticket.samples, self.own.generator, ticket.seed)
 
     def _ask(self, ticket: Ticket, seeds: Tensor | None, limit: int | None) -> Asked:
         prompts, count, cut = ticket.prompts, len(ticket.prompts), self.dispatch.width
-        if seeds is None and not ticket.greedy:
-            seeds = response_seeds(count, ticket.samples, self.own.generator, ticket.seed)
+        if seeds is None:  # of a run that another sampler began
+            seeds = self._seeds(ticket)
         chunks = [part for i in range(cut) if len(part := torch.arange(count)[i::cut])]
         each = [(prompts[c], ticket.samples, None if seeds is None else seeds[c], limit) for c in chunks]
         return list(zip(chunks, self.dispatch.ask(self.version, each), strict=True))
@@ -147,5 +154,10 @@ def check_cluster(config: Any) -> None:
         raise Refused("ascent cluster is for language models that sample: start other trainings by torchrun")
     if config.task.plays:
         raise Refused("--tools, --environment or --agent: episodes are played by the learner; start it by torchrun")
-    if policy != "local":
-        raise Refused(f"--engine {policy}: the replicas of a cluster are Ascent's own samplers; leave it out")
+    if config.policy.engine_url:
+        raise Refused(
+            "--engine.url: each replica starts a server of its own, by --engine.python. Servers that run already "
+            "need no `ascent cluster`: give them to `ascent train`"
+        )
+    if config.policy.engine_transport != "file":
+        raise Refused("--engine.transport nccl: a replica and its server share a GPU here; leave it at file")

@@ -35,7 +35,7 @@ from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import VisitedSampler
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.ranks.ranks import ALONE, Ranks
+from ascent.engines.ranks.ranks import ALONE, Ranks, in_cluster
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
@@ -108,7 +108,7 @@ class LanguageBackend(Backend):
             )
 
     def check_ranks(self, config: Config, size: int) -> None:
-        if size and config.policy.engine != "local":
+        if size and config.policy.engine != "local" and not in_cluster():
             raise Refused(f"--engine {config.policy.engine} under torchrun was never tried: set --engine local")
         if size and ":" in config.policy.device:
             raise Refused(f"--policy.device {config.policy.device} under torchrun: each has a GPU of its own; set cuda")
@@ -157,9 +157,11 @@ class LanguageBackend(Backend):
         return learner
 
     def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
-        """The engine's, if the run has one; the first load of weights starts it."""
-        if config.policy.engine == "local":
-            return self.local_sampler(config, model, generator)
+        """The engine's, if the run has one; the first load of weights starts it. In a cluster replicas have it."""
+        local = config.policy.engine == "local" or in_cluster()
+        return (self.local_sampler if local else self.served_sampler)(config, model, generator)
+
+    def served_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> ServedSampler:
         task = config.task
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         longest, most = task.max_prompt + task.room, task.max_tokens if task.plays else 0

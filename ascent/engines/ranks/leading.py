@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.core.protocols import Objective, Open, Sampler, Stepped, TakeStep, ValueLoss
+from ascent.core.protocols import Objective, Open, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Prompts, Rollouts, Terms, join
 from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.ranks import ALONE
+from ascent.engines.wrapped import WrappedSampler
 
 
 class LeadingLearner:
@@ -86,7 +87,7 @@ class LeadingLearner:
         self.ranks.close()
 
 
-class RankedSampler(Sampler):
+class RankedSampler(WrappedSampler):
     """Every rank draws the responses to its share of the prompts. Seeds belong to responses: who draws is no matter.
 
     A conversation is played on rank 0 alone, where its environment is; so is everything without such seeds drawn
@@ -94,16 +95,8 @@ class RankedSampler(Sampler):
     """
 
     def __init__(self, inner: Any, ranks: RankGroup, learner: Any, seeded: bool):
-        self.inner, self.ranks, self.learner, self.seeded = inner, ranks, learner, seeded
-        self.fills, self.limit, self.rows, self.note = inner.fills, inner.limit, inner.rows, inner.note
-
-    @property
-    def timeline(self) -> Any:
-        return self.inner.timeline
-
-    @timeline.setter
-    def timeline(self, new: Any) -> None:
-        self.inner.timeline = new
+        super().__init__(inner)
+        self.ranks, self.learner, self.seeded = ranks, learner, seeded
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         with self.ranks.work():
@@ -147,9 +140,6 @@ class RankedSampler(Sampler):
         if rollouts is not one.drawn and self.seeded:
             self.inner.timeline.add(self.inner.latest)
         return rollouts
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def sent(batch: Batch) -> Batch:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ascent.engines.process_group import group_over
 from ascent.engines.serving.client import Lost
 from ascent.engines.serving.dialect import Serving, Spoken
 from ascent.engines.serving.vllm import VLLM
@@ -51,14 +52,7 @@ class WeightGroup:
         """Meet the workers. It takes as long as they do."""
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.wait
-            self._group = dist.ProcessGroupNCCL(self.store, 0, self.size, options)
-        else:
-            gloo: Any = dist.ProcessGroupGloo
-            over = gloo._Options()
-            over._timeout, over._devices = self.wait, [gloo.create_device(hostname=LOOPBACK)]
-            self._group = gloo(self.store, 0, self.size, over)
+        self._group = group_over(self.store, 0, self.size, self.backend, self.wait, LOOPBACK)
 
     def send(self, tensors: dict[str, Tensor]) -> None:
         """Broadcast all of them, in order."""

@@ -178,7 +178,15 @@ class ServedSampler(Sampler):
         if self.fleet.version != self.version:  # while a journal is replayed
             self._send()
         ticket = Ticket(-1, prompts, samples, greedy, seed)
-        each = self._begin(Open(ticket, seeds=self._seeds(ticket)), limit or self.limit)
+        return self._now(ticket, self._seeds(ticket), limit)
+
+    def draw(self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None) -> Rollouts:
+        """Responses to these prompts from a seed for each `[prompt sample]`; None: greedy ones."""
+        ticket = Ticket(-1, prompts, samples, seeds is None)
+        return self._now(ticket, self._seeds(ticket) if seeds is None else seeds, limit)
+
+    def _now(self, ticket: Ticket, seeds: Tensor, limit: int | None) -> Rollouts:
+        prompts, each = ticket.prompts, self._begin(Open(ticket, seeds=seeds), limit or self.limit)
         count = sum(1 for _ in self._groups([each], WHOLE, Timeline()))  # not part of a step's rollouts
         if count < len(prompts):
             raise Trouble(f"the engine has finished {count} of {len(prompts)} groups within {WHOLE:g} seconds")
