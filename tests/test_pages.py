@@ -111,6 +111,17 @@ def test_the_row_that_entered_last_is_evicted_and_comes_back_first() -> None:
     assert [(row.response, row.length) for row in schedule.admit()] == [(2, 4)]
 
 
+def test_a_row_that_continues_takes_pages_of_those_that_may_never_continue_though_others_run() -> None:
+    """As one that is new does: or else new ones would keep it waiting for as long as they come."""
+    schedule = Schedule([], 1, 3, 4, Pages(6, 2))
+    for response in range(3):
+        schedule.add(response, response, 2)
+    assert [row.response for row in schedule.admit()] == [0, 1, 2] and not schedule.pages
+    schedule.park(0), schedule.park(1)
+    schedule.unpark(1, 2)
+    assert [row.response for row in schedule.admit()] == [1] and schedule.away == {0}
+
+
 def test_a_prompt_that_nobody_reads_is_dropped_before_a_row_is_evicted() -> None:
     schedule = Schedule([4, 4], 1, 1, 12, Pages(4, 4), together=2)
     (row,) = schedule.admit()

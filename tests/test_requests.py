@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from ascent.core.types import Prompts, Trouble
-from ascent.engines.language.sampling import cuda
+from ascent.engines.language.sampling import cuda, step
+from ascent.engines.language.sampling import sampler as sampler_module
 from ascent.engines.language.sampling.cuda import Run, graph_decoder
 from ascent.engines.language.sampling.draw import Support, response_seeds
 from ascent.engines.language.sampling.requests import SWITCH, serve_requests, taking_turns
@@ -248,6 +249,84 @@ def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
 
     size = 64 if decoder == "graph" else 32
     assert drawn(3 * size) == drawn(0)
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sampler_module, step, cuda):
+        monkeypatch.setattr(module, "PAGE", 2)
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("decoder", ["group", "graph"])
+def test_a_conversation_continues_where_parked_ones_fill_the_cache(decoder: str) -> None:
+    """The newest one needs a page, nobody runs, and an older one has what is left."""
+
+    def drawn(room: int) -> Done:
+        with serving(ready(decoder, min_tokens=LIMIT), room=room) as desk:
+            Asked(desk, [4, 5, 6], [], 1, limit=6, conversation="older").done()
+            first = Asked(desk, [7, 5, 6], [], 2, limit=6, conversation="newer").done()
+            given = [*first.tokens, 9, 10, 11, 12, 13]
+            return Asked(desk, [7, 5, 6], given, 2, limit=6, conversation="newer").done()
+
+    few, many = drawn(24), drawn(0)
+    assert few.tokens == many.tokens and few.logp == pytest.approx(many.logp, abs=1e-5)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two continue together: the older takes pages of the newer, for which fewer than it had are enough."""
+    monkeypatch.setattr(cuda, "ROUND", 8)
+    prompt, seeds = [5, 6, 7], (0, 6)
+
+    def drawn(room: int) -> list[Done]:
+        def go_on(event: Drew | Done) -> None:
+            for name, seed, tokens, given in (
+                ("older", seeds[0], first.tokens, [*range(9, 18)]),
+                ("newer", seeds[1], event.tokens, [9]),
+            ):
+                assert len(tokens) == 3
+                later.append(Asked(desk, prompt, [*tokens, *given], seed, limit=6, conversation=name))
+            asked.set()
+
+        later, asked = list[Asked](), threading.Event()
+        with serving(ready("graph"), room=room) as desk:
+            first = Asked(desk, prompt, [], seeds[0], conversation="older").done()
+            desk.submit(TurnRequest(prompt, [], seeds[1], LIMIT, go_on, conversation="newer"))
+            assert asked.wait(LONG)
+            return [one.done() for one in later]
+
+    for few, many in zip(drawn(34), drawn(0), strict=True):
+        assert few.tokens == many.tokens and few.logp == pytest.approx(many.logp, abs=1e-5)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_turn_depends_on_its_request_alone(decoder: str) -> None:
+    """Not on who had its slot before, nor on another turn of its conversation, earlier or under way."""
+    with serving(ready(decoder, min_tokens=LIMIT), slots=1) as desk:
+        narrow = Asked(desk, [5, 6], [], 1, limit=4, support=Support(top_k=2, min_tokens=LIMIT)).done()
+        whole = Asked(desk, [5, 6], [], 2, limit=4, support=Support()).done()
+        assert max(narrow.mass) < 1 and set(whole.mass) == {1.0}
+    with serving(ready(decoder, min_tokens=LIMIT)) as desk:
+        given = [*Asked(desk, [5, 6], [], 1, limit=3, conversation="a").done().tokens, 7]
+        anew = [Asked(desk, [5, 6], given, seed, limit=6).done() for seed in (8, 9)]
+        more: Any = {"limit": 6, "conversation": "a", "watched": True}
+        turns = [Asked(desk, [5, 6], given, seed, **more) for seed in (8, 9)]
+        desk.forget("a")  # turns that are under way come to their ends
+        assert [one.done().tokens for one in turns] == [one.tokens for one in anew]
+
+
+def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
+    desk, refused = Desk(2), list[str]()
+
+    def ask_again(_: Drew | Done) -> None:
+        with pytest.raises(Trouble, match="sampled any more"):
+            Asked(desk, [1], [], 1)
+        refused.append("refused")
+
+    desk.submit(TurnRequest([1], [], 0, 1, ask_again))
+    desk.close()
+    assert refused and not desk.active
 
 
 def test_the_decoder_of_groups_is_the_one_that_serves() -> None:

@@ -151,10 +151,10 @@ class Desk:
 
     def close(self) -> None:
         """Nothing more is asked for; who still waits is told so."""
-        self.fail("the sampler has ended")
-        with self._changed:
+        with self._changed:  # before anybody is told: who then asks again would wait for ever
             self.closed = True
             self._changed.notify()
+        self.fail("the sampler has ended")
 
     def fail(self, why: str) -> None:
         """Whoever waits is told that nothing will come."""

@@ -321,7 +321,7 @@ class Run:
 
     def _admit(self) -> None:
         """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
-        schedule, there = self.schedule, set(self.schedule.rows)
+        schedule, there = self.schedule, set(self.schedule.rows.values())
         entering = schedule.admit(ROUND, self.most)
         if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
             segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
@@ -330,9 +330,9 @@ class Run:
         if not entering:
             return
         # a parked row has idled on the last place of its pages, so that place is written again
-        starts = {row.response: self.held.pop(row.response) - 1 if row.response in there else 0 for row in entering}
+        starts = {row.response: self.held.pop(row.response) - 1 if row in there else 0 for row in entering}
         tokens = {row.response: self._fed_from(row, starts[row.response]) for row in entering}
-        back = [row for row in entering if row.response in there]
+        back = [row for row in entering if row in there]
         steps = sum(row.length - starts[row.response] for row in back)
         if back and steps <= PREFILL * len(schedule.running) and not self.drawn.reads:
             cells = [(r.lane, starts[r.response] + i, t) for r in back for i, t in enumerate(tokens[r.response][1:])]
@@ -364,6 +364,7 @@ class Run:
         for (response, tokens), limit in zip(answers, limits, strict=True):
             self.limits[response] = limit
             if tokens:
+                self.seeds[response] = self.drawn.seed(response)
                 self.schedule.unpark(response, self.held[response] + len(tokens))
             else:
                 self._end(response)

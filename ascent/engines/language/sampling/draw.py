@@ -244,7 +244,8 @@ class Drawn:
 
     def _stop(self, response: int, start: int, end: int) -> int:
         """How many tokens there are up to the one from `start` to `end` that completes a stop string; 0: none does."""
-        start, turn, stops = max(start, self.support.min_tokens - 1), self.begin(response), self.stops_of(response)
+        turn, stops = self.begin(response), self.stops_of(response)
+        start = max(start, self.support_of(response).min_tokens - 1)
         fresh = self.token[response, start:end].tolist()
         if stops is None or not any(stops.may_complete[token] for token in fresh):
             return 0
@@ -253,6 +254,9 @@ class Drawn:
 
     def stops_of(self, response: int) -> Stops | None:
         return self.stops
+
+    def support_of(self, response: int) -> Support:
+        return self.support
 
     def over(self, response: int, before: int, after: int, done: int, fresh: Tensor | None) -> int:
         """How many tokens a response has if it is over, else 0: for a decoder that looks only every few steps.

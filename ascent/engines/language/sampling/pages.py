@@ -172,6 +172,7 @@ class Schedule:
         want = self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages)
         if want > len(self.pages):
             self._drop_idle()
+            self._make_room(want, row.prompt)
         while want > len(self.pages) and not self.running and row.response in self.rows:
             self._evict()
         if want > len(self.pages) or row.response not in self.rows:
@@ -200,11 +201,11 @@ class Schedule:
         """This many free pages, at the cost of rows that wait for a turn which may never be asked for."""
         parked = [row for row in self.rows.values() if row.lane == NOWHERE and row.response not in self.ready]
         for row in parked if self.own else []:
+            if len(self.pages) >= pages:
+                break
             self._evict(row)
             self._drop_idle(keep=prompt)
-            if len(self.pages) >= pages:
-                return True
-        return False
+        return len(self.pages) >= pages
 
     def _growth(self) -> int:
         """Pages that the rows may still come to need."""

@@ -46,7 +46,8 @@ class Requests(Drawn):
         seeds = torch.zeros(slots, dtype=torch.long)
         super().__init__(slots, limit, sampler.lm.ends, head, seeds, sampler.temperature, sampler.support)
         self.desk, self.sampler, self.longest, self.open = desk, sampler, longest, True
-        self.mass = torch.ones(slots, limit)
+        self.mass = self.masses = torch.ones(slots, limit)
+        """Those of a turn with every token allowed are not written: what stands there is another turn's."""
         self.parked = Slots(slots)
         self.turns: Any = self.parked
         self.missing = {-1}  # the call is over when the desk is closed
@@ -76,9 +77,12 @@ class Requests(Drawn):
         alike: dict[tuple[float, Support, bool], list[int]] = {}
         for i, slot in enumerate(responses):
             asked = self.request[slot]
-            support = self.support if asked.support is None else asked.support
-            alike.setdefault((asked.temperature, support, asked.greedy), []).append(i)
+            alike.setdefault((asked.temperature, self.support_of(slot), asked.greedy), []).append(i)
         return alike
+
+    def support_of(self, response: int) -> Support:
+        own = self.request[response].support
+        return self.support if own is None else own
 
     @property
     def reads(self) -> bool:
@@ -128,12 +132,12 @@ class Requests(Drawn):
 
     def _finish(self, slot: int, length: int) -> None:
         """The turn in a slot is over; its row waits for the next one, or leaves."""
+        whole = self.request[slot].greedy or self.support_of(slot).whole
         request, begin = self.request.pop(slot), self.begin(slot)
         self.told.pop(slot, None)
         drawn = slice(begin, length)
         tokens, logp = self.tokens_of(slot, begin, length), self.logp.numpy()[slot, drawn].tolist()
-        whole = request.greedy or self.mass is None
-        mass = [1.0] * len(tokens) if whole else self.mass.numpy()[slot, drawn].tolist()  # type: ignore[union-attr]
+        mass = [1.0] * len(tokens) if whole else self.masses.numpy()[slot, drawn].tolist()
         self.parked.asked[slot] = length
         self.desk.done(request, Done(tokens, logp, mass, bool(self.ended[slot]), self.sampler.version))
 
@@ -144,8 +148,9 @@ class Requests(Drawn):
         del self.timeline.spans[:-KEPT]
         if self.desk.closed:
             self.missing.clear()
-        left = [slot for slot in self.parked.asked if self.named.get(slot) is None or not self.keeps]
-        left += [self.slot[name] for name in dict.fromkeys(taken.forgotten) if name in self.slot]
+        for name in taken.forgotten:
+            self.named.pop(self.slot.pop(name, -1), None)
+        left = [slot for slot in self.parked.asked if slot not in self.named or not self.keeps]
         gone = set(taken.cancelled)
         left += [slot for slot, request in self.request.items() if request in gone]
         heard: list[tuple[int, list[int]]] = [(slot, []) for slot in dict.fromkeys(left)]
@@ -174,7 +179,10 @@ class Requests(Drawn):
     def _place(self, request: TurnRequest) -> list[tuple[int, list[int]]]:
         """A slot for a request: that of its conversation, or a free one, or that of whoever has waited longest."""
         heard: list[tuple[int, list[int]]] = []
-        slot = self.slot.get(request.conversation) if request.conversation is not None else None
+        name = request.conversation
+        slot = None if name is None else self.slot.get(name)
+        if slot in self.request:  # while another turn of it goes on, this one is a conversation of its own
+            name = slot = None
         if slot is not None:
             held = int(self.length[slot])
             same = tuple(request.prompt) == self.prompt[slot]
@@ -197,9 +205,8 @@ class Requests(Drawn):
             self.numbered += 1
         self.readers[ids] += 1
         self.prompt[slot] = ids
-        if request.conversation is not None:
-            self.slot[request.conversation], self.named[slot] = slot, request.conversation
-        self.seeds[slot] = request.seed  # type: ignore[index]
+        if name is not None:
+            self.slot[name], self.named[slot] = slot, name
         self._write(slot, request)
         self.entered.append(slot)
         return heard
@@ -208,6 +215,7 @@ class Requests(Drawn):
         length = len(request.response)
         self.token[slot, :length] = torch.tensor(request.response, dtype=torch.long)
         self.length[slot] = self.parked.begin[slot] = length
+        self.seeds[slot] = request.seed  # type: ignore[index]
         self.limits[slot], self.ended[slot] = min(length + request.limit, self.limit), False
         self.request[slot] = request
         self.stopped.discard(slot)

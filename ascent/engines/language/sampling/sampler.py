@@ -357,14 +357,14 @@ class GroupDecoder:
         """Let waiting responses in while there is room; their first tokens come from their prompts."""
         schedule = self.schedule
         while True:
-            there = set(schedule.rows)
+            there = set(schedule.rows.values())
             if not (entering := schedule.admit()):
                 return
             self._encode()
             back = [row for row in entering if row.length]  # they were parked, or evicted
             given = [self.given.pop(row.response, []) for row in back]
             for i, row in enumerate(back):
-                if row.response not in there:
+                if row not in there:  # its pages are new, though it may have had others just before
                     given[i] = self.drawn.token[row.response, : row.length].tolist()
             self._extend(back, given)
             new = [row.response for row in entering if row.response not in self.last]
