@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -186,6 +187,17 @@ def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_th
     assert bool(streamed.valid.all()) and int(streamed.turn[streamed.mask].max()) == 1
     assert torch.equal(whole.response, streamed.response) and torch.equal(whole.mask, streamed.mask)
     assert torch.allclose(whole.logp_sampler, streamed.logp_sampler, atol=1e-6)
+
+
+def test_the_time_in_which_processes_start_is_none_of_an_episodes(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_training, "GRACE", 0.0)
+
+    def talk(client: httpx.Client, assignment: Assignment) -> float:
+        time.sleep(0.5)  # in place of a process that imports
+        return two_turns(client, assignment)
+
+    with closing(assemble(config(talk, agent_seconds=0.2))) as parts:
+        assert bool(drawn(parts).valid.all())
 
 
 def test_prompts_of_a_group_that_differ_are_observations_from_where_they_do(config: Any) -> None:

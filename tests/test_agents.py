@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from ascent.cli.main import main
 from ascent.core.types import Refused
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent, verifiers
 from ascent.environments.agents.openenv import describe_action, read_action, show
-from ascent.environments.agents.pool import CLOSED, read_outcome
+from ascent.environments.agents.pool import CLOSED, PooledAgent, read_outcome
 from ascent.records.run import Run
 from ascent.tasks.agent_sources import agent_source, read_signature, verify_agent
 from ascent.tasks.calls import Wrong
@@ -257,6 +258,14 @@ def test_two_threads_share_an_agent(agent: Agent) -> None:
     for thread in threads:
         thread.join()
     assert made == {worth: [Outcome(float(worth), "", {"length": 0.0})] * 6 for worth in (1, 2)}
+
+
+def test_an_outcome_goes_to_the_run_of_its_episode_though_another_has_heard_it(agent: Agent) -> None:
+    assert isinstance(agent, PooledAgent)
+    number = agent._begin(given("columns", worth=1, answer=""))  # of a run that has not looked yet
+    wait_until(lambda: agent._ended({}) or number in agent.outcomes)
+    assert outcomes(agent, [given("columns", worth=2, answer="")]) == [Outcome(2.0, "", {"length": 0.0})]
+    assert agent._ended({number: 0}) == [(number, Outcome(1.0, "", {"length": 0.0}))]
 
 
 def test_a_file_that_does_not_load_in_the_process_is_every_episodes_error(tmp_path: Path) -> None:
@@ -555,6 +564,18 @@ def test_a_process_of_verifiers_that_dies_or_hangs_is_replaced(environment: Path
         assert list(run) == [(0, Outcome(error=CLOSED))]
     assert died == [Outcome(error="the process of verifiers ended: exit status 4")] * 2
     assert hung == [Outcome(error="the process of verifiers no longer answers")]
+
+
+def test_the_deadline_of_an_episode_is_its_own_though_another_run_hears_that_it_began(environment: Path) -> None:
+    with closing(read_agent(f"verifiers:guess:{environment}")) as agent:
+        long, bridge = (
+            3600.0,
+            SimpleNamespace(hear=lambda _: [{"began": 7}], line=SimpleNamespace(ended=False), ready=1),
+        )
+        assert isinstance(agent, verifiers.VerifiersAgent)
+        agent.deadlines[7] = long, float("inf")
+        agent._hear(bridge)  # type: ignore[arg-type]
+        assert long < agent.deadlines[7][1] - time.monotonic() < float("inf")
 
 
 def test_a_taskset_that_is_not_there_is_the_error_of_its_episodes(environment: Path) -> None:

@@ -334,6 +334,23 @@ def test_spacing_ids_and_reasoning_do_not_rewrite_a_history_and_words_do() -> No
         recorded().read_chat([*history(), {"role": "assistant", "content": "x"}, *HELLO], [ADD], writer)
 
 
+def test_a_result_is_that_of_the_call_which_it_names_in_whatever_order_they_come() -> None:
+    writer = ChatWriter(chat_tokenizer("mistral"), stop_ids("mistral", chat_tokenizer("mistral")))
+    words = '[TOOL_CALLS] [{"name": "add", "id": "number001"}, {"name": "add", "id": "number002"}]'
+    turn = [*writer.tokenizer(words, add_special_tokens=False)["input_ids"], writer.tokenizer.eos_token_id]
+    reply, session = writer.read(turn, [ADD]), Session(0)
+    session.add(session.read_chat(HELLO, [ADD], writer), turn, [0.0] * len(turn), [1.0] * len(turn), 0.0)
+    session.say(HELLO, [ADD], reply)
+    calls = [{"id": name, "function": {"name": "add", "arguments": "{}"}} for name in ("mine", "yours")]
+    said = {"role": "assistant", "tool_calls": calls}
+    for order, called in ((("yours", "mine"), (2, 1)), (("mine", "yours"), (1, 2)), (("", "who"), (1, 2))):
+        results = [{"role": "tool", "tool_call_id": name, "content": f"[{name}]"} for name in order]
+        read = session.read_chat(read_messages([*HELLO, said, *results], 10), [ADD], writer)
+        text = "".join(writer.words(read, special=True).split())
+        for name, number in zip(order, called, strict=True):
+            assert f'"content":[{name}],"call_id":"number00{number}"' in text, text
+
+
 def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew() -> None:
     async def trained(made: Any) -> None:
         key, live = made.app.open(Session(9), rules_of(fixed=True))
@@ -600,6 +617,13 @@ def test_a_limit_of_turns_or_tokens_cuts_an_episode_off() -> None:
                 answer = await post(client, "/v1/chat/completions", messages=messages)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
             assert live.cut.startswith("the limit of") and live.session.turns == turns
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        async with client_of(made.app, key) as client:
+            *messages, last = await converse(client, 1)
+            long = [*messages, last | {"content": "x" * 300}]
+            assert (await post(client, "/v1/chat/completions", messages=long)).status_code == 400 and live.cut
+            await chat(client, [*messages, last])
+        assert not live.cut and live.session.turns == 2, "one that goes on is not cut off"
 
     with served(key="", min_tokens=24) as made:
         asyncio.run(go(made))
@@ -666,6 +690,35 @@ def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
         asyncio.run(go(made))
 
 
+@pytest.mark.parametrize("when", ["before its request is known", "when its end is told and not heard"])
+def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str) -> None:
+    """Another thread closes it: an episode has ended, and its outcome is about what was said until then."""
+
+    async def go(made: Any) -> None:
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        submit = made.desk.submit
+
+        def over(request: Any) -> None:
+            request.tell(Done([5, 6], [-1.0, -1.0], [1.0, 1.0], True, 7))
+            made.app.close(key, "its episode is over")
+
+        def replaced(request: Any) -> None:
+            submit(request)
+            if when.startswith("before"):
+                made.app.close(key, "its episode is over")
+            else:
+                asyncio.get_running_loop().call_soon(over, request)
+
+        made.desk.submit = replaced
+        async with client_of(made.app, key) as client:
+            answer = await post(client, "/v1/chat/completions", messages=HELLO)
+        assert answer.status_code == 403 and "its episode is over" in answer.text
+        assert not live.session.turns and not live.session.response and live.busy is None and not made.desk.active
+
+    with served(key="", asleep=True) as made:
+        asyncio.run(go(made))
+
+
 def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
     """The next turn that is drawn is this one, token by token, with log-probs that nobody believes."""
     left = [turn]
@@ -711,6 +764,7 @@ TURNS = {
     "no json": "<tool_call>no</tool_call> words",
     "thoughts alone": "<think> and on and on",
     "cut in a mark": "words <tool_",
+    "half a character": 'So <tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call>',
 }
 
 

@@ -74,7 +74,10 @@ class Format:
             if len(block) > LONGEST:
                 raise Unreadable(f"it has {len(block):,} characters, and at most {LONGEST:,} are read")
             parsed = self.parse(block)
-            return parsed if self.typed else [_with_types(call, types or {}) for call in parsed]
+            calls = parsed if self.typed else [_with_types(call, types or {}) for call in parsed]
+            for call in calls:
+                _check_written(call)
+            return calls
         except Unreadable as error:
             return [ToolCall("", {}, f"this call does not parse: {error}. Written was: {_cut(block)}")]
 
@@ -151,6 +154,14 @@ def _json(text: str) -> Any:
         raise Unreadable("it is nested too deeply") from None
     except ValueError as error:
         raise Unreadable(f"it is not JSON ({str(error)[:80]})") from None
+
+
+def _check_written(call: ToolCall) -> None:
+    """Can it be sent as JSON, and read back?"""
+    try:
+        json.dumps(call, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # 1e999, \ud800 alone, or a number of thousands of digits
+        raise Unreadable("it has a number that is too large, or half a character") from None
 
 
 def _no_constant(name: str) -> Any:

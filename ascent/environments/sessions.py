@@ -186,21 +186,29 @@ class ChatWriter:
             raise Nonsense(f"the chat template does not take these messages: {str(error)[:200]}") from None
 
     def tail(
-        self, turn: Sequence[int], calls: Sequence[ToolCall], messages: Sequence[Mapping[str, Any]], tools: Any
+        self,
+        turn: Sequence[int],
+        calls: Sequence[ToolCall],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        ids: Sequence[str] = (),
     ) -> list[int]:
-        """The ids between a turn, which made these calls, and the next one: of messages that answer it."""
+        """The ids between a turn, which made these calls, and the next one: of messages that answer it.
+
+        A result belongs to the call that it names by its id, of these `ids`; or else to the one in its place.
+        """
         chat, tail = self._chat(tools)
-        names = [call.name for call in calls]
+        places = iter(range(len(messages)))
         answers: list[dict[str, str]] = []
         for message in messages:
             answer = {"role": message["role"], "content": message["content"]}
-            if message["role"] == "tool":
-                done = sum(each["role"] == "tool" for each in answers)
-                name = message["name"] or (names[done] if done < len(names) else "")
-                if chat is None or chat.format is PLAIN:
-                    answer = {"role": "user", "content": message["content"]}
-                else:
-                    answer |= {"name": name, "tool_call_id": calls[done].id if done < len(calls) else ""}
+            if message["role"] == "tool" and (chat is None or chat.format is PLAIN):
+                answer["role"] = "user"
+            elif message["role"] == "tool":
+                place, named = next(places), message["tool_call_id"]
+                place = ids.index(named) if named and list(ids).count(named) == 1 else place
+                call = calls[place] if place < len(calls) else ToolCall("", {})
+                answer |= {"name": message["name"] or call.name, "tool_call_id": call.id}
             answers.append(answer)
         return tail.answer(turn, answers)
 
@@ -290,7 +298,8 @@ class Session:
             raise Rewritten(f"{len(history)} messages, and {len(self.said)} were said: nothing follows the last turn")
         if any(message["role"] == "assistant" for message in new):
             raise Rewritten("an assistant's message that the policy did not say")
-        return writer.tail(self.latest, self.calls, new, tools)
+        ids = [call["id"] for call in messages[len(self.said) - 1].get("tool_calls", ())]  # as the client has them
+        return writer.tail(self.latest, self.calls, new, tools, ids)
 
     def read_tokens(self, ids: Sequence[int]) -> list[int]:
         """The same, where the whole history comes as ids."""

@@ -25,14 +25,14 @@ from ascent.engines.requests import Desk, Recorded
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
 from ascent.environments.play import CUT, FAILED, PlayedTask
 from ascent.environments.sessions import ChatWriter, Session
-from ascent.tasks.keeper import Limits
+from ascent.tasks.keeper import START, Limits
 from ascent.tasks.text.base import Problem
 from ascent.web.connections import bind, configure
 from ascent.web.endpoint import Endpoint, EndpointConnection
 from ascent.web.open_sessions import OpenSession, Rules
 
 GRACE = 10.0
-"""Seconds beyond the deadline in which agents have to say that they missed it."""
+"""Seconds beyond the deadline, and beyond the start of processes, in which agents have to say that they missed it."""
 
 
 class ServerThread:
@@ -139,7 +139,7 @@ class AgentEpisodes:
             assignments.append(Assignment(url, key, problem, chat, seed, self.player.seconds))
         self._thread = threading.Thread(target=self._run, args=(assignments,), name="ascent agents", daemon=True)
         rounds = -(-len(self.keys) // self.player.most)
-        at = min(rounds * self.player.seconds + GRACE, threading.TIMEOUT_MAX)
+        at = min(START + rounds * self.player.seconds + GRACE, threading.TIMEOUT_MAX)
         self._timer = threading.Timer(at, self._end_all, ["it did not end by its deadline"])
         self._timer.daemon = True
         self._thread.start()

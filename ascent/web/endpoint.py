@@ -242,8 +242,7 @@ class Endpoint:
         live = live or self.sessions.new()
         if live.busy is not None:
             raise Denied(409, "this session has a request under way: a conversation has one turn at a time")
-        if live.closed:
-            raise Denied(403, f"this session is closed: {live.closed}")
+        live.check_open()
         begun = "extended" if live.session.turns else "new"
         try:
             if live.session.rewritten:
@@ -273,7 +272,11 @@ class Endpoint:
         reader = self.writer.reader(tools or (), request.stop, None if tools is None else prompt + response)
         self.desk.submit(request)
         live.busy = request
-        return PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
+        turn = PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
+        if live.closed:  # meanwhile, by a thread that saw no request to end
+            self._abandon(turn)
+            live.check_open()
+        return turn
 
     def _rewritten(self, live: OpenSession, error: Rewritten, read: Callable[[Session], list[int]]) -> list[int]:
         """In a run the episode is invalid from here on; a server begins anew."""
@@ -333,8 +336,7 @@ class Endpoint:
                     live.busy = None
                     if event.error:
                         raise Denied(503, event.error)
-                    live.session.add(turn.read, event.tokens, event.logp, event.mass, turn.waited)
-                    live.session.ended, live.answered = event.ended, time.monotonic()
+                    live.record(turn.read, event, turn.waited)
                 yield event
         finally:
             leaving.cancel()

@@ -3,13 +3,14 @@
 import hashlib
 import hmac
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ascent.engines.requests import TurnRequest
+from ascent.engines.requests import Done, TurnRequest
 from ascent.environments.sessions import Session
 from ascent.web.wire import Denied
 
@@ -60,6 +61,22 @@ class OpenSession:
     cut: str = ""
     """Which limit it has reached."""
     answered: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def record(self, read: list[int], done: Done, waited: float) -> None:
+        """A turn is over, and `read` came before it. Denied if the session was closed meanwhile: its record stands."""
+        with self._lock:
+            self.check_open()
+            self.session.add(read, done.tokens, done.logp, done.mass, waited)
+            self.session.ended, self.answered, self.cut = done.ended, time.monotonic(), ""
+
+    def close(self, why: str) -> None:
+        with self._lock:
+            self.closed = why
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise Denied(403, f"this session is closed: {self.closed}")
 
     def anew(self) -> None:
         """Another conversation begins."""
@@ -84,7 +101,7 @@ class OpenSessions:
         """Nothing more is answered to this key."""
         live = self._keyed.pop(_digest(key.encode()), None)
         if live is not None:
-            live.closed = why
+            live.close(why)
         return live
 
     def new(self) -> OpenSession:

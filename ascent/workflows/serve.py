@@ -1,5 +1,6 @@
 """`ascent serve`: a policy that OpenAI's clients can ask, on this machine or another."""
 
+import copy
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +82,7 @@ class Service:
             coldest=0.0 if dialect is None else dialect.coldest,
             blurred="" if dialect is None else f"with --engine {dialect.name} {dialect.narrowed}",
         )
-        writer = ChatWriter(lm.tokenizer, lm.ends)
+        writer = ChatWriter(copy.deepcopy(lm.tokenizer), lm.ends)  # the thread that decodes asks for words too
         self.endpoint = Endpoint(self.desk, writer, rules, lm.vocab, name, self.key)
         how = (serving.host, serving.port, serving.certificate, serving.private_key)
         self.server = ServerThread(self.endpoint, *how)

@@ -68,8 +68,8 @@ class PooledAgent:
 
     def _begin(self, given: Assignment) -> int:
         """The number of the episode, in a process that waits for one or in a new one."""
-        while self.idle:
-            number, left = self.idle.popitem()
+        for number in [idle for idle in reversed(self.idle) if idle not in self.outcomes]:
+            left = self.idle.pop(number)
             if left and self.pool.again(number, given, given.seed, given.seed, given.seconds):
                 self.left[number] = left - 1
                 return number

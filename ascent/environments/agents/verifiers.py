@@ -40,25 +40,24 @@ class VerifiersAgent:
         self.lock, self.numbers = threading.Lock(), itertools.count()
         self.kept: list[_Bridge] = []
         """The process, if it runs."""
-        self.deadlines: dict[int, float] = {}
-        """Of episodes that are under way."""
+        self.deadlines: dict[int, tuple[float, float]] = {}
+        """Of episodes that are under way: their seconds, and when those are over."""
         self.outcomes: dict[int, Outcome] = {}
         """Of those that have ended, until their run takes them."""
         weakref.finalize(self, _end, self.kept, self.owner)
 
     def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, Outcome]]:
         places: dict[int, int] = {}
-        seconds: dict[int, float] = {}
         with self.lock:
             bridge = self._bridge()
             for place, given in enumerate(assignments):
                 number = next(self.numbers)
                 job = {"id": number, "url": given.url, "key": given.key, "seconds": given.seconds}
                 bridge.line.write(json.dumps(job | {"task": given.problem.columns.get("task")}).encode() + b"\n")
-                places[number], seconds[number], self.deadlines[number] = place, given.seconds, float("inf")
+                places[number], self.deadlines[number] = place, (given.seconds, float("inf"))
         try:
             while places:
-                for number, outcome in self._ended(seconds, places):
+                for number, outcome in self._ended(places):
                     yield places.pop(number), outcome
         finally:
             with self.lock:
@@ -101,22 +100,23 @@ class VerifiersAgent:
     def _end(self) -> None:
         _end(self.kept, os.getpid())
 
-    def _ended(self, seconds: dict[int, float], places: dict[int, int]) -> list[tuple[int, Outcome]]:
+    def _ended(self, places: dict[int, int]) -> list[tuple[int, Outcome]]:
         """The outcomes of these episodes that are there; waits a little for the first."""
         with self.lock:
             if not places.keys() & self.outcomes.keys() and self.kept:
-                self._hear(self.kept[0], seconds)
+                self._hear(self.kept[0])
             ended = [(number, self.outcomes.pop(number)) for number in places if number in self.outcomes]
             lost = [number for number in places if number not in self.deadlines] if not ended else []
         if not ended:
             time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
         return ended or [(number, Outcome(error=CLOSED)) for number in lost]
 
-    def _hear(self, bridge: "_Bridge", seconds: dict[int, float]) -> None:
+    def _hear(self, bridge: "_Bridge") -> None:
         for reply in bridge.hear(GLANCE):
             number = reply.get("began")
             if isinstance(number, int) and number in self.deadlines:
-                self.deadlines[number] = time.monotonic() + seconds.get(number, START) + GRACE
+                seconds, _ = self.deadlines[number]
+                self.deadlines[number] = seconds, time.monotonic() + seconds + GRACE
             elif "error" in reply and "id" not in reply:
                 return self._lose(f"its taskset cannot be loaded: {reply['error']!s:.300}")
             elif self.deadlines.pop(reply.get("id", -1), None) is not None:
@@ -128,7 +128,7 @@ class VerifiersAgent:
             self._lose(f"the process of verifiers ended: {bridge.ending()}")
         elif not bridge.ready and now > bridge.deadline:
             self._lose(f"the process of verifiers did not start within {START:g} s")
-        elif any(now > deadline for deadline in self.deadlines.values()):
+        elif any(now > deadline for _, deadline in self.deadlines.values()):
             self._lose("the process of verifiers no longer answers")
 
     def _lose(self, why: str) -> None:
