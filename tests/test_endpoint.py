@@ -439,6 +439,7 @@ NONSENSE: dict[str, Any] = {
     "top_p": {"messages": HELLO, "top_p": 2},
     "max_tokens": {"messages": HELLO, "max_tokens": -3},
     "max_tokens true": {"messages": HELLO, "max_tokens": True},
+    "max_tokens 0": {"messages": HELLO, "max_tokens": 0},
     "n": {"messages": HELLO, "n": 3},
     "stop": {"messages": HELLO, "stop": [""]},
     "stop 3": {"messages": HELLO, "stop": 3},

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ascent.core.types import Prompts, Trouble
-from ascent.engines.language.sampling import cuda, step
+from ascent.engines.language.sampling import cuda, requests, step
 from ascent.engines.language.sampling import sampler as sampler_module
 from ascent.engines.language.sampling.cuda import Run, graph_decoder
 from ascent.engines.language.sampling.draw import Support, response_seeds
@@ -316,6 +316,22 @@ def test_a_turn_depends_on_its_request_alone(decoder: str) -> None:
         assert [one.done().tokens for one in turns] == [one.tokens for one in anew]
 
 
+def test_stop_strings_are_prepared_once_however_many_requests_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = list[tuple[str, ...]]()
+
+    def stops(strings: tuple[str, ...], *_: Any) -> Any:
+        prepared.append(strings)
+        return SimpleNamespace(may_complete=bytes(VOCAB))
+
+    monkeypatch.setattr(requests, "Stops", stops)
+    sampler = ready("group", rows=20, min_tokens=LIMIT)
+    sampler.lm.tokenizer = None
+    with serving(sampler, slots=20) as desk:
+        asked = [Asked(desk, [5, 6], [], i, limit=4, stop=(f"own {i}",)) for i in range(20)]
+        assert all(len(one.done().tokens) == 4 for one in asked)
+    assert len(prepared) == 20
+
+
 def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
     desk, refused = Desk(2), list[str]()
 
@@ -359,6 +375,8 @@ def test_requests_that_follow_each_other_wait_for_those_behind_them_while_others
     assert not a_run(flight=None)._holds(1)  # nothing runs
     assert not a_run(drawn=SimpleNamespace(open=False))._holds(1)
     assert not a_run(schedule=SimpleNamespace(ready=[], waiting=[]))._holds(1)
+    drawn = SimpleNamespace(open=True, answers=lambda _: [(3, [])], entering=list, limits=torch.zeros(4))
+    assert a_run(drawn=drawn, limits=[0] * 4, _end=lambda _: None)._hear(wait=False) == 0  # one left, and none came
 
 
 def test_rows_whose_turns_ended_together_go_on_when_all_of_them_are_back() -> None:

@@ -162,8 +162,8 @@ class AgentEpisodes:
             if place in self.outcomes:
                 return
             self.outcomes[place] = outcome
-        if self.player.endpoint is not None:
-            self.player.endpoint.close(self.keys[place], "its episode is over")
+            if self.player.endpoint is not None:
+                self.player.endpoint.close(self.keys[place], "its episode is over")
 
     def _end_all(self, why: str) -> None:
         for place in range(len(self.keys)):

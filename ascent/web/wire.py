@@ -104,7 +104,7 @@ IGNORED = {
 
 def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
     """The settings of a request; `Nonsense` for what no setting can be. `plain`: logprobs is a number there."""
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    most = next((body[n] for n in ("max_completion_tokens", "max_tokens") if body.get(n) is not None), None)
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
     if (

@@ -30,7 +30,7 @@ from ascent.engines.serving.sampler import GOLDEN, ServedSampler
 from ascent.engines.timeline import Timeline
 
 KEPT, KEPT_STOPS = 4096, 16
-"""Spans of the timeline, and stop strings, that are kept: a server runs for long."""
+"""Spans of the timeline, and stop strings of requests that are over, that are kept: a server runs for long."""
 AWAY = 30.0
 """Seconds after which servers that were left alone are asked whether they are back."""
 
@@ -154,7 +154,7 @@ class ServedDesk:
 
     def _stops_of(self, strings: tuple[str, ...]) -> Stops:
         if strings not in self._stops:
-            if len(self._stops) >= KEPT_STOPS:
+            if len(self._stops) >= KEPT_STOPS + self.desk.most:  # those of requests that are under way have room
                 self._stops.clear()
             self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
         return self._stops[strings]

@@ -358,7 +358,10 @@ class Run:
         return max(row.length, self.fed.get(row.response, 0))
 
     def _hear(self, wait: bool) -> int:
-        """What environments have answered, and what has come: how many. They want a lane, or are over."""
+        """What environments have answered, and what has come: how many. They want a lane, or are over.
+
+        Requests that leave are not counted: nobody waits for those behind them.
+        """
         answers = self.drawn.answers(wait)
         limits = self.drawn.limits[[response for response, _ in answers]].tolist() if answers else []
         for (response, tokens), limit in zip(answers, limits, strict=True):
@@ -373,7 +376,7 @@ class Run:
             self.prompts[prompt], begun = ids, int(self.drawn.length[response])
             self.limits[response], self.seeds[response] = int(self.drawn.limits[response]), self.drawn.seed(response)
             self.schedule.add(response, prompt, len(ids) - 1, begun)
-        return len(answers) + len(entering)
+        return len(entering) + sum(bool(tokens) or not self.drawn.open for _, tokens in answers)
 
     def _encode(self, rows: list[Row], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""

@@ -97,7 +97,7 @@ class Requests(Drawn):
         if not strings:
             return None
         if strings not in self.stopping:
-            if len(self.stopping) >= 16:
+            if len(self.stopping) >= 16 + len(self.length):  # those of requests that are under way have room
                 self.stopping.clear()
             self.stopping[strings] = Stops(strings, self.sampler.lm.tokenizer, self.sampler.lm.vocab)
         return self.stopping[strings]
