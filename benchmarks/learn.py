@@ -63,6 +63,8 @@ class Curve(NoRecords):
         self.limit, self.steps = seconds, steps
         self.points: list[dict[str, float]] = []
         self.spent, self.samples, self.done = 0.0, 0, 0
+        self.right = 0.0
+        """Responses of all steps so far that were right."""
         self.phases: dict[str, float] = {}
 
     def note(self, found: dict[str, float]) -> None:
@@ -70,11 +72,13 @@ class Curve(NoRecords):
         self.points.append(point | {"strict": found["eval/accuracy"], "lenient": found["eval/lenient"]})
         last = self.points[-1]
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
-        print(f"{last['seconds']:6.1f} s {self.samples:7d} samples: strict {last['strict']:.3f}  {phases}", flush=True)
+        right = f"strict {last['strict']:.4f}, in training {self.right / max(self.samples, 1):.4f}"
+        print(f"{last['seconds']:6.1f} s {self.samples:7d} samples: {right}  {phases}", flush=True)
 
     def step(self, step: int, metrics: dict[str, Any], *_: Any) -> None:
         self.spent += metrics["time/step"] - metrics.get("time/eval", 0.0)
         self.samples += metrics["num_responses"]
+        self.right += metrics["accuracy"] * metrics["num_responses"]
         self.done += 1
         for name in ("generate", "reward", "update"):
             self.phases[name] = self.phases.get(name, 0.0) + metrics[f"time/{name}"]
@@ -85,13 +89,17 @@ class Curve(NoRecords):
         return self.spent >= self.limit or self.done == self.steps
 
 
-def ours(model: str, seconds: float, steps: int | None, more: dict[str, Any]) -> list[dict[str, float]]:
+def ours(
+    model: str, seconds: float, steps: int | None, more: dict[str, Any], start: bool = True
+) -> list[dict[str, float]]:
+    """Our curve; `start`: with an evaluation before the first step."""
     parts = assemble(configure("reasoning-gym:chain_sum", {"model": model, **SETTINGS, **more}))
     try:
         for note in parts.notes:
             print(f"note: {note}", flush=True)
         evaluate, curve = parts.evaluator(), Curve(seconds, steps)
-        curve.note(evaluate())  # type: ignore[arg-type]
+        if start:
+            curve.note(evaluate())  # type: ignore[arg-type]
         list(train(parts.config, parts.task, parts.sampler, parts.learner, curve, parts.streams, evaluate))
         return curve.points
     finally:

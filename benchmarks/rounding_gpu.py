@@ -1,21 +1,26 @@
 """Which rounding costs a model its samples? SmolLM2-135M-Instruct learns sums in several precisions, on paired seeds.
 
-    python -m benchmarks.rounding_gpu [--seeds 100 101 …] [--side-by-side 8] [--seconds 400] [--go-on rounding.json]
+    python -m benchmarks.rounding_gpu [--seeds 120 121 …] [--side-by-side 8] [--seconds 330] [--go-on rounding.json]
     python -m benchmarks.rounding_gpu --draw rounding.json       # only the tables of an earlier run
     python -m benchmarks.rounding_gpu --time seconds.json        # only the seconds of an update, alone on the card
 
-The work is that of benchmarks/learn.py: 32 prompts × 16 samples, 24 new tokens, Adam at 1e-5. A run takes 30 steps
-(15,360 samples), and greedy answers to 1,000 held-out problems are scored after every tenth. Precisions:
+The work is that of benchmarks/learn.py: 32 prompts × 16 samples, 24 new tokens, Adam at 1e-5. A run takes 10 steps
+(5,120 samples, in which accuracy rises from 7 to 37 %), and then greedy answers to 3,000 held-out problems are scored:
+with 1,000, most of the difference between two runs was the luck of the problems. `--steps 30` takes longer runs, which
+are evaluated after every tenth step. Precisions:
 
     float32    everything (no TF32)
     mixed      parameters and products in bfloat16; residual stream, norms and logits in float32
     bfloat16   all but the logits, which are float32 in the learner and in the sampler
     drawn      bfloat16 whose sampler draws from logits in bfloat16, as it did before
     float16    as bfloat16, with 3 more bits, and gradients that are scaled
+    compact    bfloat16 with bfloat16 optimizer state (`--policy.optimizer-state bfloat16`); see seven_gpu
 
-A small model's run waits for launches, so several processes share the card, each with some of the runs. The figure of a
-run is the mean of its evaluations. It is compared with that of the float32 run of the same seed, and Student's interval
-is that of the differences over the seeds. Runs of an earlier call (`--go-on`) count too, up to as many steps.
+A small model's run waits for launches, so several processes share the card, and each takes the next run that nobody
+has begun. The figure of a run is the mean of its evaluations. It is compared with that of the float32 run of the same
+seed on the same problems, and Student's interval is that of the differences over the seeds. Runs of an earlier call
+(`--go-on`) count too, up to as many steps. `--also` shows the same for the mean accuracy in training, which costs
+nothing: it is that of all samples so far.
 
 `value` is the difference of the fastest precision that loses nothing, in points; the target is that its interval
 excludes a loss of 1 point. ok also asks that float32's update takes at most 5 times bfloat16's: random parameters of
@@ -50,13 +55,20 @@ from benchmarks.common import ROOT, NoRecords, close, show
 from benchmarks.learn import SETTINGS, ours
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, smollm2
 
-PRECISIONS = ("float32", "mixed", "bfloat16", "float16", "drawn")
+PRECISIONS = ("float32", "float16", "mixed", "bfloat16", "compact", "drawn")
+SETTINGS_OF: dict[str, dict[str, Any]] = {
+    "drawn": {"policy.dtype": "bfloat16"},
+    "compact": {"policy.dtype": "bfloat16", "policy.optimizer_state": "bfloat16"},
+}
+"""Of those that are not a dtype."""
 FASTEST_FIRST = ("bfloat16", "float16", "mixed")
-STEPS, EVERY, PROBLEMS, LOSS, FACTOR = 30, 10, 1000, 1.0, 5.0
-SMALL = {"micro_batch": 6000, "policy.rows": 512}
-"""Memory only: no number depends on it. So many runs fit on a card."""
+STEPS, EVERY, PROBLEMS, LOSS, FACTOR = 10, 10, 3000, 1.0, 5.0
+EARLIER = 1000
+"""Problems of runs that do not say how many."""
+SMALL = {"micro_batch": 3000, "policy.rows": 512, "reward_workers": 3}
+"""Memory and processes only: no number depends on it. So many runs fit on a card."""
 Found = dict[str, Any]
-"""A run: its precision, its seed, and its strict accuracies in %, by samples."""
+"""A run: its precision, its seed, and by samples its strict accuracies in %, held-out and in training so far."""
 
 
 # ---- one run -------------------------------------------------------------------------------------------
@@ -78,9 +90,8 @@ def learn(model: str, precision: str, seed: int, steps: int, more: dict[str, Any
     """Says which run it is, and then its evaluations, as they come."""
     draw_from_rounded(precision == "drawn")
     print(f"RUN {precision} {seed}", flush=True)
-    dtype = "bfloat16" if precision == "drawn" else precision
-    settings = {"seed": seed, "policy.dtype": dtype, "eval_every": EVERY, "eval_prompts": PROBLEMS, **more}
-    ours(model, 1e9, steps, settings)
+    own = SETTINGS_OF.get(precision, {"policy.dtype": precision})
+    ours(model, 1e9, steps, {"seed": seed, "eval_every": EVERY, "eval_prompts": PROBLEMS, **own, **more}, start=False)
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -91,9 +102,10 @@ def heard(text: str) -> list[Found]:
     for line in text.splitlines():
         if line.startswith("RUN "):
             _, precision, seed = line.split()
-            runs.append({"precision": precision, "seed": int(seed), "right": {}, "seconds": 0.0})
-        elif match := re.match(r" *([\d.]+) s +(\d+) samples: strict ([\d.]+)", line):
-            runs[-1]["right"][match[2]] = round(100 * float(match[3]), 1)
+            runs.append({"precision": precision, "seed": int(seed), "problems": PROBLEMS, "right": {}, "training": {}})
+        elif match := re.match(r" *([\d.]+) s +(\d+) samples: strict ([\d.]+), in training ([\d.]+)", line):
+            runs[-1]["right"][match[2]] = round(100 * float(match[3]), 2)
+            runs[-1]["training"][match[2]] = round(100 * float(match[4]), 2)
             runs[-1]["seconds"] = float(match[1])
     return runs
 
@@ -124,13 +136,12 @@ def update_seconds(model: str, precision: str, more: dict[str, Any]) -> dict[str
 
 
 def take(model: str, jobs: list[tuple[str, int]], at_once: int, steps: int, seconds: float) -> list[Found]:
-    """These runs, in so many processes, each with its share of them; what they found until time was over."""
-    shares, end = [jobs[i::at_once] for i in range(min(at_once, len(jobs)))], time.time() + seconds
+    """These runs in so many processes, each of which takes the next one; what they found until time was over."""
+    some, end = [f"{precision}:{seed}" for precision, seed in jobs], time.time() + seconds
     with tempfile.TemporaryDirectory() as folder:
         started = []
-        for i, share in enumerate(shares):
-            some = [f"{precision}:{seed}" for precision, seed in share]
-            flags = ["--model", model, "--steps", str(steps), "--runs", *some]
+        for i in range(min(at_once, len(jobs))):
+            flags = ["--model", model, "--steps", str(steps), "--claims", folder, "--runs", *some]
             with (Path(folder) / f"{i}.txt").open("w") as log:
                 how = {
                     "cwd": ROOT,
@@ -146,7 +157,7 @@ def take(model: str, jobs: list[tuple[str, int]], at_once: int, steps: int, seco
             process.kill()
         codes, texts = (
             [p.wait() for p in started],
-            [(Path(folder) / f"{i}.txt").read_text() for i in range(len(shares))],
+            [(Path(folder) / f"{i}.txt").read_text() for i in range(len(started))],
         )
     for code, text in zip(codes, texts, strict=True):
         if code > 0:
@@ -154,16 +165,28 @@ def take(model: str, jobs: list[tuple[str, int]], at_once: int, steps: int, seco
     return [run for text in texts for run in heard(text)]
 
 
-def paired(runs: list[Found], precision: str, at: list[str]) -> tuple[int, float, float, float]:
+def claim(folder: Path | None, run: str) -> bool:
+    """Is a run left to this process? Whoever makes its file first takes it."""
+    try:
+        if folder is not None:
+            (folder / run.replace(":", "-")).touch(exist_ok=False)
+        return True
+    except FileExistsError:
+        return False
+
+
+def paired(
+    runs: list[Found], precision: str, at: list[str], than: str = "float32", what: str = "right"
+) -> tuple[int, float, float, float]:
     """Seeds, mean in %, and the difference from float32 in points with half of its interval, after these samples."""
     means = {
-        (run["precision"], run["seed"]): sum(run["right"][samples] for samples in at) / len(at)
+        (run["precision"], (run["seed"], run.get("problems", EARLIER))): sum(run[what][n] for n in at) / len(at)
         for run in runs
-        if all(samples in run["right"] for samples in at)
+        if all(samples in run.get(what, {}) for samples in at)
     }
-    seeds = [seed for name, seed in means if name == precision and ("float32", seed) in means]
+    seeds = [seed for name, seed in means if name == precision and (than, seed) in means]
     values = [means[precision, seed] for seed in seeds]
-    gaps = [value - means["float32", seed] for value, seed in zip(values, seeds, strict=True)]
+    gaps = [value - means[than, seed] for value, seed in zip(values, seeds, strict=True)]
     return len(seeds), sum(values) / max(1, len(seeds)), *(interval(gaps) if gaps else (0.0, float("nan")))
 
 
@@ -172,12 +195,12 @@ def evaluations(steps: int) -> list[str]:
     return [str(each * step) for step in range(EVERY, steps + 1, EVERY)]
 
 
-def closing(found: dict[str, Any], steps: int) -> int:
+def closing(found: dict[str, Any], steps: int, what: str = "right") -> int:
     runs, seconds, at = found["runs"], found["seconds"], evaluations(steps)
     rows, every = [], {}
     for precision in PRECISIONS:
-        count, *_ = every[precision] = paired(runs, precision, at)
-        cells = [every[precision], *(paired(runs, precision, [samples]) for samples in at)]
+        count, *_ = every[precision] = paired(runs, precision, at, what=what)
+        cells = [every[precision], *(paired(runs, precision, [samples], what=what) for samples in at)]
         rows.append([precision, str(count), *(f"{mean:.1f} ({gap:+.1f} ± {half:.1f})" for _, mean, gap, half in cells)])
         rows[-1] += [f"{1000 * seconds[precision][name]:.0f}" if precision in seconds else "" for name in PHASES]
     show(["precision", "seeds", "mean, % (less float32's)", *(f"{int(n):,}" for n in at), *PHASES.values()], rows)
@@ -194,7 +217,7 @@ PHASES = {"generate": "generate, ms", "update": "update, ms"}
 
 def timed(model: str, more: dict[str, Any]) -> dict[str, dict[str, float]]:
     seconds = {}
-    for precision in ("bfloat16", "float32", "mixed"):  # float16 has bfloat16's kernels
+    for precision in ("bfloat16", "float16", "mixed", "float32"):
         seconds[precision] = update_seconds(model, precision, more)
         print(precision, seconds[precision], flush=True)
     return seconds
@@ -217,25 +240,30 @@ def smoke() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(100, 108)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(120, 136)))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS[:5]))
     parser.add_argument("--side-by-side", type=int, default=8, help="processes on the card at once")
-    parser.add_argument("--seconds", type=float, default=400.0, help="for the runs; then they are ended")
+    parser.add_argument("--seconds", type=float, default=330.0, help="for the runs; then they are ended")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=Path("rounding.json"))
     parser.add_argument("--model", default="", help="a folder; SmolLM2 where it is missing")
     parser.add_argument("--go-on", type=Path, help="runs of an earlier call, which are not made again")
     parser.add_argument("--draw", type=Path, help="only the tables of an earlier call")
     parser.add_argument("--time", type=Path, help="only the seconds of an update; they are written here")
+    parser.add_argument("--also", action="store_true", help="with --draw: the accuracy in training, instead")
     parser.add_argument("--runs", nargs="+", help="precision:seed …, one after the other in this process")
+    parser.add_argument("--claims", type=Path, help="with --runs: only those that no other process has begun")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU")
     options = parser.parse_args(argv)
     if options.smoke:
         return smoke()
     if options.draw:
-        return closing(json.loads(options.draw.read_text()), options.steps)
+        return closing(json.loads(options.draw.read_text()), options.steps, "training" if options.also else "right")
     if options.runs:
-        for precision, seed in (run.split(":") for run in options.runs):
-            learn(options.model, precision, int(seed), options.steps, SMALL)
+        for run in options.runs:
+            precision, seed = run.split(":")
+            if claim(options.claims, run):
+                learn(options.model, precision, int(seed), options.steps, SMALL)
         return 0
     found: dict[str, Any] = {"runs": [], "seconds": {}}
     if options.go_on:
@@ -248,7 +276,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     model, last = options.model or smollm2(), evaluations(options.steps)[-1]
     done = {(run["precision"], run["seed"]) for run in found["runs"] if last in run["right"]}
-    jobs = [(precision, seed) for precision in PRECISIONS for seed in options.seeds if (precision, seed) not in done]
+    every = [(precision, seed) for seed in options.seeds for precision in options.precisions]  # whole pairs first
+    jobs = [job for job in every if job not in done]
     found["runs"] += take(model, jobs, options.side_by_side, options.steps, options.seconds)
     found |= {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
     options.out.write_text(json.dumps(found))

@@ -1,7 +1,8 @@
 """7B with every parameter on one GPU: a GRPO step with a frozen reference, its memory, its update against the floor.
 
     python -m benchmarks.seven_gpu [--shape 7b|1.5b] [--micro 2200] [--limit GIB] [--repeats 3] [--before] [--smoke]
-    python -m benchmarks.seven_gpu --learn [--seeds 8] [--steps 60] [--jobs 4]     # SmolLM2, both forms of the state
+    python -m benchmarks.seven_gpu --learn [--seeds 16] [--steps 10] [--jobs 8]    # SmolLM2, both forms of the state
+    python -m benchmarks.seven_gpu --learn --draw rounding.json                    # from the runs of rounding_gpu
 
 Qwen2.5-7B's shape, random parameters, 16 prompts of 60 tokens × 8 samples of 256 new tokens, none of which may end
 early. Optimizer state is in bfloat16 (`--policy.optimizer-state`): exact masters, moments and sums of gradients rounded
@@ -14,17 +15,20 @@ an H200. `value` is the update over the larger floor (the peer, 1): at most 1.5,
 seconds of Adam alone are shown against 20 bytes per parameter. `--before` then tries float32 state and says where it
 ends. `--limit` is `--policy.gpu-memory`: a smaller card.
 
-`--learn` trains SmolLM2-135M as benchmarks/learn.py does, with float32 state and with bfloat16, on the same seeds and
-for the same number of steps, `--jobs` runs side by side on the card. ok: the 95 % interval of the paired difference of
-strict accuracies excludes a loss of 2 points. `--smoke` runs a tiny model on the CPU, without measuring.
+`--learn` trains SmolLM2-135M as benchmarks/rounding_gpu.py does, in bfloat16 with float32 state and with bfloat16, on
+the same seeds and for the same number of steps, `--jobs` runs side by side on the card. ok: the 95 % interval of the
+paired difference of strict accuracies excludes a loss of 2 points. `--smoke` runs a tiny model on the CPU, without
+measuring.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,13 +37,12 @@ import torch
 from ascent.core.types import Trouble
 from ascent.engines.language.learning.plan import update_operations
 from ascent.policies.causal_lm import GIVEN, name_model
-from ascent.records.statistics import interval
-from benchmarks.common import close, show, workers
-from benchmarks.learn import ours as learned
+from benchmarks.common import close, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts, smollm2
 from benchmarks.peers.steps import Ours, Work
+from benchmarks.rounding_gpu import evaluations, paired, take
 
-RATIO, PEAK, LOSS = 1.5, 100.0, 0.02
+RATIO, PEAK, LOSS = 1.5, 100.0, 2.0
 RATE, BANDWIDTH = 790e12, 4.3e12
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 16, 8, 60, 256
 ADAM, SUM, PASS = 20, 8, 6
@@ -135,26 +138,16 @@ def before(options: argparse.Namespace) -> dict[str, Any]:
             side.close()
 
 
-def one_run(seed: int, form: str, steps: int, model: str) -> float:
-    """Strict accuracy at the end."""
-    return learned(model, 1e9, steps, {"seed": seed, "policy.optimizer_state": form, "eval_every": steps})[-1]["strict"]
-
-
 def learn(options: argparse.Namespace) -> int:
-    """Both forms of the state on the same seeds."""
-    model, forms = smollm2(), ("float32", "bfloat16")
-    with workers(options.jobs) as pool:
-        runs = [
-            (seed, form, pool.submit(one_run, seed, form, options.steps, model))
-            for seed in range(options.seeds)
-            for form in forms
-        ]
-        found = {(seed, form): run.result() for seed, form, run in runs}
-    pairs = [[found[seed, form] for form in forms] for seed in range(options.seeds)]
-    gap, half = interval([b - a for a, b in pairs])
-    show(["seed", *forms], [[str(seed), *(f"{x:.1%}" for x in pair)] for seed, pair in enumerate(pairs)])
-    print(f"bfloat16 − float32: {100 * gap:+.1f} ± {100 * half:.1f} points")
-    more = {"pairs": pairs, "half": half, "steps": options.steps, "torch": torch.__version__}
+    """Both forms of the state on the same seeds: `bfloat16` of rounding_gpu has float32 state, `compact` bfloat16."""
+    if options.draw:
+        runs = json.loads(options.draw.read_text())["runs"]
+    else:
+        jobs = [(form, seed) for seed in range(120, 120 + options.seeds) for form in ("bfloat16", "compact")]
+        runs = take(smollm2(), jobs, options.jobs, options.steps, options.seconds)
+    count, mean, gap, half = paired(runs, "compact", evaluations(options.steps)[-1:], than="bfloat16")
+    print(f"{count} seeds: bfloat16 state {mean:.1f} %, less that with float32 state {gap:+.1f} ± {half:.1f} points")
+    more = {"seeds": count, "mean": mean, "half": half, "steps": options.steps, "torch": torch.__version__}
     return close("seven_gpu_learn", gap, None, -LOSS, gap - half > -LOSS, **more)[1]
 
 
@@ -166,9 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--before", action="store_true", help="try float32 state too")
     parser.add_argument("--learn", action="store_true", help="the paired runs of SmolLM2 instead")
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=200.0, help="for the paired runs; then they are ended")
+    parser.add_argument("--draw", type=Path, help="with --learn: from the runs of an earlier call")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
     options = parser.parse_args(argv)
     if options.learn:

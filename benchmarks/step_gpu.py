@@ -1,6 +1,6 @@
 """A whole GRPO step on one GPU: Ascent against TRL with transformers' generation.
 
-    python -m benchmarks.step_gpu [--shape 135m|1.5b] [--repeats 3] [--alone] [--profile] [--smoke]
+    python -m benchmarks.step_gpu [--shape 135m|1.5b] [--tokens 256] [--repeats 3] [--alone] [--profile] [--smoke]
 
 135m: SmolLM2-135M's shape, 32 prompts of 60 tokens × 16 samples of 256 new tokens. 1.5b: Qwen2.5-1.5B's shape, 32 ×
 8 × 256. Random parameters in bfloat16; no response may end early. A step is generation, reward (in worker processes
@@ -11,14 +11,17 @@ Dr. GRPO's loss without KL and clipped gradients, and record nothing.
 
 They run one after the other, because they do not fit on the card together, each after a warm-up step that does not
 count. `value` is the median of TRL's seconds divided by the median of Ascent's. TRL 1.16.0 must be installed in the
-same environment as Ascent. `--alone` leaves TRL out. `--profile` prints where the card's time goes in one of our
-updates. `--smoke` runs a tiny model on the CPU without TRL.
+same environment as Ascent. `--alone` leaves TRL out. `--tokens 24` is a step of short answers, which waits for the host
+more than for the card. `--profile` prints where the time of one of our steps goes, on the card and on the host.
+`--smoke` runs a tiny model on the CPU without TRL.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
+import pstats
 import sys
 import tempfile
 from pathlib import Path
@@ -50,9 +53,13 @@ def ours(work: Work, repeats: int, profiled: bool) -> list[Answer]:
 
 
 def profile(side: Ours) -> None:
-    """The kernels of one step by the time that they take on the card."""
+    """The kernels of one step by the time that they take on the card; of another, the functions on the host."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiling
+
+    host = cProfile.Profile()
+    host.runcall(side)
+    pstats.Stats(host).sort_stats("tottime").print_stats(25).sort_stats("cumtime").print_stats("ascent", 60)
 
     with profiling(activities=[ProfilerActivity.CUDA]) as found:
         side()
@@ -73,13 +80,14 @@ def theirs(work: Work, repeats: int) -> tuple[list[Answer], dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SAMPLES), default="135m")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="new tokens of a response")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help="without TRL")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="try a tiny model on the CPU, without TRL")
     options = parser.parse_args(argv)
     device, name = "cpu" if options.smoke else "cuda", options.shape
-    shape, tokens = (SMOKE, 8) if options.smoke else (GPU_SHAPES[name] | {"kind": "Llama"}, TOKENS)
+    shape, tokens = (SMOKE, 8) if options.smoke else (GPU_SHAPES[name] | {"kind": "Llama"}, options.tokens)
     prompts = random_prompts(4 if options.smoke else PROMPTS, PROMPT_TOKENS, shape["vocab_size"])
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder), shape, device)
@@ -94,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
             answers["trl"], about["trl"] = theirs(work, options.repeats)
     for found in (answer for side in answers.values() for answer in side):
         assert found["tokens"] == work.loss_tokens, f"{found['tokens']} loss tokens, not {work.loss_tokens}"
-    more = {"shape": name, "seconds": raw(answers), "loss_tokens": work.loss_tokens, **about}
+    more = {"shape": name, "tokens": tokens, "seconds": raw(answers), "loss_tokens": work.loss_tokens, **about}
     own = middle(answers["ascent"])
     print(f"Ascent {own:.3f} s per step, {work.loss_tokens / own:,.0f} tokens/s")
     if "trl" not in answers:

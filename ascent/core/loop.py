@@ -345,7 +345,7 @@ def stop_on_trouble(
     bad = [name for name in ("loss", "grad_norm", "value/loss") if not abs(metrics.get(name, 0.0)) < float("inf")]
     if not bool(batch.logp_sampler.isfinite().all()):
         bad.append("the sampler's log-probs")
-    if not bool(torch.stack([p.isfinite().all() for p in learner.params().values()]).all()):
+    if not bool(torch.stack(torch._foreach_norm(list(learner.params().values()), torch.inf)).isfinite().all()):
         bad.append("the parameters")
     if bad:
         where = records.dump(step, batch)

@@ -175,6 +175,9 @@ class Backend(ABC):
     def keep_logs(self, sampler: Sampler, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
         """Tell a sampler that starts processes where their logs go: into the run's folder."""
 
+    def score_early(self, task: Any, sampler: Any) -> None:  # noqa: B027 (small policies are drawn whole)
+        """Let a sampler hand responses over to the task's scoring while it draws others, where it can."""
+
     def dtype(self, model: Any) -> torch.dtype:
         """What log-probs are computed in: that of the sampler or of the learner, whichever is coarser."""
         return torch.float32

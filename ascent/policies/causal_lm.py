@@ -436,6 +436,8 @@ class LanguageModel(nn.Module):
         """Bytes of its GPU that may be taken."""
         self.shares = True
         """Can a group's prompt be encoded once? The learner finds out."""
+        self._own: dict[str, Tensor] | None = None
+        """A table of parameters, all of which are its own."""
 
     @property
     def device(self) -> torch.device:
@@ -510,7 +512,11 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def take(self, params: dict[str, Tensor]) -> None:
         """Use these as its trained parameters; its own are not copied."""
+        if params is self._own:
+            return
         own = self.trained() if params else {}
         for name, tensor in params.items():
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+        if all(own[name] is tensor for name, tensor in params.items()):
+            self._own = params

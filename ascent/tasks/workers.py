@@ -35,6 +35,8 @@ GRACE = 1.0
 """Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
 AHEAD, PACKET = 0.005, 1 << 15
 """Seconds' worth of rewards that a process is sent at once, and bytes of them: it never waits to be read."""
+KINDS = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
+"""The fields of an answer."""
 GLANCE = 0.5
 """Seconds after which to look whether a silent process is still there."""
 
@@ -56,12 +58,23 @@ class Outcome:
     def __post_init__(self) -> None:
         """Words of a reward or a judge are text from here on."""
         for name in ("reason", "error"):
-            if (words := getattr(self, name)) is not None:
+            if words := getattr(self, name):
                 object.__setattr__(self, name, whole_text(words))
 
 
-Outcomes = list[list[Outcome] | None]
-"""Of each call, once it is there."""
+@dataclass(eq=False)
+class PendingCall:
+    """A call that a pool was handed: of one grader, on one job or on several that it takes together."""
+
+    jobs: Sequence[Job]
+    outcomes: list[Outcome] | None = None
+    """Of each job, once they are there."""
+    again: bool = False
+    """Was it already sent to a process that answered something else?"""
+
+    def fail(self, error: str) -> None:
+        """The same error for every job."""
+        self.outcomes = [Outcome(error=error)] * len(self.jobs)
 
 
 class Worker(Kept):
@@ -69,8 +82,8 @@ class Worker(Kept):
 
     def __init__(self, graders: bytes, limits: Limits):
         super().__init__("ascent.tasks.grader:keep_grader", limits)
-        self.jobs: deque[tuple[int, str, float]] = deque()
-        """What it has to answer, in that order: which calls, their numbers, and the seconds that they may take."""
+        self.jobs: deque[tuple[PendingCall, str, float]] = deque()
+        """What it has to answer, in that order: calls, their numbers, and the seconds that they may take."""
         self.begun, self.sent = 0.0, 0
         """When it was sent jobs last, and how many."""
         self.deadline = time.monotonic() + START
@@ -79,12 +92,12 @@ class Worker(Kept):
         """What it has said of an answer that is not complete."""
         self._send(framed(graders))
 
-    def note(self, index: int, jobs: Sequence[Job], seconds: float) -> bytes:
+    def note(self, call: PendingCall, seconds: float) -> bytes:
         """A call that it is about to be sent."""
         number = secrets.token_hex(8)
         # before anything is noted: a problem that cannot be sent is an error
-        frame = framed(pickle.dumps((number, seconds, [tuple(job) for job in jobs])))
-        self.jobs.append((index, number, seconds + GRACE * (len(jobs) > 1)))
+        frame = framed(pickle.dumps((number, seconds, [tuple(job) for job in call.jobs])))
+        self.jobs.append((call, number, seconds + GRACE * (len(call.jobs) > 1)))
         return frame
 
     def begin(self, frames: Sequence[bytes]) -> None:
@@ -93,12 +106,12 @@ class Worker(Kept):
         self.deadline = self.begun + self.jobs[0][2]
         self._send(b"".join(frames))
 
-    def done(self) -> int:
+    def done(self) -> PendingCall:
         """It has answered: which call that was. The time of the next one begins."""
-        index = self.jobs.popleft()[0]
+        call = self.jobs.popleft()[0]
         if self.jobs:
             self.deadline = time.monotonic() + self.jobs[0][2]
-        return index
+        return call
 
     def _send(self, frames: bytes) -> None:
         """Whoever dies or does not listen is noticed by its silence."""
@@ -125,19 +138,36 @@ class Worker(Kept):
 
 
 class Pool:
-    """Grading processes for these graders."""
+    """Grading processes for these graders.
+
+    Calls are computed while somebody waits for them (`results`), or beside whatever else this process does (`begin`):
+    then a thread looks after the processes for as long as anything is open.
+    """
 
     def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
         self.graders = pickle.dumps([tuple(grader) for grader in graders])
-        self.sizes: list[int] = []
         self.count, self.limits = workers, limits
         self.workers: list[Worker] = []
         self.pace: float | None = None
         """Seconds of a call, as they were last."""
-        self.process = os.getpid()
-        self.lock = threading.Lock()
-        self.broken: str | None = None
+        self._start()
         weakref.finalize(self, _end_all, self.workers, self.process)
+
+    def _start(self) -> None:
+        self.process = os.getpid()
+        self.waiting: deque[PendingCall] = deque()
+        """Calls that no process has yet."""
+        self.lock = threading.Lock()
+        """Of whoever looks after the processes now."""
+        self.changing = threading.Lock()
+        """Of whoever hands calls over, or starts or ends the thread."""
+        self.thread: threading.Thread | None = None
+        self.news = threading.Condition()
+        """The thread has heard from a process."""
+        self.bell, self.rung = socket.socketpair()
+        """Wakes whoever waits for a process to speak."""
+        weakref.finalize(self, _close, self.bell, self.rung)
+        self.broken: str | None = None
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The outcome of every job, in their order."""
@@ -145,47 +175,100 @@ class Pool:
 
     def run_calls(self, calls: Sequence[Sequence[Job]]) -> list[list[Outcome]]:
         """The outcomes of calls, each of one grader on one job or on several that it takes together."""
+        return self.results(self._queue(calls, beside=False))
+
+    def begin(self, calls: Sequence[Sequence[Job]]) -> list[PendingCall]:
+        """Let these be computed from now on, without waiting for them."""
+        return self._queue(calls, beside=True)
+
+    def _queue(self, calls: Sequence[Sequence[Job]], beside: bool) -> list[PendingCall]:
+        if self.process != os.getpid():  # a fork of ours: the processes are its parent's, and so is the thread
+            self.workers[:] = []
+            self._start()
+        begun = [PendingCall(jobs) for jobs in calls]
+        with self.changing:
+            self.waiting += begun
+            if beside and begun and self.thread is None:
+                self.thread = threading.Thread(target=self._look_after, name="ascent-rewards", daemon=True)
+                self.thread.start()
+            elif self.thread is not None:
+                self._ring()
+        return begun
+
+    def results(self, begun: Sequence[PendingCall]) -> list[list[Outcome]]:
+        """The outcomes of these calls, waited for."""
+        missing = list(begun)
+        try:
+            while missing := [call for call in missing if call.outcomes is None]:
+                if self.thread is None:
+                    self._turn()
+                    continue
+                with self.news:
+                    if missing[-1].outcomes is None and self.thread is not None:
+                        self.news.wait(GLANCE)
+        finally:  # interrupted: what is still at work would answer the next call
+            self._give_up([call for call in missing if call.outcomes is None])
+        return [call.outcomes or [] for call in begun]
+
+    def _look_after(self) -> None:
+        """What the thread does: it ends when nothing is open. If it fails, whoever waits goes on, and fails alike."""
+        try:
+            while True:
+                self._turn()
+                with self.news:
+                    self.news.notify_all()
+                with self.changing:
+                    if not self._open():
+                        self.thread = None
+                        return
+        except BaseException:
+            self.thread = None
+            raise
+
+    def _open(self) -> bool:
+        return bool(self.waiting) or any(worker.jobs for worker in self.workers)
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # it is ringing already
+            self.bell.send(b"!", socket.MSG_DONTWAIT)
+
+    def _turn(self) -> None:
+        """Hand out what waits, and take what comes."""
         with self.lock:
-            if self.process != os.getpid():  # a fork of ours: the processes are its parent's
-                self.process, self.workers[:] = os.getpid(), []
-            outcomes: Outcomes = [None] * len(calls)
-            self.waiting, self.again, self.sizes = list(range(len(calls)))[::-1], set[int](), list(map(len, calls))
-            try:
-                while (self.waiting or any(w.jobs for w in self.workers)) and self.broken is None:
-                    self._hand_out(calls, outcomes)
-                    self._collect(outcomes)
-            finally:  # interrupted: what is still at work would answer the next call
+            self._hand_out()
+            if any(worker.jobs or not worker.ready for worker in self.workers):
+                self._collect()
+            if self.broken is not None:
+                lost, self.broken = f"no process can compute rewards: {self.broken}", None
                 for worker in [w for w in self.workers if w.jobs]:
                     self._drop(worker)
-            lost = Outcome(error=f"no process can compute rewards: {self.broken}")
-            self.broken = None
-            return [[lost] * size if made is None else made for size, made in zip(self.sizes, outcomes, strict=True)]
+                while self.waiting:
+                    self.waiting.popleft().fail(lost)
 
-    def _hand_out(self, calls: Sequence[Sequence[Job]], outcomes: Outcomes) -> None:
-        while len(self.workers) < min(self.count, len(calls)):
+    def _hand_out(self) -> None:
+        at_work = sum(len(worker.jobs) for worker in self.workers)
+        while len(self.workers) < min(self.count, len(self.waiting) + at_work):
             self.workers.append(Worker(self.graders, self.limits))
         for worker in [w for w in self.workers if w.ready and not w.jobs]:
             fair, frames, size = len(self.waiting) // (2 * len(self.workers)), list[bytes](), 0
             most = 1 if self.pace is None else max(1, min(fair, int(AHEAD / max(self.pace, 1e-6))))
             while self.waiting and len(frames) < most and size < PACKET:
-                index = self.waiting.pop()
+                call = self.waiting.popleft()
                 try:
-                    frames.append(worker.note(index, calls[index], self.limits.seconds))
+                    frames.append(worker.note(call, self.limits.seconds))
                     size += len(frames[-1])
                 except Exception as error:
-                    outcomes[index] = self._all(index, f"the problem cannot be sent to a process: {error}")
+                    call.fail(f"the problem cannot be sent to a process: {error}")
             if frames:
                 worker.begin(frames)
 
-    def _all(self, index: int, error: str) -> list[Outcome]:
-        """The same error for every job of a call."""
-        return [Outcome(error=error)] * self.sizes[index]
-
-    def _collect(self, outcomes: Outcomes) -> None:
+    def _collect(self) -> None:
         """Wait for whoever speaks first, and no longer than anybody's limit."""
         active = [w for w in self.workers if w.jobs or not w.ready]
-        limit = min((w.deadline for w in active), default=0.0) - time.monotonic()
-        spoke = wait([w.socket for w in active], max(0.0, min(limit, GLANCE)))
+        limit = min(w.deadline for w in active) - time.monotonic()
+        spoke = wait([self.rung, *(w.socket for w in active)], max(0.0, min(limit, GLANCE)))
+        if self.rung in spoke:
+            self.rung.recv(FRAME)
         for worker in active:
             ended = worker.process.poll() is not None
             replies = worker.answers() if ended or worker.socket in spoke else []
@@ -197,9 +280,9 @@ class Pool:
                 replies = [{"error": what, "ended": True}]
             for reply in replies:
                 if worker in self.workers:  # else it was ended for an earlier one
-                    self._heard(worker, reply, outcomes)
+                    self._heard(worker, reply)
 
-    def _heard(self, worker: Worker, reply: dict[str, Any], outcomes: Outcomes) -> None:
+    def _heard(self, worker: Worker, reply: dict[str, Any]) -> None:
         if not worker.ready:
             worker.ready = "ready" in reply
             if not worker.ready:
@@ -211,15 +294,17 @@ class Pool:
             return self._drop(worker)
         if not ended and reply.pop("number", None) != worker.jobs[0][1]:
             # Somebody else spoke: a thread or a child of an earlier reward. This response may do better elsewhere.
-            index = worker.jobs[0][0]
-            if index in self.again:
-                worker.done()
-                outcomes[index] = self._all(index, "its process sent an answer that is not the one to this response")
-            self.again.add(index)
+            call = worker.jobs[0][0]
+            if call.again:
+                worker.done().fail("its process sent an answer that is not the one to this response")
+            call.again = True
             return self._drop(worker)
-        index = worker.done()
-        made = _outcomes(reply, self.sizes[index])
-        outcomes[index] = made or self._all(index, f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
+        call = worker.done()
+        made = _outcomes(reply, len(call.jobs))
+        if made is None:
+            call.fail(f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
+        else:
+            call.outcomes = made
         if not worker.jobs:
             self.pace = (time.monotonic() - worker.begun) / worker.sent
         if ended or made is None or (not worker.jobs and worker.process.poll() is not None):
@@ -227,13 +312,33 @@ class Pool:
 
     def _drop(self, worker: Worker) -> None:
         """End it; what it was not yet at is computed elsewhere."""
-        self.waiting += [index for index, *_ in reversed(worker.jobs)]
+        self.waiting.extendleft(call for call, *_ in reversed(worker.jobs))
         self.workers.remove(worker)
         worker.end()
 
-    def close(self) -> None:
+    def _give_up(self, calls: Sequence[PendingCall]) -> None:
+        """Nobody waits for these any more: processes that are at them end."""
+        if not calls:
+            return
+        self._ring()
+        left = set(calls)
         with self.lock:
+            for worker in [w for w in self.workers if any(call in left for call, *_ in w.jobs)]:
+                self._drop(worker)
+            with self.changing:
+                self.waiting = deque(call for call in self.waiting if call not in left)
+
+    def close(self) -> None:
+        """End all processes. What is open has failed."""
+        if self.process != os.getpid():
+            return
+        self._ring()
+        with self.lock, self.changing:
+            every = [*self.waiting, *(call for worker in self.workers for call, *_ in worker.jobs)]
+            self.waiting.clear()
             _end_all(self.workers, self.process)
+            for call in every:
+                call.fail("the processes that compute rewards were ended")
 
 
 def _reply(line: bytes) -> dict[str, Any]:
@@ -257,13 +362,17 @@ def _outcomes(reply: Mapping[str, Any], count: int) -> list[Outcome] | None:
 
 def _outcome(reply: Any) -> Outcome | None:
     """An answer as an outcome, if it has the fields of one."""
-    kinds = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
     if not isinstance(reply, dict):
         return None
-    odd = [name for name, value in reply.items() if type(value) is not kinds.get(name)]
+    odd = any(type(value) is not KINDS.get(name) for name, value in reply.items())
     if odd or not reply.keys() & {"value", "error", "skipped"} or not math.isfinite(reply.get("value", 0.0)):
         return None
     return Outcome(**reply)
+
+
+def _close(*sockets: socket.socket) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _end_all(workers: list[Worker], owner: int) -> None:

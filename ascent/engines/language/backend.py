@@ -178,6 +178,10 @@ class LanguageBackend(Backend):
     def timeline(self, sampler: Any) -> Timeline:
         return sampler.timeline
 
+    def score_early(self, task: Any, sampler: Any) -> None:
+        if isinstance(sampler, LanguageSampler) and isinstance(task, TokenizedTask):
+            sampler.score_early = task.score_early
+
     def keep_logs(self, sampler: Any, folder: Path) -> None:
         sampler.folder = folder / "engine"
 

@@ -19,7 +19,7 @@ from ascent.tasks.objects import pickled
 from ascent.tasks.reward_sources import FUNCTIONS, OWN, call_of, find_function
 from ascent.tasks.text.answers import on_one_line
 from ascent.tasks.text.base import Message, Problem, TextTask
-from ascent.tasks.workers import Limits, Outcome, Pool
+from ascent.tasks.workers import Limits, Outcome, PendingCall, Pool
 
 ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[Outcome]]
 """A judge or a reward model: one outcome for each response to a problem, in order."""
@@ -31,6 +31,8 @@ _EXAMPLES = 3
 """Failures of each kind that a self-test describes."""
 Outcomes = dict[tuple[int, str], Outcome]
 """By the number of the response and the source of the reward."""
+Early = dict[str, PendingCall]
+"""What was begun for a response before the others were there, by the source of the reward."""
 
 
 class Grading:
@@ -59,24 +61,49 @@ class Grading:
         self.pool = Pool(list(self._in_processes.values()), self.workers, limits)
         outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
         self._outside = [source for source in outside if not partial or source in self.graders]
+        self._rewards = task.rewards
+        self._checked = any(reward.kind == OWN for reward in self._rewards)
+        together = {name for name, call in self._calls.items() if call.grouped or call.awaited}
+        self._alone = [(i, name) for i, name in enumerate(self._in_processes) if name not in together]
+        """What is computed in processes for each response by itself: graders by their number, and their sources."""
 
-    def __call__(self, responses: Sequence[tuple[Problem, str]]) -> list[Outcome]:
-        """A mark for each problem and response, in their order."""
-        checked = any(reward.kind == OWN for reward in self.task.rewards)
-        # the task's own check is made for the strict score alone, too, where there is an answer
-        own = [i for i, (problem, _) in enumerate(responses) if checked or problem.answer is not None]
-        places = [(0, OWN, [i]) for i in own]
+    def begin(self, responses: Sequence[tuple[Problem, str]]) -> list[Early]:
+        """Let what is computed for each of these by itself be computed from now on, in the processes."""
+        which = [
+            (i, grader, source)
+            for i, (problem, _) in enumerate(responses)
+            for grader, source in self._alone
+            if source != OWN or self._checks(problem)
+        ]
+        begun = self.pool.begin([[_job(grader, *responses[i])] for i, grader, _ in which])
+        early: list[Early] = [{} for _ in responses]
+        for (i, _, source), call in zip(which, begun, strict=True):
+            early[i][source] = call
+        return early
+
+    def _checks(self, problem: Problem) -> bool:
+        """Is the task's own check made? For the strict score alone, too, where there is an answer."""
+        return self._checked or problem.answer is not None
+
+    def __call__(
+        self, responses: Sequence[tuple[Problem, str]], early: Sequence[Early | None] | None = None
+    ) -> list[Outcome]:
+        """A mark for each problem and response, in their order. `early`: what was begun of each."""
+        early = early or [None] * len(responses)
+        begun = {(i, source): call for i, one in enumerate(early) for source, call in (one or {}).items()}
+        places = [(0, OWN, [i]) for i, (problem, _) in enumerate(responses) if self._checks(problem)]
         for grader, source in list(enumerate(self._in_processes))[1:]:
             places += [(grader, source, part) for part in self._parts(self._calls[source], responses)]
+        places = [place for place in places if (place[2][0], place[1]) not in begun]
         here = [(0, source, part) for source in self._here for part in self._parts(self._calls[source], responses)]
 
         def jobs(grader: int, part: list[int]) -> list[Job]:
-            pairs = [responses[i] for i in part]
-            return [Job(grader, problem.prompt, words, problem.answer, problem.columns) for problem, words in pairs]
+            return [_job(grader, *responses[i]) for i in part]
 
         made = self.pool.run_calls([jobs(grader, part) for grader, _, part in places])
         made += [self._here[source](jobs(0, part)) for _, source, part in here]
-        outcomes: Outcomes = {}
+        waited = self.pool.results(list(begun.values()))
+        outcomes: Outcomes = {place: answer for place, (answer,) in zip(begun, waited, strict=True)}
         for (_, source, part), answers in zip([*places, *here], made, strict=True):
             outcomes |= {(i, source): answer for i, answer in zip(part, answers, strict=True)}
         for source in self._outside:
@@ -97,7 +124,7 @@ class Grading:
         parts, reasons = {}, [own.reason] if own else []
         failed = f"the task's check: {own.error}" if own is not None and own.error else None
         value, skipped = 0.0, False
-        for reward in self.task.rewards:
+        for reward in self._rewards:
             outcome = outcomes.get((i, reward.source))
             if outcome is None:  # a process reward, which comes token by token; or what a self-test leaves out
                 continue
@@ -128,6 +155,10 @@ class Grading:
 def count_cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _job(grader: int, problem: Problem, response: str) -> Job:
+    return Job(grader, problem.prompt, response, problem.answer, problem.columns)
 
 
 def _grader(source: str, settings: Mapping[str, Any] | None = None) -> Grader:

@@ -20,7 +20,7 @@ from ascent.tasks.passes import InOrder, Passes
 from ascent.tasks.text.answers import loose_answer, tidy, value_of, whole_number
 from ascent.tasks.text.base import Message, Problem, TextTask
 from ascent.tasks.text.given import KEPT
-from ascent.tasks.text.grading import Grading
+from ascent.tasks.text.grading import Early, Grading
 
 PADDING = -1
 """Fills up short prompts; no token."""
@@ -82,6 +82,8 @@ class TokenizedTask(BoundBase):
         self.opening: Callable[[Problem], str] | None = None
         """What an environment says before the first turn, where there is one."""
         self.grading: Grading | None = None
+        self.early: dict[tuple[int, str], list[Early]] = {}
+        """Rewards that are being computed already, by problem and response: those of equal responses in any order."""
 
     @cached_property
     def passes(self) -> Passes | InOrder | None:
@@ -182,10 +184,33 @@ class TokenizedTask(BoundBase):
             left_out.add(hash(str(problem.prompt)))
         return None
 
+    def score_early(self, problems: list[int], responses: list[list[int]]) -> None:
+        """Begin to score responses, each to the problem with this identity, that `score` will be given later."""
+        self.grading = self.grading or Grading(self.task, self.graders)
+        if len(self.early) > _REMEMBERED:  # nobody asked for them
+            self.early.clear()
+        words = [self.words(np.asarray(ids)) for ids in responses]
+        pairs = [(self.problem(identity), text) for identity, text in zip(problems, words, strict=True)]
+        for identity, text, begun in zip(problems, words, self.grading.begin(pairs), strict=True):
+            self.early.setdefault((identity, text), []).append(begun)
+
+    def _begun_early(self, rollouts: Rollouts, responses: list[tuple[Problem, str]]) -> list[Early | None] | None:
+        """Of each response what was begun; None: nothing was."""
+        if not self.early or rollouts.problem is None:
+            return None
+        identities = rollouts.problem.repeat_interleave(rollouts.mask.shape[1]).tolist()
+        keys = [(identity, words) for identity, (_, words) in zip(identities, responses, strict=True)]
+        begun = [self.early[key].pop() if self.early.get(key) else None for key in keys]
+        for key in set(keys) & self.early.keys():
+            if not self.early[key]:
+                del self.early[key]
+        return begun
+
     def score(self, rollouts: Rollouts) -> Scores:
         shape = rollouts.mask.shape[:2]
         self.grading = self.grading or Grading(self.task, self.graders)
-        marks = self.grading(self._responses(rollouts))
+        responses = self._responses(rollouts)
+        marks = self.grading(responses, self._begun_early(rollouts, responses))
 
         def grid(values: Sequence[Any], kind: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=kind).view(shape)
@@ -283,6 +308,7 @@ class TokenizedTask(BoundBase):
         return [*self.task.report(), *notes]
 
     def close(self) -> None:
+        self.early.clear()
         if self.grading is not None:
             self.grading.close()
             self.grading = None

@@ -148,6 +148,7 @@ class Captured:
         self.working, self.stepped = [w for w, _ in pairs], [s for _, s in pairs]
         self.names = [inside[id(w)] for w in self.working]
         self.sums: list[Tensor] = []
+        self.parameters = list(backbone.parameters())
         self.device = self.embedding.weight.device
         self.dtype = self.embedding(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -171,7 +172,7 @@ class Captured:
         return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row)
 
     def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
-        places = [p.data_ptr() for p in self.backbone.parameters()]
+        places = [p.data_ptr() for p in self.parameters]
         if places != self.places:  # a sampler has laid them elsewhere: graphs would read what was there before
             self.places, self.rows = places, {}
         if size in self.rows:

@@ -88,6 +88,9 @@ class GraphDecoder:
         self.lm = lm
         self.on_card = lm.device.type == "cuda"
         self.net = Llama.of(lm.model)
+        self.parameters = list(lm.model.parameters())
+        self.places = self._places()
+        """Of the parameters, when the model was looked through last."""
         plain = not self.on_card or lm.model.dtype == torch.float64
         self.ops = formulas if plain else load_kernels("decoding") or formulas
         self.board: Board = None  # type: ignore[assignment]
@@ -142,10 +145,14 @@ class GraphDecoder:
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""
-        net = Llama.of(self.lm.model)
-        if net.addresses() != self.net.addresses():
-            self.forget()
-        self.net = net
+        if self.places == self._places():  # nothing has moved: the model need not be looked through again
+            self.net.copies.make()
+        else:
+            net = Llama.of(self.lm.model)
+            if net.addresses() != self.net.addresses():
+                self.forget()
+            self.net, self.places = net, self._places()
+        net = self.net
         if self.board is not None and self.board.holds(rows, pages, width, limit):
             return
         if self.board is not None:
@@ -156,6 +163,9 @@ class GraphDecoder:
         self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, pages, width, limit, like)
         self.tables = net.tables(width * PAGE)
         self.lanes_now, self.chunk_now = [], 0
+
+    def _places(self) -> list[int]:
+        return [p.data_ptr() for p in self.parameters]
 
     @property
     def prefill(self) -> Prefill:
@@ -261,6 +271,8 @@ class Run:
         """By response, the first token that its lane has drawn; those before are in `drawn`."""
         self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
         """Responses that are over, their lengths, and what their lanes had: tokens, log-probs and masses."""
+        self.leaving: list[tuple[list[int], list[int], Tensor, Any]] = []
+        """Those of them that nobody was told of yet: their lengths, and their tokens on the way to the host."""
 
     def __call__(self) -> None:
         begun = time.perf_counter()
@@ -445,6 +457,7 @@ class Run:
         """Responses that had finished when these steps were over leave their lanes, but for those that are extended."""
         if event is not None:
             event.synchronize()
+        self._hand_over()
         done, lengths = read[0].tolist(), {}
         for i, (row, start, stop) in enumerate(ran):
             ended = done[row.lane] or stop >= self.limits[row.response] or len(read) > 1
@@ -461,8 +474,28 @@ class Run:
             where = self.decoder.sent([row.lane for row in over])
             found = [buffer[where, : self.limit] for buffer in self.buffers]
             self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
+            if self.drawn.hand_over is not None:
+                self._leave(*self.out[-1])
         for row in over:
             self._end(row.response)
+
+    def _leave(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
+        """Send the tokens of these to the host, behind the steps that are under way."""
+        tokens, event = lanes[0][:, : max(lengths)], None
+        if self.decoder.on_card:
+            tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.leaving.append((responses, lengths, tokens, event))
+
+    def _hand_over(self) -> None:
+        """Tell of responses whose tokens have arrived: whoever scores them begins now."""
+        while self.leaving and (self.leaving[0][3] is None or self.leaving[0][3].query()):
+            responses, lengths, tokens, _ = self.leaving.pop(0)
+            before = [self.drawn.tokens_of(response, 0, self.since[response]) for response in responses]
+            rows = zip(before, tokens.tolist(), lengths, strict=True)
+            assert self.drawn.hand_over is not None
+            self.drawn.hand_over(responses, [old + row[len(old) : length] for old, row, length in rows])
 
     def _end(self, response: int) -> None:
         prompt = self.schedule.prompt(response)

@@ -6,7 +6,7 @@ batches of other sizes round differently, and where the uniform number falls wit
 of a boundary between two tokens, the other one is drawn.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +133,10 @@ def response_seeds(prompts: int, samples: int, own: torch.Generator, seed: int |
     return torch.randint(2**62, (prompts, samples), generator=stream)
 
 
+HandOver = Callable[[list[int], list[list[int]]], None]
+"""Takes responses that are over, by their numbers, and their tokens."""
+
+
 class Drawn:
     """Everything that was drawn so far, one row per response, in the order in which they were asked for.
 
@@ -177,6 +181,8 @@ class Drawn:
         """Responses that were over before the call."""
         self.timeline = Timeline()
         """How many responses ran when; a decoder writes it."""
+        self.hand_over: HandOver | None = None
+        """Who wants to know of responses that are over while others are being drawn."""
 
     def go_on(self, drawn: Mapping[str, Tensor], going: Tensor, wanted: Tensor) -> None:
         """Go on from what earlier calls have drawn: `token`, `logp`, `mass`, `length` and `ended`, by response.
@@ -301,6 +307,9 @@ class Drawn:
                 over.append(response)
             else:
                 self.turns.ask(response, self.tokens_of(response, self.begin(response), length))
+        if over and self.hand_over is not None:
+            lengths = self.length[over].tolist()
+            self.hand_over(over, [self.tokens_of(i, 0, length) for i, length in zip(over, lengths, strict=True)])
         return over
 
     @property

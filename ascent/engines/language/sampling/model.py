@@ -77,6 +77,8 @@ class Llama:
     gelu: bool
     mixed: bool
     """Is x in float32, whatever the parameters are in?"""
+    copies: Copies
+    """Of adapters; to be made again when these have changed."""
 
     @classmethod
     def of(cls, model: Any) -> Llama:
@@ -104,6 +106,7 @@ class Llama:
             rotations=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
             gelu=_gelu(first.mlp),
             mixed=is_mixed(model),
+            copies=copies,
         )
 
     @property

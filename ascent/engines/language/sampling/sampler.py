@@ -14,7 +14,7 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Cache, Decoding, Segment, extend
-from ascent.engines.language.sampling.draw import Drawn, Support, response_seeds
+from ascent.engines.language.sampling.draw import Drawn, HandOver, Support, response_seeds
 from ascent.engines.language.sampling.pages import Pages, Row, Schedule
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
@@ -63,6 +63,8 @@ class LanguageSampler(Sampler):
         """How many responses ran when, of the tickets since it was last taken."""
         self.latest = Timeline()
         """That of the latest call."""
+        self.score_early: Callable[[list[int], list[list[int]]], None] | None = None
+        """Who wants to score responses while others are being drawn: it is told the problems and the tokens."""
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
 
@@ -85,9 +87,21 @@ class LanguageSampler(Sampler):
         with self.prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
             how = (self.temperature, self.support, turns, self.stops, own)
             drawn = Drawn(count, limit, self.lm.ends, head, seeds, *how)
+            drawn.hand_over = self._hand_over([prompts], samples)
             self.decoder(self.lm, _ids(prompts), samples, self.rows, drawn, self.room)()
         self.latest = drawn.timeline
         return self._rollouts(prompts, samples, drawn)
+
+    def _hand_over(self, prompts: list[Prompts], samples: int) -> HandOver | None:
+        """What a decoder does with responses to these prompts that are over, while it draws the others.
+
+        Of a conversation more than its tokens counts: it is scored at the end.
+        """
+        tell, problems = self.score_early, [part.problem for part in prompts]
+        if tell is None or any(part.play is not None or part.problem is None for part in prompts):
+            return None
+        identities = torch.cat([part for part in problems if part is not None]).tolist()
+        return lambda responses, tokens: tell([identities[response // samples] for response in responses], tokens)
 
     def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
         """The most tokens of each response."""
@@ -134,6 +148,7 @@ class LanguageSampler(Sampler):
             how = (self.temperature, self.support, None, self.stops, limits)
             drawn = Drawn(len(limits), self.limit, self.lm.ends, head, before["seed"], *how)
             drawn.go_on(before, before["going"], wanted)
+            drawn.hand_over = self._hand_over([one.ticket.prompts for one in opened], samples)
             ids = [prompt for one in opened for prompt in _ids(one.ticket.prompts)]
             self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
         self.timeline.add(drawn.timeline)
@@ -180,7 +195,7 @@ class LanguageSampler(Sampler):
         x·Wᵀ with Wᵀ contiguous takes 10 % less time at 64 rows and a quarter less at 16. The copies are made anew
         when the parameters have changed; the learner never sees them.
         """
-        head = Head.of(self.lm.model.eval())
+        head = Head.of(self.lm.model.eval() if self.lm.model.training else self.lm.model)
         if self.lm.device.type != "cpu":
             yield head
             return
