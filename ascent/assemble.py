@@ -87,7 +87,8 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
     if config.init is not None and (fresh or (config.algorithm.reference.kept and "reference" not in groups)):
         source = kept or init_folder(config.init, resumed=not fresh)
         start = Start(source, checkpoint.params(source))
-    model, notes = backend.model(config, streams, start)
+    model, notes = backend.model(config, streams, start, fresh)
+    config = backend.settled(config, model) if fresh else config
     learner = backend.learner(config, model, streams, ranks)
     judged = None
     if config.algorithm.loss.trains == "policy" and config.task.data == "samples":

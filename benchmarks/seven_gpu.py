@@ -140,14 +140,16 @@ def before(options: argparse.Namespace) -> dict[str, Any]:
 
 def learn(options: argparse.Namespace) -> int:
     """Both forms of the state on the same seeds: `bfloat16` of rounding_gpu has float32 state, `compact` bfloat16."""
+    made_with = torch.__version__
     if options.draw:
-        runs = json.loads(options.draw.read_text())["runs"]
+        found = json.loads(options.draw.read_text())
+        runs, made_with = found["runs"], found["torch"]
     else:
         jobs = [(form, seed) for seed in range(120, 120 + options.seeds) for form in ("bfloat16", "compact")]
         runs = take(smollm2(), jobs, options.jobs, options.steps, options.seconds)
     count, mean, gap, half = paired(runs, "compact", evaluations(options.steps)[-1:], than="bfloat16")
     print(f"{count} seeds: bfloat16 state {mean:.1f} %, less that with float32 state {gap:+.1f} ± {half:.1f} points")
-    more = {"seeds": count, "mean": mean, "half": half, "steps": options.steps, "torch": torch.__version__}
+    more = {"seeds": count, "mean": mean, "half": half, "steps": options.steps, "torch": made_with}
     return close("seven_gpu_learn", gap, None, -LOSS, gap - half > -LOSS, **more)[1]
 
 

@@ -175,14 +175,21 @@ def test_keys_that_heads_share_get_the_gradients_of_all(monkeypatch: pytest.Monk
 
 def test_runs_are_read_off_what_processes_say_and_paired_by_seed() -> None:
     """By hand: gaps of 2 and 4 points at one evaluation; a run that was cut short counts where it came to."""
-    said = (
-        "noise\nRUN {} 7\n   0.0 s       0 samples: strict 0.071  \n  6.1 s    5120 samples: strict {}  generate 1 s\n"
-    )
+    said = "noise\nRUN {} 7\n  6.1 s    5120 samples: strict {}, in training 0.2031  generate 1 s\n"
     text = said.format("float32", "0.300") + said.format("mixed", "0.280")
     other = said.replace(" 7", " 8").format("float32", "0.340") + said.replace(" 7", " 8").format("mixed", "0.300")
     runs = [*rounding_gpu.heard(text), *rounding_gpu.heard(other)]
-    assert runs[1] == {"precision": "mixed", "seed": 7, "right": {"0": 7.1, "5120": 28.0}, "seconds": 6.1}
+    found = {"right": {"5120": 28.0}, "training": {"5120": 20.31}, "seconds": 6.1}
+    assert runs[1] == {"precision": "mixed", "seed": 7, "problems": rounding_gpu.PROBLEMS, **found}
     count, mean, gap, half = rounding_gpu.paired(runs, "mixed", ["5120"])
     assert (count, round(mean, 6), round(gap, 6)) == (2, 29.0, -3.0)
     assert half == pytest.approx(12.7062, abs=1e-3), "Student's t with one degree of freedom, times 1"
     assert rounding_gpu.paired(runs, "mixed", ["5120", "10240"])[0] == 0
+    earlier = [{key: value for key, value in run.items() if key != "problems"} for run in runs[:1]]
+    assert rounding_gpu.paired([*earlier, *runs[1:]], "mixed", ["5120"])[0] == 1, "on other problems it is no pair"
+    assert rounding_gpu.paired(runs, "mixed", ["5120"], what="training")[2] == 0
+
+
+def test_a_run_is_taken_once(tmp_path: Path) -> None:
+    assert rounding_gpu.claim(tmp_path, "mixed:7") and not rounding_gpu.claim(tmp_path, "mixed:7")
+    assert rounding_gpu.claim(tmp_path, "mixed:8") and rounding_gpu.claim(None, "mixed:7")

@@ -159,8 +159,17 @@ class Backend(ABC):
     # ---- what a run is made of
 
     @abstractmethod
-    def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[Any, tuple[str, ...]]:
-        """What is trained: a policy, or a model with a reward head; and what a person should know of it."""
+    def model(
+        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+    ) -> tuple[Any, tuple[str, ...]]:
+        """What is trained: a policy, or a model with a reward head; and what a person should know of it.
+
+        `fresh`: for a new run, which may choose what its config leaves open; others take what was always taken.
+        """
+
+    def settled(self, config: Config, model: Any) -> Config:
+        """The config of a new run with what its model was chosen to be."""
+        return config
 
     @abstractmethod
     def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = ALONE) -> Learner: ...

@@ -101,8 +101,9 @@ class CausalLM:
     model: str = ""
     """Folder or hub name of the model. Short form: --model."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
-    """Precision of the parameters; auto: bfloat16 on a GPU (float16 on one too old for it), float32 on a CPU. mixed:
-    parameters and matrix products in bfloat16, what lies between them in float32."""
+    """Precision of the parameters; auto: float32 on a CPU; on a GPU, float16 or mixed for a policy all of whose
+    parameters are trained, bfloat16 for everything else. mixed: parameters and matrix products in bfloat16, what lies
+    between them in float32."""
     optimizer_state: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of parameters in bfloat16: gradients and moments in float32 with a float32 copy (18 bytes per parameter), or in
     bfloat16, rounded at random, with what the copy has more (10 bytes); auto: the first if it fits the GPU."""

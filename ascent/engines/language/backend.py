@@ -30,6 +30,7 @@ from ascent.engines.language.learning.plan import (
     update_operations,
 )
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
+from ascent.engines.language.precision import precision_of, why_not_float16
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import VisitedSampler
@@ -43,7 +44,7 @@ from ascent.engines.serving.requests import VisitedServers
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
-from ascent.policies.causal_lm import LanguageModel, pick_device
+from ascent.policies.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.tasks.sandboxed import check_walls
 from ascent.tasks.text.grading import rate_responses, self_test
@@ -123,10 +124,12 @@ class LanguageBackend(Backend):
             )
         super().check_ranks(config, size)
 
-    def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[LanguageModel, tuple[str, ...]]:
+    def model(
+        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+    ) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
-        lm = config.policy.load(config.seed, exact=True)
-        notes = _check_sharing(lm, config)
+        lm, why = _loaded(config, fresh)
+        notes = why + _check_sharing(lm, config)
         trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
         if trains in LEARNED and rated:
             add_head(lm, trains == "steps")
@@ -138,6 +141,13 @@ class LanguageBackend(Backend):
         if trains in LEARNED and not rated:
             add_head(lm, trains == "steps")
         return lm, notes
+
+    def settled(self, config: Config, model: LanguageModel) -> Config:
+        """Where a precision was chosen the config says so; an earlier run, which says `auto`, continues as it began."""
+        if config.policy.dtype != "auto" or config.policy.model in GIVEN:
+            return config
+        chosen = "mixed" if is_mixed(model.model) else "float16" if model.model.dtype == torch.float16 else "auto"
+        return replace(config, policy=replace(config.policy, dtype=chosen))
 
     def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
@@ -232,10 +242,11 @@ class LanguageBackend(Backend):
         return report
 
     def policy(self, config: Config, params: Params | None) -> LanguageModel:
-        lm = config.policy.load(config.seed)
-        if params is not None:
-            load_params(lm.trained(), params)
-        return lm
+        """On a CPU, what was chosen for a GPU is asked in float32: the same parameters, and faster."""
+        policy, narrow = config.policy, config.policy.dtype in ("float16", "mixed")
+        if narrow and policy.model not in GIVEN and pick_device(policy.device).type == "cpu":
+            policy = replace(policy, dtype="float32")
+        return _filled(policy, config.seed, params)
 
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
         if device is not None:
@@ -262,7 +273,7 @@ class LanguageBackend(Backend):
                 trained = next(iter(params.values())).dtype
             half = trained in (torch.bfloat16, torch.float16)
             policy = replace(policy, dtype=str(trained).removeprefix("torch.") if half else "float32")
-        self.policy(replace(config, policy=replace(policy, device="cpu")), params).save(folder)
+        _filled(replace(policy, device="cpu"), config.seed, params).save(folder)
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
         def among(names: tuple[str, ...]) -> dict[str, Any]:
@@ -373,6 +384,27 @@ def check_temperature(config: Config) -> None:
             f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
             f"{coldest:g}. Set {coldest:g} or more, or --engine local"
         )
+
+
+def _filled(policy: Any, seed: int, params: Params | None) -> LanguageModel:
+    """The model of a policy with these parameters, or with its first ones."""
+    lm = policy.load(seed)
+    if params is not None:
+        load_params(lm.trained(), params)
+    return lm
+
+
+def _loaded(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]]:
+    """The model in its precision, and a note where a new run would have taken float16 if the model had allowed it."""
+    policy = config.policy
+    if not fresh or why_not_float16(config) is not None:
+        return policy.load(config.seed, exact=True), ()
+    lm = replace(policy, dtype="float16").load(config.seed, exact=True)
+    dtype, why = precision_of(config, lm)
+    if why is None:
+        return lm, ()
+    del lm
+    return replace(policy, dtype=dtype).load(config.seed, exact=True), (f"parameters are not in float16: {why}",)
 
 
 def never_in_shards(config: Config) -> str | None:

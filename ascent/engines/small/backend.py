@@ -49,7 +49,9 @@ class SmallBackend(Backend):
                 f"{flag}: its prompts or responses have other shapes than those that the policy was trained on"
             )
 
-    def model(self, config: Config, streams: Streams, start: Start | None) -> tuple[Any, tuple[str, ...]]:
+    def model(
+        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+    ) -> tuple[Any, tuple[str, ...]]:
         if config.algorithm.loss.trains != "policy":
             return new_reward_model(config, streams.sampling, start), ()
         policy = config.policy(config.task.space, streams.sampling)
