@@ -7,6 +7,7 @@ themselves are compared with the formulas on a GPU, or by Triton's interpreter: 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -368,13 +369,13 @@ TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 
 
 def near(got: Tensor, want: Tensor) -> None:
-    bound = 1e-2 if got.dtype == torch.bfloat16 else 1e-5
+    bound = 1e-5 if got.dtype == torch.float32 else 1e-2
     assert float((got.double() - want.double()).norm() / want.double().norm()) < bound
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> None:
+def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from ascent.engines.language.kernels import decoding as kernels
 
     torch.manual_seed(0)
@@ -404,6 +405,7 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
         (False, 3, None, 32), (True, 1, None, 32), (True, 6, 0.0, 32), (True, 2, 1.0, 32), (False, 3, None, 96),
         (True, 2, 0.0, 24), (False, 1, None, 8),
     ):  # fmt: skip
+        monkeypatch.setattr(kernels, "MANY", 1 if repeat > 2 else 1000)
         for splits, chunk in ((1, PAGE), (4, PAGE), (2, 2 * PAGE), (16, 192)):
             mine, plain = busy(dtype, DEVICE, channel), busy(dtype, DEVICE, channel)
             mine.chunk.fill_(chunk)
@@ -412,6 +414,73 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype) -> No
             near(kernels.attend(qkv, turn, mine, 0, splits), step.attend(qkv, turn, plain, 0))
             for got, want in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
                 near(got, want)
+
+
+PRODUCTS = [(5, 48, 64, (16, 32, 32)), (70, 104, 96, (64, 64, 32, 2)), (3, 36, 72, (16, 16, 16, 3))]
+PRODUCTS += [(33, 40, 160, (32, 64, 64, 2)), (1, 16, 520, (16, 64, 64, 8))]
+"""Rows, columns, numbers in a sum; and the tile: rows, columns and numbers of one program, parts of a sum."""
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16] if DEVICE == "cuda" else TYPES)
+@pytest.mark.parametrize(("rows", "width", "depth", "tile"), PRODUCTS, ids=str)
+def test_products_with_few_rows_compute_their_formulas(
+    rows: int, width: int, depth: int, tile: Any, dtype: torch.dtype
+) -> None:
+    """Rows, columns and sums that no tile divides; and a norm adds up the parts of a sum."""
+    from ascent.engines.language.kernels import decoding as kernels
+    from ascent.engines.language.kernels.products import Tile, tiled_product
+
+    tile = Tile(*tile)
+    torch.manual_seed(0)
+    x, y = (torch.randn(rows, n + 8).to(DEVICE, dtype)[:, :n] for n in (depth, width))
+    weight, b, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((width, depth), (width,), (width,)))
+    for bias in (None, b):
+        got, want = tiled_product(x, weight, bias, tile), step.linear(x, weight, bias)
+        assert (got.ndim == 3) == (tile.splits > 1)
+        near(got.sum(0).to(dtype) if tile.splits > 1 else got, want)
+        assert torch.equal(tiled_product(x[:1], weight, bias, tile), got[..., :1, :])  # whoever is beside it
+        residual = y.contiguous()
+        for one, other in zip(
+            kernels.add_norm(residual, got, w, 1e-5), step.add_norm(residual, want, w, 1e-5), strict=True
+        ):
+            near(one, other)
+        if tile.splits == 1:
+            for gelu in (False, True):
+                want = step.gated_linear(x, weight, bias, gelu)
+                near(tiled_product(x, weight, bias, tile, "gelu" if gelu else "silu"), want)
+
+
+@needs_triton
+def test_every_tile_fits_into_the_memory_of_a_multiprocessor() -> None:
+    from ascent.engines.language.kernels.products import MEMORY, tile_of
+
+    sizes, tiles = (64, 576, 1536, 2048, 8960, 17_920), []
+    for rows in (1, 16, 17, 64, 65, 512, 1024):
+        for width, depth in itertools.product(sizes, sizes):
+            tiles += [(tile_of(rows, width, depth, gate, not gate), gate, depth) for gate in (False, True)]
+    assert sum(tile is None for tile, *_ in tiles) > 100 < sum(tile is not None for tile, *_ in tiles)
+    for tile, gate, depth in tiles:
+        if tile is not None:
+            assert (tile.rows + tile.width * (1 + gate)) * tile.depth * 2 * tile.stages < MEMORY
+            assert tile.splits == 1 or depth // tile.splits >= 512
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 100, 512])
+@pytest.mark.parametrize(
+    ("width", "depth"), [(960, 576), (3072, 576), (576, 1536), (17_920, 1536), (1536, 8960), (100, 72)]
+)
+def test_products_of_a_model_compute_their_formulas(rows: int, width: int, depth: int) -> None:
+    """With the tiles that are chosen, or without."""
+    from ascent.engines.language.kernels import decoding as kernels
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, depth).to(DEVICE, torch.bfloat16) for n in (rows, width))
+    got, want = kernels.linear(x, weight, None, parts=True), step.linear(x, weight, None)
+    near(got.sum(0).to(x.dtype) if got.ndim == 3 else got, want)
+    near(kernels.gated_linear(x, weight, weight[:, 0].contiguous()), step.gated_linear(x, weight, weight[:, 0]))
 
 
 @needs_triton

@@ -87,12 +87,15 @@ class Beside(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Of each matrix: columns of h that it alone reads, one after the other."""
 
-    def __call__(self, x: Tensor, ops: Any) -> Tensor:
-        return self.base(x) if self.b is None else ops.adapted(self.base(x), self.b)
+    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
+        """`parts`: the sum may be left in parts (`linear` in sampling/step.py)."""
+        if self.b is None:
+            return ops.linear(x, self.weight, self.bias, parts)
+        return ops.adapted(self.base(x, ops), self.b)
 
-    def base(self, x: Tensor) -> Tensor:
+    def base(self, x: Tensor, ops: Any) -> Tensor:
         """x·Wᵀ, and behind it h if there is an adapter."""
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
     @staticmethod
     def adapted(whole: Tensor, b: Tensor) -> Tensor:

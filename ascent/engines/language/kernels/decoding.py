@@ -12,6 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ascent.engines.language.kernels.products import (
+    active,
+    await_inputs,
+    early,
+    fetch,
+    in_parts,
+    tile_for,
+    tiled_product,
+)
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.draw import Support
@@ -28,35 +37,42 @@ FORMS = {None: 1, 0.0: 2, 1.0: 3}
 HEADS, KEYS = 16, 32
 """Of tokens that are given: heads that one program turns, and keys that one brings together."""
 MANY = 1000
-"""Programs of the attention that fill the card with one warp each, if a key is short."""
+"""Programs of the attention that fill the card, each with few keys at once."""
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
     rows, width = x.shape
     normed, total = torch.empty_like(x, dtype=weight.dtype), x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    warps = min(8, max(1, block // 512))
-    apart = width if y is None else y.stride(0)
-    how = {"BLOCK": block, "ADD": y is not None, "FORM": FORMS[add]}
-    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, **how, num_warps=warps)
+    warps = min(8, max(1, block // 256))
+    apart, parts = (width, 0) if y is None else (y.stride(-2), len(y) if y.ndim == 3 else 1)
+    how = {"BLOCK": block, "PARTS": parts, "FORM": FORMS[add], **early()}
+    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, rows, **how, num_warps=warps)
     return total, normed
 
 
 @triton.jit
 def _add_norm(
-    x, y, total, normed, weight, eps, width, apart, BLOCK: tl.constexpr, ADD: tl.constexpr, FORM: tl.constexpr
+    x, y, total, normed, weight, eps, width, apart, rows,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`apart`: from one row of y to the next."""
+    """`apart`: from one row of y to the next. Several parts of y are added up and rounded first."""
     at, there = tl.program_id(0) * width, tl.program_id(0) * apart
     i = tl.arange(0, BLOCK)
     inside = i < width
+    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
+    await_inputs(EARLY)
     a = tl.load(x + at + i, inside, other=0.0)
-    if ADD:
-        a = (a.to(tl.float32) + tl.load(y + there + i, inside, other=0.0).to(tl.float32)).to(a.dtype)
+    if PARTS:
+        more = tl.load(y + there + i, inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more += tl.load(y + part * rows * apart + there + i, inside, other=0.0)
+        if PARTS > 1:
+            more = more.to(normed.dtype.element_ty).to(tl.float32)
+        a = (a.to(tl.float32) + more).to(a.dtype)
         tl.store(total + at + i, a, inside)
     wide = a.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
     tl.store(normed + at + i, _times(scaled, by, a.dtype, FORM).to(normed.dtype.element_ty), inside)
 
 
@@ -75,12 +91,16 @@ def adapted(whole: Tensor, b: Tensor) -> Tensor:
     if rank > MOST_RANK:
         return formulas.adapted(whole, b)
     grid = triton.cdiv(rows, 64), triton.cdiv(out, 64)
-    _adapted[grid](whole, b, rows, out, apart, rank, RANK=max(16, triton.next_power_of_2(rank)), ROWS=64, WIDTH=64)
+    how = {"RANK": max(16, triton.next_power_of_2(rank)), "ROWS": 64, "WIDTH": 64, **early()}
+    _adapted[grid](whole, b, rows, out, apart, rank, **how)
     return whole[:, :out]
 
 
 @triton.jit
-def _adapted(whole, b, rows, out, apart, rank, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _adapted(
+    whole, b, rows, out, apart, rank, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     line = whole + row[:, None] * apart
@@ -99,46 +119,63 @@ def _low_rank(h, b, there, inside, rank, RANK: tl.constexpr):
     return tl.dot(left, tl.trans(right), input_precision="ieee")
 
 
+def short_product(x: Tensor, weight: Tensor, bias: Tensor | None, parts: bool = False) -> Tensor:
+    """With `parts`, what is to be added up, where that is faster: float32 `[part row column]`; `add_norm` takes it."""
+    x = x.to(weight.dtype)
+    tile = tile_for(x, weight, parts=parts)
+    if tile is not None:
+        return tiled_product(x, weight, bias, tile)
+    split = in_parts(x, weight) if parts and bias is None else None
+    return formulas.linear(x, weight, bias) if split is None else split
+
+
+def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    x = x.to(weight.dtype)
+    tile = tile_for(x, weight, gate=True)
+    if tile is None:
+        return gated(formulas.linear(x, weight, bias), gelu=gelu)
+    return tiled_product(x, weight, bias, tile, "gelu" if gelu else "silu")
+
+
+linear, gated_linear = short_product, gated_product
+
+
 def gated(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = (), gelu: bool = False) -> Tensor:
     rows, apart = both.shape
     width = (apart if b is None else len(b)) // 2
     out = both.new_empty(rows, width)
     if b is None:
-        _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024, GELU=gelu)
+        _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024, GELU=gelu, **early())
     elif b.shape[1] > MOST_RANK:
         return gated(formulas.adapted(both, b).contiguous(), gelu=gelu)
     else:
         most = max(16, triton.next_power_of_2(max(ranks)))
         _gated_adapted[(triton.cdiv(rows, 16), triton.cdiv(width, 128))](
-            both, out, b, rows, width, apart, *ranks, b.shape[1], RANK=most, ROWS=16, WIDTH=128, GELU=gelu
+            *(both, out, b, rows, width, apart, *ranks, b.shape[1]),
+            **{"RANK": most, "ROWS": 16, "WIDTH": 128, "GELU": gelu},
+            **early(),
         )
     return out
 
 
 @triton.jit
-def _gated(both, out, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gated(both, out, width, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
+    await_inputs(EARLY)
     gate = tl.load(both + row * 2 * width + i, inside, other=0.0)
     up = tl.load(both + row * 2 * width + width + i, inside, other=0.0)
-    tl.store(out + row * width + i, _active(gate, up, GELU), inside)
-
-
-@triton.jit
-def _active(gate, up, GELU: tl.constexpr):
-    """silu(gate)·up; with GELU ½·gate·(1 + tanh z) = gate/(1 + e^(−2z)), z = √(2/π)·(gate + 0.044715·gate³)."""
-    wide = gate.to(tl.float32)
-    z = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide) if GELU else wide
-    return ((wide / (1 + tl.exp(-z))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out + row * width + i, active(gate, up, GELU), inside)
 
 
 @triton.jit
 def _gated_adapted(
     both, out, b, rows, width, apart, of_gate, of_up, rank,
-    RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GELU: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`of_gate` and `of_up`: columns of h that are the gate's, and after them those of up."""
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     line = both + row[:, None] * apart
@@ -149,7 +186,7 @@ def _gated_adapted(
     gate = (gate.to(tl.float32) + _low_rank(h, b_gate, there, inside, of_gate, RANK)).to(gate.dtype)
     b_up = b_gate + width * rank + of_gate
     up = (up.to(tl.float32) + _low_rank(h + of_gate, b_up, there, inside, of_up, RANK)).to(gate.dtype)
-    tl.store(out + row[:, None] * width + i[None, :], _active(gate, up, GELU), there[:, None] & inside[None, :])
+    tl.store(out + row[:, None] * width + i[None, :], active(gate, up, GELU), there[:, None] & inside[None, :])
 
 
 # ---- tokens that are given ------------------------------------------------------------------------
@@ -167,6 +204,7 @@ def turn_and_place(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: 
         HALF=channel // 2,
         WIDE=triton.next_power_of_2(channel // 2),
         HEADS=HEADS,
+        **early(),
         num_warps=2,
     )
     return q
@@ -176,7 +214,9 @@ def turn_and_place(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: 
 def _place(
     qkv, cos, sin, page, offset, keys, values, q, heads, apart,
     SHARED: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     c = tl.arange(0, WIDE)
@@ -217,6 +257,7 @@ def bring_together(cache: Pair, page: Tensor, offset: Tensor) -> Pair:
         D=channel,
         WIDE=triton.next_power_of_2(channel),
         KEYS=KEYS,
+        **early(),
     )
     return k, v
 
@@ -225,7 +266,9 @@ def bring_together(cache: Pair, page: Tensor, offset: Tensor) -> Pair:
 def _collect(
     keys, values, page, offset, k, v, count,
     SHARED: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
     i = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
     head = tl.program_id(1)
     c = tl.arange(0, WIDE)
@@ -254,7 +297,7 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
     if splits > 1:
         parts = torch.empty(rows, heads, splits, channel, device=qkv.device)
         sums = torch.empty(rows, heads, splits, 2, device=qkv.device)
-    small = splits == 1 and channel <= 64 and rows * shared >= MANY
+    keys_at_once, warps, stages, ahead = attend_tile(rows * shared, channel, splits)
     _attend[(rows, shared, splits)](
         *(qkv, out, parts, sums, turn.cos, turn.sin, q_weight, k_weight, keys, values),
         *(board.state, board.lanes, board.table, board.chunk, board.arrived),
@@ -269,9 +312,24 @@ def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -
         KNOWN=KNOWN,
         LENGTH=LENGTH,
         NORMED=0 if turn.norms is None else FORMS[add],
-        **({"num_warps": 1, "num_stages": 2} if small else {"num_warps": 4, "num_stages": 3}),
+        KEYS=keys_at_once,
+        AHEAD=ahead,
+        FETCHES=32 * warps,
+        **early(),
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
+
+
+def attend_tile(programs: int, channel: int, splits: int) -> tuple[int, int, int, int]:
+    """Keys that a program of the attention reads at once, its warps, its stages, and pages that it asks for early."""
+    ahead = 1 if channel % 8 == 0 else 0
+    if splits > 1 or channel > 128:
+        return PAGE, 4, 5 if channel <= 128 else 3, 0
+    if channel > 64:
+        return PAGE // 2 if programs >= MANY else PAGE, 2, 3, ahead
+    return (PAGE // 2, 1, 3, ahead) if programs >= MANY else (PAGE, 1, 5, ahead)
 
 
 @triton.jit
@@ -280,6 +338,7 @@ def _attend(
     apart, lane_count, width, eps, scale,
     SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
+    KEYS: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key-value head and part of the row, for all the query heads that share the key-value head.
 
@@ -292,35 +351,30 @@ def _attend(
     known = tl.load(state + KNOWN * lane_count + lane).to(tl.int32)
     length = tl.load(state + LENGTH * lane_count + lane).to(tl.int32)
     own = (known + PAGE - 1) // PAGE * PAGE
-    begin, end, last, count = 0, own + length, True, 1
+    first, end, last, count = 0, own + length, True, 1
     if SPLITS > 1:
         size = tl.load(chunk)
         count = tl.maximum((end + size - 1) // size, 1)
         if part >= count:
             return
-        begin, last = part * size, part == count - 1
-        end = tl.minimum(end, begin + size)
+        first, last = part * size, part == count - 1
+        end = tl.minimum(end, first + size)
     c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
     angle, real = (known + length) * D + c, c < D
     turn_cos, turn_sin = tl.load(cos + angle, real, other=0.0), tl.load(sin + angle, real, other=0.0)
-    line = qkv + row * apart
+    line, pages = qkv + row * apart, table + lane * width
+    if EARLY and AHEAD:
+        _fetch_pages(pages, keys, values, first, end, head, SHARED, PAGE, D, AHEAD, FETCHES)
+    await_inputs(EARLY)
     q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
-    pages = table + lane * width
     top, total, mixed = _nothing(ROWS, WIDE)
     if last:
-        new = line + (SHARED * REPEAT + head) * D
-        one = tl.arange(0, 1)
-        k = _rotated(new + one, one < 1, k_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
-        v = tl.load(new + SHARED * D + c, real, other=0.0)[None, :]
         page = tl.load(pages + (own + length) // PAGE).to(tl.int64)
-        put, there = ((page * SHARED + head) * PAGE + length % PAGE) * D + c[None, :], _channels(one < 1, D, WIDE)
-        tl.store(keys + put, k, there)
-        tl.store(values + put, v, there)
-        top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-        total += 1.0
-        mixed += v.to(tl.float32)
-    seen = (pages, keys, values, begin, end, known, own, head, scale)
-    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, WIDE, PAGE)
+        new, at = line + (SHARED * REPEAT + head) * D, ((page * SHARED + head) * PAGE + length % PAGE) * D
+        top, v = _newest(q, new, keys + at, values + at, k_weight, eps, turn_cos, turn_sin, SHARED, D, WIDE, NORMED)
+        top, total, mixed = top * scale, total + 1.0, mixed + v
+    seen = (pages, keys, values, first, end, known, own, head, scale)
+    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, WIDE, PAGE, KEYS)
     mine, inside = (row * SHARED + head) * REPEAT + r, r < REPEAT
     if SPLITS > 1:  # noqa: SIM102 (the first is decided when this is compiled)
         if count > 1:
@@ -332,8 +386,40 @@ def _attend(
             if tl.atomic_add(arrived + row * SHARED + head, 1) < count - 1:
                 return
             tl.store(arrived + row * SHARED + head, 0)
-            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, ROWS, D, WIDE)
+            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, SPLITS, ROWS, D, WIDE)
     tl.store(out + mine[:, None] * D + c[None, :], (mixed / total[:, None]).to(q.dtype), _channels(inside, D, WIDE))
+
+
+@triton.jit
+def _newest(
+    q, new, key, value, weight, eps, cos, sin,
+    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """The new token's key, turned, and its value join their page; the queries' scores of it, and the value."""
+    one, c = tl.arange(0, 1), tl.arange(0, WIDE)
+    there = _channels(one < 1, D, WIDE)
+    k = _rotated(new + one, one < 1, weight, eps, cos, sin, D, WIDE, NORMED)
+    v = tl.load(new + SHARED * D + c, c < D, other=0.0)[None, :]
+    tl.store(key + c[None, :], k, there)
+    tl.store(value + c[None, :], v, there)
+    return tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), v.to(tl.float32)
+
+
+@triton.jit
+def _fetch_pages(
+    pages, keys, values, first, end, head,
+    SHARED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first pages of those that are read, in as many pieces as there are threads."""
+    PIECES: tl.constexpr = FETCHES // AHEAD
+    SIZE: tl.constexpr = PAGE * D
+    f = tl.arange(0, FETCHES)
+    which = tl.minimum(first // PAGE + f // PIECES, tl.maximum(end - 1, 0) // PAGE)
+    page = tl.load(pages + which).to(tl.int64)
+    at = (page * SHARED + head) * SIZE + f % PIECES * (SIZE // PIECES)
+    size = tl.zeros_like(f) + SIZE // PIECES * (keys.dtype.element_ty.primitive_bitwidth // 8)
+    fetch(keys + at, size)
+    fetch(values + at, size)
 
 
 @triton.jit
@@ -352,33 +438,38 @@ def _nothing(ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _joined(parts, sums, first, inside, count, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """The parts of a row, weighed by their sums."""
-    c, real = tl.arange(0, WIDE), _channels(inside, D, WIDE)
-    top, total, mixed = _nothing(ROWS, WIDE)
-    for part in range(0, count):
-        top = tl.maximum(top, tl.load(sums + (first + part) * 2, inside, other=-1e30, cache_modifier=".cg"))
-    for part in range(0, count):
-        at = first + part
-        by = tl.exp2(tl.load(sums + at * 2, inside, other=-1e30, cache_modifier=".cg") - top)
-        total += by * tl.load(sums + at * 2 + 1, inside, other=0.0, cache_modifier=".cg")
-        mine = tl.load(parts + at[:, None] * D + c[None, :], real, other=0.0, cache_modifier=".cg")
-        mixed += by[:, None] * mine
-    return total, mixed
+def _joined(
+    parts, sums, first, inside, count, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The parts of a row, weighed by their sums. Reads that do not wait for each other are under way together."""
+    c, s, real = tl.arange(0, WIDE), tl.arange(0, SPLITS), _channels(inside, D, WIDE)
+    at, there = (first[:, None] + s[None, :]) * 2, inside[:, None] & (s < count)[None, :]
+    tops = tl.load(sums + at, there, other=-1e30, cache_modifier=".cg")
+    totals = tl.load(sums + at + 1, there, other=0.0, cache_modifier=".cg")
+    top, _, mixed = _nothing(ROWS, WIDE)
+    top = tl.maximum(top, tl.max(tops, 1))
+    for start in range(0, count, 4):
+        for i in tl.static_range(4):
+            one, more = first + start + i, start + i < count
+            by = tl.exp2(tl.load(sums + one * 2, inside & more, other=-1e30, cache_modifier=".cg") - top)
+            mine = tl.load(parts + one[:, None] * D + c[None, :], real & more, other=0.0, cache_modifier=".cg")
+            mixed += by[:, None] * mine
+    return tl.sum(totals * tl.exp2(tops - top[:, None]), 1), mixed
 
 
 @triton.jit
 def _along(
-    q, seen, top, total, mixed, SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr
+    q, seen, top, total, mixed,
+    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A softmax in powers of 2, continued along the pages."""
-    pages, keys, values, begin, end, known, own, head, scale = seen
+    pages, keys, values, first, end, known, own, head, scale = seen
     c = tl.arange(0, WIDE)
-    for start in range(begin, end, PAGE):
-        n = start + tl.arange(0, PAGE)
+    for start in range(first, end, KEYS):
+        n = start + tl.arange(0, KEYS)
         inside = tl.where(n < own, n < known, n < end)
         page = tl.load(pages + start // PAGE).to(tl.int64)
-        at = ((page * SHARED + head) * PAGE + n - start)[:, None] * D + c[None, :]
+        at = ((page * SHARED + head) * PAGE + start % PAGE + tl.arange(0, KEYS))[:, None] * D + c[None, :]
         real = _channels(inside, D, WIDE)
         k, v = tl.load(keys + at, real, other=0.0), tl.load(values + at, real, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -421,7 +512,7 @@ def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
     per = TILE // BLOCK
     tops = torch.empty(rows, tiles, device=logits.device)
     sums = torch.empty(rows, tiles * per, device=logits.device)
-    _measure[(rows, tiles)](logits, board.temperature, tops, sums, vocab, tiles, PER=per, BLOCK=BLOCK)
+    _measure[(rows, tiles)](logits, board.temperature, tops, sums, vocab, tiles, PER=per, BLOCK=BLOCK, **early())
     _draw[(rows,)](
         *(logits, tops, sums, board.temperature, board.state, board.lanes, board.token, board.logp),
         *(board.ends, board.limit, vocab, tiles, board.state.shape[1], board.token.shape[1]),
@@ -435,12 +526,16 @@ def draw(logits: Tensor, board: Board, support: Support, greedy: bool) -> None:
         SEED=SEED,
         DONE=DONE,
         GIVEN=GIVEN,
+        **early(),
     )
 
 
 @triton.jit
-def _measure(logits, temperature, tops, sums, vocab, tiles, PER: tl.constexpr, BLOCK: tl.constexpr):
+def _measure(
+    logits, temperature, tops, sums, vocab, tiles, PER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Of a tile of a row's logits z: the largest, m, and of each block in it Σ e^(z − m)."""
+    await_inputs(EARLY)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block = tile * PER + tl.arange(0, PER)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -456,8 +551,10 @@ def _draw(
     logits, tops, sums, temperature, state, lanes, token_out, logp_out, ends, limit, vocab, tiles, lane_count, room,
     PER: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, ENDS: tl.constexpr,
     L: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr, DONE: tl.constexpr, GIVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row's token from the sums of its blocks and one block of logits; then its output and state."""
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.load(lanes + row)
     t, done = tl.load(state + L * lane_count + lane), tl.load(state + DONE * lane_count + lane)

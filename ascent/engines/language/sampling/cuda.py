@@ -42,8 +42,8 @@ LONG, CHUNK = 512, 256
 """Keys from which on rows may be split, and the fewest keys in a part."""
 FEW, UNEVEN = 256, 1.5
 """They are split where there are fewer programs than this, or where the longest is this many times the mean."""
-PARTS = (8, 16)
-"""The most parts of a row, where there are many rows and where there are few."""
+PARTS, FEWEST = (8, 16), 64
+"""The most parts of a row, and of one where there are fewer programs than this."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
 PREFILL = 6
@@ -202,7 +202,7 @@ class GraphDecoder:
         longest, few = max(keys), len(keys) * self.net.heads < FEW
         if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
             return 1
-        parts = PARTS[few]
+        parts = PARTS[len(keys) * self.net.heads < FEWEST]
         end = longest + PAGE + ROUND  # a prompt's last page may be half empty
         chunk = max(CHUNK, -(-end // parts // PAGE) * PAGE)
         if chunk != self.chunk_now:

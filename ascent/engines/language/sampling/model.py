@@ -156,15 +156,17 @@ class Llama:
                 pairs = zip((q, k), layer.norms_qk, strict=True)
                 q, k = (ops.add_norm(part.contiguous(), None, *norm)[1] for part, norm in pairs)
                 qkv = torch.cat([q, k, v], -1)
-            y = _out(ops, layer.o(attend(i, layer, qkv), ops), layer.after[0])
+            y = _out(ops, layer.o, attend(i, layer, qkv), layer.after[0])
             x, h = _into(ops, x, y, layer.before[1])
-            y = _out(ops, layer.down(self._inner(ops, layer.gate_up, h), ops), layer.after[1])
+            y = _out(ops, layer.down, self._inner(ops, layer.gate_up, h), layer.after[1])
         return _into(ops, x, y, self.norm)[1]
 
     def _inner(self, ops: ModuleType, both: Beside, h: Tensor) -> Tensor:
-        if both.b is not None and len(both.ranks) == 1:  # one adapter for gate and up
+        if both.b is None:
+            return ops.gated_linear(h, both.weight, both.bias, self.gelu)
+        if len(both.ranks) == 1:  # one adapter for gate and up
             return ops.gated(both(h, ops).contiguous(), gelu=self.gelu)
-        return ops.gated(both.base(h), both.b, both.ranks, self.gelu)
+        return ops.gated(both.base(h, ops), both.b, both.ranks, self.gelu)
 
 
 def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pair:
@@ -175,8 +177,11 @@ def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pa
     return x, x
 
 
-def _out(ops: ModuleType, y: Tensor, norm: Norm | None) -> Tensor:
-    return y if norm is None else ops.add_norm(y.contiguous(), None, *norm)[1]
+def _out(ops: ModuleType, matrix: Beside, h: Tensor, norm: Norm | None) -> Tensor:
+    """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
+    if norm is None:
+        return matrix(h, ops, parts=True)
+    return ops.add_norm(matrix(h, ops).contiguous(), None, *norm)[1]
 
 
 # ---- what a model is made of --------------------------------------------------------------------------

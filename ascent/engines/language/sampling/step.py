@@ -5,8 +5,8 @@ values, its prompt's first and then its own. Which lanes a step works on is itse
 captured once serves any of them at any length, and a lane is given to another response by writing its column of
 `state` and its row of `table`.
 
-`add_norm`, `adapted`, `gated`, `place_given`, `gather_keys`, `attend` and `draw` say what kernels/decoding.py computes,
-and stand in for it without Triton.
+`add_norm`, `linear`, `gated_linear`, `adapted`, `gated`, `place_given`, `gather_keys`, `attend` and `draw` say what
+kernels/decoding.py computes, and stand in for it without Triton.
 """
 
 from __future__ import annotations
@@ -125,6 +125,16 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normed = weight * normed.to(x.dtype) if add is None else normed * (add + weight.to(wide.dtype))
     return x, normed.to(weight.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, _parts: bool = False) -> Tensor:
+    """x·Wᵀ + b. `_parts`: a kernel may leave parts of the sum for `add_norm` to add up."""
+    return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    """silu(gate)·up of x, from the two matrices one after the other."""
+    return gated(linear(x, weight, bias), gelu=gelu)
 
 
 adapted = Beside.adapted
