@@ -7,11 +7,13 @@ their seconds are for orientation alone:
 
     22 GiB     1.5B with every parameter, 16 × 8 × 256, once with a frozen reference and once without
     14 GiB     135M in float16, without Triton and without flash attention, as on a T4, 8 × 8 × 128
+    22 GiB     7B with LoRA of rank 16 on a base in 4 bits, 16 × 8 × 256
 
 Whether a side took the small form of optimizer state was its own choice. `value` is how many of the sides took their
 steps within their limit, with finite losses; ok: all of them. `peak` is the most that torch reserved, the limit's own
-measure. A T4's missing bfloat16 is emulated by `--policy.dtype float16`, its speed is not. `--smoke` runs a tiny model
-on the CPU.
+measure. A T4's missing bfloat16 is emulated by `--policy.dtype float16`, its speed is not. `mismatch` is the mean
+|log-prob of the sampler − log-prob of the learner| of the last step; `from_base`, of the base in 4 bits, the mean
+|log-prob − log-prob of the same model in bfloat16| over random tokens. `--smoke` runs a tiny model on the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +33,19 @@ SIDES: dict[str, dict[str, Any]] = {
     "1.5b, 22 GiB, reference": {"shape": "1.5b", "limit": 22.0, "algorithm": "grpo", "work": (16, 8, 256)},
     "135m, 14 GiB, float16": {"shape": "135m", "limit": 14.0, "algorithm": "dr-grpo", "work": (8, 8, 128)}
     | {"dtype": "float16", "plain": True},
+    "7b, 22 GiB, LoRA on 4 bits": {"shape": "7b", "limit": 22.0, "algorithm": "dr-grpo", "work": (16, 8, 256)}
+    | {"more": {"policy.lora": 16, "policy.bits": 4}},
 }
+SMALLEST = SMOKE | {"hidden_size": 64, "head_dim": 16}
+
+
+@torch.no_grad()
+def log_probs(model: Any) -> torch.Tensor:
+    """Of random tokens, each behind those before it."""
+    vocab = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocab, (4, 64), generator=torch.Generator().manual_seed(1)).to(model.device)
+    logits = model(ids[:, :-1]).logits.float()
+    return torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
 
 
 def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
@@ -44,22 +58,26 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     if side.get("plain") and not smoke:  # what such a card lacks
         kernels._works = lambda: False  # type: ignore[assignment]
         torch.backends.cuda.is_flash_attention_available = lambda: False  # type: ignore[assignment]
-    device, shape = ("cpu", SMOKE) if smoke else ("cuda", GPU_SHAPES[side["shape"]])
+    device, shape = ("cpu", SMALLEST) if smoke else ("cuda", GPU_SHAPES[side["shape"]])
     prompts, samples, tokens = (2, 2, 8) if smoke else side["work"]
     dtype = side.get("dtype", "bfloat16")
     model, tokenizer = random_parts(shape | {"max_position_embeddings": 1024}, device)
-    name = name_model(model.to(torch.bfloat16), tokenizer)
+    name = name_model(model.to(torch.float32 if smoke else torch.bfloat16), tokenizer)
     torch.manual_seed(0)
     work = Work(name, random_prompts(prompts, 60, shape["vocab_size"]), samples, tokens, device)
     settings = {"policy.gpu_memory": side["limit"], "policy.dtype": dtype, "algorithm": side["algorithm"]}
+    settings |= side.get("more", {}) | ({"policy.dtype": "float32"} if smoke else {})
     if device == "cuda":
         torch.cuda.empty_cache()
     found: dict[str, Any] = {"seconds": [], "update": []}
+    before = log_probs(model) if "policy.bits" in settings else None
     try:
         ours = Ours(work, settings)
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        if before is not None:
+            found["from_base"] = float((log_probs(model) - before).abs().mean())
         learner: Any = ours.parts.learner
         found |= {"compact": learner.compact is not None, "micro_tokens": learner.plan.tokens}
         for _ in range(repeats + 1):
@@ -77,7 +95,9 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", type=int, nargs="+", default=[1, 2, 3], help="which of them, counted from 1")
+    parser.add_argument(
+        "--side", type=int, nargs="+", default=list(range(1, len(SIDES) + 1)), help="which of them, counted from 1"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
     options = parser.parse_args(argv)

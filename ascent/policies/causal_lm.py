@@ -20,14 +20,19 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ascent.core.types import Refused
+from ascent.policies.four_bit import not_packed, quantize_matrices, widen_matrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, PickleError, SafetensorError)
+UNREADABLE = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, PickleError, SafetensorError
+)  # fmt: skip
 """What transformers may raise for the folder of a model that holds anything."""
 
 
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of parameters that are numbers by themselves."""
 GIVEN: dict[str, tuple[Any, Any]] = {}
 """Models that were given in Python, each with its tokenizer, by the names that stand for them in this process."""
 KEPT_MODEL = "run:model"
@@ -116,6 +121,9 @@ class CausalLM:
     lora_targets: str = "all-linear"
     """Modules that get adapters: all-linear, names separated by commas, or peft: those that peft takes by default for
     the architecture. The head for words gets none."""
+    bits: int = 0
+    """4: keep the frozen matrices below LoRA's adapters in 4 bits (NF4, as in QLoRA), a quarter of their memory in
+    bfloat16; 0: in the precision of the parameters."""
     last_layers: int = 0
     """Train only this many last layers and the norm after them; 0: every parameter (or LoRA's)."""
     checkpointing: bool = False
@@ -154,6 +162,12 @@ class CausalLM:
             raise Refused(
                 "--policy.lora with --policy.last-layers: both say which parameters are trained; set one of them"
             )
+        if self.bits not in (0, 4):
+            raise Refused(f"--policy.bits is {self.bits}: set 4, or leave it out")
+        if self.bits and not self.lora:
+            raise Refused(
+                "--policy.bits 4 is for what is not trained: set --policy.lora 16 too, to train adapters beside it"
+            )
         if self.optimizer_state == "bfloat16" and (self.lora or self.dtype in ("float32", "float16")):
             why = "LoRA's adapters are few, and in float32" if self.lora else f"--policy.dtype is {self.dtype}"
             raise Refused(f"--policy.optimizer-state bfloat16 is for parameters in bfloat16: {why}. Leave it out")
@@ -164,6 +178,11 @@ class CausalLM:
             object.__setattr__(self, "engine_python", str(Path(self.engine_python).expanduser().absolute()))
 
     def _check_engine(self) -> None:
+        if self.bits and self.engine != "local":
+            raise Refused(
+                f"--policy.bits 4 with --engine {self.engine}: a server holds the whole model in 16 bits, so that "
+                "nothing is saved. Set --engine local, or leave --policy.bits out"
+            )
         if self.engine == "local":
             if self.engine_url or self.engine_python or self.engine_args or self.engine_key_env or self.engine_key_file:
                 raise Refused("--engine.url, .python, .args and .key-… are for --engine vllm or sglang: set that too")
@@ -212,7 +231,9 @@ class CausalLM:
             for part in (backbone_of(model), model.get_output_embeddings()):  # nothing else reads or writes text
                 part.requires_grad_(True)
         finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
-        for p in model.parameters():  # parameters only: of the buffers, rotary frequencies stay in float32
+        if self.bits:
+            quantize_matrices(model, backbone_of(model), device, dtype)
+        for p in not_packed(model):  # parameters only: of the buffers, rotary frequencies stay in float32
             p.data = p.data.to(dtype)
         model = model.to(device)  # what was stored finer stays where it was: a GPU need not hold both
         mix(model, self.dtype == "mixed")
@@ -243,13 +264,19 @@ class CausalLM:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             dtype = self.dtype_on(device)
-            stored = "auto" if exact and dtype in (torch.bfloat16, torch.float16) else dtype
+            as_stored = self.bits or (exact and dtype in (torch.bfloat16, torch.float16))
+            stored = "auto" if as_stored else dtype  # 4 bits: of the same numbers, whatever is computed in
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.model, dtype=stored, trust_remote_code=False
             )
         except UNREADABLE as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
             raise Refused(f"--model {self.model} cannot be loaded: {type(error).__name__}: {first}") from None
+        if getattr(model, "hf_quantizer", None) is not None or any(p.dtype not in PLAIN for p in model.parameters()):
+            raise Refused(
+                f"--model {self.model} is stored with quantized weights: give the plain model, and for one in 4 bits "
+                "--policy.bits 4"
+            )
         return model, tokenizer, device, dtype
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
@@ -499,7 +526,9 @@ class LanguageModel(nn.Module):
         """An ordinary Hugging Face folder, with the adapters merged."""
         model: Any = self.model
         if self._adapted[0] is not None:
-            model = copy.deepcopy(self._adapted[0]).merge_and_unload()
+            model = copy.deepcopy(self._adapted[0])
+            widen_matrices(model)
+            model = model.merge_and_unload()
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

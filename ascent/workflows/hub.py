@@ -23,6 +23,7 @@ def model_card(run: Run, step: int) -> str:
     """The README of an exported model. It names files, and no folder of this machine."""
     config, versions = run.config, run.info["versions"]
     lora = f", LoRA of rank {config.policy.lora}, merged" if config.policy.lora else ""
+    lora = f" in 4 bits (NF4){lora}" if getattr(config.policy, "bits", 0) else lora
     rewards = [str(reward) for reward in getattr(config.task, "reward", None) or ("own",)]
     about = {
         "run": f"{run.folder.resolve().name}, step {step} of {config.steps}",

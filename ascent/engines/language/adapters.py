@@ -5,7 +5,8 @@
 A and B are float32 where W is in half precision. A product takes them rounded to W's type, the scale inside B before
 that, and h and x·Wᵀ are rounded before their sum is. Learner (`fuse_adapter`) and sampler (`Beside`) round in the same
 places, so that the policy that is drawn from is the one that is trained; what one step changes is never lost, as it
-would be in a sum W + s·B·A that is rounded.
+would be in a sum W + s·B·A that is rounded. W may be in 4 bits (policies/four_bit.py); it is then made again for each
+product, also on the way back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ascent.policies.four_bit import FourBit, is_packed, packed_product
 
 HALF = (torch.bfloat16, torch.float16)
 EVEN, ROWS = 8, 64
@@ -104,6 +107,23 @@ class Beside(NamedTuple):
         return whole[:, :out].addmm_(whole[:, out : out + rank], b.t())
 
 
+class PackedBeside(NamedTuple):
+    """The same of matrices in 4 bits: h is a product of its own."""
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    a: Tensor | None = None
+    """`[rank in]`"""
+    b: Tensor | None = None
+
+    def __call__(self, x: Tensor, _ops: Any, parts: bool = False) -> Tensor:  # noqa: ARG002
+        x = x.to(self.dtype)
+        y = packed_product(x, self.packed, self.scale, self.bias)
+        return y if self.a is None or self.b is None else y.addmm_(x @ self.a.t(), self.b.t())
+
+
 class Lookup(NamedTuple):
     """An embedding, and its adapter: `a` `[word rank]`, `b` `[width rank]`."""
 
@@ -156,12 +176,17 @@ def laid_out(parts: Sequence[Tensor], room: int = 0) -> Tensor:
     return flat
 
 
-def beside(modules: Sequence[Any], copies: Copies) -> Beside:
+def beside(modules: Sequence[Any], copies: Copies) -> Beside | PackedBeside:
     """These modules, each a matrix with or without an adapter, as one."""
     plain, adapters = zip(*map(taken_apart, modules), strict=True)
-    out, width = [len(m.weight) for m in plain], plain[0].weight.shape[1]
+    out, width = [m.out_features for m in plain], plain[0].in_features
     ranks = tuple(0 if adapter is None else len(adapter.a) for adapter in adapters)
     rank = sum(ranks) + -sum(ranks) % EVEN
+    if is_packed(plain[0]):
+        whole = _packed_beside(plain, rank)
+        if whole.a is not None and whole.b is not None:
+            _copy_adapters(copies, adapters, out, whole.a, whole.b)
+        return whole
     rows = sum(out) + rank
     rows += -rows % ROWS if rank else 0
     flat = laid_out([m.weight for m in plain], (rows - sum(out)) * width + rank * sum(out))
@@ -169,13 +194,35 @@ def beside(modules: Sequence[Any], copies: Copies) -> Beside:
     weight = flat[: rows * width].view(rows, width)
     if not rank:
         return Beside(weight, bias)
-    b, row, column = flat[rows * width :].view(sum(out), rank), 0, 0
-    for count, own, adapter in zip(out, ranks, adapters, strict=True):
+    b = flat[rows * width :].view(sum(out), rank)
+    _copy_adapters(copies, adapters, out, weight[sum(out) :], b)
+    return Beside(weight, bias, b, ranks)
+
+
+def _packed_beside(plain: Sequence[FourBit], rank: int) -> PackedBeside:
+    """Blocks never go from one row into the next, so packed matrices lie side by side as others do."""
+    first, width, out = plain[0], plain[0].in_features, sum(m.out_features for m in plain)
+    packed, scale = (laid_out([getattr(m, name) for m in plain]).view(out, -1) for name in ("packed", "scale"))
+    bias = None if first.bias is None else laid_out([m.bias for m in plain])
+    if not rank:
+        return PackedBeside(packed, scale, bias, first.dtype)
+    if first.room is None or first.room.numel() != rank * (width + out):
+        first.room = torch.zeros(rank * (width + out), dtype=first.dtype, device=packed.device)
+    a, b = first.room.split([rank * width, rank * out])
+    return PackedBeside(packed, scale, bias, first.dtype, a.view(rank, width), b.view(out, rank))
+
+
+def _copy_adapters(
+    copies: Copies, adapters: Sequence[Adapter | None], out: Sequence[int], a: Tensor, b: Tensor
+) -> None:
+    """Have each adapter copied to its rows of A, and to its rows and columns of B."""
+    row = column = 0
+    for count, adapter in zip(out, adapters, strict=True):
+        own = 0 if adapter is None else len(adapter.a)
         if adapter is not None:
-            copies.add(weight[sum(out) + column :][:own], adapter.a)
+            copies.add(a[column : column + own], adapter.a)
             copies.add(b[row : row + count, column : column + own], adapter.b, adapter.scale)
         row, column = row + count, column + own
-    return Beside(weight, bias, b, ranks)
 
 
 def lookup(module: Any, copies: Copies) -> Lookup:
@@ -200,42 +247,57 @@ def fuse_adapter(module: Any) -> bool:
     peft widens what goes in to float32, and what comes out: nine passes over a tensor as large as the output.
     """
     plain, adapter = taken_apart(module)
-    if adapter is None or type(plain) is not nn.Linear or plain.weight.dtype not in HALF or plain.weight.requires_grad:
+    if adapter is None or type(plain) not in (nn.Linear, FourBit) or _type_of(plain) not in HALF:
+        return False
+    if type(plain) is nn.Linear and plain.weight.requires_grad:
         return False
     module.forward = partial(_adapted, module)
     return True
 
 
+def _type_of(plain: Any) -> torch.dtype:
+    return plain.dtype if is_packed(plain) else plain.weight.dtype
+
+
 def _adapted(module: Any, x: Tensor) -> Tensor:
     plain, adapter = taken_apart(module)
-    if adapter is None or x.dtype not in HALF or x.dtype != plain.weight.dtype:  # it was copied, and widened
+    if adapter is None or x.dtype not in HALF or x.dtype != _type_of(plain):  # it was copied, and widened
         return type(module).forward(module, x)
-    return _Adapted.apply(x, plain.weight, plain.bias, adapter.a, adapter.b, adapter.scale)
+    packed = plain if is_packed(plain) else None
+    weight = None if packed is not None else plain.weight
+    return _Adapted.apply(x, weight, plain.bias, adapter.a, adapter.b, adapter.scale, packed)
 
 
 class _Adapted(torch.autograd.Function):
     """y = x·Wᵀ + bias + h·(s·B)ᵀ, h = x·Aᵀ. W and its bias are frozen; gradients of A and B are summed in float32.
 
+    W is a tensor, or a matrix in 4 bits.
+
     ∂h = ∂y·(s·B)   ∂x = ∂y·W + ∂h·A   ∂A = ∂hᵀ·x   ∂B = s·∂yᵀ·h
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, scale: float,
+        packed: FourBit | None = None,
+    ) -> Tensor:  # fmt: skip
         rows = x.flatten(0, -2)
         a, scaled = a.to(x.dtype), (b * scale).to(x.dtype)
         h = rows @ a.t()
-        y = F.linear(rows, weight, bias).addmm_(h, scaled.t())
+        y = F.linear(rows, weight, bias) if packed is None else packed.product(rows)  # type: ignore[arg-type]
+        y.addmm_(h, scaled.t())
         ctx.save_for_backward(x, weight, a, scaled, h)
-        ctx.scale = scale
+        ctx.scale, ctx.packed = scale, packed
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, a, scaled, h = ctx.saved_tensors
         rows, g = x.flatten(0, -2), grads[0].flatten(0, -2)
+        weight = weight if ctx.packed is None else ctx.packed.weight
         g_h = g @ scaled
         g_x = (g @ weight).addmm_(g_h, a).view(x.shape) if ctx.needs_input_grad[0] else None
-        return g_x, None, None, product(g_h.t(), rows), product(g.t(), h).mul_(ctx.scale), None
+        return g_x, None, None, product(g_h.t(), rows), product(g.t(), h).mul_(ctx.scale), None, None
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
 from ascent.policies.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
+from ascent.policies.four_bit import packed_count, parameter_count
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.tasks.sandboxed import check_walls
 from ascent.tasks.text.grading import rate_responses, self_test
@@ -414,6 +415,8 @@ def never_in_shards(config: Config) -> str | None:
         return f"--update {name_of(update)}: FSDP2 does not differentiate twice, as Fisher products do"
     if config.policy.dtype == "float16":
         return "--policy.dtype float16: its gradients were never summed over shards"
+    if config.policy.bits:
+        return "--policy.bits 4: FSDP2 gathers parameters that it can add up, and packed ones it cannot"
     return None
 
 
@@ -518,12 +521,15 @@ def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report)
         return
     shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
     report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
+    if packed := packed_count(learner.lm.model):
+        whole = parameter_count(learner.lm.model)
+        report.lines.append(f"           {packed:,} of {whole:,} parameters are in 4 bits (--policy.bits)")
     if learner.compact is not None:
         report.lines.append(
             "           gradients and moments are in bfloat16, rounded at random (--policy.optimizer-state)"
         )
     if sure > there:
-        smaller = "take a smaller model, or --policy.lora 16."
+        smaller = f"take a smaller model{_smaller(config)}."
         if config.policy.optimizer_state == "float32" and learner.lm.model.dtype == torch.bfloat16:
             smaller = f"leave out --policy.optimizer-state, {smaller}"
         report.refusals.append(
@@ -532,8 +538,15 @@ def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report)
         )
     elif total > there:
         report.warnings.append(
-            "this may not fit: lower --micro-batch or --policy.rows, or set --policy.checkpointing, or --policy.lora 16"
+            f"this may not fit: lower --micro-batch or --policy.rows, or set --policy.checkpointing{_smaller(config)}"
         )
+
+
+def _smaller(config: Config) -> str:
+    """What a run may set to need less, if there is anything left."""
+    if config.policy.bits:
+        return ""
+    return ", or --policy.bits 4" if config.policy.lora else ", or --policy.lora 16"
 
 
 def _update(config: Config, learner: LanguageLearner, report: Report) -> None:

@@ -5,6 +5,7 @@
     update          update + Adam's bytes / bandwidth + Σ over micro-batches of max(launch · layers, work)
     work            operations · products / rate + attention · pairs / rate + passes · kept bytes / bandwidth
     score           a third of an update's work and launches: its forward pass
+    4-bit matrices  for every product, read and written once more in bfloat16
 
 Memory follows the learner's and the sampler's own rules (`engines.language`): 18 or 10 bytes per trained parameter,
 micro-batches that fill 60 % of what is left, caches in at most a quarter of what is free.
@@ -19,6 +20,7 @@ from ascent.engines.language.learning.head import CHUNK_BYTES
 from ascent.engines.language.learning.plan import COMPACT_BYTES, SHARE, STATE_BYTES
 from ascent.engines.language.sampling.cuda import BUCKETS, TOGETHER
 from ascent.engines.language.sampling.cuda import SHARE as CACHES
+from ascent.policies.four_bit import BYTES
 from ascent.workflows.planning.cards import FIT, Card, Fit
 from ascent.workflows.planning.shapes import ModelShape
 
@@ -33,6 +35,23 @@ class OneCard:
     shape: ModelShape
     card: Card
     fit: Fit = FIT
+    bits: int = 0
+    """4: what can be is kept in 4 bits."""
+
+    @property
+    def packed(self) -> int:
+        """Parameters in 4 bits."""
+        return self.shape.packable if self.bits else 0
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of the model."""
+        return 2 * (self.shape.every - self.packed) + int(BYTES * self.packed)
+
+    @property
+    def unpacking(self) -> float:
+        """Seconds in which matrices in 4 bits are made again, once each."""
+        return (BYTES + 2) * self.packed / self.card.bandwidth
 
     # ---- seconds
 
@@ -42,7 +61,7 @@ class OneCard:
         filled = next((bucket for bucket in BUCKETS if bucket >= rows), rows)
         products = max(2 * weights / card.bandwidth, 2 * weights * filled / card.rate)
         caches = live * shape.cache / card.bandwidth
-        return self.fit.layer * shape.layers + self.fit.products * products + self.fit.caches * caches
+        return self.fit.layer * shape.layers + self.fit.products * products + self.fit.caches * caches + self.unpacking
 
     def encoding(self, prompts: int, tokens: float) -> float:
         """Prompts into caches, a few at a time; or caches anew, after an update."""
@@ -54,6 +73,7 @@ class OneCard:
         micro = max(1, -(-batch.tokens // max(1, room)))
         work = self._work(batch, again)
         passes = max(self.fit.launch * self.shape.layers * micro * (4 / 3 if again else 1), work)
+        passes += 2 * micro * self.unpacking  # forward and back
         return self.fit.update + MOMENTS[per] * trained / self.card.bandwidth + passes
 
     def score(self, batch: Tokens, room: float) -> float:
@@ -77,15 +97,18 @@ class OneCard:
     def state(
         self, trained: int, reference: bool, critic: int, ranks: int = 1, per: int = STATE_BYTES
     ) -> dict[str, int]:
-        """What is there whatever the batch is; `ranks`: over how many it is in shards; `per`: trained parameter."""
-        every = self.shape.every
+        """What is there whatever the batch is, `critic` bytes of a critic among it.
+
+        `ranks`: over how many it is in shards; `per`: bytes of a trained parameter.
+        """
         name = "float32 copy, gradients, Adam" if per == STATE_BYTES else "gradients and Adam in bfloat16"
-        parts = {"parameters": 2 * every, name: (per - 2) * trained // ranks}
+        parts = {"parameters": self.parameters, name: (per - 2) * trained // ranks}
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
         if critic:
-            parts["critic"] = STATE_BYTES * critic
-        parts["head"] = 3 * CHUNK_BYTES["cuda"] + 6 * self.shape.head
+            parts["critic"] = critic
+        frozen = trained < self.shape.head
+        parts["head"] = 3 * CHUNK_BYTES["cuda"] + (0 if frozen else 6 * self.shape.head)
         return parts
 
     def per_token(self, checkpointing: bool) -> int:

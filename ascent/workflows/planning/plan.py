@@ -122,10 +122,11 @@ class Planner:
         if limit := config.policy.gpu_memory * 2**30:
             cluster = replace(cluster, card=replace(cluster.card, memory=int(min(limit, cluster.card.memory))))
         self.config, self.shape, self.cluster, self.answers = config, shape, cluster, answers
-        self.one = OneCard(shape, cluster.card)
-        policy, critic = config.policy, config.algorithm.critic
+        policy = config.policy
+        self.one = OneCard(shape, cluster.card, bits=policy.bits)
         self.trained = shape.trained(policy.lora, policy.last_layers)
-        self.critic = 0 if not critic.on else shape.every if not critic.shared else shape.width
+        self.critic = self._critic()
+        """Bytes of a critic."""
         self.shard = self._shards()
         self.per = self._bytes()
         """Bytes of a trained parameter."""
@@ -133,6 +134,18 @@ class Planner:
         """One step's responses."""
         self.longest = max(map(max, self.batch))
         self._slowest: dict[int, Tokens] = {}
+
+    def _critic(self) -> int:
+        """A head alone, or a backbone that trains what the policy's does."""
+        critic, shape = self.config.algorithm.critic, self.shape
+        if not critic.on or critic.shared:
+            return STATE_BYTES * shape.width * critic.on
+        frozen = (
+            self.one.parameters * (1 - self.trained / shape.every)
+            if not self.config.policy.lora
+            else self.one.parameters
+        )
+        return int(frozen) + STATE_BYTES * self.trained
 
     def _shards(self) -> bool:
         wanted, size = self.config.ranks.shard, self.cluster.size
@@ -312,6 +325,8 @@ def notes(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
         found.append(f"decoding without captured graphs ({shape.unlike}) takes 20 to 40 times as long as is said here")
     elif config.policy.lora:
         found.append("sampling with LoRA takes 1.1 to 1.2 times as long as is said here; an update was about as long")
+    if config.policy.bits:
+        found.append("matrices in 4 bits are made again for every product: reckoned by their bytes, not measured")
     if config.policy.engine != "local":
         found.append(f"sampling is that of Ascent's own sampler: {config.policy.engine} was not measured for plans")
     if config.task.plays:

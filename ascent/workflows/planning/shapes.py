@@ -12,6 +12,7 @@ import torch
 from ascent.core.types import Refused
 from ascent.engines.language.sampling.model import Unlike, check_like
 from ascent.policies.causal_lm import UNREADABLE, backbone_of
+from ascent.policies.four_bit import BLOCK
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of a config that say that a token passes through a part of the weights only."""
@@ -44,6 +45,8 @@ class ModelShape:
     positions: int | None
     unlike: str | None
     """Why it decodes without captured graphs, if it does."""
+    packable: int = 0
+    """Parameters in matrices that can be kept in 4 bits."""
 
     @property
     def head(self) -> int:
@@ -136,4 +139,5 @@ def shape_of(model: Any) -> ModelShape:
         sides=sum(sum(weight.shape) for weight in matrices),
         positions=getattr(config, "max_position_embeddings", None),
         unlike=unlike,
+        packable=sum(w.numel() for w in matrices if w.shape[-1] % BLOCK == 0),
     )

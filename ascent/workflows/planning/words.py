@@ -49,11 +49,14 @@ def memory_line(plan: Forecast) -> str:
     words = f"{total:.1f} of {there:.1f} GiB per card: {parts}; micro-batches of up to {plan.micro_tokens:,} tokens"
     if plan.fits:
         return words
+    policy = plan.config.policy
+    smaller = "--policy.bits 4" if policy.lora and not policy.bits else "--policy.lora 16"
     if plan.needed > plan.cluster.size:
-        return f"{words}. It does not fit: take {plan.needed} cards or more (in shards), or --policy.lora 16"
+        return f"{words}. It does not fit: take {plan.needed} cards or more (in shards), or {smaller}"
     if plan.needed and not plan.shard and plan.cluster.size > 1:
         return f"{words}. It does not fit: set --ranks.shard shard"
-    return f"{words}. It does not fit: take a smaller model, a card with more memory, or --policy.lora 16"
+    more = "" if policy.bits else f", or {smaller}"
+    return f"{words}. It does not fit: take a smaller model, a card with more memory{more}"
 
 
 def phases(way: Way) -> str:

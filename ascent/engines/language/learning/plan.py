@@ -22,6 +22,7 @@ from ascent.engines.language.attention import ours, segment_kernel
 from ascent.engines.language.learning.head import chunk_bytes
 from ascent.engines.language.learning.states import hidden_states
 from ascent.policies.causal_lm import LanguageModel
+from ascent.policies.four_bit import parameter_count
 
 SHARE = 0.6
 """Of a GPU's memory beside what is always there, what activations may take; the sampler's caches take a quarter."""
@@ -167,9 +168,9 @@ def channel_of(lm: LanguageModel) -> int:
 
 
 def head_bytes(lm: LanguageModel) -> int:
-    """Two chunks of logits and their slopes, and the gradient of the head in float32 and as it is rounded."""
+    """Two chunks of logits and their slopes, and the gradient of a trained head in float32 and as it is rounded."""
     weight = lm.model.get_output_embeddings().weight
-    return 3 * chunk_bytes(lm.device) + 6 * weight.numel()
+    return 3 * chunk_bytes(lm.device) + 6 * weight.numel() * weight.requires_grad
 
 
 def critic_bytes(critic: Any) -> int:
@@ -193,7 +194,7 @@ def update_operations(lm: LanguageModel, prompts: Sequence[int], responses: Sequ
     heads, _, channel = heads_of(lm)
     head = lm.model.get_output_embeddings().weight.numel()
     embedding = lm.model.get_input_embeddings().weight
-    blocks = sum(p.numel() for p in lm.backbone.parameters()) - embedding.numel()
+    blocks = parameter_count(lm.backbone) - embedding.numel()
     repeats = [1 if lm.shares else max(1, len(own)) for own in responses]
     tokens = sum(n * r + sum(own) for n, r, own in zip(prompts, repeats, responses, strict=True))
     pairs = sum(

@@ -31,6 +31,7 @@ from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
 from ascent.engines.language.sampling.prefill import WORK, CapturedPasses, Prefill
 from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board
 from ascent.policies.causal_lm import LanguageModel
+from ascent.policies.four_bit import parameter_count
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that graphs are captured for, besides all rows."""
@@ -140,7 +141,7 @@ class GraphDecoder:
     def forget(self) -> None:
         """What was captured: buffers or parameters lie elsewhere now."""
         self.graphs: dict[Any, Callable[[], None]] = {}
-        size = sum(p.numel() for p in self.lm.model.parameters())
+        size = parameter_count(self.lm.model)
         self.passes = CapturedPasses(CudaGraphs() if self.on_card else NoGraphs(), int(WORK / size))
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:

@@ -2,7 +2,7 @@
 
 A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(act(gate(norm(x)))·up(norm(x)))
 
-    Llama, Qwen2, SmolLM, Mistral   so; a bias or an adapter (LoRA) may be at any matrix
+    Llama, Qwen2, SmolLM, Mistral   so; a bias or an adapter (LoRA) may be at any matrix, which may be in 4 bits
     Qwen3                           queries and keys have norms of their own
     Phi-3                           its matrices are side by side already
     OLMo 2                          what is added to x is normed, and x is not; norms of all queries, of all keys
@@ -24,11 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascent.engines.language.adapters import Beside, Copies, Lookup, beside, is_adapter, lookup, taken_apart
+from ascent.engines.language.adapters import (
+    Beside,
+    Copies,
+    Lookup,
+    PackedBeside,
+    beside,
+    is_adapter,
+    lookup,
+    taken_apart,
+)
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.step import LAST, Board, Norm, Turn, add_norm
 from ascent.policies.causal_lm import backbone_of, is_mixed
+from ascent.policies.four_bit import FourBit, not_packed
 
 STEADY = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sequence is."""
@@ -43,10 +53,10 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    qkv: Beside
-    o: Beside
-    gate_up: Beside
-    down: Beside
+    qkv: Beside | PackedBeside
+    o: Beside | PackedBeside
+    gate_up: Beside | PackedBeside
+    down: Beside | PackedBeside
     before: tuple[Norm | None, Norm | None]
     """Of what goes into the attention, and into the MLP; so too of what comes out of them."""
     after: tuple[Norm | None, Norm | None]
@@ -92,7 +102,7 @@ class Llama:
         layers = [_layer(layer, copies) for layer in backbone.layers]
         words = lookup(model.get_input_embeddings(), copies)
         copies.make()
-        both = sum(len(taken_apart(matrix)[0].weight) for matrix in _reading(first.self_attn, "qkv_proj"))
+        both = sum(taken_apart(matrix)[0].out_features for matrix in _reading(first.self_attn, "qkv_proj"))
         channel = first.self_attn.head_dim
         return cls(
             words=words,
@@ -100,7 +110,7 @@ class Llama:
             layers=layers,
             norm=_norm(backbone.norm),
             head=Head.of(model),
-            heads=(both - taken_apart(first.self_attn.o_proj)[0].weight.shape[1]) // channel // 2,
+            heads=(both - taken_apart(first.self_attn.o_proj)[0].in_features) // channel // 2,
             channel=channel,
             rotary=rotary,
             rotations=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
@@ -161,7 +171,9 @@ class Llama:
             y = _out(ops, layer.down, self._inner(ops, layer.gate_up, h), layer.after[1])
         return _into(ops, x, y, self.norm)[1]
 
-    def _inner(self, ops: ModuleType, both: Beside, h: Tensor) -> Tensor:
+    def _inner(self, ops: ModuleType, both: Beside | PackedBeside, h: Tensor) -> Tensor:
+        if isinstance(both, PackedBeside):
+            return ops.gated(both(h, ops), gelu=self.gelu)
         if both.b is None:
             return ops.gated_linear(h, both.weight, both.bias, self.gelu)
         if len(both.ranks) == 1:  # one adapter for gate and up
@@ -177,7 +189,7 @@ def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pa
     return x, x
 
 
-def _out(ops: ModuleType, matrix: Beside, h: Tensor, norm: Norm | None) -> Tensor:
+def _out(ops: ModuleType, matrix: Beside | PackedBeside, h: Tensor, norm: Norm | None) -> Tensor:
     """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
     if norm is None:
         return matrix(h, ops, parts=True)
@@ -205,7 +217,8 @@ def check_like(model: Any) -> None:
         if kind not in STEADY:
             raise Unlike(f"its rotary positions are {kind}")
     _times(model.get_input_embeddings())
-    frozen = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    own = {id(p) for name, p in model.named_parameters() if not is_adapter(name)}
+    frozen = [p for p in not_packed(model) if id(p) in own]
     if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
         raise Unlike("its parameters are of several types or on several devices")
 
@@ -270,8 +283,10 @@ def _check(layer: Any, channel: int) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, gate_up = _reading(attention, "qkv_proj"), _reading(mlp, "gate_up_proj")
     for module in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
-        if type(taken_apart(module)[0]) is not nn.Linear:
-            raise Unlike("its matrices are quantized, or have adapters that are not LoRA's")
+        if type(taken_apart(module)[0]) not in (nn.Linear, FourBit):
+            raise Unlike(
+                "its matrices are quantized in another way than by --policy.bits, or have adapters that are not LoRA's"
+            )
     for some in (qkv, gate_up):
         if len({module.bias is None for module in some}) > 1:
             raise Unlike("some of the matrices that read the same states have a bias and some have none")
@@ -281,7 +296,7 @@ def _check(layer: Any, channel: int) -> None:
                 raise Unlike(f"it has a part that Llama has not, {name}")
     _norms(layer)
     if hasattr(attention, "q_norm"):
-        every = taken_apart(attention.o_proj)[0].weight.shape[1]
+        every = taken_apart(attention.o_proj)[0].in_features
         if len(attention.q_norm.weight) not in (channel, every):
             raise Unlike("its norms of queries and keys are neither a head's nor of all heads")
 

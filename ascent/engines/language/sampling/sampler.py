@@ -20,6 +20,7 @@ from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
 from ascent.engines.turns import Turns
 from ascent.policies.causal_lm import LanguageModel
+from ascent.policies.four_bit import is_packed
 
 ROWS = {"cpu": 64, "cuda": 1024}
 """Responses decoded at once where nobody says otherwise."""
@@ -199,7 +200,7 @@ class LanguageSampler(Sampler):
         if self.lm.device.type != "cpu":
             yield head
             return
-        layers = [m for m in self.lm.backbone.modules() if isinstance(m, torch.nn.Linear)]
+        layers = [m for m in self.lm.backbone.modules() if isinstance(m, torch.nn.Linear) and not is_packed(m)]
         every = [m.weight for m in layers] + [head.weight]
         now = (self.version, *(w._version for w in every))  # torch counts the changes of a tensor in place
         if self._laid_out is None or self._laid_out[0] != now:
