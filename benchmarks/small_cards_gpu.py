@@ -1,6 +1,6 @@
 """Small cards, emulated on a large one by a limit on its memory: what fits, and how long a step takes.
 
-    python -m benchmarks.small_cards_gpu [--side NUMBER …] [--repeats 2] [--smoke]
+    python -m benchmarks.small_cards_gpu [--side NUMBER …] [--repeats 2] [--gap] [--smoke]
 
 Each side is a process of its own with `--policy.gpu-memory`, and all of them share the card at the same time, so that
 their seconds are for orientation alone:
@@ -13,7 +13,9 @@ Whether a side took the small form of optimizer state was its own choice. `value
 steps within their limit, with finite losses; ok: all of them. `peak` is the most that torch reserved, the limit's own
 measure. A T4's missing bfloat16 is emulated by `--policy.dtype float16`, its speed is not. `mismatch` is the mean
 |log-prob of the sampler − log-prob of the learner| of the last step; `from_base`, of the base in 4 bits, the mean
-|log-prob − log-prob of the same model in bfloat16| over random tokens. `--smoke` runs a tiny model on the CPU.
+|log-prob − log-prob of the same model in bfloat16| over random tokens. With random parameters that is a poor guide:
+`--gap` measures it on SmolLM2-135M instead, on the CPU in float32, over the tokens of 16 questions. `--smoke` runs a
+tiny model on the CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import close, show, workers
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts
@@ -93,6 +96,29 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     return found
 
 
+@torch.no_grad()
+def gap() -> int:
+    """How far a real model in 4 bits is from itself: log-probs of the next token, and the KL of whole distributions."""
+    from ascent.policies.causal_lm import CausalLM
+    from benchmarks.peers.models import smollm2, sums
+
+    folder, found = smollm2(), []
+    for more in ({}, {"lora": 1, "bits": 4}):
+        lm = CausalLM(folder, dtype="float32", device="cpu", **more).load()
+        chats = [torch.tensor(lm.encode([{"role": "user", "content": question}])) for question in sums(16)]
+        ids = pad_sequence(chats, batch_first=True, padding_value=-1)
+        there = ids[:, 1:] >= 0
+        logits = lm.model(ids.clamp(min=0)[:, :-1]).logits[there]
+        found.append(torch.log_softmax(logits, -1))
+    base, packed = found
+    apart = (packed - base).gather(-1, ids[:, 1:][there][:, None]).abs().mean()
+    kl = (base.exp() * (base - packed)).sum(-1).mean()
+    print(
+        f"{len(base):,} tokens: log-probs {float(apart):.4f} apart on average, KL of the distributions {float(kl):.4f}"
+    )
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -100,7 +126,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
+    parser.add_argument("--gap", action="store_true", help="only how far a real model in 4 bits is from itself")
     options = parser.parse_args(argv)
+    if options.gap:
+        return gap()
     sides = {name: SIDES[name] for number, name in enumerate(SIDES, 1) if number in options.side}
     with workers(1 if options.smoke else max(2, len(sides))) as pool:
         runs = {name: pool.submit(run, side, options.repeats, options.smoke) for name, side in sides.items()}

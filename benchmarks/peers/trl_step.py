@@ -4,6 +4,10 @@ It has its fastest settings for this work: one batch per step, no reference, no 
 saved. Generation and update are aligned, so it needs no pass for old log-probs. On a GPU its parameters are bfloat16,
 which its optimizer updates as they are, and the loss is split into micro-batches that fit. The clock runs from the
 trainer's on_step_begin to its on_step_end, so that loading the data is not counted.
+
+With `vllm`, the GiB of its caches, vLLM generates in the same process (TRL's colocated mode), with captured graphs, and
+gets the new weights before each step, inside `generate`. No log-probs are computed again for it: its importance
+sampling correction, which takes one more forward pass, is off.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +77,24 @@ class Turns(TrainerCallback):
         answer(seconds=seconds, **spent, **{"backward, optimizer": rest}, **more)
 
 
+def generation() -> dict[str, Any]:
+    """Who generates; every response has the same number of tokens."""
+    if not WORK.get("vllm"):
+        return {"generation_kwargs": {"eos_token_id": None}}
+    from trl.generation import vllm_generation
+
+    room = int(WORK["vllm"] * 2**30)  # said and not measured: two of them may start at once
+    vllm_generation.LLM = partial(vllm_generation.LLM, kv_cache_memory_bytes=room)
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.1,
+        "vllm_max_model_length": 1024,
+        "vllm_importance_sampling_correction": False,
+        "generation_kwargs": {"ignore_eos": True},
+    }
+
+
 def main() -> None:
     if CPU:
         torch.set_num_threads(WORK["threads"])
@@ -96,7 +119,7 @@ def main() -> None:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        generation_kwargs={"eos_token_id": None},  # every response has the same number of tokens
+        **generation(),
         learning_rate=WORK["lr"],
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
@@ -121,7 +144,12 @@ def main() -> None:
     )
     trainer.eos_token_ids = []
     clocked(trainer)
-    answer(trl=version, torch=torch.__version__, attention=trainer.model.config._attn_implementation)
+    about = {"trl": version, "torch": torch.__version__, "attention": trainer.model.config._attn_implementation}
+    if WORK.get("vllm"):
+        from vllm import __version__ as generator
+
+        about |= {"vllm": generator, "caches_gib": WORK["vllm"]}
+    answer(**about)
     trainer.train()
 
 
