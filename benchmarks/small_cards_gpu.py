@@ -14,8 +14,8 @@ steps within their limit, with finite losses; ok: all of them. `peak` is the mos
 measure. A T4's missing bfloat16 is emulated by `--policy.dtype float16`, its speed is not. `mismatch` is the mean
 |log-prob of the sampler − log-prob of the learner| of the last step; `from_base`, of the base in 4 bits, the mean
 |log-prob − log-prob of the same model in bfloat16| over random tokens. With random parameters that is a poor guide:
-`--gap` measures it on SmolLM2-135M instead, on the CPU in float32, over the tokens of 16 questions. `--smoke` runs a
-tiny model on the CPU.
+`--gap` measures it on SmolLM2-135M instead, on the CPU in float32, over responses of its own to 8 questions.
+`--smoke` runs a tiny model on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import sys
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import close, show, workers
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts
@@ -98,23 +97,25 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def gap() -> int:
-    """How far a real model in 4 bits is from itself: log-probs of the next token, and the KL of whole distributions."""
+    """How far a real model in 4 bits is from itself, on responses of its own: the KL, and log-probs of their tokens."""
     from ascent.policies.causal_lm import CausalLM
     from benchmarks.peers.models import smollm2, sums
 
-    folder, found = smollm2(), []
-    for more in ({}, {"lora": 1, "bits": 4}):
-        lm = CausalLM(folder, dtype="float32", device="cpu", **more).load()
-        chats = [torch.tensor(lm.encode([{"role": "user", "content": question}])) for question in sums(16)]
-        ids = pad_sequence(chats, batch_first=True, padding_value=-1)
-        there = ids[:, 1:] >= 0
-        logits = lm.model(ids.clamp(min=0)[:, :-1]).logits[there]
-        found.append(torch.log_softmax(logits, -1))
-    base, packed = found
-    apart = (packed - base).gather(-1, ids[:, 1:][there][:, None]).abs().mean()
-    kl = (base.exp() * (base - packed)).sum(-1).mean()
+    plain, packed = (CausalLM(smollm2(), dtype="float32", device="cpu", lora=1, bits=bits).load() for bits in (0, 4))
+    torch.manual_seed(0)
+    apart, kl = [], []
+    for question in sums(8):
+        prompt = torch.tensor([plain.encode([{"role": "user", "content": question}])])
+        ids = plain.model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=plain.end)
+        kept, drawn = ids.shape[1] - prompt.shape[1], ids[0, prompt.shape[1] :, None]
+        base, other = (
+            torch.log_softmax(lm.model(ids[:, :-1], logits_to_keep=kept).logits[0], -1) for lm in (plain, packed)
+        )
+        apart.append((other - base).gather(-1, drawn)[:, 0].abs())
+        kl.append((base.exp() * (base - other)).sum(-1))
+    gaps, kls = torch.cat(apart), torch.cat(kl)
     print(
-        f"{len(base):,} tokens: log-probs {float(apart):.4f} apart on average, KL of the distributions {float(kl):.4f}"
+        f"{len(gaps)} tokens: log-probs {float(gaps.mean()):.4f} apart on average, KL {float(kls.mean()):.4f} per token"
     )
     return 0
 
