@@ -118,7 +118,7 @@ class PackedBeside(NamedTuple):
     """`[rank in]`"""
     b: Tensor | None = None
 
-    def __call__(self, x: Tensor, _ops: Any, parts: bool = False) -> Tensor:  # noqa: ARG002
+    def __call__(self, x: Tensor, _ops: Any, parts: bool = False) -> Tensor:
         x = x.to(self.dtype)
         y = packed_product(x, self.packed, self.scale, self.bias)
         return y if self.a is None or self.b is None else y.addmm_(x @ self.a.t(), self.b.t())
