@@ -369,7 +369,13 @@ def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew()
             messages = await converse(client, 1, seed=3)
             on = await client.post("/v1/chat/completions", json={"messages": messages})
             assert on.headers["x-ascent-session"] == "extended"
-            messages[1] = messages[1] | {"content": "what it never said"}
+            *messages, last = [*messages, on.json()["choices"][0]["message"], *HELLO]
+            said, messages[1] = messages[1], messages[1] | {"content": "what it never said"}
+            long = {"messages": [*messages, last | {"content": "x" * 310}]}
+            assert (await client.post("/v1/chat/completions", json=long)).status_code == 400
+            true = {"messages": [messages[0], said, *messages[2:], last]}
+            on = await client.post("/v1/chat/completions", json=true)
+            assert on.headers["x-ascent-session"] == "extended", "what was refused has changed nothing"
             new = await client.post("/v1/chat/completions", json={"messages": messages})
             assert (new.status_code, new.headers["x-ascent-session"]) == (200, "rewritten")
         async with client_of(made.app, **{"x-session-id": "yours"}) as client:

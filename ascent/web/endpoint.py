@@ -243,6 +243,21 @@ class Endpoint:
         if live.busy is not None:
             raise Denied(409, "this session has a request under way: a conversation has one turn at a time")
         live.check_open()
+        before = live.session
+        try:
+            return self._hand_over(live, once, wish, read, tools)
+        except BaseException:
+            live.session = before  # a request that is refused begins no session anew
+            raise
+
+    def _hand_over(
+        self,
+        live: OpenSession,
+        once: bool,
+        wish: Wish,
+        read: Callable[[Session], list[int]],
+        tools: Sequence[Schema] | None,
+    ) -> PendingTurn:
         begun = "extended" if live.session.turns else "new"
         try:
             if live.session.rewritten:
