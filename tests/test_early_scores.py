@@ -178,7 +178,7 @@ def problems(offset: int = 0) -> Prompts:
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_response_that_is_over_is_handed_over_as_it_is(decoder: Any) -> None:
-    sampler = sampler_for(decoder)
+    sampler = sampler_for(decoder, rows=6)  # of two problems, so that responses to both end together
     quiet = sampler.draw(problems(), 4, torch.arange(12).view(3, 4))
     told = listening(sampler)
     loud = sampler.draw(problems(), 4, torch.arange(12).view(3, 4))

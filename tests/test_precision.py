@@ -12,9 +12,11 @@ import torch
 
 import ascent
 from ascent.assemble import assemble
+from ascent.engines.backends import backend_of
 from ascent.engines.language import precision
 from ascent.engines.language.precision import largest_activation, why_not_float16
 from ascent.settings import configure
+from ascent.workflows.compare import _is_run_of
 from ascent.workflows.policy import export
 from tests.language import model_of, write_tiny
 
@@ -114,6 +116,18 @@ def test_a_run_says_what_it_chose_and_an_earlier_one_continues_as_it_began(
     export(run.folder, tmp_path / "exported")
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "float16", "and exported as they are"
+
+
+@pytest.mark.usefixtures("card")
+def test_what_is_compared_is_in_one_precision(tiny_folder: Path) -> None:
+    both = {name: config(tiny_folder, algorithm=name) for name in ("grpo", "rloo", "ppo")}
+    backend = backend_of(both["ppo"])
+    dtypes = {name: one.policy.dtype for name, one in backend.comparable(both).items()}
+    assert dtypes == {"grpo": "bfloat16", "rloo": "bfloat16", "ppo": "auto"}, "which is bfloat16 with a critic"
+    del both["ppo"]
+    assert backend.comparable(both) is both
+    began = replace(both["grpo"], policy=replace(both["grpo"].policy, dtype="float16"))
+    assert _is_run_of(both["grpo"], began) and not _is_run_of(began, both["grpo"]), "and it is found again"
 
 
 def test_what_is_asked_for_stays(tiny_folder: Path) -> None:

@@ -171,6 +171,10 @@ class Backend(ABC):
         """The config of a new run with what its model was chosen to be."""
         return config
 
+    def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
+        """Settings that are compared, without what they would choose differently though nobody asked for it."""
+        return configs
+
     @abstractmethod
     def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = ALONE) -> Learner: ...
 

@@ -14,6 +14,7 @@ from ascent.api import resume, start
 from ascent.core.config import Config
 from ascent.core.menu import name_of
 from ascent.core.types import Refused
+from ascent.engines.backends import backend_of
 from ascent.records.display import Display, progress
 from ascent.records.run import Run
 from ascent.records.statistics import interval, known, over_seeds
@@ -26,6 +27,7 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"--out {out}: cannot write there ({error.strerror})") from None
+    configs = backend_of(next(iter(configs.values()))).comparable(configs)
     folders = {(name, seed): out / f"{_slug(name)}-s{seed}" for seed in seeds for name in configs}
     with progress(len(folders), "runs") as advance, ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         # Workers ignore Ctrl-C except inside a run, which then saves and ends.
@@ -59,7 +61,7 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
 
 
 def _is_run_of(asked: Config, run: Config) -> bool:
-    """Is it the run that was asked for? It has decided what was open: --init's checkpoint, steps, old log-probs."""
+    """Is it the run that was asked for? It has decided what was open: --init, steps, old log-probs, precision."""
     init = None if run.init is None or asked.init is None else Path(run.init)
     if init is not None and Path(asked.init or "").resolve() in (init, *init.parents):
         asked = replace(asked, init=run.init)
@@ -67,6 +69,8 @@ def _is_run_of(asked: Config, run: Config) -> bool:
         asked = replace(asked, steps=run.steps)
     if asked.old_logp == "auto":
         asked = replace(asked, old_logp=run.old_logp)
+    if getattr(asked.policy, "dtype", None) == "auto":
+        asked = replace(asked, policy=replace(asked.policy, dtype=getattr(run.policy, "dtype", "auto")))
     return run.to_dict() == asked.to_dict()
 
 

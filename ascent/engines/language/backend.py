@@ -150,6 +150,14 @@ class LanguageBackend(Backend):
         chosen = "mixed" if is_mixed(model.model) else "float16" if model.model.dtype == torch.float16 else "auto"
         return replace(config, policy=replace(config.policy, dtype=chosen))
 
+    def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
+        """If some would be in float16 and others in bfloat16, all are in bfloat16."""
+        narrow = {name for name, config in configs.items() if why_not_float16(config) is None}
+        if len(narrow) in (0, len(configs)):
+            return configs
+        plain = {name: replace(configs[name].policy, dtype="bfloat16") for name in narrow}
+        return {n: replace(config, policy=plain.get(n, config.policy)) for n, config in configs.items()}
+
     def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
