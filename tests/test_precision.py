@@ -42,6 +42,7 @@ def config(model: Path, **more: Any) -> Any:
         ({"policy.optimizer_state": "float32", "algorithm": "rloo"}, None),
         ({"policy.dtype": "bfloat16"}, "says it"),
         ({"policy.lora": 4}, "adapters"),
+        ({"policy.last_layers": 1}, "every parameter"),
         ({"algorithm": "ppo"}, "critic"),
         ({"algorithm": "ppo", "critic": "shared-critic"}, "critic"),
         ({"policy.optimizer_state": "bfloat16"}, "state"),

@@ -31,7 +31,7 @@ def why_not_float16(config: Config) -> str | None:
         "--policy.dtype says it": policy.dtype != "auto",
         "the model was given, with its own precision": policy.model in GIVEN,
         "it was measured on policies alone": config.data != "samples" or algorithm.loss.trains != "policy",
-        "it was not measured with adapters": policy.lora > 0,
+        "it was measured with every parameter, and not with adapters": bool(policy.lora or policy.last_layers),
         "it was not measured with a critic": algorithm.critic.on,
         "gradients are scaled for Adam": not isinstance(algorithm.update, Adam),
         "bfloat16 state is for parameters in bfloat16": policy.optimizer_state == "bfloat16",
