@@ -139,7 +139,7 @@ class WeightSender:
             for flat in weights.flat:
                 own = flat.to(self.device) if backend == "nccl" else flat
                 group.send([own.view(torch.uint8)], 1, 0).wait(timedelta(seconds=self.deadline))
-        except RuntimeError:  # the replica is gone; or it says why it was not reached
+        except (RuntimeError, ValueError):  # the replica is gone; or it says why it was not reached
             pass
 
     def reaches(self, name: str) -> bool:
@@ -175,7 +175,7 @@ def receive_weights(offer: Offer, device: torch.device, host: str) -> Iterator[d
             flat = torch.empty(piece.numbers, dtype=piece.dtype, device=device if other_gpu else "cpu")
             group.recv([flat.view(torch.uint8)], 0, 0).wait(seconds)
             yield piece.split(flat)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         words = str(error).strip().partition("\n")[0]
         raise Unreached(f"weights did not arrive by {backend}: {words}") from None
 
