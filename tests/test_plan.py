@@ -16,7 +16,6 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
 from ascent.engines.backend import Report
 from ascent.engines.language.attention import ours
-from ascent.engines.language.backend import _update
 from ascent.engines.language.learning import learner as learning
 from ascent.engines.language.learning import plan as planning
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
@@ -31,6 +30,7 @@ from ascent.engines.language.learning.plan import (
     update_operations,
 )
 from ascent.engines.language.learning.states import computed_tokens, hidden_states, parts_of
+from ascent.engines.language.preflight import report_update
 from tests import language
 from tests.language import VOCAB, batch_of, gradient_of
 
@@ -205,7 +205,7 @@ def test_the_preflight_says_how_an_update_is_cut(plan: Plan, words: list[str]) -
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
     task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), Report()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
-    _update(config, SimpleNamespace(plan=plan, whole_lm=lm), report)  # type: ignore[arg-type]
+    report_update(config, SimpleNamespace(plan=plan, whole_lm=lm), report)  # type: ignore[arg-type]
     for each in words:
         assert each in report.text()
 

@@ -18,7 +18,7 @@ from ascent.core.loop import scored
 from ascent.core.types import Prompts, Refused, Trouble
 from ascent.engines.backend import Report
 from ascent.engines.backends import BACKENDS
-from ascent.engines.language.backend import _episodes
+from ascent.engines.language.preflight import report_episodes
 from ascent.environments.play import Player, play_small
 from ascent.environments.processes import LocalEpisodes
 from ascent.environments.template import Tail
@@ -183,16 +183,16 @@ def test_the_preflight_says_what_it_saw_of_the_episodes(talk: Any, place: Path) 
     (batch, _), _ = talk
     cut = int(batch.measures[..., batch.measured.index("turns/cut")].sum())
     report = Report()
-    _episodes(batch, task_of(place, "Talk"), report)
+    report_episodes(batch, task_of(place, "Talk"), report)
     assert report.lines[0].startswith(f"episodes   12 played: 3.0 turns on average, 3 to 3; {cut} of 36 turns cut off")
     assert bool(report.warnings) == (cut > 18)
-    _episodes(batch, task_of(place, tools=("calculator",)), report)
+    report_episodes(batch, task_of(place, tools=("calculator",)), report)
     assert "no call of a tool" in report.lines[-1] and "nothing was called" in report.warnings[-1]
     called = batch.add(
         measures=torch.cat([batch.measures, torch.tensor([2.0, 1.5]).expand(3, 4, 2)], -1),
         measured=(*batch.measured, "tools/calls", "tools/unparsed"),
     )
-    _episodes(called, task_of(place, tools=("calculator",)), report)
+    report_episodes(called, task_of(place, tools=("calculator",)), report)
     assert "24 calls of tools: 18 unparsed" in report.lines[-1] and "do not parse" in report.warnings[-1]
 
 

@@ -15,7 +15,7 @@ import ascent
 from ascent.assemble import assemble
 from ascent.cli import main as cli
 from ascent.core.types import Refused
-from ascent.engines.language.backend import arithmetic, memory
+from ascent.engines.language.preflight import arithmetic, memory
 from ascent.records.evaluation import offline_batch
 from ascent.settings import configure
 

@@ -9,28 +9,24 @@ from typing import Any
 import torch
 
 from ascent.core.config import Config
-from ascent.core.groups import without_signal
-from ascent.core.loop import scored
 from ascent.core.losses import LogProb
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
-from ascent.core.types import Batch, Prompts, Refused, Streams
+from ascent.core.types import Prompts, Refused, Streams
 from ascent.core.update import Adam
 from ascent.engines.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
-from ascent.engines.language import trials
-from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, load_params
-from ascent.engines.language.learning.plan import (
-    CROWDED,
-    SHARE,
-    always_bytes,
-    bytes_per_token,
-    critic_bytes,
-    state_bytes,
-    update_operations,
-)
+from ascent.engines.language.learning.plan import CROWDED, SHARE, always_bytes, state_bytes
 from ascent.engines.language.learning.reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.engines.language.precision import precision_of, why_not_float16
+from ascent.engines.language.preflight import (
+    arithmetic,
+    report_memory,
+    report_reward,
+    report_sample,
+    report_seconds,
+    report_update,
+)
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import VisitedSampler
@@ -45,7 +41,6 @@ from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.timeline import Timeline
 from ascent.environments.play import play_text
 from ascent.policies.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
-from ascent.policies.four_bit import packed_count, parameter_count
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.tasks.sandboxed import check_walls
 from ascent.tasks.text.grading import rate_responses, self_test
@@ -231,20 +226,20 @@ class LanguageBackend(Backend):
                 what = f"a conversation may have {need} tokens (--max-context)"
             report.refusals.append(f"{what}, and the model has {room}: lower one of them.")
         here = sampler if config.policy.engine == "local" else None
-        _memory(config, learner, 0 if here is None else here.rows, report)
-        _update(config, learner, report)
+        report_memory(config, learner, 0 if here is None else here.rows, report)
+        report_update(config, learner, report)
         report.lines += [f"note       {note}" for note in notes]
         if config.data == "samples":
             judges = {source: grader for source, grader in task.graders.items() if source.startswith("judge:")}
-            _reward(self_test(config.task, judges=judges), report)
+            report_reward(self_test(config.task, judges=judges), report)
         if config.policy.engine != "local":
             where = " ".join(config.policy.engine_url) or f"started from {config.policy.engine_python}"
             report.lines.append(f"engine     {config.policy.engine}, {where}: probed after each load of weights")
         elif config.data == "samples" and not report.refusals:
             probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
-            sample = _sample(config, task, probe, report)
+            sample = report_sample(config, task, probe, report)
             if not config.task.agent:  # how long agents take, short trials of the model do not say
-                _seconds(config, learner, task, probe, sample, report)
+                report_seconds(config, learner, task, probe, sample, report)
         if config.task.sandboxed:
             report.lines.append(f"sandbox    {check_walls(config.task.sandbox_settings).words()}")
         report.lines += [f"data       {line}" for line in task.report()]
@@ -452,230 +447,3 @@ def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) ->
         return able and asked == "bfloat16"
     taken = always_bytes(lm, config.algorithm.reference.kept, critic)
     return taken > CROWDED * lm.gpu_memory
-
-
-# ---- before training ---------------------------------------------------------------------------------
-
-
-def arithmetic(config: Config) -> list[str]:
-    responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
-    micro = f"{config.micro_batch} tokens at once" if config.micro_batch else "everything at once"
-    passes = (
-        f"the run    {config.steps} steps: --data-epochs {config.data_epochs:g}, over the rows"
-        if config.data_epochs
-        else ""
-    )
-    return [
-        f"a step     {config.prompts} prompts per step × {config.samples} samples per prompt = {responses} responses, "
-        f"{updates} {'update' if updates == 1 else 'updates'} per step",
-        f"           micro-batch: {micro} (memory only: no number depends on it)",
-        *([f"           sampling runs up to {config.ahead} steps ahead of training"] if config.ahead else []),
-        *([passes] if passes else []),
-    ]
-
-
-EXACT = ("parameters", "gradients", "Adam", "reference", "critic")
-"""What a run needs whatever its batches are: known exactly, where the rest is an estimate."""
-
-
-def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int]:
-    """Bytes that a run takes, by what takes them.
-
-    `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
-    """
-    lm = learner.whole_lm
-    model, kept = lm.config, config.algorithm.reference.kept
-    every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
-    size = every[0].element_size()
-    names, spread = ("num_hidden_layers", "hidden_size", "num_attention_heads"), learner.spread
-    layers, width, heads = (getattr(model, name, 1) for name in names)
-    channel = getattr(model, "head_dim", None) or width // heads
-    shared = getattr(model, "num_key_value_heads", None) or heads
-    rows = min(rows, (1 + config.ahead) * config.prompts * config.samples)
-    tokens = config.task.room + config.task.max_prompt // max(config.samples, 1)
-    repeated = 1 if lm.shares else config.samples
-    longest = repeated * config.task.max_prompt + config.samples * config.task.room
-    micro = min(learner.plan.tokens, config.prompts * longest)
-    weights = sum(p.numel() * p.element_size() for p in every)
-    shards = 0 if learner.alone else sum(p.numel() * p.element_size() for p in learner.lm.model.parameters()) // spread
-    copies = weights if rows and lm.device.type == "cpu" else 0
-    gradient, adam = (2, 6) if learner.compact is not None else (max(size, 4), 8 + 4 * (size < 4 and learner.alone))
-    return {
-        "parameters": weights + shards,
-        "gradients": gradient * count // spread,
-        "Adam": adam * count // spread,
-        "reference": count * (size if learner.alone else max(size, 4)) // spread if kept else 0,
-        "critic": critic_bytes(learner.critic) // spread,
-        "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
-        "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
-        "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
-    }
-
-
-def _memory(config: Config, learner: LanguageLearner, rows: int, report: Report) -> None:
-    """What the run takes of what is there; the model that is loaded already counts on both sides."""
-    device, parts = learner.lm.device, memory(config, learner, rows)
-    total, sure = sum(parts.values()), sum(parts[name] for name in EXACT)
-    try:
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
-            there = int(min(free, learner.lm.gpu_memory))
-        else:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            line = next(line for line in lines if line.startswith("MemAvailable"))
-            there = int(line.split()[1]) * 1024 + parts["parameters"]
-    except (OSError, StopIteration):
-        report.lines.append(f"memory     about {_size(total)}; how much is there is not known")
-        return
-    shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
-    report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
-    if packed := packed_count(learner.lm.model):
-        whole = parameter_count(learner.lm.model)
-        report.lines.append(f"           {packed:,} of {whole:,} parameters are in 4 bits (--policy.bits)")
-    if learner.compact is not None:
-        report.lines.append(
-            "           gradients and moments are in bfloat16, rounded at random (--policy.optimizer-state)"
-        )
-    if sure > there:
-        smaller = f"take a smaller model{_smaller(config)}."
-        if config.policy.optimizer_state == "float32" and learner.lm.model.dtype == torch.bfloat16:
-            smaller = f"leave out --policy.optimizer-state, {smaller}"
-        report.refusals.append(
-            f"Parameters, gradients and optimizer state alone take {_size(sure)}, and there are {_size(there)}: "
-            + smaller
-        )
-    elif total > there:
-        report.warnings.append(
-            f"this may not fit: lower --micro-batch or --policy.rows, or set --policy.checkpointing{_smaller(config)}"
-        )
-
-
-def _smaller(config: Config) -> str:
-    """What a run may set to need less, if there is anything left."""
-    if config.policy.bits:
-        return ""
-    return ", or --policy.bits 4" if config.policy.lora else ", or --policy.lora 16"
-
-
-def _update(config: Config, learner: LanguageLearner, report: Report) -> None:
-    """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
-    plan, task, lm = learner.plan, config.task, learner.whole_lm
-    prompts, samples = -(-config.prompts // config.minibatches), config.samples
-    every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.room] * samples] * prompts)
-    one = task.room + round((plan.repeat if lm.shares else 1) * task.max_prompt)
-    whole = task.max_prompt * lm.shares + samples * one
-    parts = -(-prompts * whole // plan.tokens) if whole <= plan.tokens else prompts * -(-whole // plan.tokens)
-    report.lines.append(
-        f"update     at most {every / 1e12:,.3g} TFLOP, {attention / every:.0%} of them attention, in about {parts} "
-        f"{'micro-batch' if parts == 1 else 'micro-batches'} of up to {plan.tokens:,} tokens"
-    )
-    longest = task.max_prompt * lm.shares + one
-    if plan.tight(longest):
-        report.lines.append(
-            f"           a response of more than {plan.tokens:,} tokens, its prompt counted, computes its layers twice"
-        )
-        if longest > plan.checkpointed:
-            report.warnings.append(
-                f"a response at the limits takes {longest:,} tokens in training, and about {plan.checkpointed:,} fit: "
-                "lower --max-tokens or --max-prompt, or set --policy.lora 16"
-            )
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.0f} MiB"
-
-
-def _reward(test: Any, report: Report) -> None:
-    first, *more = test.lines()
-    report.lines += [f"reward     {first}", *(f"           {line}" for line in more)]
-    useless = test.compares and test.gold and test.corrupted and not test.gold_reward > test.corrupted_reward
-    if useless or (test.errors and test.errors >= test.gold + test.corrupted):
-        report.refusals.append("The reward failed its self-test, so training would learn from noise. " + more[0])
-    elif more:
-        report.warnings.append("the reward failed part of its self-test, above")
-
-
-def _sample(config: Config, task: Any, probe: LanguageSampler, report: Report) -> trials.Call:
-    """A few groups as a step would draw them, from random streams of their own; and how long that took."""
-    prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
-    rollouts, call = trials.timed(probe, prompts, config.samples)
-    batch, errors = scored(task, rollouts)
-    groups, responses = len(prompts), batch.truncated.numel()
-    silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
-    right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else None
-    short = batch.limits is not None and bool((batch.limits < batch.limit).any())
-    limit = "their limits" if short else f"{batch.limit} tokens"
-    known = "" if right is None else f"{right} of {responses} right, "
-    report.lines.append(
-        f"sample     {groups} groups of {config.samples}: {known}{silent} of {groups} groups "
-        f"without signal, {cut} of {responses} responses cut off at {limit}, mean reward "
-        f"{float(batch.reward.sum(-1).mean()):.3g}"
-    )
-    if batch.turn is not None:
-        _episodes(batch, config.task, report)
-    if errors:
-        what = "rewards or environments" if batch.turn is not None else "rewards"
-        report.warnings.append(f"{len(errors)} {what} failed. The first: {errors[0]}")
-    if silent == groups and groups > 1:
-        solved, advice = right == responses, "try an easier task, more --samples, or `ascent sft` first"
-        advice = "the task is solved already" if solved else advice
-        report.warnings.append(f"no group of the sample has signal, and nothing is learned from such groups: {advice}")
-    if cut > responses / 2:
-        report.warnings.append("most responses are cut off before they end: raise --max-tokens")
-    return call
-
-
-def _episodes(batch: Batch, task: Any, report: Report) -> None:
-    """What was seen of the conversations that were played: turns, calls, and how long environments took."""
-    assert batch.turn is not None and batch.measures is not None and batch.waited is not None
-    sums = dict(zip(batch.measured, batch.measures.sum((0, 1)).tolist(), strict=True))
-    turns = torch.where(batch.mask, batch.turn + 1, 0).amax(-1)
-    total, responses, slowest = int(turns.sum()), turns.numel(), float(batch.waited.max())
-    report.lines.append(
-        f"episodes   {responses} played: {total / responses:.1f} turns on average, {int(turns.min())} to "
-        f"{int(turns.max())}; {sums['turns/cut']:.0f} of {total} turns cut off; an answer took "
-        f"{trials.duration(float(batch.waited.sum()) / max(total, 1))}, the slowest {trials.duration(slowest)}"
-    )
-    if sums["turns/cut"] > total / 2:
-        report.warnings.append("most turns are cut off before they end: raise --turn-tokens or --max-tokens")
-    if not task.tools:
-        return
-    calls, unparsed = sums.get("tools/calls", 0.0), sums.get("tools/unparsed", 0.0)
-    wrong = ", ".join(f"{sums.get(f'tools/{name}', 0.0):.0f} {name}" for name in ("unparsed", "failed", "repeated"))
-    report.lines.append(f"           {calls:.0f} calls of tools: {wrong}" if calls else "           no call of a tool")
-    if not calls:
-        report.warnings.append(f"in {responses} responses nothing was called: `ascent sft` on calls first may help")
-    elif unparsed > calls / 2:
-        report.warnings.append(
-            "most calls do not parse: look at them with `ascent sample`, or show calls by `ascent sft`"
-        )
-
-
-def _seconds(
-    config: Config, learner: LanguageLearner, task: Any, probe: LanguageSampler, sample: trials.Call, report: Report
-) -> None:
-    """How long a step takes, by short trials: with responses as in the sample, and with all of them at the limit."""
-    prompts, samples, limits = config.prompts, config.samples, config.task
-    rows = min(probe.rows, prompts * samples)
-    drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))
-    short, twice = min(trials.SHORT, limits.room), learner.lm.device.type == "cuda"
-    calls = [] if twice else [sample]
-    for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.room)] * twice):
-        for _ in range(1 + twice):  # on a GPU the first call captures its graphs
-            _, call = trials.timed(probe, drawn[torch.arange(min(groups, len(drawn)))], samples, limit)
-        calls.append(call)
-    costs, mean = trials.sampling_costs(calls), sample.tokens / (sample.prompts * samples)
-    lengths = ((mean, sample.steps), (limits.room, limits.room))
-    sampling = [trials.sampling_seconds(costs, prompts, samples, rows, *length) for length in lengths]
-    parts = [f"sampling {trials.duration(sampling[0])}"]
-    most = [trials.duration(sampling[1])]
-    if not config.algorithm.update.whole:
-        prompt = round(float((drawn.prompt >= 0).sum(-1).double().mean()))
-        rate = trials.update_rate(learner, prompt, limits.room)
-        both = ((prompt, round(mean)), (limits.max_prompt, limits.room))
-        update = [trials.update_seconds(config, learner, rate, *lengths) for lengths in both]
-        parts, most = [*parts, f"update {trials.duration(update[0])}"], [*most, trials.duration(update[1])]
-    report.lines.append(
-        f"time       per step about: {', '.join(parts)}, for responses of {mean:.0f} tokens as in the sample; at the "
-        f"limits {' and '.join(most)}. By short trials, ± half; rewards and evaluations come on top"
-    )
