@@ -142,10 +142,11 @@ def measured_before() -> Iterator[Point]:
             )  # fmt: skip
     for line in closing_lines("step_gpu"):
         if line["name"] == "step_gpu":
-            name, own = line["shape"], line["seconds"]["ascent"]
-            groups = [[256] * (16 if name == "135m" else 8)] * 32
+            name, own, samples = line["shape"], line["seconds"]["ascent"], 16 if line["shape"] == "135m" else 8
+            tokens = line["loss_tokens"] // (32 * samples)
+            groups = [[tokens] * samples] * 32
             yield Point(
-                "step_gpu", name, "whole step", f"32 × {len(groups[0])} × 256", min(own["seconds"]),
+                "step_gpu", name, "whole step", f"32 × {samples} × {tokens}", min(own["seconds"]),
                 lambda fit, n=name, g=groups: step_seconds(n, g, fit), False,
             )  # fmt: skip
     for line in closing_lines("ragged_gpu"):
@@ -313,8 +314,8 @@ The largest error of a held-out time is {worst:.0%} (target: {WITHIN:.0%}), that
 The constants are fitted to the calibration set alone: calls of the 135M and the 1.5B shape with 256, 2,048 or 8,192
 tokens. Held out are other shapes (360M, 0.6B, 1B, 3B, 7B), other lengths (128, 512 and 1,024), responses of many
 lengths, sampling ahead, and whole steps. Of repeated calls the fastest counts. The form of the model was chosen among a
-few with all figures of 2026-11-16 in sight; its constants were not. The reward's 0.15 ms per response are read off
-[scaling](scaling_gpu.md). The 7B shape was sampled, and not trained: its state in float32 does not fit. Not measured
+few with all figures of 2026-11-16 in sight; its constants were not. The reward's 0.06 ms per response are read off
+[step](step_gpu.md), with 24 tokens per response. The 7B shape was sampled, and not trained: its state in float32 does not fit. Not measured
 are larger models, several cards, and any other kind of GPU.
 
 ## Constants

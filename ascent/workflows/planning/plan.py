@@ -22,7 +22,7 @@ from ascent.workflows.planning.shapes import ModelShape
 
 HOST = 2.7e9
 """Bytes per second of the connection over which rank 0 hands out batches and collects responses (gloo), at most."""
-REWARD = 1.5e-4
+REWARD = 6e-5
 """Seconds of rank 0 for the text and the reward of a response."""
 TOKEN_BYTES, SCORED_BYTES = 13, 4
 """Of a response's token: its id, its mask and its log-prob; and each further number about it."""

@@ -47,6 +47,8 @@ class ModelShape:
     """Why it decodes without captured graphs, if it does."""
     packable: int = 0
     """Parameters in matrices that can be kept in 4 bits."""
+    normed: bool = False
+    """Have queries and keys norms of their own?"""
 
     @property
     def head(self) -> int:
@@ -61,7 +63,8 @@ class ModelShape:
     def kept(self) -> int:
         """Bytes that autograd keeps of a token in bfloat16, about: fused norms and gates, flash attention."""
         layer = 4 * self.width + 2 * (self.heads + self.shared) * self.channel + 3 * self.inner
-        return self.layers * (2 * layer + 4 * self.heads + 8)
+        norms = (self.heads + self.shared) * (2 * self.channel + 8) if self.normed else 0
+        return self.layers * (2 * layer + 4 * self.heads + 8 + norms)
 
     def trained(self, lora: int, last_layers: int) -> int:
         """Parameters that are trained."""
@@ -140,4 +143,5 @@ def shape_of(model: Any) -> ModelShape:
         positions=getattr(config, "max_position_embeddings", None),
         unlike=unlike,
         packable=sum(w.numel() for w in matrices if w.shape[-1] % BLOCK == 0),
+        normed=any(hasattr(module, "q_norm") for module in backbone.modules()),
     )
