@@ -315,8 +315,8 @@ The constants are fitted to the calibration set alone: calls of the 135M and the
 tokens. Held out are other shapes (360M, 0.6B, 1B, 3B, 7B), other lengths (128, 512 and 1,024), responses of many
 lengths, sampling ahead, and whole steps. Of repeated calls the fastest counts. The form of the model was chosen among a
 few with all figures of 2026-11-16 in sight; its constants were not. The reward's 0.06 ms per response are read off
-[step](step_gpu.md), with 24 tokens per response. The 7B shape was sampled, and not trained: its state in float32 does not fit. Not measured
-are larger models, several cards, and any other kind of GPU.
+[step](step_gpu.md), with 24 tokens per response. The 7B shape was sampled, and not trained: its state in float32 does
+not fit. Not measured are larger models, several cards, and any other kind of GPU.
 
 ## Constants
 
