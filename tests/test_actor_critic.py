@@ -74,6 +74,7 @@ def test_the_critic_learns_with_the_policy(row: str, more: dict[str, Any], tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "more"), [("ppo", {}), ("trpo", {"epochs": 1, "update.delta": 0.1})])
+@pytest.mark.smoke
 def test_the_per_position_policy_learns(row: str, more: dict[str, Any], tmp_path: Path) -> None:
     more = {"exploration": "annealed", **more}
     run = ascent.train("lecture", out=tmp_path / "r", show=False, algorithm=row, steps=30, **more)

@@ -26,6 +26,7 @@ from ascent.records.conversation import conversation
 from ascent.records.display import Display
 from ascent.settings import configure
 from ascent.web import agents as in_training
+from tests.cases import mostly_smokes
 from tests.stand_in import serving
 
 pytestmark = pytest.mark.long
@@ -147,7 +148,7 @@ def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
     assert run.metrics[-1]["reward_errors"] == 0 and run.metrics[-1][MISMATCH] < 1e-5
 
 
-@pytest.mark.parametrize("engine", ["local", "vllm"])
+@pytest.mark.parametrize("engine", mostly_smokes(["local", "vllm"], "local"))
 def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_that_does_not(
     config: Any, tiny_folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

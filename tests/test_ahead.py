@@ -231,16 +231,13 @@ def numbers(run: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.metrics]
 
 
-@pytest.mark.long
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"ahead": 2}, marks=pytest.mark.smoke),
+        {"ahead": 2},
         {"ahead": 1, "algorithm": "dapo", "shaping": "no-shaping", "top_p": 0.9, "epochs": 2},
-        pytest.param(
-            {"ahead": 3, "algorithm": "ppo", "policy.lora": 4, "correction": "masked", "record_rollouts": "all"},
-            marks=pytest.mark.smoke,
-        ),
+        {"ahead": 3, "algorithm": "ppo", "policy.lora": 4, "correction": "masked", "record_rollouts": "all"},
     ],
     ids=["grpo", "dapo", "ppo with LoRA"],
 )

@@ -230,6 +230,7 @@ def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_interrupted_on_all_cores_and_gone_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ def test_a_bare_model_gets_the_share_that_was_made_right(world: Path, tiny_folde
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_a_run_says_how_many_responses_were_decoded_at_once(run: Run, sorter: Run) -> None:
     """Of 12 responses, without those of the evaluations. A small policy draws all at once, and has nothing to say."""
     lines = read_lines(run.folder / "lanes.jsonl")
@@ -382,6 +383,7 @@ def test_best_is_the_checkpoint_of_the_best_evaluation(sorter: Run, ascent: Any)
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_a_run_is_evaluated_on_another_task(run: Run, ascent: Any) -> None:
     options = ("--options", '{"min_terms": 2, "max_terms": 2, "max_digits": 1}', "--prompts", 4)
     said = ascent("eval", run.folder, "--task", "reasoning-gym:chain_sum", *options, "--max-tokens", 5, "--json")

@@ -171,6 +171,7 @@ SMALL = {"length": 3, "numbers": 4, "policy.width": 16, "prompts": 32, "threads"
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_sft_then_dpo_on_sort(tmp_path: Path) -> None:
     sft = ascent.train("sort", algorithm="sft", steps=60, out=tmp_path / "sft", lr=1e-2, **SMALL)
     assert sft.info["label"] == "sft" and sft.config.samples == 1

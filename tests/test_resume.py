@@ -261,7 +261,7 @@ def kills(names: list[str], took: float, rng: random.Random, turn: int) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_smokes(SETTINGS, "running mean", "a conversation"))
+@pytest.mark.parametrize("name", mostly_smokes(SETTINGS, "running mean"))
 def test_a_killed_run_ends_in_the_same_bits(name: str, tmp_path: Path, unharmed: Any) -> None:
     expected, names, took = unharmed(name)
     for i, story in enumerate(kills(names, took, random.Random(name), list(SETTINGS).index(name))):

@@ -249,6 +249,7 @@ def test_the_command_goes_on_after_an_interrupt(
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_rounds_of_words_labelled_by_a_judge(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

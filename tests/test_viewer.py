@@ -174,6 +174,7 @@ def test_a_metric_that_is_a_word_in_one_line_does_not_cost_the_others(tmp_path: 
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_memory_does_not_grow_with_a_run_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "MOST_NUMBERS", 50_000)
     path, sizes = tmp_path / "m", []

@@ -491,6 +491,7 @@ def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
     """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
     run, said = nines
