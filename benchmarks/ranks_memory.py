@@ -65,7 +65,8 @@ def laid_out(sampler: Any) -> int:
     """What the sampler holds on a CPU and not on a GPU."""
     while hasattr(sampler, "inner"):
         sampler = sampler.inner
-    return sum(tensor.numel() * tensor.element_size() for tensor in sampler._laid_out[1])
+    copies = [product.copy for product in sampler.packed.products]
+    return sum(tensor.numel() * tensor.element_size() for tensor in copies)
 
 
 def work(rank: int, size: int, port: int, folder: Path) -> None:

@@ -346,7 +346,8 @@ def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
 
 
 def test_the_decoder_of_groups_is_the_one_that_serves() -> None:
-    assert ready("group").decoder is GroupDecoder
+    decoder: Any = ready("group").decoder
+    assert decoder.func is GroupDecoder
 
 
 # ---- taken together ----------------------------------------------------------------------------------------------

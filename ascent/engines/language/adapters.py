@@ -100,6 +100,14 @@ class Beside(NamedTuple):
         """x·Wᵀ, and behind it h if there is an adapter."""
         return ops.linear(x, self.weight, self.bias)
 
+    def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
+        """act(gate)·up of x, where these matrices are gate and up."""
+        if self.b is None:
+            return ops.gated_linear(x, self.weight, self.bias, gelu)
+        if len(self.ranks) == 1:  # one adapter for gate and up
+            return ops.gated(self(x, ops).contiguous(), gelu=gelu)
+        return ops.gated(self.base(x, ops), self.b, self.ranks, gelu)
+
     @staticmethod
     def adapted(whole: Tensor, b: Tensor) -> Tensor:
         """x·Wᵀ + h·Bᵀ, where `whole` is [x·Wᵀ, h, …]; in the place of x·Wᵀ."""
@@ -118,10 +126,13 @@ class PackedBeside(NamedTuple):
     """`[rank in]`"""
     b: Tensor | None = None
 
-    def __call__(self, x: Tensor, _ops: Any, parts: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
         x = x.to(self.dtype)
         y = packed_product(x, self.packed, self.scale, self.bias)
         return y if self.a is None or self.b is None else y.addmm_(x @ self.a.t(), self.b.t())
+
+    def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
+        return ops.gated(self(x, ops), gelu=gelu)
 
 
 class Lookup(NamedTuple):
@@ -185,7 +196,7 @@ def beside(modules: Sequence[Any], copies: Copies) -> Beside | PackedBeside:
     if is_packed(plain[0]):
         whole = _packed_beside(plain, rank)
         if whole.a is not None and whole.b is not None:
-            _copy_adapters(copies, adapters, out, whole.a, whole.b)
+            copy_adapters(copies, adapters, out, whole.a, whole.b)
         return whole
     rows = sum(out) + rank
     rows += -rows % ROWS if rank else 0
@@ -195,7 +206,7 @@ def beside(modules: Sequence[Any], copies: Copies) -> Beside | PackedBeside:
     if not rank:
         return Beside(weight, bias)
     b = flat[rows * width :].view(sum(out), rank)
-    _copy_adapters(copies, adapters, out, weight[sum(out) :], b)
+    copy_adapters(copies, adapters, out, weight[sum(out) :], b)
     return Beside(weight, bias, b, ranks)
 
 
@@ -212,9 +223,7 @@ def _packed_beside(plain: Sequence[FourBit], rank: int) -> PackedBeside:
     return PackedBeside(packed, scale, bias, first.dtype, a.view(rank, width), b.view(out, rank))
 
 
-def _copy_adapters(
-    copies: Copies, adapters: Sequence[Adapter | None], out: Sequence[int], a: Tensor, b: Tensor
-) -> None:
+def copy_adapters(copies: Copies, adapters: Sequence[Adapter | None], out: Sequence[int], a: Tensor, b: Tensor) -> None:
     """Have each adapter copied to its rows of A, and to its rows and columns of B."""
     row = column = 0
     for count, adapter in zip(out, adapters, strict=True):

@@ -68,9 +68,13 @@ class Head:
         elif self.mixed:
             z = HeadFormulas.logits(hidden, self.weight, self.bias)
         else:
-            z = F.linear(hidden, self.weight, self.bias).to(torch.promote_types(hidden.dtype, torch.float32))
+            z = self.multiply(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
+
+    def multiply(self, hidden: Tensor) -> Tensor:
+        """h·Wᵀ + b"""
+        return F.linear(hidden, self.weight, self.bias)
 
     def chunk(self) -> int:
         """Tokens in a chunk."""

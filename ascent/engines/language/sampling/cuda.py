@@ -26,7 +26,7 @@ from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.model import Llama, Unlike
+from ascent.engines.language.sampling.model import GAP, Llama, Unlike
 from ascent.engines.language.sampling.pages import NOWHERE, Pages, Row, Schedule
 from ascent.engines.language.sampling.prefill import WORK, CapturedPasses, Prefill
 from ascent.engines.language.sampling.step import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, Board
@@ -55,8 +55,6 @@ APART, LATEST = 0.002, 0.05
 """Seconds: answers that come no further apart are taken together, but none waits longer for others."""
 BURST = 0.003
 """The same, of requests: a server reads some of them while the others are on their way."""
-GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-"""How far hidden states may be apart by rounding alone, relative to their size."""
 SLOW = "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: {why}"
 """What a run says that decodes without graphs; measured on an H200, with 135 million and 1.5 billion parameters."""
 

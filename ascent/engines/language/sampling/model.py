@@ -15,25 +15,16 @@ same parts but other arithmetic by `gap` in cuda.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ascent.engines.language.adapters import (
-    Beside,
-    Copies,
-    Lookup,
-    PackedBeside,
-    beside,
-    is_adapter,
-    lookup,
-    taken_apart,
-)
+from ascent.engines.language.adapters import Copies, Lookup, beside, is_adapter, lookup, taken_apart
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.step import LAST, Board, Norm, Turn, add_norm
@@ -45,18 +36,33 @@ STEADY = ("default", "linear", "llama3", "yarn")
 MATRICES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 KNOWN_PARTS = {"self_attn", "mlp", "act_fn", "activation_fn", "q_norm", "k_norm", *MATRICES, *NORMS}
+GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+"""How far hidden states may be apart by rounding alone, relative to their size."""
 
 
 class Unlike(Exception):
     """This architecture is not Llama's like; says in what."""
 
 
+class Matrix(Protocol):
+    """Matrices that read the same states, as one."""
+
+    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor: ...
+
+    def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
+        """act(gate)·up of x, where they are gate and up."""
+
+
+Join = Callable[[Sequence[Any], Copies], Matrix]
+"""What makes one of several modules."""
+
+
 @dataclass(frozen=True)
 class Layer:
-    qkv: Beside | PackedBeside
-    o: Beside | PackedBeside
-    gate_up: Beside | PackedBeside
-    down: Beside | PackedBeside
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
     before: tuple[Norm | None, Norm | None]
     """Of what goes into the attention, and into the MLP; so too of what comes out of them."""
     after: tuple[Norm | None, Norm | None]
@@ -91,15 +97,16 @@ class Llama:
     """Of adapters; to be made again when these have changed."""
 
     @classmethod
-    def of(cls, model: Any) -> Llama:
+    def of(cls, model: Any, join: Join = beside) -> Llama:
         """Describe a transformers model as it is now. Raises Unlike; else its matrices have been laid side by side.
 
-        Parameters that change later are seen, but for adapters: these are copied here.
+        Parameters that change later are seen, but for adapters: these are copied here. `join`: another way to have
+        matrices together.
         """
         check_like(model)
         backbone, copies = backbone_of(model), Copies()
         first, rotary = backbone.layers[0], backbone.rotary_emb
-        layers = [_layer(layer, copies) for layer in backbone.layers]
+        layers = [_layer(layer, copies, join) for layer in backbone.layers]
         words = lookup(model.get_input_embeddings(), copies)
         copies.make()
         both = sum(taken_apart(matrix)[0].out_features for matrix in _reading(first.self_attn, "qkv_proj"))
@@ -125,10 +132,13 @@ class Llama:
 
     def tables(self, longest: int) -> list[Pair]:
         """By layer, cosines and sines `[position channel]`, rounded as the model rounds them."""
+        return self.turns(torch.arange(longest, device=self.embedding.device))
+
+    def turns(self, positions: Tensor) -> list[Pair]:
+        """The same at these positions."""
         like, found = self.embedding.new_empty(1, dtype=torch.float32 if self.mixed else None), {}
-        positions = torch.arange(longest, device=like.device)[None]
         for kind in dict.fromkeys(self.rotations):
-            cos, sin = self.rotary(like, positions) if kind is None else self.rotary(like, positions, kind)
+            cos, sin = self.rotary(like, positions[None], *([] if kind is None else [kind]))
             if cos.shape[-1] != self.channel:
                 raise Unlike("only a part of its channels is rotated")
             found[kind] = cos[0].contiguous(), sin[0].contiguous()
@@ -139,7 +149,8 @@ class Llama:
         norms: list[Norm | None] = [self.norm]
         parts: list[Any] = [*self.words, self.head.weight, self.head.bias]
         for layer in self.layers:
-            parts += [*layer.qkv, *layer.o, *layer.gate_up, *layer.down]
+            matrices: list[Any] = [layer.qkv, layer.o, layer.gate_up, layer.down]
+            parts += [part for matrix in matrices for part in matrix]
             norms += [*layer.before, *layer.after, *(layer.norms_qk or ())]
         parts += [norm.weight for norm in norms if norm is not None]
         return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
@@ -168,17 +179,8 @@ class Llama:
                 qkv = torch.cat([q, k, v], -1)
             y = _out(ops, layer.o, attend(i, layer, qkv), layer.after[0])
             x, h = _into(ops, x, y, layer.before[1])
-            y = _out(ops, layer.down, self._inner(ops, layer.gate_up, h), layer.after[1])
+            y = _out(ops, layer.down, layer.gate_up.gated(h, ops, self.gelu), layer.after[1])
         return _into(ops, x, y, self.norm)[1]
-
-    def _inner(self, ops: ModuleType, both: Beside | PackedBeside, h: Tensor) -> Tensor:
-        if isinstance(both, PackedBeside):
-            return ops.gated(both(h, ops), gelu=self.gelu)
-        if both.b is None:
-            return ops.gated_linear(h, both.weight, both.bias, self.gelu)
-        if len(both.ranks) == 1:  # one adapter for gate and up
-            return ops.gated(both(h, ops).contiguous(), gelu=self.gelu)
-        return ops.gated(both.base(h, ops), both.b, both.ranks, self.gelu)
 
 
 def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pair:
@@ -189,11 +191,19 @@ def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pa
     return x, x
 
 
-def _out(ops: ModuleType, matrix: Beside | PackedBeside, h: Tensor, norm: Norm | None) -> Tensor:
+def _out(ops: ModuleType, matrix: Matrix, h: Tensor, norm: Norm | None) -> Tensor:
     """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
     if norm is None:
         return matrix(h, ops, parts=True)
     return ops.add_norm(matrix(h, ops).contiguous(), None, *norm)[1]
+
+
+def norm_heads(qkv: Tensor, norms: tuple[Norm, Norm], shared: int) -> Tensor:
+    """The same with each head of queries and keys normed."""
+    parts = qkv.view(len(qkv), -1, len(norms[0].weight))
+    *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
+    normed = [add_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
+    return torch.cat([*normed, v], 1).flatten(1)
 
 
 # ---- what a model is made of --------------------------------------------------------------------------
@@ -312,14 +322,14 @@ def _norms(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | No
     return (_norm(layer.input_layernorm), _norm(layer.pre_feedforward_layernorm)), after
 
 
-def _layer(layer: Any, copies: Copies) -> Layer:
+def _layer(layer: Any, copies: Copies, join: Join) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     before, after = _norms(layer)
     return Layer(
-        qkv=beside(_reading(attention, "qkv_proj"), copies),
-        o=beside([attention.o_proj], copies),
-        gate_up=beside(_reading(mlp, "gate_up_proj"), copies),
-        down=beside([mlp.down_proj], copies),
+        qkv=join(_reading(attention, "qkv_proj"), copies),
+        o=join([attention.o_proj], copies),
+        gate_up=join(_reading(mlp, "gate_up_proj"), copies),
+        down=join([mlp.down_proj], copies),
         before=before,
         after=after,
         norms_qk=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,

@@ -18,8 +18,7 @@ from torch import Tensor
 from ascent.engines.language.attention import Spans
 from ascent.engines.language.graphs import Graphs, power_above, size_above
 from ascent.engines.language.sampling.cache import Cache, Extending, Pair
-from ascent.engines.language.sampling.model import Layer, Llama
-from ascent.engines.language.sampling.step import Norm, add_norm
+from ascent.engines.language.sampling.model import Layer, Llama, norm_heads
 
 SIZES = 24
 """Sizes that are captured, at most; further ones are launched."""
@@ -107,7 +106,7 @@ class Prefill:
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             pages = layout.cache.layers[i]
             if layer.norms_qk is not None and not layer.norms_all(net.channel):
-                qkv = _norm_heads(qkv, layer.norms_qk, net.heads)
+                qkv = norm_heads(qkv, layer.norms_qk, net.heads)
             q = ops.place_given(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
             k, v = ops.gather_keys(pages, *layout.seen)
             return layout.mix(q, k, v, layer.scale).flatten(1)
@@ -149,11 +148,3 @@ class CapturedPass:
         torch._foreach_copy_(self.parts, self._padded(ids, layout))
         self.replay()
         return self.out.unsqueeze(0)
-
-
-def _norm_heads(qkv: Tensor, norms: tuple[Norm, Norm], shared: int) -> Tensor:
-    """The same with each head of queries and keys normed."""
-    parts = qkv.view(len(qkv), -1, len(norms[0].weight))
-    *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
-    normed = [add_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
-    return torch.cat([*normed, v], 1).flatten(1)

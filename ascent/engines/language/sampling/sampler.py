@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from ascent.core.protocols import Finished, Open, Sampler
 from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.head import Head
-from ascent.engines.language.sampling.cache import Cache, Decoding, Segment, extend
+from ascent.engines.language.sampling.cache import Cache, Decoding, Encodes, Segment, extend
 from ascent.engines.language.sampling.draw import Drawn, HandOver, Support, response_seeds
 from ascent.engines.language.sampling.pages import Pages, Row, Schedule
+from ascent.engines.language.sampling.prepacked import Prepacked, prepacked
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
 from ascent.engines.turns import Turns
@@ -60,6 +62,12 @@ class LanguageSampler(Sampler):
             graphs, why = graph_decoder(lm)
             self.note = None if graphs else SLOW.format(why=why)
             self.decoder = graphs or GroupDecoder
+        self.packed: Prepacked | None = None
+        """What computes hidden states on a CPU, in place of the model."""
+        if lm.shares and lm.device.type == "cpu":
+            self.packed = prepacked(lm)
+            if self.packed is not None:
+                self.decoder = partial(GroupDecoder, net=self.packed)
         self.timeline = Timeline()
         """How many responses ran when, of the tickets since it was last taken."""
         self.latest = Timeline()
@@ -193,12 +201,15 @@ class LanguageSampler(Sampler):
     def prepared(self) -> Iterator[Head]:
         """Inside, the model and its head are ready to decode: on a CPU, laid out for products with few rows.
 
-        x·Wᵀ with Wᵀ contiguous takes 10 % less time at 64 rows and a quarter less at 16. The copies are made anew
-        when the parameters have changed; the learner never sees them.
+        prepacked.py does it for models like Llama. For others x·Wᵀ with Wᵀ contiguous takes 10 % less time at 64 rows,
+        and a quarter less at 16; the copies are made anew when the parameters have changed.
         """
         head = Head.of(self.lm.model.eval() if self.lm.model.training else self.lm.model)
         if self.lm.device.type != "cpu":
             yield head
+            return
+        if self.packed is not None:
+            yield self.packed.renewed(self.version)
             return
         layers = [m for m in self.lm.backbone.modules() if isinstance(m, torch.nn.Linear) and not is_packed(m)]
         every = [m.weight for m in layers] + [head.weight]
@@ -277,9 +288,17 @@ class GroupDecoder:
     """
 
     def __init__(
-        self, lm: LanguageModel, prompts: list[list[int]], samples: int, rows: int, drawn: Drawn, room: int = 0
+        self,
+        lm: LanguageModel,
+        prompts: list[list[int]],
+        samples: int,
+        rows: int,
+        drawn: Drawn,
+        room: int = 0,
+        net: Encodes | None = None,
     ):
-        self.lm, self.prompts, self.drawn = lm, dict(enumerate(prompts)), drawn
+        """`net`: what computes hidden states in place of the model."""
+        self.lm, self.prompts, self.drawn, self.net = lm, dict(enumerate(prompts)), drawn, net or lm
         rows, lengths = min(rows, len(drawn.length)), [len(p) for p in prompts]
         slots = min(len(prompts) or rows, -(-rows // samples) + 1)
         most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths, default=drawn.longest) // PAGE)
@@ -315,7 +334,7 @@ class GroupDecoder:
                 before = now
                 last = torch.tensor([self.last[row.response] for row in rows], device=self.lm.device)
                 positions = self.decoding.begin(rows)
-                hidden = self.lm.hidden(last[:, None], positions[:, None], self.decoding)
+                hidden = self.net.hidden(last[:, None], positions[:, None], self.decoding)
                 for row in rows:
                     row.length += 1
                 self._draw(hidden[:, 0], [row.response for row in rows])
@@ -367,7 +386,7 @@ class GroupDecoder:
             for row, own in zip(rows, tokens, strict=True)
         ]
         if segments:
-            extend(self.lm, self.cache, tokens, segments)
+            extend(self.net, self.cache, tokens, segments)
 
     def _admit(self) -> None:
         """Let waiting responses in while there is room; their first tokens come from their prompts."""
@@ -392,7 +411,7 @@ class GroupDecoder:
         if not fresh:
             return
         segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
-        hidden = extend(self.lm, self.cache, [self.prompts[p] for p in fresh], segments)
+        hidden = extend(self.net, self.cache, [self.prompts[p] for p in fresh], segments)
         self.hidden |= dict(zip(fresh, hidden, strict=True))
         schedule.fresh = []
 

@@ -1,0 +1,131 @@
+"""Decoding on a CPU from copies of the matrices: the same responses as from the model itself, whatever has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ascent.core.types import Prompts, Rollouts
+from ascent.engines.language.sampling import prepacked as module
+from ascent.engines.language.sampling.prepacked import Prepacked, gap, prepacked
+from ascent.engines.language.sampling.sampler import GroupDecoder
+from ascent.policies import LanguageModel
+from ascent.policies.causal_lm import mix
+from tests.language import model_of, prompts_of, sampler_of
+from tests.test_adapters import adapted_model, move
+from tests.test_cuda_decoder import drawn_by, same
+from tests.test_four_bit import packed_model
+
+NO_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+WAYS = [False, pytest.param(True, marks=NO_ONEDNN)]
+
+
+def drawn(lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
+    sampler = sampler_of(lm, **more)
+    assert sampler.packed is not None
+    return sampler.generate(Prompts.of(prompts_of()), samples, greedy)
+
+
+def only(lm: LanguageModel) -> Prepacked:
+    packed = prepacked(lm)
+    assert packed is not None
+    return packed
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo2", "Gemma", "Gemma3Text"])
+def test_it_draws_what_the_model_draws(kind: str) -> None:
+    lm = model_of(kind)
+    same(drawn(lm, rows=5), drawn_by(GroupDecoder, lm, rows=5))
+
+
+@pytest.mark.parametrize("packs", WAYS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_and_transposed_copies(packs: bool, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "packs", lambda _: packs)
+    lm = model_of(dtype=torch.float32, attention_bias=biased, mlp_bias=biased, tie_word_embeddings=not biased)
+    with torch.no_grad():
+        for name, p in lm.model.named_parameters():
+            if name.endswith("bias"):
+                p.copy_(torch.linspace(-0.3, 0.3, len(p)))
+    assert all(product.copy.is_mkldnn == packs for product in only(lm).products)
+    same(drawn(lm), drawn_by(GroupDecoder, lm), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "mixed"])
+def test_half_precision_rounds_where_the_model_does(name: str) -> None:
+    lm = model_of(dtype=torch.float16 if name == "float16" else torch.bfloat16)
+    mix(lm.model, name == "mixed")
+    assert gap(only(lm)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("Llama", "all-linear"), ("Qwen2", ["q_proj", "v_proj", "up_proj"]), ("Phi3", ["qkv_proj"])]
+)
+def test_adapters_are_read_again_and_frozen_matrices_are_not(kind: str, targets: Any) -> None:
+    lm = adapted_model(kind, targets)
+    sampler = sampler_of(lm)
+    assert sampler.packed is not None
+    before = [product.copy for product in sampler.packed.products]
+    for version in range(2):
+        sampler.version = version
+        got = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
+        same(got, drawn_by(GroupDecoder, lm, 2, greedy=True))
+        move(lm)
+    assert all(a is b.copy for a, b in zip(before, sampler.packed.products, strict=True))
+
+
+def add(p: torch.Tensor) -> None:
+    p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p))
+
+
+def add_unseen(p: torch.Tensor) -> None:
+    """So that torch does not count it."""
+    add(p.data)
+
+
+def elsewhere(p: torch.Tensor) -> None:
+    p.data = p.data.clone()
+    add_unseen(p)
+
+
+@pytest.mark.parametrize("change", [add, add_unseen, elsewhere])
+def test_changes_of_the_parameters_are_seen(change: Any) -> None:
+    lm = model_of("Qwen2")
+    sampler = sampler_of(lm)
+    sampler.version = 0
+    first = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
+    with torch.no_grad():
+        for p in lm.model.parameters():
+            change(p)
+    sampler.version = 1  # as after `load`
+    second = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
+    same(second, drawn_by(GroupDecoder, lm, 2, greedy=True))
+    assert not torch.equal(first.logp_sampler, second.logp_sampler)
+
+
+def test_parameters_stay_where_they_are_while_it_decodes() -> None:
+    """Others may read the model at the same time."""
+    lm = model_of()
+    sampler, places = sampler_of(lm), [(p.data_ptr(), p.stride()) for p in lm.model.parameters()]
+    with sampler.prepared():
+        assert places == [(p.data_ptr(), p.stride()) for p in lm.model.parameters()]
+
+
+def test_other_models_are_decoded_by_their_own_layers() -> None:
+    lms = [model_of("GPT2"), model_of("Cohere"), packed_model()]
+    lms.append(adapted_model(targets=["q_proj", "embed_tokens"], tie_word_embeddings=False))
+    for lm in lms:
+        sampler = sampler_of(lm)
+        assert sampler.packed is None and sampler.decoder is GroupDecoder
+        assert bool(sampler.generate(Prompts.of(prompts_of()), 2).mask.any())
+
+
+def test_what_computes_otherwise_than_its_parts_say_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of()
+    assert prepacked(lm) is not None
+    layer: Any = lm.backbone.layers[1]  # type: ignore[index]
+    plain = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda x: plain(x) * 1.5)
+    assert prepacked(lm) is None
