@@ -97,6 +97,8 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
         notes += (judged[1].note,) if judged[1].note else ()
         if ranks.rank == 0:  # where rewards are computed
             backend.score_early(*judged)
+            if config.data == "samples":
+                backend.train_early(config, judged[1], learner)
     task, sampler = judged if judged and config.data == "samples" else backend.offline(config, model, streams.sampling)
     if fresh and config.data_epochs is not None:
         config = replace(config, steps=steps_of(config.data_epochs, config.prompts, task))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,17 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.engines.language.attention import FlashFormulas, Group
+from ascent.engines.language.backend import LanguageBackend
 from ascent.engines.language.graphs import NoGraphs, size_above
 from ascent.engines.language.learning import captured as module
-from ascent.engines.language.learning.captured import Captured, Size, captured_tokens, padded
+from ascent.engines.language.learning.captured import Captured, CapturedRow, Size, captured_tokens, padded
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.policies import LanguageModel
-from tests.language import batch_of, model_of
+from ascent.settings import configure
+from ascent.tasks.text.tokenized import TokenizedTask
+from benchmarks.peers.fixed_prompts import FixedPrompts
+from benchmarks.peers.steps import Ours, Work
+from tests.language import batch_of, model_of, sampler_of
 from tests.test_language_engines import awkward, credited
 from tests.test_update_gpu import on_gpu
 
@@ -165,6 +171,85 @@ def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
             got = gradients(learner, ready, algorithm)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert not captured.rows and captured.why_not == ("no" if broken else None)
+
+
+def counting(captured: Any) -> list[Any]:
+    """The forward passes that its rows compute from here on."""
+    passes: list[Any] = []
+    for row in captured.rows.values():
+        own = row.forward
+        row.forward = lambda own=own: (passes.append(own), own())[1]
+    return passes
+
+
+def test_a_forward_pass_that_began_early_is_used_once_and_only_for_its_row_and_parameters() -> None:
+    """Then no pass is computed again, and no number is another."""
+    lm = model_of()
+    learner, algorithm = learner_of(lm, "policy")
+    learner.begin(batch_of(lm))  # nothing is captured, and nothing happens
+    captured: Any = capturing(learner)._captured
+    batch = batch_of(lm)
+    other = batch.add(response=batch.response.flip(1))
+    ready, beside = (credited(one.add(logp_old=one.logp_sampler), algorithm, learner) for one in (batch, other))
+    learner.begin(ready)
+    assert captured.begun is None, "its size has no graphs yet"
+    want, differs = ([gradients(learner, one, algorithm) for _ in range(2)][1] for one in (ready, beside))
+    assert len(captured.rows) == 1 and not torch.equal(want[0], differs[0])
+    passes = counting(captured)
+
+    def check(begun: Any, trained: Any, count: int, expected: list[Tensor]) -> None:
+        passes.clear()
+        if begun is not None:
+            learner.begin(begun)
+        got = gradients(learner, trained, algorithm)
+        assert len(passes) == count and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+    check(ready, ready, 1, want)
+    check(None, ready, 1, want)  # the pass that began was used up
+    check(beside, ready, 2, want)
+    learner.begin(ready)
+    with torch.no_grad():
+        for p in captured.parameters:
+            p.mul_(1.0)
+    check(None, ready, 1, want)  # a step lies between
+    learner.micro_batch = 10_000
+    check(ready, ready, 1, want)
+
+
+def test_a_run_computes_the_pass_of_a_whole_update_before_the_rewards(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs: the pass of the second is computed after the step of the first. No number is another for it."""
+    events: list[str] = []
+    for owner, name, event in ((CapturedRow, "pass_forward", "pass"), (TokenizedTask, "score", "score")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, own=own, event=event: (events.append(event), own(*a))[1])
+    found = []
+    for early in (True, False):
+        ours = Ours(Work(str(tiny_folder), ["one two", "three"], samples=3, tokens=6), {"epochs": 2})
+        try:
+            sampler, learner = ours.parts.sampler, ours.parts.learner
+            assert sampler.train_early == learner.begin  # type: ignore[attr-defined]
+            capturing(learner)  # type: ignore[arg-type]
+            if not early:
+                sampler.train_early = None  # type: ignore[attr-defined]
+            ours()
+            events.clear()
+            ours()
+            assert events == (["pass", "score", "pass"] if early else ["score", "pass", "pass"])
+            found.append([p.detach().clone() for p in learner.trainable()])
+        finally:
+            ours.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_updates_that_rewards_choose_or_that_are_cut_do_not_begin_early() -> None:
+    lm, backend = model_of(), LanguageBackend()
+    learner, _ = learner_of(lm, "policy")
+    for settings in ({"minibatches": 2}, {"groups": "with-signal"}, {}):
+        sampler = sampler_of(lm)
+        backend.train_early(configure(FixedPrompts(words=("one",)), {"model": "none"} | settings), sampler, learner)
+        assert (sampler.train_early is None) == bool(settings)
 
 
 @on_gpu

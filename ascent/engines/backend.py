@@ -191,6 +191,9 @@ class Backend(ABC):
     def score_early(self, task: Any, sampler: Any) -> None:  # noqa: B027 (small policies are drawn whole)
         """Let a sampler hand responses over to the task's scoring while it draws others, where it can."""
 
+    def train_early(self, config: Config, sampler: Any, learner: Any) -> None:  # noqa: B027 (most learners wait)
+        """Let a learner begin with a step's rollouts before they are scored, where it can."""
+
     def dtype(self, model: Any) -> torch.dtype:
         """What log-probs are computed in: that of the sampler or of the learner, whichever is coarser."""
         return torch.float32

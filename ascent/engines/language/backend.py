@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ascent.core.config import Config
+from ascent.core.groups import All
 from ascent.core.losses import LogProb
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler
@@ -195,6 +196,12 @@ class LanguageBackend(Backend):
     def score_early(self, task: Any, sampler: Any) -> None:
         if isinstance(sampler, LanguageSampler) and isinstance(task, TokenizedTask):
             sampler.score_early = task.score_early
+
+    def train_early(self, config: Config, sampler: Any, learner: Any) -> None:
+        """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
+        whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
+        if whole and isinstance(sampler, LanguageSampler) and isinstance(learner, LanguageLearner):
+            sampler.train_early = learner.begin
 
     def keep_logs(self, sampler: Any, folder: Path) -> None:
         sampler.folder = folder / "engine"

@@ -4,6 +4,8 @@ A packed row is padded to one of a few sizes, for which both passes are captured
 use. The graphs read the parameters where they lie. They add gradients to sums in float32, which become the `.grad` of
 what is stepped. Padding is rows that see nothing but padding: their gradients are 0, and so they change no sum. What
 lies around the backbone (embedding, head, objective) is launched as always.
+
+A forward pass needs no reward: it may begin while responses are still being scored, and the update finds it done.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,14 +117,26 @@ class CapturedRow:
         row = torch.cat(parts)
         self.numbers.copy_(row.pin_memory() if self.numbers.is_cuda else row, non_blocking=True)
 
+    @torch.no_grad()
+    def pass_forward(self, embedded: Tensor) -> None:
+        self.embedded.copy_(embedded)
+        self.forward()
+
+
+class Begun(NamedTuple):
+    """A forward pass that was computed before it was asked for: its row, its numbers, and which parameters it had."""
+
+    row: CapturedRow
+    numbers: Tensor
+    versions: list[int]
+
 
 class _Passes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, embedded: Tensor, _anchor: Tensor, row: CapturedRow) -> Tensor:
+    def forward(ctx: Any, embedded: Tensor, _anchor: Tensor, row: CapturedRow, done: bool) -> Tensor:
         ctx.row = row
-        with torch.no_grad():
-            row.embedded.copy_(embedded)
-        row.forward()
+        if not done:
+            row.pass_forward(embedded)
         return row.hidden.detach()
 
     @staticmethod
@@ -131,7 +145,7 @@ class _Passes(torch.autograd.Function):
         row.slope.copy_(grads[0])
         row.owner.make_sums_gradients()
         row.backward()
-        return row.embedded_slope, None, None
+        return row.embedded_slope, None, None, None
 
 
 class Captured:
@@ -155,8 +169,31 @@ class Captured:
         self.rows: dict[Size, CapturedRow] = {}
         self.used: Counter[Size] = Counter()
         self.places: list[int] = []
+        self.begun: Begun | None = None
         self.why_not: str | None = None
         """What went wrong with a capture; then there is none."""
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> None:
+        """Compute the forward pass over a packed row now, if its size is captured: the next call may be for it."""
+        size = Size.of(groups)
+        if size in self.rows and self._lie_where_they_lay():
+            parts, row = padded(ids, positions, groups, size), self.rows[size]
+            row.load(parts)
+            row.pass_forward(self.embedding(row.ids[None]))
+            self.begun = Begun(row, torch.cat(parts), self._versions())
+
+    def _has_begun(self, row: CapturedRow, parts: list[Tensor]) -> bool:
+        """Was the forward pass over this row with these parameters computed last? Rows share their memory."""
+        begun, self.begun = self.begun, None
+        same = begun is not None and begun.row is row and begun.versions == self._versions()
+        return same and torch.equal(begun.numbers, torch.cat(parts))
+
+    def _lie_where_they_lay(self) -> bool:
+        return self.places == [p.data_ptr() for p in self.parameters]
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.parameters]
 
     def __call__(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> Tensor | None:
         """Hidden states `[1 token width]` of a packed row and of its padding; None: it is not captured."""
@@ -166,15 +203,15 @@ class Captured:
         self.used[size] += 1
         if size.tokens > self.tokens or self.used[size] < 2:
             return None
-        row = self._row(size, padded(ids, positions, groups, size))
+        parts = padded(ids, positions, groups, size)
+        row = self._row(size, parts)
         if row is None:
             return None
-        return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row)
+        return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row, self._has_begun(row, parts))
 
     def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
-        places = [p.data_ptr() for p in self.parameters]
-        if places != self.places:  # a sampler has laid them elsewhere: graphs would read what was there before
-            self.places, self.rows = places, {}
+        if not self._lie_where_they_lay():  # a sampler moved them: graphs would read what was there before
+            self.places, self.rows = [p.data_ptr() for p in self.parameters], {}
         if size in self.rows:
             self.rows[size].load(parts)
         elif len(self.rows) < SIZES:

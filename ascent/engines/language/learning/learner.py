@@ -27,6 +27,7 @@ from ascent.engines.language.learning.states import (
     before_actions,
     computed_tokens,
     hidden_states,
+    packed_row,
     parts_of,
     place,
     spread,
@@ -34,6 +35,7 @@ from ascent.engines.language.learning.states import (
     value_states,
 )
 from ascent.engines.learner import InProcessLearner
+from ascent.engines.ranks.ranks import ALONE
 from ascent.policies.causal_lm import LanguageModel
 
 HEADROOM = 4
@@ -200,6 +202,16 @@ class LanguageLearner(InProcessLearner):
     def _tight(self, micro: Batch) -> bool:
         """Does it take too much though it cannot be cut? Then its layers are computed twice, for the same numbers."""
         return self.plan.tight(computed_tokens(micro, self.lm.shares))
+
+    def begin(self, rollouts: Rollouts) -> None:
+        """Compute what an update on all of these computes before it needs their rewards, if it is captured.
+
+        Nobody waits for it: a GPU works while the host scores responses. It never changes numbers.
+        """
+        if self._captured is not None and not self.micro_batch and self.ranks is ALONE:
+            row = packed_row(rollouts, before_actions(rollouts))
+            with self._attention():
+                self._captured.begin(row.ids, row.positions, row.groups)
 
     def forward(self, micro: Batch) -> Outputs:
         with checkpointed(self.lm.backbone, self._tight(micro)):

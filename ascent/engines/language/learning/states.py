@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -156,9 +156,29 @@ def hidden_states(
 def packed_states(
     lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module, captured: Captured | None = None
 ) -> Float[Tensor, "asked width"]:
-    """From one row, [prompt, response 1, …, response G] for each group: no prompt is encoded twice, nothing is padded.
+    """From one row, [prompt, response 1, …, response G] for each group: no prompt is there twice, nothing is padded."""
+    row = packed_row(batch, states)
+    hidden = None if captured is None else captured(row.ids, row.positions, row.groups)
+    places = send(row.place[states], lm.device)
+    if hidden is None:
+        ids, positions = send(row.ids, lm.device), send(row.positions, lm.device)
+        hidden = lm.hidden(ids[None], positions[None], Packed(row.groups), backbone)
+    return hidden[0][places]
 
-    The state before a response's first token is the prompt's last; tokens behind the last state are left out.
+
+class PackedRow(NamedTuple):
+    """The tokens of a batch in one row, on the host."""
+
+    ids: Int[Tensor, "token"]
+    positions: Int[Tensor, "token"]
+    groups: list[Group]
+    place: Int[Tensor, "prompt sample state"]
+    """Behind which token of the row each state lies."""
+
+
+def packed_row(batch: Rollouts, states: States) -> PackedRow:
+    """The state before a response's first token is the prompt's last; tokens behind the last state are left out.
+
     A batch without rows is one token of which nothing is asked: so every parameter has a gradient, 0.
     """
     prompt, width = batch.prompt, batch.mask.shape[2]
@@ -179,12 +199,7 @@ def packed_states(
     groups = [Group(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
     if not groups:
         ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [Group(0, 1, ())]
-    hidden = None if captured is None else captured(ids, positions, groups)
-    places = send(place[states], lm.device)
-    if hidden is None:
-        ids, positions = send(ids, lm.device), send(positions, lm.device)
-        hidden = lm.hidden(ids[None], positions[None], Packed(groups), backbone)
-    return hidden[0][places]
+    return PackedRow(ids, positions, groups, place)
 
 
 def padded_states(

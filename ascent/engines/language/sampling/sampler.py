@@ -74,6 +74,8 @@ class LanguageSampler(Sampler):
         """That of the latest call."""
         self.score_early: Callable[[list[int], list[list[int]]], None] | None = None
         """Who wants to score responses while others are being drawn: it is told the problems and the tokens."""
+        self.train_early: Callable[[Rollouts], None] | None = None
+        """Who can begin to train on a step's rollouts before they are scored."""
         self._laid_out: tuple[tuple[int, ...], list[Tensor]] | None = None
         """Which state of the parameters was laid out for decoding, and its matrices."""
 
@@ -121,6 +123,12 @@ class LanguageSampler(Sampler):
     # ---- ahead of a step: responses of later steps fill the lanes that its own leave free
 
     def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+        for done in self._finished(step, deadline):
+            if self.train_early is not None and not done.ticket.greedy:
+                self.train_early(done.rollouts)
+            yield done
+
+    def _finished(self, step: int, deadline: float) -> Iterator[Finished]:
         later = any(one.ticket.step != step or one.going is not None for one in self.pending)
         if later and self.lm.shares and all(one.ticket.prompts.play is None for one in self.pending):
             self._go_on(step)
