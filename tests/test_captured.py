@@ -255,7 +255,7 @@ def test_updates_that_rewards_choose_or_that_are_cut_do_not_begin_early() -> Non
 @on_gpu
 @pytest.mark.parametrize("row", ["policy", "own", "shared"])
 def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
-    """bfloat16 with float32 copies: the third update is captured, and has the first one's gradient."""
+    """bfloat16 with float32 copies: the third update is captured, the fourth begins early, and neither is another."""
     lm = model_of(dtype=torch.float32)
     lm.model.to("cuda", torch.bfloat16)
     learner, algorithm = learner_of(lm, row)
@@ -266,5 +266,9 @@ def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
     first, _, third = (gradients(learner, ready, algorithm) for _ in range(3))
     captured: Any = learner._captured
     assert captured is not None and captured.rows and captured.why_not is None
-    for a, b in zip(first, third, strict=True):
-        assert (a - b).norm() <= 0.02 * a.norm()
+    learner.begin(batch)
+    assert captured.begun is not None
+    fourth = gradients(learner, ready, algorithm)
+    assert captured.begun is None
+    for a, b, c in zip(first, third, fourth, strict=True):
+        assert (a - b).norm() <= 0.02 * a.norm() and (a - c).norm() <= 0.02 * a.norm()

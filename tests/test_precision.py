@@ -15,6 +15,7 @@ from ascent.assemble import assemble
 from ascent.engines.backends import backend_of
 from ascent.engines.language import precision
 from ascent.engines.language.precision import largest_activation, why_not_float16
+from ascent.engines.language.preflight import precision_line
 from ascent.settings import configure
 from ascent.workflows.compare import _is_run_of
 from ascent.workflows.policy import export
@@ -89,6 +90,7 @@ def test_a_model_whose_activations_are_too_large_is_mixed(tmp_path: Path) -> Non
     try:
         assert parts.policy.model.dtype == torch.bfloat16 and parts.config.policy.dtype == "mixed"
         assert any("activations of a few random tokens are as large as" in note for note in parts.notes)
+        assert "computed in mixed precision (--policy.dtype)" in precision_line(parts.learner)  # type: ignore[arg-type]
     finally:
         parts.close()
 

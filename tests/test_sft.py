@@ -144,7 +144,10 @@ def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_fo
     text = report.text()
     assert re.search(r"time +per step about: sampling [\d.]+ s, update [\d.]+ s, for responses of \d+ tokens", text)
     assert all(p.grad is None and torch.equal(p, w) for p, w in zip(parts.learner.trainable(), weights, strict=True))
-    for words in ("3 prompts per step × 4 samples per prompt = 12 responses", "memory only", "right responses pass"):
+    for words in (
+        "3 prompts per step × 4 samples per prompt = 12 responses", "memory only", "right responses pass",
+        "computed in float32 (--policy.dtype)",
+    ):  # fmt: skip
         assert words in text
     assert "groups without signal" in text
     assert "cut off at 8 tokens" in text

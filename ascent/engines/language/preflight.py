@@ -15,6 +15,7 @@ from ascent.engines.language.learning.head import KEEP_BYTES, chunk_bytes
 from ascent.engines.language.learning.learner import LanguageLearner
 from ascent.engines.language.learning.plan import bytes_per_token, critic_bytes, update_operations
 from ascent.engines.language.sampling.sampler import LanguageSampler
+from ascent.policies.causal_lm import is_mixed
 from ascent.policies.four_bit import packed_count, parameter_count
 
 
@@ -87,9 +88,11 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: R
             there = int(line.split()[1]) * 1024 + parts["parameters"]
     except (OSError, StopIteration):
         report.lines.append(f"memory     about {_size(total)}; how much is there is not known")
+        report.lines.append(precision_line(learner))
         return
     shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
     report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
+    report.lines.append(precision_line(learner))
     if packed := packed_count(learner.lm.model):
         whole = parameter_count(learner.lm.model)
         report.lines.append(f"           {packed:,} of {whole:,} parameters are in 4 bits (--policy.bits)")
@@ -109,6 +112,13 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: R
         report.warnings.append(
             f"this may not fit: lower --micro-batch or --policy.rows, or set --policy.checkpointing{_smaller(config)}"
         )
+
+
+def precision_line(learner: LanguageLearner) -> str:
+    """What the model is computed in, as it was asked for or chosen."""
+    model = learner.lm.model
+    precision = "mixed precision" if is_mixed(model) else str(model.dtype).removeprefix("torch.")
+    return f"           computed in {precision} (--policy.dtype)"
 
 
 def _smaller(config: Config) -> str:

@@ -123,11 +123,13 @@ class CapturedRow:
         self.forward()
 
 
-class Begun(NamedTuple):
-    """A forward pass that was computed before it was asked for: its row, its numbers, and which parameters it had."""
+class EarlyPass(NamedTuple):
+    """A forward pass that was computed before it was asked for: its row, its tokens, and which parameters it had."""
 
     row: CapturedRow
-    numbers: Tensor
+    ids: Tensor
+    positions: Tensor
+    groups: Sequence[Group]
     versions: list[int]
 
 
@@ -169,7 +171,7 @@ class Captured:
         self.rows: dict[Size, CapturedRow] = {}
         self.used: Counter[Size] = Counter()
         self.places: list[int] = []
-        self.begun: Begun | None = None
+        self.begun: EarlyPass | None = None
         self.why_not: str | None = None
         """What went wrong with a capture; then there is none."""
 
@@ -178,16 +180,18 @@ class Captured:
         """Compute the forward pass over a packed row now, if its size is captured: the next call may be for it."""
         size = Size.of(groups)
         if size in self.rows and self._lie_where_they_lay():
-            parts, row = padded(ids, positions, groups, size), self.rows[size]
-            row.load(parts)
+            row = self.rows[size]
+            row.load(padded(ids, positions, groups, size))
             row.pass_forward(self.embedding(row.ids[None]))
-            self.begun = Begun(row, torch.cat(parts), self._versions())
+            self.begun = EarlyPass(row, ids, positions, groups, self._versions())
 
-    def _has_begun(self, row: CapturedRow, parts: list[Tensor]) -> bool:
-        """Was the forward pass over this row with these parameters computed last? Rows share their memory."""
-        begun, self.begun = self.begun, None
-        same = begun is not None and begun.row is row and begun.versions == self._versions()
-        return same and torch.equal(begun.numbers, torch.cat(parts))
+    def _begun(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> CapturedRow | None:
+        """The row whose forward pass was computed last, if it holds these tokens and the parameters are the same."""
+        begun, self.begun = self.begun, None  # used up: rows share their memory
+        if begun is None or begun.versions != self._versions() or not self._lie_where_they_lay():
+            return None
+        same = torch.equal(begun.ids, ids) and torch.equal(begun.positions, positions) and begun.groups == groups
+        return begun.row if same else None
 
     def _lie_where_they_lay(self) -> bool:
         return self.places == [p.data_ptr() for p in self.parameters]
@@ -203,11 +207,11 @@ class Captured:
         self.used[size] += 1
         if size.tokens > self.tokens or self.used[size] < 2:
             return None
-        parts = padded(ids, positions, groups, size)
-        row = self._row(size, parts)
+        begun = self._begun(ids, positions, groups)
+        row = begun or self._row(size, padded(ids, positions, groups, size))
         if row is None:
             return None
-        return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row, self._has_begun(row, parts))
+        return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row, begun is not None)
 
     def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
         if not self._lie_where_they_lay():  # a sampler moved them: graphs would read what was there before
