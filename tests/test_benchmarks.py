@@ -66,6 +66,7 @@ ON_GPU = (
     "rollouts_gpu",
     "pages_gpu",
     "ragged_gpu",
+    "attention_gpu",
     "step_gpu",
     "lora_gpu",
     "memory_gpu",

@@ -377,6 +377,7 @@ def near(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from ascent.engines.language.kernels import decoding as kernels
+    from ascent.engines.language.kernels import paged
 
     torch.manual_seed(0)
     x, y, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((5, 48), (5, 48), (48,)))
@@ -405,15 +406,70 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monke
         (False, 3, None, 32), (True, 1, None, 32), (True, 6, 0.0, 32), (True, 2, 1.0, 32), (False, 3, None, 96),
         (True, 2, 0.0, 24), (False, 1, None, 8),
     ):  # fmt: skip
-        monkeypatch.setattr(kernels, "MANY", 1 if repeat > 2 else 1000)
-        for splits, chunk in ((1, PAGE), (4, PAGE), (2, 2 * PAGE), (16, 192)):
+        monkeypatch.setattr(paged, "MANY", 1 if repeat > 2 else 1000)
+        for cut in (None, (PAGE, 99), (2 * PAGE, 99), (PAGE, 2)):
             mine, plain = busy(dtype, DEVICE, channel), busy(dtype, DEVICE, channel)
-            mine.chunk.fill_(chunk)
+            parts = None if cut is None else paged.cut_rows(mine, 6, *cut)
             turn = random_turn(dtype, DEVICE, normed, channel, add)
             qkv = torch.randn(6, (2 * repeat + 4) * channel + 16).to(DEVICE, dtype)[:, :-16]
-            near(kernels.attend(qkv, turn, mine, 0, splits), step.attend(qkv, turn, plain, 0))
+            near(kernels.attend(qkv, turn, mine, 0, parts), step.attend(qkv, turn, plain, 0))
+            assert not mine.arrived.any()
             for got, want in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
                 near(got, want)
+
+
+@needs_triton
+@pytest.mark.parametrize(("least", "spread"), [(PAGE, 1000), (2 * PAGE, 24), (4 * PAGE, 3), (PAGE, 1)])
+@pytest.mark.parametrize("rows", [1, 5, 24])
+def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int, least: int, spread: int) -> None:
+    from ascent.engines.language.kernels.paged import cut_rows
+
+    board, generator = Board.empty(1, 2, 16, 30, 1, 40, 2500, torch.zeros((), device=DEVICE)), torch.Generator()
+    known, length = torch.randint(300, (31,), generator=generator), torch.randint(2000, (31,), generator=generator)
+    known[3], length[3], known[4], length[5] = 0, 0, 128, 0
+    board.state[0], board.state[LENGTH] = known.to(DEVICE), length.to(DEVICE)
+    lanes = torch.randperm(30, generator=generator)
+    board.lanes.copy_(lanes)
+    parts = cut_rows(board, rows, least, spread).tolist()
+    there = [part for part in parts if part[0] >= 0]
+    assert len(parts) <= rows + spread and parts[: len(there)] == there
+    sizes = {part[7] for part in there}
+    assert len(sizes) == 1 and min(sizes) >= least and min(sizes) % PAGE == 0
+    ends = [-(-int(known[lane]) // PAGE) * PAGE + int(length[lane]) for lane in lanes[:rows]]
+    before, found = 0, sorted(there, key=lambda part: (part[0], part[4]))
+    for row, end in enumerate(ends):
+        count = max(1, -(-end // min(sizes)))
+        about = [row, int(lanes[row]), int(known[lanes[row]]), int(length[lanes[row]])]
+        assert [p for p in found if p[0] == row] == [[*about, i, count, before, min(sizes)] for i in range(count)]
+        before += count
+    assert [part[4] + 1 == part[5] for part in there] == [False] * (before - rows) + [True] * rows
+    rests = [ends[part[0]] - part[4] * part[7] for part in there[before - rows :]]
+    assert rests == sorted(rests, reverse=True)
+
+
+@needs_triton
+def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts of a decoder together: rows are cut anew in every step, and once more for rows that enter later."""
+    from ascent.engines.language.kernels import decoding as kernels
+
+    lm = model_of("Llama", dtype=torch.float32, num_hidden_layers=1)
+    lm.model.to(DEVICE)
+    sampler, generator = sampler_of(lm, 5, rows=2), torch.Generator().manual_seed(0)
+    prompts = Prompts.of(torch.randint(3, 12, (3, 250), generator=generator))
+    sampler.decoder = GroupDecoder
+    want, cuts = sampler.generate(prompts, 1), []
+
+    def share_out(board: Board, rows: int) -> Tensor:
+        cuts.append(rows)
+        return kernels.cut_rows(board, rows, PAGE, 99)
+
+    sampler = sampler_of(lm, 5, rows=2)
+    sampler.decoder = decoder = decoder_of(lm)
+    monkeypatch.setattr(decoder, "ops", kernels)
+    monkeypatch.setattr(kernels, "share_out", share_out)
+    monkeypatch.setattr(cuda, "LONG", PAGE)
+    same(sampler.generate(prompts, 1), want, 1e-4)
+    assert cuts and not decoder.board.arrived.any()
 
 
 PRODUCTS = [(5, 48, 64, (16, 32, 32)), (70, 104, 96, (64, 64, 32, 2)), (3, 36, 72, (16, 16, 16, 3))]

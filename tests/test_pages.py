@@ -401,27 +401,13 @@ def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.Monkey
     assert decoder._pages(few - 1, 3) == few - 1
 
 
-def split_of(keys: list[int], heads: int = 2) -> tuple[int, int]:
-    """Parts and the keys in each, as the decoder chooses them."""
-
-    class Chosen:
-        net = type("net", (), {"heads": heads})()
-        board = type("board", (), {"chunk": torch.zeros((), dtype=torch.int32)})()
-        chunk_now = 0
-
-    return cuda.GraphDecoder.split(Chosen(), keys), int(Chosen.board.chunk)  # type: ignore[arg-type]
+def uneven(keys: list[int], heads: int = 2) -> bool:
+    chosen = type("Chosen", (), {"net": type("net", (), {"heads": heads})()})()
+    return cuda.GraphDecoder.uneven(chosen, keys)
 
 
-def test_long_rows_are_split_where_they_would_hold_the_others_up() -> None:
-    assert split_of([2000] * 256)[0] == 1, "equal rows fill the card by themselves"
-    assert split_of([200] * 8)[0] == 1, "short ones are quick"
-    assert split_of([2000] * 8)[0] == cuda.PARTS[1], "a few would leave the card idle"
-    assert split_of([300] * 511 + [8000])[0] == cuda.PARTS[0], "one would keep the others waiting"
-
-
-@given(known=st.integers(0, 5000), length=st.integers(0, 20_000), others=st.integers(0, 600))
-@settings(max_examples=100, deadline=None)
-def test_the_parts_of_a_row_cover_it_until_the_next_look(known: int, length: int, others: int) -> None:
-    parts, chunk = split_of([known + length] + [1] * others)
-    end = -(-known // step.PAGE) * step.PAGE + length + cuda.ROUND
-    assert parts == 1 or (parts * chunk >= end and chunk % step.PAGE == 0)
+def test_long_rows_are_shared_out_where_they_would_hold_the_others_up() -> None:
+    assert not uneven([2000] * 256), "equal rows fill the card by themselves"
+    assert not uneven([200] * 8), "short ones are quick"
+    assert uneven([2000] * 8), "a few would leave the card idle"
+    assert uneven([300] * 511 + [8000]), "one would keep the others waiting"

@@ -12,19 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascent.engines.language.kernels.products import (
-    active,
-    await_inputs,
-    early,
-    fetch,
-    in_parts,
-    tile_for,
-    tiled_product,
-)
+from ascent.engines.language.kernels.norms import normed_sum
+from ascent.engines.language.kernels.paged import attend_pages, channels, cut_rows
+from ascent.engines.language.kernels.products import active, await_inputs, early, in_parts, tile_for, tiled_product
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.cache import Pair
 from ascent.engines.language.sampling.draw import Support
-from ascent.engines.language.sampling.step import DONE, ENDS, GIVEN, KNOWN, LAST, LENGTH, PAGE, SEED, Board, Turn
+from ascent.engines.language.sampling.step import DONE, ENDS, GIVEN, LAST, LENGTH, SEED, Board
 
 BLOCK = 256
 """Logits whose sum is kept: draw.py looks first for the block and then for the token in it."""
@@ -32,58 +26,8 @@ TILE = 4096
 """Logits that one program of `_measure` reads."""
 MOST_RANK = 128
 """Of adapters whose product a kernel adds; above it torch's own product does."""
-FORMS = {None: 1, 0.0: 2, 1.0: 3}
-"""How a norm is rounded and what is added to its weight (`Norm.add`), as numbers for the kernels. 0: no norm."""
 HEADS, KEYS = 16, 32
 """Of tokens that are given: heads that one program turns, and keys that one brings together."""
-MANY = 1000
-"""Programs of the attention that fill the card, each with few keys at once."""
-
-
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
-    rows, width = x.shape
-    normed, total = torch.empty_like(x, dtype=weight.dtype), x if y is None else torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    warps = min(8, max(1, block // 256))
-    apart, parts = (width, 0) if y is None else (y.stride(-2), len(y) if y.ndim == 3 else 1)
-    how = {"BLOCK": block, "PARTS": parts, "FORM": FORMS[add], **early()}
-    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, rows, **how, num_warps=warps)
-    return total, normed
-
-
-@triton.jit
-def _add_norm(
-    x, y, total, normed, weight, eps, width, apart, rows,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`apart`: from one row of y to the next. Several parts of y are added up and rounded first."""
-    at, there = tl.program_id(0) * width, tl.program_id(0) * apart
-    i = tl.arange(0, BLOCK)
-    inside = i < width
-    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
-    await_inputs(EARLY)
-    a = tl.load(x + at + i, inside, other=0.0)
-    if PARTS:
-        more = tl.load(y + there + i, inside, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            more += tl.load(y + part * rows * apart + there + i, inside, other=0.0)
-        if PARTS > 1:
-            more = more.to(normed.dtype.element_ty).to(tl.float32)
-        a = (a.to(tl.float32) + more).to(a.dtype)
-        tl.store(total + at + i, a, inside)
-    wide = a.to(tl.float32)
-    scaled = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(normed + at + i, _times(scaled, by, a.dtype, FORM).to(normed.dtype.element_ty), inside)
-
-
-@triton.jit
-def _times(normed, weight, dtype: tl.constexpr, FORM: tl.constexpr):
-    """What is normed, times its weight, in one of the FORMS."""
-    if FORM == 1:
-        normed = normed.to(dtype).to(tl.float32)
-    if FORM == 3:
-        weight += 1.0
-    return normed * weight
 
 
 def adapted(whole: Tensor, b: Tensor) -> Tensor:
@@ -138,6 +82,7 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = F
 
 
 linear, gated_linear = short_product, gated_product
+add_norm, share_out, attend = normed_sum, cut_rows, attend_pages
 
 
 def gated(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = (), gelu: bool = False) -> Tensor:
@@ -274,230 +219,13 @@ def _collect(
     c = tl.arange(0, WIDE)
     there = i < count
     where = (tl.load(page + i, there, other=0) * SHARED + head) * SIZE + tl.load(offset + i, there, other=0)
-    line, inside = where[:, None] * D + c[None, :], _channels(there, D, WIDE)
+    line, inside = where[:, None] * D + c[None, :], channels(there, D, WIDE)
     to = (i[:, None] * SHARED + head) * D + c[None, :]
     tl.store(k + to, tl.load(keys + line, inside, other=0.0), inside)
     tl.store(v + to, tl.load(values + line, inside, other=0.0), inside)
 
 
 place_given, gather_keys = turn_and_place, bring_together
-
-
-# ---- attention ------------------------------------------------------------------------------------
-
-
-def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, splits: int = 1) -> Tensor:
-    rows, channel = qkv.shape[0], turn.cos.shape[1]
-    keys, values = board.cache.layers[layer]
-    shared = keys.shape[1]
-    heads = qkv.shape[1] // channel - 2 * shared
-    (q_weight, eps, add), (k_weight, *_) = turn.norms or ((qkv, 0.0, None),) * 2
-    out = qkv.new_empty(rows, heads * channel)
-    parts, sums = out, out
-    if splits > 1:
-        parts = torch.empty(rows, heads, splits, channel, device=qkv.device)
-        sums = torch.empty(rows, heads, splits, 2, device=qkv.device)
-    keys_at_once, warps, stages, ahead = attend_tile(rows * shared, channel, splits)
-    _attend[(rows, shared, splits)](
-        *(qkv, out, parts, sums, turn.cos, turn.sin, q_weight, k_weight, keys, values),
-        *(board.state, board.lanes, board.table, board.chunk, board.arrived),
-        *(qkv.stride(0), board.state.shape[1], board.table.shape[1], eps, turn.scale * 1.4426950408889634),
-        SHARED=shared,
-        REPEAT=heads // shared,
-        ROWS=max(16, triton.next_power_of_2(heads // shared)),
-        D=channel,
-        WIDE=max(16, triton.next_power_of_2(channel)),
-        PAGE=PAGE,
-        SPLITS=splits,
-        KNOWN=KNOWN,
-        LENGTH=LENGTH,
-        NORMED=0 if turn.norms is None else FORMS[add],
-        KEYS=keys_at_once,
-        AHEAD=ahead,
-        FETCHES=32 * warps,
-        **early(),
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return out
-
-
-def attend_tile(programs: int, channel: int, splits: int) -> tuple[int, int, int, int]:
-    """Keys that a program of the attention reads at once, its warps, its stages, and pages that it asks for early."""
-    ahead = 1 if channel % 8 == 0 else 0
-    if splits > 1 or channel > 128:
-        return PAGE, 4, 5 if channel <= 128 else 3, 0
-    if channel > 64:
-        return PAGE // 2 if programs >= MANY else PAGE, 2, 3, ahead
-    return (PAGE // 2, 1, 3, ahead) if programs >= MANY else (PAGE, 1, 5, ahead)
-
-
-@triton.jit
-def _attend(
-    qkv, out, parts, sums, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, chunk, arrived,
-    apart, lane_count, width, eps, scale,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
-    KEYS: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program per row, key-value head and part of the row, for all the query heads that share the key-value head.
-
-    The softmax runs along the pages. Places count from the first page on: a prompt's last page may be half empty, and
-    own tokens begin on a page of their own. The last part of a row also has its new token. Of a row in several parts,
-    the program that is done last joins them.
-    """
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane = tl.load(lanes + row)
-    known = tl.load(state + KNOWN * lane_count + lane).to(tl.int32)
-    length = tl.load(state + LENGTH * lane_count + lane).to(tl.int32)
-    own = (known + PAGE - 1) // PAGE * PAGE
-    first, end, last, count = 0, own + length, True, 1
-    if SPLITS > 1:
-        size = tl.load(chunk)
-        count = tl.maximum((end + size - 1) // size, 1)
-        if part >= count:
-            return
-        first, last = part * size, part == count - 1
-        end = tl.minimum(end, first + size)
-    c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
-    angle, real = (known + length) * D + c, c < D
-    turn_cos, turn_sin = tl.load(cos + angle, real, other=0.0), tl.load(sin + angle, real, other=0.0)
-    line, pages = qkv + row * apart, table + lane * width
-    if EARLY and AHEAD:
-        _fetch_pages(pages, keys, values, first, end, head, SHARED, PAGE, D, AHEAD, FETCHES)
-    await_inputs(EARLY)
-    q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turn_cos, turn_sin, D, WIDE, NORMED)
-    top, total, mixed = _nothing(ROWS, WIDE)
-    if last:
-        page = tl.load(pages + (own + length) // PAGE).to(tl.int64)
-        new, at = line + (SHARED * REPEAT + head) * D, ((page * SHARED + head) * PAGE + length % PAGE) * D
-        top, v = _newest(q, new, keys + at, values + at, k_weight, eps, turn_cos, turn_sin, SHARED, D, WIDE, NORMED)
-        top, total, mixed = top * scale, total + 1.0, mixed + v
-    seen = (pages, keys, values, first, end, known, own, head, scale)
-    top, total, mixed = _along(q, seen, top, total, mixed, SHARED, D, WIDE, PAGE, KEYS)
-    mine, inside = (row * SHARED + head) * REPEAT + r, r < REPEAT
-    if SPLITS > 1:  # noqa: SIM102 (the first is decided when this is compiled)
-        if count > 1:
-            at = mine * SPLITS + part
-            tl.store(parts + at[:, None] * D + c[None, :], mixed, _channels(inside, D, WIDE))
-            tl.store(sums + at * 2, top, inside)
-            tl.store(sums + at * 2 + 1, total, inside)
-            tl.debug_barrier()
-            if tl.atomic_add(arrived + row * SHARED + head, 1) < count - 1:
-                return
-            tl.store(arrived + row * SHARED + head, 0)
-            total, mixed = _joined(parts, sums, mine * SPLITS, inside, count, SPLITS, ROWS, D, WIDE)
-    tl.store(out + mine[:, None] * D + c[None, :], (mixed / total[:, None]).to(q.dtype), _channels(inside, D, WIDE))
-
-
-@triton.jit
-def _newest(
-    q, new, key, value, weight, eps, cos, sin,
-    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
-    """The new token's key, turned, and its value join their page; the queries' scores of it, and the value."""
-    one, c = tl.arange(0, 1), tl.arange(0, WIDE)
-    there = _channels(one < 1, D, WIDE)
-    k = _rotated(new + one, one < 1, weight, eps, cos, sin, D, WIDE, NORMED)
-    v = tl.load(new + SHARED * D + c, c < D, other=0.0)[None, :]
-    tl.store(key + c[None, :], k, there)
-    tl.store(value + c[None, :], v, there)
-    return tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), v.to(tl.float32)
-
-
-@triton.jit
-def _fetch_pages(
-    pages, keys, values, first, end, head,
-    SHARED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr,
-):  # fmt: skip
-    """Ask for the first pages of those that are read, in as many pieces as there are threads."""
-    PIECES: tl.constexpr = FETCHES // AHEAD
-    SIZE: tl.constexpr = PAGE * D
-    f = tl.arange(0, FETCHES)
-    which = tl.minimum(first // PAGE + f // PIECES, tl.maximum(end - 1, 0) // PAGE)
-    page = tl.load(pages + which).to(tl.int64)
-    at = (page * SHARED + head) * SIZE + f % PIECES * (SIZE // PIECES)
-    size = tl.zeros_like(f) + SIZE // PIECES * (keys.dtype.element_ty.primitive_bitwidth // 8)
-    fetch(keys + at, size)
-    fetch(values + at, size)
-
-
-@triton.jit
-def _channels(inside, D: tl.constexpr, WIDE: tl.constexpr):
-    """Which places of `[row WIDE]` there are: of a row that is inside, the first D; a kernel counts in powers of 2."""
-    if D == WIDE:
-        return inside[:, None]
-    else:
-        return inside[:, None] & (tl.arange(0, WIDE) < D)[None, :]
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """A softmax over no keys: its largest score, its sum, the mixed values."""
-    return tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDE), tl.float32)
-
-
-@triton.jit
-def _joined(
-    parts, sums, first, inside, count, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """The parts of a row, weighed by their sums. Reads that do not wait for each other are under way together."""
-    c, s, real = tl.arange(0, WIDE), tl.arange(0, SPLITS), _channels(inside, D, WIDE)
-    at, there = (first[:, None] + s[None, :]) * 2, inside[:, None] & (s < count)[None, :]
-    tops = tl.load(sums + at, there, other=-1e30, cache_modifier=".cg")
-    totals = tl.load(sums + at + 1, there, other=0.0, cache_modifier=".cg")
-    top, _, mixed = _nothing(ROWS, WIDE)
-    top = tl.maximum(top, tl.max(tops, 1))
-    for start in range(0, count, 4):
-        for i in tl.static_range(4):
-            one, more = first + start + i, start + i < count
-            by = tl.exp2(tl.load(sums + one * 2, inside & more, other=-1e30, cache_modifier=".cg") - top)
-            mine = tl.load(parts + one[:, None] * D + c[None, :], real & more, other=0.0, cache_modifier=".cg")
-            mixed += by[:, None] * mine
-    return tl.sum(totals * tl.exp2(tops - top[:, None]), 1), mixed
-
-
-@triton.jit
-def _along(
-    q, seen, top, total, mixed,
-    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """A softmax in powers of 2, continued along the pages."""
-    pages, keys, values, first, end, known, own, head, scale = seen
-    c = tl.arange(0, WIDE)
-    for start in range(first, end, KEYS):
-        n = start + tl.arange(0, KEYS)
-        inside = tl.where(n < own, n < known, n < end)
-        page = tl.load(pages + start // PAGE).to(tl.int64)
-        at = ((page * SHARED + head) * PAGE + start % PAGE + tl.arange(0, KEYS))[:, None] * D + c[None, :]
-        real = _channels(inside, D, WIDE)
-        k, v = tl.load(keys + at, real, other=0.0), tl.load(values + at, real, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        now = tl.maximum(top, tl.max(scores, 1))
-        p, faded = tl.exp2(scores - now[:, None]), tl.exp2(top - now)
-        mixed = mixed * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        total = total * faded + tl.sum(p, 1)
-        top = now
-    return top, total, mixed
-
-
-@triton.jit
-def _rotated(at, inside, weight, eps, cos, sin, D: tl.constexpr, WIDE: tl.constexpr, NORMED: tl.constexpr):
-    """Vectors at these places, normed where asked, and turned: x·cos + (−second half, first half)·sin."""
-    c = tl.arange(0, WIDE)
-    other, real = (c + D // 2) % D, _channels(inside, D, WIDE)
-    x = tl.load(at[:, None] + c[None, :], real, other=0.0)
-    y = tl.load(at[:, None] + other[None, :], real, other=0.0)
-    dtype = x.dtype
-    x, y = x.to(tl.float32), y.to(tl.float32)
-    if NORMED:
-        by = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        own = tl.load(weight + c, c < D, other=0.0)[None, :].to(tl.float32)
-        x = _times(x * by, own, dtype, NORMED).to(dtype).to(tl.float32)
-        y = _times(y * by, tl.load(weight + other)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
-    cos, sin = cos.to(tl.float32)[None, :], sin.to(tl.float32)[None, :]
-    return (x * cos + tl.where(c[None, :] < D // 2, -y, y) * sin).to(dtype)
 
 
 # ---- drawing --------------------------------------------------------------------------------------

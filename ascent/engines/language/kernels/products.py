@@ -19,10 +19,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FEW = 16
-"""Rows that are few: then a product takes as long as its matrix takes to be read."""
-WORK, LARGE = 1e9, {False: 4e6, True: 3e7}
-"""Multiplications, and numbers in a matrix (few rows: True), up to which our products are shorter than cuBLAS's."""
+FEW, SOME = 16, 64
+"""Rows that are few: then a product takes as long as its matrix takes to be read; and some, where that is nearly so."""
+WORK, LARGE, LARGEST = 1e9, 4e6, 3e7
+"""Multiplications, numbers in a matrix, and such numbers with some rows, up to which our products are the shorter."""
 WIDE, DEEP = 390_000, 1024
 """Numbers in the output, and in a sum, from which on a program computes 128 columns."""
 PLACES = 132
@@ -98,10 +98,12 @@ def tile_of(rows: int, width: int, depth: int, gate: bool, parts: bool) -> Tile 
 
     A program reads far ahead. Where there are more of them than places for such programs, each reads less far.
     """
-    if rows * width * depth > WORK or width * depth > LARGE[rows <= FEW]:
+    if width * depth > LARGE:
+        return _tile_of_large(rows, width, depth, gate, parts)
+    if rows * width * depth > WORK:
         return None
     width //= 2 if gate else 1
-    few = rows <= 64
+    few = rows <= SOME
     high = (16 if rows <= FEW else 32) if few else 64
     wide = 128 if not few and not gate and depth >= DEEP and rows * width >= WIDE else 64
     programs = triton.cdiv(rows, high) * triton.cdiv(width, wide)
@@ -115,13 +117,25 @@ def tile_of(rows: int, width: int, depth: int, gate: bool, parts: bool) -> Tile 
     return Tile(high, wide, 128, splits, 3 if crowded else 4)
 
 
+def _tile_of_large(rows: int, width: int, depth: int, gate: bool, parts: bool) -> Tile | None:
+    """Of a matrix that takes long to be read: all rows in one program, and programs on most multiprocessors."""
+    few = rows <= FEW
+    if width * depth > LARGEST or not (few or (rows <= SOME and (gate or parts))):
+        return None
+    high, programs = 16 if few else 32 if rows <= 32 else 64, triton.cdiv(width // (2 if gate else 1), 64)
+    splits = max(1, min(MOST_PARTS, depth // SHARE, PLACES // programs)) if parts else 1
+    if programs * splits <= PLACES // 2:
+        return None
+    return Tile(high, 64, 64, 1, 4 if few else 3) if gate else Tile(high, 64, 128, splits, 6 if few else 4)
+
+
 def in_parts(x: Tensor, weight: Tensor) -> Tensor | None:
     """x·Wᵀ by cuBLAS, the sum in parts, float32 `[part row column]`: what it does itself, less the pass that adds.
 
     None where that gains nothing.
     """
     (rows, depth), count = x.shape, 4 if len(x) <= 256 else 2
-    measured = 64 <= rows <= 1024 and depth >= LONG and weight.numel() <= LARGE[True]
+    measured = SOME < rows <= 1024 and depth >= LONG and weight.numel() <= LARGEST
     if not measured or not x.is_cuda or x.dtype == torch.float32 or depth % (8 * count) or not x.is_contiguous():
         return None
     left, right = x.view(rows, count, -1).transpose(0, 1), weight.view(len(weight), count, -1).permute(1, 2, 0)

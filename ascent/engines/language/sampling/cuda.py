@@ -39,12 +39,10 @@ SHARE = 0.25
 """Of the free memory, what the pages may take: they stay there while the learner works."""
 TOGETHER = 16
 """Prompts that are encoded together: a forward pass over one takes as long."""
-LONG, CHUNK = 512, 256
-"""Keys from which on rows may be split, and the fewest keys in a part."""
+LONG = 512
+"""Keys from which on rows may be shared out."""
 FEW, UNEVEN = 256, 1.5
-"""They are split where there are fewer programs than this, or where the longest is this many times the mean."""
-PARTS, FEWEST = (8, 16), 64
-"""The most parts of a row, and of one where there are fewer programs than this."""
+"""They are where there are fewer rows times heads than this, or where the longest is this many times the mean."""
 ROUND = 4
 """Steps between two looks at which responses have finished."""
 PREFILL = 6
@@ -96,7 +94,6 @@ class GraphDecoder:
         """There from the first `prepare` on."""
         self.forget()
         self.lanes_now: list[int] = []
-        self.chunk_now = 0
         self.full = False
         """There is no room for more pages."""
         self.idled = False
@@ -161,7 +158,7 @@ class GraphDecoder:
         like = net.embedding.detach()
         self.board = Board.empty(len(net.layers), net.heads, net.channel, rows, pages, width, limit, like)
         self.tables = net.tables(width * PAGE)
-        self.lanes_now, self.chunk_now = [], 0
+        self.lanes_now = []
 
     def _places(self) -> list[int]:
         return [p.data_ptr() for p in self.parameters]
@@ -171,15 +168,15 @@ class GraphDecoder:
         """What encodes tokens that are given."""
         return Prefill(self.net, self.ops, self.tables, self.passes)
 
-    def step(self, rows: int, splits: int, support: Support, greedy: bool) -> None:
+    def step(self, rows: int, uneven: bool, support: Support, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
-        hidden = self.net.hidden(self.ops, self.board, self.tables, rows, splits)
+        hidden = self.net.hidden(self.ops, self.board, self.tables, rows, uneven)
         self.ops.draw(self.net.head.logits(hidden), self.board, support, greedy)
 
-    def graph(self, rows: int, support: Support, greedy: bool, splits: int = 1) -> Callable[[], None]:
+    def graph(self, rows: int, support: Support, greedy: bool, uneven: bool = False) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
-        run = partial(self.step, rows, splits, support, greedy)
-        key = (rows, splits, support.min_tokens if greedy else support)
+        run = partial(self.step, rows, uneven, support, greedy)
+        key = (rows, uneven, support.min_tokens if greedy else support)
         if key not in self.graphs:
             self.board.lanes.fill_(self.board.rows)
             self.lanes_now = []
@@ -196,18 +193,10 @@ class GraphDecoder:
             self.lanes_now = lanes
         return rows
 
-    def split(self, keys: list[int]) -> int:
-        """Among how many programs a row is shared out, so that the longest does not keep the others waiting."""
+    def uneven(self, keys: list[int]) -> bool:
+        """Would the longest of rows with so many keys keep the others waiting?"""
         longest, few = max(keys), len(keys) * self.net.heads < FEW
-        if longest <= LONG or not (few or longest > UNEVEN * sum(keys) / len(keys)):
-            return 1
-        parts = PARTS[len(keys) * self.net.heads < FEWEST]
-        end = longest + PAGE + ROUND  # a prompt's last page may be half empty
-        chunk = max(CHUNK, -(-end // parts // PAGE) * PAGE)
-        if chunk != self.chunk_now:
-            self.board.chunk.fill_(chunk)
-            self.chunk_now = chunk
-        return parts
+        return longest > LONG and (few or longest > UNEVEN * sum(keys) / len(keys))
 
     def sent(self, numbers: list[Any]) -> Tensor:
         return send(torch.tensor(numbers, dtype=torch.long), self.lm.device)
@@ -425,12 +414,12 @@ class Run:
         live.sort(key=lambda row: row.lane)
         steps = min(ROUND, max(self.limits[row.response] - row.length for row in live))
         lanes = [row.lane for row in live]
-        splits = self.decoder.split([row.length + self.schedule.keys[row.prompt] for row in live])
+        uneven = self.decoder.uneven([row.length + self.schedule.keys[row.prompt] for row in live])
         for (temperature, support, greedy), some in self.drawn.by_settings([row.response for row in live]).items():
             self.board.temperature.fill_(temperature)
             alike = [lanes[i] for i in some]
             rows = self.decoder.choose(alike)
-            graph = self.decoder.graph(rows, support, greedy, splits)
+            graph = self.decoder.graph(rows, support, greedy, uneven)
             self.decoder.choose(alike)
             for _ in range(steps):
                 graph()

@@ -155,12 +155,16 @@ class Llama:
         parts += [norm.weight for norm in norms if norm is not None]
         return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
 
-    def hidden(self, ops: ModuleType, board: Board, tables: list[Pair], rows: int, splits: int = 1) -> Tensor:
-        """The last hidden states after the next token of the first `rows` rows. Host and device never wait."""
+    def hidden(self, ops: ModuleType, board: Board, tables: list[Pair], rows: int, uneven: bool = False) -> Tensor:
+        """The last hidden states after the next token of the first `rows` rows. Host and device never wait.
+
+        `uneven`: share out rows, so that the longest does not keep the others waiting.
+        """
+        parts = ops.share_out(board, rows) if uneven else None
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             norms = None if layer.norms_all(self.channel) else layer.norms_qk
-            return ops.attend(qkv, Turn(*tables[i], norms, layer.scale), board, i, splits)
+            return ops.attend(qkv, Turn(*tables[i], norms, layer.scale), board, i, parts)
 
         return self.through(ops, board.state[LAST][board.lanes[:rows]], attend)
 

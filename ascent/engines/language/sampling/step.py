@@ -61,10 +61,8 @@ class Board:
     ends: Tensor
     limit: Tensor
     temperature: Tensor
-    chunk: Tensor
-    """Keys that one program of the attention reads, where long rows are split."""
     arrived: Tensor
-    """`[row·head]`: programs of a split row that are done; zeros between steps."""
+    """`[row·head]`: programs that are done with a row in parts; zeros between steps."""
 
     @classmethod
     def empty(
@@ -88,7 +86,6 @@ class Board:
             ends=torch.full((ENDS,), -1, device=device),
             limit=torch.full((), limit, device=device),
             temperature=torch.ones((), dtype=torch.float64, device=device),
-            chunk=torch.full((), PAGE, dtype=torch.int32, device=device),
             arrived=torch.zeros(rows * heads, dtype=torch.int32, device=device),
         )
 
@@ -146,12 +143,16 @@ def gated(both: Tensor, b: Tensor | None = None, _ranks: tuple[int, ...] = (), g
     return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
 
-def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, _splits: int = 1) -> Tensor:
+def share_out(_board: Board, _rows: int) -> None:
+    """A kernel may cut long rows into parts, the same in all layers of a step; nobody needs them here."""
+
+
+def attend(qkv: Tensor, turn: Turn, board: Board, layer: int, _parts: None = None) -> Tensor:
     """One new token per row: its key and value join its pages, and it attends to its prompt and to its own tokens.
 
     With R(p) the rotation at position p = known + length:
     out = softmax(scale · R(p)q · [prompt keys, own keys, R(p)k]ᵀ) · [prompt values, own values, v]
-    `_splits`: programs among which a kernel may share out a long row.
+    `_parts`: of long rows, if they were shared out.
     """
     rows, channel = qkv.shape[0], turn.cos.shape[1]
     lanes = board.lanes[:rows]

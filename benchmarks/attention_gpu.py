@@ -1,0 +1,164 @@
+"""The attention of a decoding step alone on one GPU: µs per layer, against the time of its bytes.
+
+    python -m benchmarks.attention_gpu [--shape 1.5b 135m] [--smoke]
+
+Rows are those of `benchmarks.ragged_gpu` at some stage of its schedule (512 lanes, log-normal lengths): the lengths
+that there are when so many responses still run, in a graph with as many rows or more; and rows of equal length. Pages
+lie anywhere. All layers of a step are one captured graph, each with a cache of its own, so that nothing of it is left
+in the card's cache. The peer is the time in which the memory (4.3 TB/s) moves the keys and values of all rows.
+`whole_us` is the time with every row read by one program, where rows are otherwise cut into parts, and `apart` how far
+the two results are from each other. `value` is the first row of the table: 512 ragged rows of 1.5B.
+
+`--smoke` computes the formula that the kernels stand for, on a CPU, for a few short rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascent.engines.language.graphs import CudaGraphs, NoGraphs
+from ascent.engines.language.kernels import load_kernels
+from ascent.engines.language.sampling import step as formulas
+from ascent.engines.language.sampling.step import LENGTH, PAGE, Board, Turn
+from benchmarks.common import close, show
+from benchmarks.ragged_gpu import LIMIT, MEAN, lengths_of
+from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES
+
+MOST = 1.1
+"""The figure to reach, over the time of the bytes."""
+LANES, RESPONSES, STEP = 512, 2048, 2000
+"""Of `benchmarks.ragged_gpu`; and the step at which all lanes are looked at."""
+RAGGED = ((512, 512), (256, 256), (128, 128), (48, 64), (24, 32), (12, 16), (3, 8))
+"""Responses that run, and the rows of their graph."""
+EQUAL = {"1.5b": ((256, 190), (512, 825)), "135m": ((512, 190), (256, 190), (512, 1000))}
+"""Rows and their keys."""
+REPEATS = 5
+TIMES = ("us", "whole_us", "bytes_us")
+
+
+def running_at(rows: int) -> list[int]:
+    """The tokens of those that run when for the first time there are no more of them; of all lanes, at step STEP."""
+    limits, lengths = lengths_of(RESPONSES, MEAN, LIMIT).tolist(), dict[int, int]()
+    waiting, steps = list(range(RESPONSES))[::-1], 0
+    while True:
+        while waiting and len(lengths) < LANES:
+            lengths[waiting.pop()] = 0
+        stride = min(limits[r] - n for r, n in lengths.items())
+        lengths = {r: n + stride for r, n in lengths.items() if n + stride < limits[r]}
+        steps += stride
+        if len(lengths) <= rows < LANES or (rows >= LANES and steps >= STEP):
+            return list(lengths.values())[:rows]
+
+
+class Rows:
+    """Rows of these lengths, and room for `count` of them; all layers of a model of this shape."""
+
+    def __init__(self, shape: dict[str, Any], lengths: list[int], count: int, layers: int, device: str):
+        self.shared, heads = shape["num_key_value_heads"], shape["num_attention_heads"]
+        channel = shape["hidden_size"] // heads
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        need = [n // PAGE + 1 for n in lengths]
+        like = torch.zeros((), dtype=dtype, device=device)
+        self.board = Board.empty(layers, self.shared, channel, count, sum(need), max(need), max(lengths) + 1, like)
+        pages = torch.randperm(sum(need)).split(need)
+        for lane, own in enumerate(pages):
+            self.board.table[lane, : len(own)] = own.int()
+        for cache in (x for pair in self.board.cache.layers.values() for x in pair):
+            cache.normal_()
+        self.board.state[LENGTH, : len(lengths)] = torch.tensor(lengths, device=device)
+        self.board.lanes[: len(lengths)] = torch.arange(len(lengths), device=device)
+        angle = torch.rand(max(lengths) + 1, channel // 2).repeat(1, 2).to(device) * 6
+        self.turn = Turn(angle.cos().to(dtype), angle.sin().to(dtype), None, channel**-0.5)
+        self.qkv = torch.randn(count, (heads + 2 * self.shared) * channel, device=device).to(dtype)
+        self.count, self.layers, self.live = count, layers, len(lengths)
+        self.bytes = sum(lengths) * 2 * self.shared * channel * like.element_size()
+        self.out: Tensor = like
+
+    def attend(self, ops: Any, cut: bool) -> None:
+        parts = ops.share_out(self.board, self.count) if cut else None
+        for layer in range(self.layers):
+            self.out = ops.attend(self.qkv, self.turn, self.board, layer, parts)
+
+    def found(self) -> Tensor:
+        return self.out[: self.live].double().clone()
+
+
+def seconds_of(replay: Callable[[], None], on_card: bool) -> float:
+    """The median of a few replays."""
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        for _ in range(REPEATS):
+            replay()
+        if on_card:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) / REPEATS)
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def measure(name: str, lengths: list[int], count: int, cut: bool, smoke: bool) -> dict[str, Any]:
+    shape, device = SHAPES[name], "cpu" if smoke else "cuda"
+    torch.manual_seed(0)
+    rows = Rows(shape, lengths, count, 2 if smoke else shape["num_hidden_layers"], device)
+    ops = formulas if smoke else load_kernels("decoding") or formulas
+    graphs = NoGraphs() if smoke else CudaGraphs()
+    took, results = {}, {}
+    for how in {cut, False}:
+        graphs.warm(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
+        replay = graphs.capture(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
+        replay()
+        took[how], results[how] = seconds_of(replay, not smoke), rows.found()
+    assert not rows.board.arrived.any()
+    return {
+        "shape": name,
+        "rows": len(lengths),
+        "keys": sum(lengths) // len(lengths),
+        "longest": max(lengths),
+        "us": took[cut] / rows.layers * 1e6,
+        "whole_us": took[False] / rows.layers * 1e6,
+        "bytes_us": rows.bytes / BANDWIDTH * 1e6,
+        "apart": float((results[cut] - results[False]).norm() / results[False].norm()),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=sorted(EQUAL), default=list(EQUAL))
+    parser.add_argument("--smoke", action="store_true", help="a few short rows on the CPU, only to see that it runs")
+    options = parser.parse_args(argv)
+    found = []
+    for shape in options.shape:
+        if options.smoke:
+            found += [measure(shape, [3, 70, 130], 4, True, True)]
+            continue
+        found += [measure(shape, running_at(rows), count, True, False) for rows, count in RAGGED]
+        found += [measure(shape, [keys] * rows, rows, False, False) for rows, keys in EQUAL[shape]]
+    table = [
+        [
+            f["shape"],
+            *(str(f[k]) for k in ("rows", "keys", "longest")),
+            *(f"{f[k]:.1f}" for k in TIMES),
+            f"{f['us'] / f['bytes_us']:.2f}",
+        ]
+        for f in found
+    ]
+    show(["shape", "rows", "mean keys", "longest", *TIMES, "µs / bytes"], table)
+    first, more = found[0], {"found": found, "torch": torch.__version__}
+    if options.smoke:
+        return close("attention_gpu", None, None, MOST, True, smoke=True, **more)[1]
+    more["device"] = torch.cuda.get_device_name()
+    ok = first["us"] <= MOST * first["bytes_us"] and all(f["apart"] < 0.01 for f in found)
+    return close("attention_gpu", first["us"], first["bytes_us"], MOST, ok, **more)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
