@@ -34,8 +34,9 @@ def cut_rows(board: Board, rows: int, least: int = LEAST, spread: int | None = N
     Parts have at least so many keys. Besides one of each row there are as many as run at once, or as `spread` says.
     """
     width, device = board.table.shape[1], board.table.device
-    shared, channel = board.cache.layers[0][0].shape[1::2]
-    spread = min(spread or part_tile(rows * shared, channel)[3] * PLACES // shared, rows * width)
+    keys = board.cache.layers[0][0]
+    shared, key = keys.shape[1], keys.shape[3] * keys.element_size()
+    spread = min(spread or part_tile(rows * shared, key)[3] * PLACES // shared, rows * width)
     table = torch.empty(spread + rows, FIELDS, dtype=torch.int32, device=device)
     _cut_rows[(rows,)](
         *(board.state, board.lanes, table, board.state.shape[1], rows, spread, least),
@@ -88,7 +89,8 @@ def attend_pages(qkv: Tensor, turn: Turn, board: Board, layer: int, parts: Tenso
     heads = qkv.shape[1] // channel - 2 * shared
     (q_weight, eps, add), (k_weight, *_) = turn.norms or ((qkv, 0.0, None),) * 2
     out = qkv.new_empty(rows, heads * channel)
-    keys_at_once, warps, stages, ahead = (row_tile if parts is None else part_tile)(rows * shared, channel)
+    tile = (row_tile, part_tile)[parts is not None](rows * shared, channel * qkv.element_size())
+    keys_at_once, warps, stages, ahead = tile
     about = (turn.cos, turn.sin, q_weight, k_weight, *cache)
     numbers = (qkv.stride(0), board.table.shape[1], eps, turn.scale * 1.4426950408889634)
     how: dict[str, Any] = {
@@ -117,19 +119,19 @@ def attend_pages(qkv: Tensor, turn: Turn, board: Board, layer: int, parts: Tenso
     return out
 
 
-def part_tile(programs: int, channel: int) -> tuple[int, int, int, int]:
-    """Keys that a program reads at once, its warps, its stages, and how many of them a multiprocessor holds."""
-    if channel > 64:
-        return (PAGE // 2, 2, 5, 6) if programs >= MANY and channel <= 128 else (PAGE, 4, 3, 4 if channel <= 128 else 2)
+def part_tile(programs: int, width: int) -> tuple[int, int, int, int]:
+    """Keys, of so many bytes, that a program reads at once; its warps, stages, and how many run on a multiprocessor."""
+    if width > 128:
+        return (PAGE // 2, 2, 5, 6) if programs >= MANY and width <= 256 else (PAGE, 4, 3, 4 if width <= 256 else 2)
     return (PAGE // 2, 1, 5, 12) if programs >= MANY else (PAGE, 1, 3, 8)
 
 
-def row_tile(programs: int, channel: int) -> tuple[int, int, int, int]:
-    """The same of programs for whole rows, and in the end the pages that one asks for early."""
-    ahead = 1 if channel % 8 == 0 else 0
-    if channel > 128:
+def row_tile(programs: int, width: int) -> tuple[int, int, int, int]:
+    """The same of programs for whole rows; and in the end the pages that one asks for early."""
+    ahead = 1 if width % 16 == 0 else 0
+    if width > 256:
         return PAGE, 4, 3, 0
-    if channel > 64:
+    if width > 128:
         return PAGE // 2 if programs >= MANY else PAGE, 2, 3, ahead
     return (PAGE // 2, 1, 3, ahead) if programs >= MANY else (PAGE, 1, 5, ahead)
 
