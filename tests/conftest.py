@@ -75,6 +75,16 @@ def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_picture() -> Iterator[None]:
+    """`ascent train` draws its curves at the end, which takes longer than most runs here. One test has it do that."""
+    from ascent.cli import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "plot", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def proven_once() -> Iterator[None]:
     """Each run proves the passes of its model. Here hundreds of runs have the same few, which are proven once each."""
     from ascent.engines.language import backend, proof

@@ -77,8 +77,12 @@ DECODERS = [pytest.param(GroupDecoder, id="groups"), "graphs"]
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(
     ("ahead", "more"),
-    [(1, {}), (9, {}), (3, {"rows": 100, "top_p": 0.7, "min_tokens": 2}), (2, {"room": 128})],
-    ids=["one", "more than there are", "many rows and top-p", "few pages"],
+    [
+        pytest.param(1, {}, id="one", marks=pytest.mark.smoke),
+        pytest.param(9, {}, id="more than there are"),
+        pytest.param(3, {"rows": 100, "top_p": 0.7, "min_tokens": 2}, id="many rows and top-p"),
+        pytest.param(2, {"room": 128}, id="few pages"),
+    ],
 )
 def test_whatever_is_begun_early_the_same_responses_are_trained_in_the_same_step(
     decoder: Any, ahead: int, more: dict[str, Any]

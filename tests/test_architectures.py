@@ -58,7 +58,12 @@ def learner_of(lm: LanguageModel, checkpointing: bool = False, critic: LanguageC
 
 
 FAST = ("Llama", "GPT2", "OPT")
-EVERY = [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.long) for kind in ARCHITECTURES]
+OTHERS = ("Qwen3_5", "Llama4Text", "Gemma3Text", "GptOss", "Mixtral", "Mistral", "Phi3", "Cohere2", "Falcon", "Bloom")
+"""One of each kind: linear attention, chunks, windows, sinks, experts, fused matrices, parallel layers, biases."""
+EVERY = [
+    pytest.param(kind, marks=[] if kind in FAST else pytest.mark.long if kind in OTHERS else pytest.mark.smoke)
+    for kind in ARCHITECTURES
+]
 
 
 @pytest.mark.parametrize("kind", EVERY)

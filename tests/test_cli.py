@@ -57,6 +57,8 @@ BESIDES = {
     "sampling/kl",
 }
 TINY = ("--length", 3, "--numbers", 3, "--prompts", 4, "--samples", 2, "--eval-prompts", 4, "--policy.width", 8)
+PLOT = cli.plot
+"""The real one, which is replaced while tests run."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -70,9 +72,8 @@ class Said:
 
 @pytest.fixture
 def ascent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The command in this process, in an empty folder, without the picture that takes a second."""
+    """The command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "plot", lambda _: None)
     monkeypatch.setenv("COLUMNS", "120")
 
     def call(*args: Any) -> Said:
@@ -206,9 +207,13 @@ def test_every_fixed_flag_of_train(ascent: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_finished_run_is_drawn(course: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    path = cli.plot(course)
-    assert path == course.folder / "plot.png" and path.read_bytes().startswith(b"\x89PNG")
+def test_a_finished_run_is_drawn(
+    course: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "plot", PLOT)
+    assert cli.report_end(course) is None
+    path = course.folder / "plot.png"
+    assert f"Curves: {path}\n" in capsys.readouterr().out and path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long
@@ -478,6 +483,7 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_reader_who_leaves_early_is_no_error(tmp_path: Path) -> None:
     pipe = f"{sys.executable} -m ascent list | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", pipe], capture_output=True, text=True, check=False)

@@ -453,6 +453,7 @@ def test_every_page_fits_a_phone_is_still_and_has_nothing_serious_for_axe_in_bot
     screen.page.context.close()
 
 
+@pytest.mark.smoke
 def test_the_labels_of_charts_stand_out_in_both_themes(browser: Any, lab: Lab, known: str) -> None:
     screen = opened(browser, lab, device_scale_factor=2, viewport={"width": 1280, "height": 1500})
     for name in ("clip", "baselines", "variance"):
@@ -506,6 +507,7 @@ RUN_OUT = """html => {
 }"""
 
 
+@pytest.mark.smoke
 def test_code_and_formulas_of_every_lesson_stay_in_their_box(browser: Any, lab: Lab) -> None:
     """On a phone, in the narrow column beside a figure, and on a desk, with long code open; one page shows them all."""
     lessons = read_lessons()

@@ -14,7 +14,6 @@ from test_judge import SECRET, longer
 from test_text_tasks import Bytes, rollouts, sums, write
 
 from ascent.cli import main as cli
-from ascent.cli import train as training
 from ascent.core.types import Refused
 from ascent.engines.language.backend import LanguageBackend
 from ascent.records.run import Run
@@ -34,7 +33,6 @@ def read_pairs(file: Path) -> list[Problem]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "plot", lambda _: None)
     return tmp_path
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ascent.cli import train as training
 from ascent.lab.figures import all_figures
 from ascent.lab.pages.lesson.page import read_lesson, render
 
@@ -28,8 +27,6 @@ PAGES, blocks, run_page = lessons_run.PAGES, lessons_run.blocks, lessons_run.run
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom in one namespace and one folder, as a reader would; what is printed is what is shown."""
-    # No lesson speaks of the picture of a run, which takes longer to draw than most of these runs take.
-    monkeypatch.setattr(training, "plot", lambda *_: None)
     run_page(path, tmp_path)
 
 

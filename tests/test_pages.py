@@ -253,14 +253,23 @@ def plain_conversations() -> Rollouts:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_rows_are_extended_evicted_and_come_back(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "cases"),
+    [
+        (GroupDecoder, [(8, 12, 0, 999), (1, 5, 48, 0)]),
+        ("graphs", [(8, 12, 0, 999), (4, 5, 52, 999)]),
+        pytest.param("graphs", [(1, 5, 48, 0), (1, 12, 48, 999)], marks=pytest.mark.smoke),
+    ],
+    ids=["groups", "graphs", "graphs, one step at a time"],
+)
+def test_rows_are_extended_evicted_and_come_back(
+    decoder: Any, cases: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Observations on few pages, with steps under way: the same tokens and log-probs as the plain cache gives."""
     lm = model_of()
     want = plain_conversations()
     assert (want.present & ~want.mask).any()  # type: ignore[operator]
-    few = [(1, 12, 48, 999), (4, 5, 52, 999)] if decoder == "graphs" else []
-    for together, rows, room, prefill in ((8, 12, 0, 999), (1, 5, 48, 0), *few):
+    for together, rows, room, prefill in cases:
         monkeypatch.setattr(cuda, "ROUND", together)
         monkeypatch.setattr(cuda, "PREFILL", prefill)  # observations are encoded at once, or fed step by step
         got, (schedule,) = draws(decoder, lm, observe=observing(lm.ends), limit=40, rows=rows, room=room)
@@ -288,14 +297,23 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_who_answers_first_changes_nothing(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "cases"),
+    [
+        (GroupDecoder, [(0, 8, 5, 48, 0), (1, 8, 12, 60, 0)]),
+        ("graphs", [(2, 4, 12, 60, 6)]),
+        pytest.param("graphs", [(0, 8, 12, 0, 0), (1, 1, 5, 48, 999)], marks=pytest.mark.smoke),
+    ],
+    ids=["groups", "graphs", "graphs, more settings"],
+)
+def test_who_answers_first_changes_nothing(
+    decoder: Any, cases: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are parked while their environment works, evicted there too, and come back in any order."""
     lm = model_of()
     want = plain_conversations()
     evictions = 0
-    cases = ((8, 12, 0, 0), (1, 5, 48, 999), (4, 12, 60, 6)) if decoder == "graphs" else ((8, 5, 48, 0), (8, 12, 60, 0))
-    for order, (together, rows, room, prefill) in enumerate(cases):
+    for order, together, rows, room, prefill in cases:
         monkeypatch.setattr(cuda, "ROUND", together)
         monkeypatch.setattr(cuda, "PREFILL", prefill)
         observe = observing(lm.ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ascent.tasks.small.sort import Sort
 from ascent.tasks.text.rows import Preferences
 from ascent.workflows import compare as comparison
 from ascent.workflows.labels import make_pairs
+from tests.cases import mostly_smokes
 
 
 def written(path: Path, *rows: Any) -> Path:
@@ -186,8 +188,13 @@ def test_sft_then_dpo_on_sort(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ["sft", "dpo", "reward-model"])
-@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize(
+    ("row", "file"),
+    mostly_smokes(
+        itertools.product(["sft", "dpo", "reward-model"], [False, True]),
+        ("sft", True), ("dpo", False), ("reward-model", True),
+    ),
+)  # fmt: skip
 def test_a_run_goes_on_where_it_was_killed(row: str, file: bool, tmp_path: Path) -> None:
     rows = [{"prompt": [a, b, c], "response": sorted([a, b, c])} for a in range(4) for b in range(4) for c in range(2)]
     rows = [{**r, "chosen": r["response"], "rejected": [3, 0, 0]} for r in rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from test_text_tasks import sums, write
 import ascent
 from ascent.assemble import assemble
 from ascent.cli import main as cli
-from ascent.cli import train as training
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Outputs, Prompts, Refused
 from ascent.engines.backend import LearnedReward
@@ -149,18 +147,19 @@ def test_continuations_draw_only_what_is_missing() -> None:
     assert drawn[1, :, :2].unique(dim=0).tolist() == [[0, 2]] and len(drawn[1, :, 2].unique()) == 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_picture() -> Iterator[None]:
-    """It takes seconds."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(training, "plot", lambda _: None)
-        yield
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return learn(tmp_path_factory.mktemp("process"), 64, 24, 16, 100)
 
 
 @pytest.fixture(scope="module")
-def trained(no_picture: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same after a few steps, for what no skill is needed for."""
+    return learn(tmp_path_factory.mktemp("hasty"), 16, 4, 2, 5)
+
+
+def learn(folder: Path, prompts: int, samples: int, rollouts: int, updates: int) -> Path:
     """A policy, labels from its roll-outs and a process reward of them, all through the command line."""
-    folder = tmp_path_factory.mktemp("process")
     world = [f for name, value in WORLD.items() for f in (f"--{name}", str(value))]
     steps = ["--eval-every", "1000", "--record-rollouts", "none"]
 
@@ -168,8 +167,18 @@ def trained(no_picture: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert cli.main([str(arg) for arg in args]) == 0
 
     run("train", "sort", *world, *steps, "--steps", 8, "--prompts", 16, "--out", folder / "policy")
-    run("label-steps", folder / "policy", folder / "steps.jsonl", "--prompts", 64, "--samples", 24, "--rollouts", 16)
-    wide = [*world, "--policy.width", 32, "--lr", 1e-2, *steps, "--steps", 100, "--prompts", 128]
+    run(
+        "label-steps",
+        folder / "policy",
+        folder / "steps.jsonl",
+        "--prompts",
+        prompts,
+        "--samples",
+        samples,
+        "--rollouts",
+        rollouts,
+    )
+    wide = [*world, "--policy.width", 32, "--lr", 1e-2, *steps, "--steps", updates, "--prompts", 2 * prompts]
     run("process-reward", "sort", "--labels", folder / "steps.jsonl", *wide, "--out", folder / "process")
     return folder
 
@@ -199,19 +208,19 @@ def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
+def test_a_process_reward_is_a_reward_per_token(hasty: Path) -> None:
     """process: what each token adds, with the last score as the sum; beside an outcome, by weight."""
-    model = load_process_reward(trained / "process")
+    model = load_process_reward(hasty / "process")
     made = {}
     for reward in ("process:", "process-score:", "exact+0.5*process:"):
         kind, _ = reward.split(":")
-        config = configure("sort", {**WORLD, "reward": f"{kind}:{trained / 'process'}", "prompts": 6})
+        config = configure("sort", {**WORLD, "reward": f"{kind}:{hasty / 'process'}", "prompts": 6})
         parts = assemble(config)
         prompt = parts.task.draw(6, torch.Generator().manual_seed(0))
         rollouts = parts.sampler.generate(prompt, 4)
         made[kind] = parts.task.score(rollouts)
     assert reward_weights(parts.task) == {"rewards/exact": 1.0, "rewards/process": 0.5}
-    listed = configure("sort", {**WORLD, "reward": ("exact", f"0.5*process:{trained / 'process'}"), "prompts": 6})
+    listed = configure("sort", {**WORLD, "reward": ("exact", f"0.5*process:{hasty / 'process'}"), "prompts": 6})
     assert listed == config, "the form that versions before wrote is the same list"
     score = model(rollouts)
     torch.testing.assert_close(made["process-score"].reward, score)
@@ -223,6 +232,7 @@ def test_a_process_reward_is_a_reward_per_token(trained: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_training_on_a_process_reward_raises_the_true_one(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     args = [f for name, value in WORLD.items() for f in (f"--{name}", str(value))]
@@ -233,9 +243,9 @@ def test_training_on_a_process_reward_raises_the_true_one(trained: Path, tmp_pat
 
 
 @pytest.mark.long
-def test_labelling_goes_on_where_it_was_stopped(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labelling_goes_on_where_it_was_stopped(hasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"prompts": 40, "samples": 2, "rollouts": 3, "show": False}
-    whole = label_steps(trained / "policy", tmp_path / "whole.jsonl", **settings)
+    whole = label_steps(hasty / "policy", tmp_path / "whole.jsonl", **settings)
     rows, seen = Labeller.rows, []
 
     def dies(self: Labeller, samples: int) -> Any:
@@ -246,12 +256,12 @@ def test_labelling_goes_on_where_it_was_stopped(trained: Path, tmp_path: Path, m
 
     monkeypatch.setattr(Labeller, "rows", dies)
     with pytest.raises(KeyboardInterrupt):
-        label_steps(trained / "policy", tmp_path / "parts.jsonl", **settings)
+        label_steps(hasty / "policy", tmp_path / "parts.jsonl", **settings)
     assert not (tmp_path / "parts.jsonl").exists()
     (kept,) = tmp_path.glob("parts.partial-*")
     with open(kept, "ab") as file:
         file.write(b'{"rows": [{"torn')
-    parts = label_steps(trained / "policy", tmp_path / "parts.jsonl", **settings)
+    parts = label_steps(hasty / "policy", tmp_path / "parts.jsonl", **settings)
     assert len(seen) == 3 + 3, "five chunks, two of them before it was stopped"
     assert parts.read_text() == whole.read_text()
     assert not list(tmp_path.glob("*partial*"))
@@ -273,7 +283,7 @@ SMALL: dict[str, Any] = {"max_prompt": 64, "max_tokens": 24, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def scorer(no_picture: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scorer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A process reward of words, through the command line."""
     folder = tmp_path_factory.mktemp("words")
     args = ["process-reward", labelled(folder / "steps.jsonl"), "--model", tiny_folder, "--steps", 30, "--lr", 1e-2]
@@ -403,24 +413,24 @@ def test_steps_that_are_none_are_refused(row: dict[str, Any], words: str, tmp_pa
 
 
 @pytest.mark.long
-def test_what_is_no_process_reward_is_refused(trained: Path, scorer: Path, tmp_path: Path) -> None:
+def test_what_is_no_process_reward_is_refused(hasty: Path, scorer: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trained something else"):
-        Sort(reward=f"process:{trained / 'policy'}")
+        Sort(reward=f"process:{hasty / 'policy'}")
     with pytest.raises(Refused, match="is not a run"):
         Sort(reward="process:nowhere")
     with pytest.raises(Refused, match="no such reward"):
-        Sort(reward=f"nonsense+process:{trained / 'process'}")
+        Sort(reward=f"nonsense+process:{hasty / 'process'}")
     with pytest.raises(Refused, match="trained for a text task"):
         assemble(configure("sort", {"reward": f"process:{scorer}"}))
     with pytest.raises(Refused, match="other prompts and responses"):
-        assemble(configure("sort", {"reward": f"process:{trained / 'process'}"}))
+        assemble(configure("sort", {"reward": f"process:{hasty / 'process'}"}))
     with pytest.raises(Refused, match="--labels FILE"):
         assemble(configure("sort", {"algorithm": "process-reward"}))
     with pytest.raises(Refused, match="a prompt of this task has 5 numbers"):
-        SmallOfflineTask(Sort(labels=str(trained / "steps.jsonl")), "steps", torch.Generator())
+        SmallOfflineTask(Sort(labels=str(hasty / "steps.jsonl")), "steps", torch.Generator())
     with pytest.raises(Refused, match="rates"):
-        label_steps(trained / "process", tmp_path / "out.jsonl")
-    task = Sort(length=2, numbers=4, reward=f"process:{trained / 'process'}")
+        label_steps(hasty / "process", tmp_path / "out.jsonl")
+    task = Sort(length=2, numbers=4, reward=f"process:{hasty / 'process'}")
     rollouts = SmallSampler(policy_of(TINY, task.space), 1.0, torch.Generator()).generate(task.held_out(2), 2)
     with pytest.raises(Refused, match="learned reward rates"):
         task.score(rollouts)

@@ -122,6 +122,7 @@ def f(prompt, response, answer, **columns):
         "huge reason": lambda: (1, "x" * 50_000_000),
         "surrogate": lambda: (1, chr(0xD800)),
         "torch": lambda: float("torch" in sys.modules),
+        "asyncio": lambda: float("asyncio" in sys.modules),
     }.get(response, lambda: 1.0)()
 
 
@@ -138,9 +139,9 @@ not_a_function = 3
 
 BAD = {
     "crash": r"ZeroDivisionError: division by zero \(r.py, line",
-    "hang": "took longer than 3 s",
-    "hold the lock": "took longer than 3 s",
-    "children": "took longer than 3 s",
+    "hang": "took longer than 1.5 s",
+    "hold the lock": "took longer than 1.5 s",
+    "children": "took longer than 1.5 s",
     "child and exit": "ended its process: exit status 4",
     "exit": "ended its process: exit status 3",
     "sys.exit": "SystemExit: 2",
@@ -158,7 +159,7 @@ BAD = {
     "broken words": "Broken, and RuntimeError",
     "interrupt": "KeyboardInterrupt",
     "close every file": "ended its process",
-    "half an answer": "took longer than 3 s",
+    "half an answer": "took longer than 1.5 s",
     "speak out of turn": "an answer that is not the one to this response",
     "more fields": r"what is not a reward: \['answers', 'surprise'\]",
     "kill its keeper": "ended its process",
@@ -173,6 +174,7 @@ GOOD: dict[str, tuple[float, str]] = {
     "surrogate": (1.0, "\ufffd"),
     "columns": (5.0, "prompt answer"),
     "torch": (0.0, ""),
+    "asyncio": (0.0, ""),
 }
 
 
@@ -187,7 +189,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def outcomes(own: Callable[[str], str]) -> dict[str, Outcome]:
     """All of them in one go, good ones before, between and after."""
     asked = [x for bad in BAD for x in (bad, "plain")] + list(GOOD)
-    with closing(Pool([Grader(own("f"))], 2, Limits(3.0))) as pool:
+    with closing(Pool([Grader(own("f"))], 2, Limits(1.5))) as pool:
         pool.pace = 1e-4  # as if they had been quick before: several are sent at once
         found = pool.run([job(response) for response in asked])
     plain = [o for response, o in zip(asked, found, strict=True) if response == "plain"]
@@ -399,7 +401,7 @@ def task(tmp_path: Path, own: Callable[[str], str]) -> Iterator[Callable[..., To
         reward = tuple(n if "own" in n else f"{n.partition('*')[0]}*{own(n.partition('*')[2])}" for n in names)
         source = str(sums(tmp_path / "a.jsonl"))
         made.append(
-            TokenizedTask(Jsonl(source=source, check="number", reward=reward, reward_seconds=3.0, **more), Bytes())
+            TokenizedTask(Jsonl(source=source, check="number", reward=reward, reward_seconds=1.5, **more), Bytes())
         )
         return made[-1]
 
@@ -573,7 +575,7 @@ def test_the_self_test_sees_a_reward_that_cannot_tell_right_from_wrong(own: Call
 def test_math_verify_runs_in_the_processes(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text("".join(f'{{"prompt": "p{i}", "answer": "\\\\frac{{{i + 1}}}{{97}}"}}\n' for i in range(8)))
-    task = Jsonl(source=str(rows), check="math")
+    task = Jsonl(source=str(rows), check="math", reward_workers=1)
     report = self_test(task, 5)
     assert report.ok, report.lines()
     grading = Grading(task)

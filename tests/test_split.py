@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Outputs, Terms
 from ascent.core.weights import WEIGHTS, SequenceMean, TokenMean
 from ascent.engines.small.engine import SmallLearner, score_small_responses, score_small_steps
+from tests.cases import mostly_smokes
 
 PROMPTS, SAMPLES = 2, 3
 SIZES = (1, 2, 3, 4, 5, 6, 7)
@@ -88,8 +90,14 @@ def check_split(algorithm: Algorithm, objective: Callable[[Batch, Outputs], Term
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("row", SAMPLED)
+@pytest.mark.parametrize(
+    ("row", "weights"),
+    mostly_smokes(
+        itertools.product(SAMPLED, WEIGHTS),
+        *(("grpo", weights) for weights in WEIGHTS),
+        *((row, WEIGHTS[i % len(WEIGHTS)]) for i, row in enumerate(SAMPLED)),
+    ),
+)
 def test_every_row_with_every_weight(row: str, weights: type) -> None:
     algorithm = replace(ALGORITHMS[row], weights=weights())
     check_split(replace(algorithm, shaping=Overlong(2)) if row == "dapo" else algorithm)

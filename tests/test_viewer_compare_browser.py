@@ -367,16 +367,35 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen) 
 # ---- the report, from a file ------------------------------------------------------------------------------
 
 
-def test_a_report_opens_from_a_file_without_javascript(browser: Any, runs: Path, tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
+@pytest.fixture(scope="module")
+def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(report_of(Place("grpo", runs / "cmp/grpo-s0", "ascent")))
+    return path
+
+
+@pytest.mark.smoke
+def test_nothing_in_a_report_is_hard_to_read(browser: Any, report: Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(report.as_uri())
+    page.locator("figure summary").first.click()
+    page.get_by_label("advantage").check()
+    page.locator("figure").evaluate_all(ALIKE)
+    for theme, options in (("light", None), ("dark", {"runOnly": ["color-contrast"]})):
+        page.emulate_media(color_scheme=theme)
+        found = serious(page, None, options)
+        assert not found, (theme, found)
+    page.close()
+
+
+def test_a_report_opens_from_a_file_without_javascript(browser: Any, report: Path, tmp_path: Path) -> None:
     asked: list[str] = []
     for scripts in (False, True):
         context = browser.new_context(java_script_enabled=scripts, viewport={"width": 1280, "height": 900})
         page, errors = context.new_page(), list[str]()
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda said, errors=errors: errors.append(said.text) if said.type == "error" else None)
-        page.goto(path.as_uri())
+        page.goto(report.as_uri())
         assert page.locator("h1").inner_text().startswith("lecture, grpo")
         charts = page.locator("svg.chart")
         assert charts.count() >= 10 and charts.first.bounding_box()["height"] > 100
@@ -392,11 +411,6 @@ def test_a_report_opens_from_a_file_without_javascript(browser: Any, runs: Path,
             page.get_by_label("nothing").check()
             assert token.evaluate(shade) == "rgba(0, 0, 0, 0)none"
             page.get_by_label("advantage").check()
-            page.locator("figure").evaluate_all(ALIKE)
-            for theme, options in (("light", None), ("dark", {"runOnly": ["color-contrast"]})):
-                page.emulate_media(color_scheme=theme)
-                found = serious(page, None, options)
-                assert not found, (theme, found)
             page.set_viewport_size({"width": 390, "height": 844})
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
         else:
@@ -405,5 +419,5 @@ def test_a_report_opens_from_a_file_without_javascript(browser: Any, runs: Path,
             page.pdf(path=tmp_path / "report.pdf")
         assert not errors
         context.close()
-    assert set(asked) == {path.as_uri()}, "it loads itself alone"
+    assert set(asked) == {report.as_uri()}, "it loads itself alone"
     assert (tmp_path / "report.pdf").stat().st_size > 20_000

@@ -517,7 +517,7 @@ def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("other", "fires"), [("exact", True), ("large", False)])
+@pytest.mark.parametrize(("other", "fires"), mostly_smokes([("exact", True), ("large", False)], ("exact", True)))
 def test_a_part_that_carries_the_reward_is_seen(
     other: str, fires: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,6 +601,7 @@ def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(nines: tuple[Any, str], tmp_path: Path) -> None:
     shutil.copytree(nines[0].folder, tmp_path / "again")
     again = ascent.resume(tmp_path / "again", from_step=18)

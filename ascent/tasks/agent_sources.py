@@ -13,8 +13,6 @@ import inspect
 import os
 import shlex
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +101,9 @@ def _verify_command(source: str, where: str) -> None:
 def _verify_server(source: str, url: str) -> None:
     if importlib.util.find_spec("websockets") is None:
         refuse(f"--agent {source} needs websockets: pip install 'ascent-rl[agents]'")
+    import urllib.error  # here: every process that computes rewards imports this file
+    import urllib.request
+
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=ASKING) as answer:
             answer.read(1)

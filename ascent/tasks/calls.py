@@ -6,18 +6,21 @@
     f(completions, prompts, **columns) -> list                a whole group, as TRL calls it
 
 Any of them may be `async`. A reward is a number or (number, reason); None means that it is not for this row. The
-processes that compute rewards import this file, so it does without torch.
+processes that compute rewards import this file, so it does without torch, and imports asyncio where it is needed.
 """
 
-import asyncio
 import functools
 import inspect
 import math
+import os
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+if TYPE_CHECKING:
+    import asyncio
 
 LARGEST = 3.4028234663852886e38
 """Of a float32: what is larger would be infinite in the batch."""
@@ -199,14 +202,25 @@ def read_number(value: Any, form: str = FORM) -> float:
     return number
 
 
+def new_loop(call: Call) -> "asyncio.AbstractEventLoop | None":
+    """What an async function runs in; None for any other."""
+    if not call.awaited:
+        return None
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
 def compute(
-    call: Call, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop | None, seconds: float
+    call: Call, jobs: Sequence[Job], loop: "asyncio.AbstractEventLoop | None", seconds: float
 ) -> list[dict[str, Any]]:
     """The answers of a function to these jobs: one, a group, or, of an async function, many at the same time."""
     if not call.awaited:
         if call.grouped:
             return call.read(call.start(jobs), len(jobs))
         return [answer for job in jobs for answer in call.read(call.start([job]), 1)]
+    import asyncio
+
     assert loop is not None
     parts = [jobs] if call.grouped else [[job] for job in jobs]
 
@@ -245,4 +259,4 @@ def error_words(error: BaseException) -> str:
 
 
 def _is_library(file: Path) -> bool:
-    return "site-packages" in file.parts or Path(asyncio.__file__).parents[1] in file.parents
+    return "site-packages" in file.parts or Path(os.__file__).parent in file.parents

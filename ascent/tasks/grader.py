@@ -1,6 +1,5 @@
 """The process in which rewards are computed, seen from inside: a keeper, and the grader that it forks."""
 
-import asyncio
 import functools
 import os
 import pickle
@@ -8,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ascent.tasks.calls import REASON, Job, Wrong, compute, error_words, read_call, read_number, read_reward
+from ascent.tasks.calls import REASON, Job, Wrong, compute, error_words, new_loop, read_call, read_number, read_reward
 from ascent.tasks.files import load_code
 from ascent.tasks.keeper import end_as, end_children, fork_child, lifelines, receive, say, wait_for
 from ascent.tasks.sandboxed import SandboxedReward, SandboxSettings
@@ -83,7 +82,7 @@ def _load(grader: Grader) -> Answer:
     if grader.numbers:
         return functools.partial(_numbers, code)
     call = read_call(code)
-    loop = asyncio.new_event_loop() if call.awaited else None
+    loop = new_loop(call)
     return lambda jobs, seconds: compute(call, jobs, loop, seconds)
 
 

@@ -4,7 +4,6 @@ The file is run in the sandbox alone, also to read how its function is called. E
 nothing is kept from one to the next. Graders import this, so it does without torch.
 """
 
-import asyncio
 import base64
 import functools
 import os
@@ -17,7 +16,7 @@ from ascent.sandbox.box import BoxLimits, Broken, Ended, Sandbox
 from ascent.sandbox.line import Closed, Line
 from ascent.sandbox.walls import NoWalls, Walls, choose
 from ascent.tasks.base import refuse
-from ascent.tasks.calls import REASON, Call, Job, Wrong, compute, error_words, read_call
+from ascent.tasks.calls import REASON, Call, Job, Wrong, compute, error_words, new_loop, read_call
 from ascent.tasks.files import load_code
 
 GUEST = "ascent.tasks.sandboxed:serve_reward"
@@ -131,7 +130,6 @@ def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
 def _compute(call: Call, question: dict[str, Any]) -> dict[str, Any]:
     try:
         jobs = [Job(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
-        loop = asyncio.new_event_loop() if call.awaited else None
-        return {"answers": compute(call, jobs, loop, question["seconds"])}
+        return {"answers": compute(call, jobs, new_loop(call), question["seconds"])}
     except BaseException as error:
         return {"error": error_words(error)}

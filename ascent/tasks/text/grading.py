@@ -3,7 +3,6 @@
 `self_test` computes them on responses whose worth is known: right ones have to pass, corrupted ones must not.
 """
 
-import asyncio
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from ascent.tasks.calls import Call, Job, compute, error_words
+from ascent.tasks.calls import Call, Job, compute, error_words, new_loop
 from ascent.tasks.grader import Grader
 from ascent.tasks.objects import pickled
 from ascent.tasks.reward_sources import FUNCTIONS, OWN, call_of, find_function
@@ -172,7 +171,7 @@ class InProcess:
 
     def __init__(self, call: Call, seconds: float):
         self.call, self.seconds = call, seconds
-        self.loop = asyncio.new_event_loop() if call.awaited else None
+        self.loop = new_loop(call)
         self.thread = ThreadPoolExecutor(1, "ascent-reward") if call.awaited else None
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
