@@ -438,7 +438,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
                     except GeneratorExit:
                         writer.stop = True
         writer.settle()
-        done = len(Run(folder.path).metrics) >= config.steps
+        done = max(first, writer.last.get("step", -1) + 1) >= config.steps
         folder.run["status"] = "finished" if done else "interrupted"
     except KeyboardInterrupt:
         folder.run["status"] = "interrupted"

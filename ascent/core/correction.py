@@ -44,12 +44,12 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
     other versions drew tokens too, `lag` is how many steps ago the tokens were drawn on average, and
     `lag/logp_difference` the mean |logp − logp_sampler| of those that other versions drew, and of each age apart.
     """
-    counted = batch.counted
+    counted, log_w = batch.counted, log_weight(logp, batch)
     behind = torch.where(batch.version >= 0, (0 if version is None else version) - batch.version, 0)
     older = counted & (behind != 0) if version is not None else torch.zeros_like(counted)
     tokens, stale = max(batch.tokens, 1), int(older.sum())
-    gap = torch.where(counted, logp - batch.logp_sampler, 0.0)
-    w = torch.where(counted, torch.exp(log_weight(logp, batch)), 0.0)
+    gap = log_w if batch.mass is None else torch.where(counted, logp - batch.logp_sampler, 0.0)
+    w = torch.where(counted, torch.exp(log_w), 0.0)
     size = gap.abs() if not stale else torch.where(older, 0.0, gap.abs())
     measured = {
         MISMATCH: size.sum() / max(batch.tokens - stale, 1),

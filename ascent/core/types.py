@@ -261,7 +261,11 @@ class Batch(Rollouts):
         return int(self.counted.sum()) if self.whole_tokens is None else self.whole_tokens
 
     def add(self, **new: Any) -> Batch:
-        return replace(self, **new)
+        """`replace` at a tenth of its cost, for fields that need no `__post_init__`."""
+        names, added = self.__dataclass_fields__, object.__new__(type(self))
+        assert new.keys() <= names.keys()
+        vars(added).update({name: value for name, value in vars(self).items() if name in names}, **new)
+        return added
 
     def share(self, prompts: Tensor | slice, samples: slice = slice(None)) -> Batch:
         """A part of this mini-batch for one forward pass or one rank: it keeps the whole's token count.

@@ -72,6 +72,10 @@ class InProcessLearner(Learner, Protocol):
         zeros = rating.new_zeros(micro.mask.shape)
         return Outputs(zeros, zeros, rating=rating)
 
+    def backward(self, objective: Tensor) -> None:
+        """Add −∇objective to `.grad`."""
+        objective.backward(self._uphill)
+
     def train_reward(self, rate: Callable[[Batch], Tensor]) -> None:
         """Train a reward model or a process reward, which scores no batch for a policy."""
         self.rate, self.fills = rate, frozenset()
@@ -128,7 +132,7 @@ class InProcessLearner(Learner, Protocol):
         for micro in self.mine(mini):
             out = self.forward(micro)
             terms = objective(micro, out)
-            terms.objective.backward(self._uphill)
+            self.backward(terms.objective)
             self._logp.append(out.logp.detach())
             if out.rating is None:
                 self._entropy.append(out.entropy.detach())
@@ -244,6 +248,8 @@ def joined(parts: list[Tensor], batch: Batch) -> Tensor:
 def added(parts: list[Terms]) -> Terms:
     """The terms of all micro-batches together: plain sums."""
     first, *rest = parts
+    if not rest:
+        return first
     sums = {name: sum((part.sums[name] for part in rest), value) for name, value in first.sums.items()}
     means = {name: sum((part.means[name] for part in rest), value) for name, value in first.means.items()}
     return Terms(sum((part.objective for part in rest), first.objective), sums, means)

@@ -129,17 +129,19 @@ class PerPositionPolicy(Policy):
     def encoded(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt dim"]:
         return self.embedding[prompt].flatten(1) @ self.encode.flatten(0, 1)
 
-    def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt token vocab"]:
-        encoded = self.encoded(prompt)
-        decoded = torch.bmm(encoded.expand(len(self.decode), -1, -1), self.decode)  # [token prompt dim]
-        return (decoded @ self.embedding.T).transpose(0, 1)
+    def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt 1 token vocab"]:
+        tokens, vocab = self.space.limit, self.space.vocab
+        decoded = torch.bmm(self.encoded(prompt).expand(tokens, -1, -1), self.decode)  # [token prompt dim]
+        logits = F.linear(decoded.flatten(0, 1), self.embedding)
+        return logits.view(tokens, 1, -1, vocab).transpose(0, 2)
 
     def logits(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt 1 token vocab"]:
-        return self.all_logits(prompt).unsqueeze(1)
+        return self.all_logits(prompt)
 
     @torch.no_grad()
     def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
-        logits = self.all_logits(prompt) / temperature
+        logits = self.all_logits(prompt).squeeze(1)
+        logits = logits if temperature == 1.0 else logits / temperature
         prompts, tokens, vocab = logits.shape
         if generator is None:
             response = logits.argmax(-1).unsqueeze(1).expand(-1, samples, -1)
@@ -167,7 +169,7 @@ class PerPositionValue(ValueFunction):
 
     def values(self, prompt: Tensor, response: Tensor) -> Float[Tensor, "prompt sample state"]:
         expected = self.backbone.encoded(prompt) @ self.weight.T + self.bias
-        logits = self.backbone.all_logits(prompt).unsqueeze(1).expand(-1, response.shape[1], -1, -1)
+        logits = self.backbone.all_logits(prompt).expand(-1, response.shape[1], -1, -1)
         earned = self.scale * logits.gather(-1, response.unsqueeze(-1)).squeeze(-1)
         return expected.unsqueeze(1) + F.pad(earned.cumsum(-1), (1, 0))
 

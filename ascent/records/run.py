@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -271,6 +271,7 @@ def run_label(config: Config) -> str:
     return "sft" if config.task.data == "demonstrations" else row_label(config.algorithm)
 
 
+@cache
 def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)

@@ -328,6 +328,8 @@ class Sinks:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Hand a step on, without waiting. What trackers had to say is said here, in the caller's thread."""
+        if not self.feeds:
+            return
         row = (step, finite(metrics))
         for feed in self.feeds:
             feed.put(row)

@@ -69,6 +69,9 @@ def gains(score: PerToken, ends: Bool[Tensor, "prompt sample token"]) -> PerToke
 
 def mix_rewards(scored: Sequence[tuple[RewardSource, Scores]], rollouts: Rollouts, measured: bool) -> Scores:
     """Σ weight · reward, and what each gives by its name, if that is `measured`. Where one failed, the sum did."""
+    (part, scores), *more = scored
+    if not more and not measured:
+        return replace(scores, reward=part.weight * scores.reward, measures={})
     rewards = [scores.reward for _, scores in scored]
     if any(reward.shape[-1] > 1 for reward in rewards):
         rewards = [at_last(rollouts, reward) for reward in rewards]

@@ -13,6 +13,7 @@ from ascent.core.protocols import Sampler
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts
 from ascent.core.update import Adam, Update
 from ascent.engines.learner import InProcessLearner
+from ascent.engines.small.direct import lightened, run_backward
 from ascent.engines.turns import Turns
 from ascent.policies.small import Policy, Sampled, ValueFunction
 
@@ -79,10 +80,14 @@ class SmallSampler(Sampler):
         if prompts.play is not None:
             return self._conversations(prompts, samples, stream, greedy)
         drawn = self.policy.sample(prompts.prompt, samples, self.temperature, None if greedy else stream)
-        mask, end = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1), self.policy.space.end
-        last = drawn.response.gather(-1, drawn.length.unsqueeze(-1) - 1).squeeze(-1)
-        truncated = torch.zeros_like(drawn.length, dtype=torch.bool) if end is None else last != end
-        return self._rollouts(prompts, drawn, mask=mask, truncated=truncated, ends=end is not None)
+        end = self.policy.space.end
+        if end is None:
+            mask = torch.ones(drawn.response.shape, dtype=torch.bool)
+            truncated = torch.zeros(drawn.length.shape, dtype=torch.bool)
+        else:
+            mask = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1)
+            truncated = drawn.response.gather(-1, drawn.length.unsqueeze(-1) - 1).squeeze(-1) != end
+        return self._rollouts(prompts, drawn, mask=mask, present=mask, truncated=truncated, ends=end is not None)
 
     def _rollouts(self, prompts: Prompts, drawn: Sampled, mask: Tensor, **more: Any) -> Rollouts:
         return Rollouts(
@@ -163,7 +168,11 @@ class SmallLearner(InProcessLearner):
         self._trainable = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)
         self.train_critic(critic, critic_update)
-        self.optimizer = update.optimizer(self.trainable())
+        self.optimizer = lightened(update.optimizer(self.trainable()))
+        self.critic_optimizer = lightened(self.critic_optimizer)
+
+    def backward(self, objective: Tensor) -> None:
+        run_backward(objective, self._uphill)
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         """What goes through at once: at most `micro_batch` tokens, whole responses and whole pairs."""

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import permutations
 from typing import Any, ClassVar
 
@@ -184,7 +184,7 @@ class SortingTask(SmallTask):
             if part.kind == "object" and hasattr(find_function(part.source), "in_process"):
                 raise Refused(f"reward {part.name}: on numbers a reward is a plain function, f(prompt, response)")
 
-    @property
+    @cached_property
     def rewards(self) -> tuple[RewardSource, ...]:
         return parse_rewards((self.reward,) if isinstance(self.reward, str) else self.reward, REWARDS)
 
