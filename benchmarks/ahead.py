@@ -160,14 +160,15 @@ def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
     rows = 2 * groups * samples
     sampler = Ragged(lm, 8 * mean, 1.0, torch.Generator().manual_seed(0), Support(), rows)
     sampler.lengths = lengths_of(steps * groups * samples, mean, 8 * mean).view(-1, samples)
-    passes, hidden = 0, lm.hidden
+    net: Any = sampler.packed or lm
+    passes, hidden = 0, net.hidden
 
     def counted(ids: Tensor, *rest: Any) -> Tensor:
         nonlocal passes
         passes += ids.shape[1] == 1
         return hidden(ids, *rest)
 
-    lm.hidden = counted  # type: ignore[method-assign]
+    net.hidden = counted
     begin, tokens, asked = time.perf_counter(), 0, 0
     for step in range(steps):
         sampler.load({}, step)

@@ -141,7 +141,7 @@ def measured_before() -> Iterator[Point]:
                 lambda fit, n=name, g=groups: update_seconds(n, g, fit), in_calibration(name, speed["tokens"]),
             )  # fmt: skip
     for line in closing_lines("step_gpu"):
-        if line["name"] == "step_gpu":
+        if line["name"] == "step_gpu" and "shape" in line:  # a line with both shapes is about TRL with vLLM
             name, own, samples = line["shape"], line["seconds"]["ascent"], 16 if line["shape"] == "135m" else 8
             tokens = line["loss_tokens"] // (32 * samples)
             groups = [[tokens] * samples] * 32

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ascent.core.config import Config
+from ascent.engines.language.learning.captured import SHARE as CAPTURED
 from ascent.engines.language.learning.head import CHUNK_BYTES
 from ascent.engines.language.learning.plan import COMPACT_BYTES, SHARE, STATE_BYTES
 from ascent.engines.language.sampling.cuda import BUCKETS, TOGETHER
@@ -26,6 +27,8 @@ from ascent.workflows.planning.shapes import ModelShape
 
 MOMENTS = {STATE_BYTES: 28, COMPACT_BYTES: 20}
 """Bytes that Adam moves per trained parameter, by those that it takes."""
+PADDED = 1.125
+"""Times its tokens, the row of an update whose passes are captured, about."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,23 @@ class OneCard:
         launches = self.fit.layer * self.shape.layers * -(-prompts // TOGETHER)
         return launches + self.fit.operations * 2 * self.shape.blocks * tokens / self.card.rate
 
-    def update(self, batch: Tokens, room: float, trained: int, again: bool = False, per: int = STATE_BYTES) -> float:
-        """Gradients of a batch in micro-batches of at most `room` tokens, and one step of Adam."""
+    def update(
+        self, batch: Tokens, room: float, trained: int, again: bool = False, per: int = STATE_BYTES, alone: bool = True
+    ) -> float:
+        """Gradients of a batch in micro-batches of at most `room` tokens, and a step of Adam. `alone`: in one rank."""
         micro = max(1, -(-batch.tokens // max(1, room)))
         work = self._work(batch, again)
-        passes = max(self.fit.launch * self.shape.layers * micro * (4 / 3 if again else 1), work)
+        launched = 0.0
+        if again or not alone or per != STATE_BYTES or not self._captured(batch, micro, trained):
+            launched = self.fit.launch * self.shape.layers * micro * (4 / 3 if again else 1)
+        passes = max(launched, work)
         passes += 2 * micro * self.unpacking  # forward and back
         return self.fit.update + MOMENTS[per] * trained / self.card.bandwidth + passes
+
+    def _captured(self, batch: Tokens, micro: float, trained: int) -> bool:
+        """Are the passes of such an update captured as graphs, so that the host has little to launch?"""
+        held = PADDED * batch.tokens * self.shape.kept + 4 * trained
+        return micro == 1 and held < CAPTURED * self.card.memory
 
     def score(self, batch: Tokens, room: float) -> float:
         """Log-probs of a batch: forward passes."""

@@ -223,7 +223,7 @@ class Planner:
         micro = max(1, math.ceil(slowest.tokens / room))
         every = Tokens(*(getattr(slowest, name) * config.minibatches for name in ("tokens", "loss", "pairs")))
         data = responses * self.longest * (TOKEN_BYTES + SCORED_BYTES * (1 + forward_passes(config)))
-        update = one.update(slowest, room, self.trained, config.policy.checkpointing, self.per)
+        update = one.update(slowest, room, self.trained, config.policy.checkpointing, self.per, learners == 1)
         critic = update if config.algorithm.critic.on and not config.algorithm.critic.shared else 0.0
         moved = 2 * cluster.gathered(2 * shape.every, learners) + cluster.gathered(4 * self.trained, learners)
         wait = max(0.0, micro * moved - update) if self.shard else cluster.summed(4 * self.trained, learners)
