@@ -18,8 +18,8 @@ from tests.test_adapters import adapted_model, move
 from tests.test_cuda_decoder import drawn_by, same
 from tests.test_four_bit import packed_model
 
-NO_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-WAYS = [False, pytest.param(True, marks=NO_ONEDNN)]
+NEEDS_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+WAYS = [False, pytest.param(True, marks=NEEDS_ONEDNN)]
 
 
 def drawn(lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
@@ -115,6 +115,8 @@ def test_parameters_stay_where_they_are_while_it_decodes() -> None:
 
 def test_other_models_are_decoded_by_their_own_layers() -> None:
     lms = [model_of("GPT2"), model_of("Cohere"), packed_model()]
+    lms.append(model_of("Phi3", partial_rotary_factor=0.5, dtype=torch.float32))  # seen when it first computes
+    lms.append(model_of("SmolLM3", num_hidden_layers=4))  # one of its layers turns nothing
     lms.append(adapted_model(targets=["q_proj", "embed_tokens"], tie_word_embeddings=False))
     for lm in lms:
         sampler = sampler_of(lm)

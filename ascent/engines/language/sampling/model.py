@@ -10,7 +10,7 @@ A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(act(gate(norm(x)
     Gemma 3                         that, norms of queries and keys, x and what is added to it normed, two rotations
 
 The parts are found by the names that transformers gives them. What has other parts is told apart here, and what has the
-same parts but other arithmetic by `gap` in cuda.py.
+same parts but other arithmetic by `gap` in cuda.py, and on a CPU in prepacked.py.
 """
 
 from __future__ import annotations

@@ -189,9 +189,10 @@ def prepacked(lm: LanguageModel) -> Prepacked | None:
     """What decodes this model on a CPU, if it is like Llama."""
     try:
         packed = Prepacked(lm)
+        off = gap(packed)
     except Unlike:
         return None
-    return packed if gap(packed) < GAP.get(lm.model.dtype, 1e-3) else None
+    return packed if off < GAP.get(lm.model.dtype, 1e-3) else None
 
 
 @torch.no_grad()
