@@ -21,6 +21,9 @@ class Graphs(Protocol):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What does it again."""
 
+    def forget(self) -> None:
+        """All that was captured is gone, or will be: the next capture begins anew."""
+
 
 class CudaGraphs:
     """Graphs that share their memory: one of them works at a time, and its results are used before the next does."""
@@ -41,6 +44,9 @@ class CudaGraphs:
             work()
         return graph.replay
 
+    def forget(self) -> None:
+        self.pool = None  # torch gives it up with the last of its graphs, and would not take it again
+
 
 class NoGraphs:
     """Where there are none, the host does all of it again."""
@@ -49,6 +55,8 @@ class NoGraphs:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
+
+    def forget(self) -> None: ...
 
 
 def size_above(count: int) -> int:

@@ -216,6 +216,7 @@ class Captured:
     def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
         if not self._lie_where_they_lay():  # a sampler moved them: graphs would read what was there before
             self.places, self.rows = [p.data_ptr() for p in self.parameters], {}
+            self.graphs.forget()
         if size in self.rows:
             self.rows[size].load(parts)
         elif len(self.rows) < SIZES:
