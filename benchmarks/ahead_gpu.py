@@ -32,7 +32,7 @@ from ascent.core.loop import train
 from ascent.core.types import Prompts
 from ascent.settings import configure
 from benchmarks import learn
-from benchmarks.common import NoRecords, close, show
+from benchmarks.common import NoRecords, close, options_with_gpu, show
 from benchmarks.peers.fixed_prompts import FixedPrompts
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts, smollm2
 from benchmarks.peers.steps import NEVER
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--learn", type=int, default=0, help="steps of learning; 0: only speed")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     found = speed(5 if options.smoke else options.steps, options.smoke)
     rates = [found[ahead]["tokens_per_second"] for ahead in ("0", "4")]
     more: dict[str, Any] = {"found": found, "torch": torch.__version__}

@@ -28,7 +28,7 @@ from ascent.engines.language.graphs import CudaGraphs, NoGraphs
 from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.sampling import step as formulas
 from ascent.engines.language.sampling.step import LENGTH, PAGE, Board, Turn
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.ragged_gpu import LIMIT, MEAN, lengths_of
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES
 
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=sorted(EQUAL), default=list(EQUAL))
     parser.add_argument("--smoke", action="store_true", help="a few short rows on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     found = []
     for shape in options.shape:
         if options.smoke:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from argparse import ArgumentParser, Namespace
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +30,17 @@ def close(
     line = {"name": name, "value": value, "peer": peer, "ratio": ratio, "target": target, "ok": bool(ok), **more}
     print(json.dumps(line), flush=True)
     return line, 0 if ok else 1
+
+
+def options_with_gpu(parser: ArgumentParser, argv: list[str] | None, *without: str) -> Namespace:
+    """The options of a benchmark for a GPU. Where there is none, `--smoke` or one of `without` must be among them."""
+    import torch
+
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available() and not any(vars(options).get(name) for name in ("smoke", *without)):
+        elsewhere = "; --smoke tries it on the CPU, with a tiny model" if hasattr(options, "smoke") else ""
+        parser.error(f"this measures a GPU of NVIDIA's, and there is none here{elsewhere}")
+    return options
 
 
 class NoRecords:

@@ -31,7 +31,7 @@ from ascent.core.types import Batch
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
-from benchmarks.common import close, random_batch, show
+from benchmarks.common import close, options_with_gpu, random_batch, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 
 OWN, SHARED = 2.2, 1.3
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(GPU_SHAPES), default="1.5b")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     device, shape = ("cpu", SMOKE) if options.smoke else ("cuda", GPU_SHAPES[options.shape])
     prompts, tokens, repeats = (2, 4, 1) if options.smoke else (PROMPTS, TOKENS, options.repeats)
     with tempfile.TemporaryDirectory() as folder:

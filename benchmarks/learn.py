@@ -35,7 +35,18 @@ from ascent.assemble import assemble
 from ascent.core.loop import train
 from ascent.records.statistics import interval, wilson
 from ascent.settings import configure
-from benchmarks.common import COLORS, RESULTS, NoRecords, close, figure, markdown, save_picture, show, write_page
+from benchmarks.common import (
+    COLORS,
+    RESULTS,
+    NoRecords,
+    close,
+    figure,
+    markdown,
+    options_with_gpu,
+    save_picture,
+    show,
+    write_page,
+)
 from benchmarks.peers import HERE_TOO, Peer
 from benchmarks.peers.models import SMOKE, random_model, smollm2
 
@@ -194,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, nargs="+", help="only draw the curves of earlier runs")
     parser.add_argument("--alone", action="store_true", help="without TRL")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv, "draw")
     if options.draw:
         runs = [json.loads(path.read_text()) for path in options.draw]
         draw(runs)

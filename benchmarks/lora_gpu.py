@@ -24,7 +24,7 @@ import torch
 
 from ascent.core.correction import MISMATCH
 from ascent.policies.causal_lm import GIVEN, name_model
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import in_turns, middle
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts
 from benchmarks.peers.steps import Ours, Work
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--targets", default="all-linear")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     found: dict[str, Any] = {}
     rows = []
     for name in ["135m"] if options.smoke else options.shape:

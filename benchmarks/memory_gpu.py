@@ -27,7 +27,7 @@ import torch
 
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.memory_cpu import ALGORITHM, SIDES, batch_of
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 
@@ -62,7 +62,7 @@ def measure(side: str, model: str, device: str, prompts: int, tokens: int) -> di
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     device = "cpu" if options.smoke else "cuda"
     shape = SMOKE if options.smoke else GPU_SHAPES["1.5b"] | {"kind": "Llama"}
     found = {}

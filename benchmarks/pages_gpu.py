@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rollouts_gpu
-from benchmarks.common import ROOT, close, show
+from benchmarks.common import ROOT, close, options_with_gpu, show
 
 KEPT = 0.95
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="measurements of one turn, of which the median counts")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     sides = {"pages": ROOT} | ({"contiguous": options.before.resolve()} if options.before else {})
     if options.smoke:
         sides, options.tokens, options.turns = {"contiguous": ROOT, "pages": ROOT}, [8], 1

@@ -28,7 +28,7 @@ from ascent.engines.language.learning.plan import bytes_per_token
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import LanguageModel
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES
 from benchmarks.ragged_gpu import lengths_of
 from benchmarks.rollouts_gpu import SMOKE, model_of
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(ROLLOUTS))
     parser.add_argument("--out", type=Path, default=None, help="also write the lines into this file, as JSON")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     lines: list[dict[str, Any]] = []
     for name in options.shape[:1] if options.smoke else options.shape:
         try:

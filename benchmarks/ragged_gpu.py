@@ -32,7 +32,7 @@ from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.step import PAGE
 from ascent.policies import LanguageModel
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_of
 
 MEAN, SIGMA, LIMIT, SAMPLES = 1000, 1.0, 8192, 8
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lanes", type=int, default=512)
     parser.add_argument("--floors", action="store_true", help="only the least times, computed on any machine")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv, "floors")
     if options.floors:
         lm = model_of(SHAPES[options.shape], "meta")
         lm.model.to(torch.bfloat16)

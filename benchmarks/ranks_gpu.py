@@ -27,7 +27,7 @@ from ascent.core.types import Rollouts, to_batch
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.ranks import ALONE
 from ascent.engines.ranks.sharded import _full
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import Answer, in_turns, middle, raw
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts
 from benchmarks.peers.steps import Ours, Work
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SAMPLES), action="append", default=[])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="try a tiny model on the CPU")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     device, results = "cpu" if options.smoke else "cuda", {}
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     group = RankGroup(60.0, device, (store, 0, 1))

@@ -34,7 +34,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.policies import LanguageModel
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES
 
 BANDWIDTH = 4.3e12
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="new tokens of every response")
     parser.add_argument("--profile", action="store_true", help="print where the time of a step goes, by kernel")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     found = {name: measure(name, options) for name in options.shape}
     rows = []
     for name, f in found.items():

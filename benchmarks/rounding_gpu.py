@@ -51,7 +51,7 @@ from ascent.core.loop import train
 from ascent.engines.language.sampling.cuda import GraphDecoder
 from ascent.records.statistics import interval
 from ascent.settings import configure
-from benchmarks.common import ROOT, NoRecords, close, show
+from benchmarks.common import ROOT, NoRecords, close, options_with_gpu, show
 from benchmarks.learn import SETTINGS, ours
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, smollm2
 
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", nargs="+", help="precision:seed …, one after the other in this process")
     parser.add_argument("--claims", type=Path, help="with --runs: only those that no other process has begun")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model on the CPU")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv, "draw", "runs")
     if options.smoke:
         return smoke()
     if options.draw:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import in_turns, middle
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts
 from benchmarks.peers.steps import Ours, Work
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     device = "cpu" if options.smoke else "cuda"
     shape, sizes, tokens = (SMOKE, (16, 32), 4) if options.smoke else (GPU_SHAPES["135m"], SIZES, TOKENS)
     seconds: dict[int, float] = {}

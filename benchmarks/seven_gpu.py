@@ -37,7 +37,7 @@ import torch
 from ascent.core.types import Trouble
 from ascent.engines.language.learning.plan import update_operations
 from ascent.policies.causal_lm import GIVEN, name_model
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts, smollm2
 from benchmarks.peers.steps import Ours, Work
 from benchmarks.rounding_gpu import evaluations, paired, take
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=200.0, help="for the paired runs; then they are ended")
     parser.add_argument("--draw", type=Path, help="with --learn: from the runs of an earlier call")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv, "draw")
     if options.learn:
         return learn(options)
     options.micro = [40] if options.smoke else options.micro

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import close, show, workers
+from benchmarks.common import close, options_with_gpu, show, workers
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
     parser.add_argument("--gap", action="store_true", help="only how far a real model in 4 bits is from itself")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv, "gap")
     if options.gap:
         return gap()
     sides = {name: SIDES[name] for number, name in enumerate(SIDES, 1) if number in options.side}

@@ -30,7 +30,7 @@ from ascent.core.types import Batch
 from ascent.engines.language.learning.learner import LanguageLearner
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 from benchmarks.update_gpu import batch_of
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     device, shape = ("cpu", SMOKE) if options.smoke else ("cuda", GPU_SHAPES["135m"])
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), shape, device), device=device).load()

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import HERE_TOO, Answer, Peer, in_turns, middle, raw
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts
 from benchmarks.peers.steps import LR, MAX_NORM, Ours, Work
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="try a tiny model on the CPU, without TRL")
     parser.add_argument("--vllm", action="store_true", help="both shapes against TRL with vLLM's generation")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     if options.vllm:
         return against_vllm(options.repeats, options.tokens)
     name = options.shape

@@ -29,7 +29,7 @@ from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling import cuda
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.environments.play import Answer
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import SHAPES, SMOKE, model_of, prompts_of
 
 COST, WAITING = 1.25, 1.2
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="that an environment takes per turn")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     found = measure(options)
     show(list(found), [[f"{value:.3f}" for value in found.values()]])
     more: dict[str, Any] = {"found": found, "torch": torch.__version__}

@@ -33,7 +33,7 @@ from ascent.engines.language.learning.plan import bytes_per_token, head_bytes, u
 from ascent.engines.language.learning.states import parts_of
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
-from benchmarks.common import close, show
+from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 
 SHARE, CACHES = 0.85, 0.25
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(GPU_SHAPES), default="135m")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, only to see that it runs")
-    options = parser.parse_args(argv)
+    options = options_with_gpu(parser, argv)
     device = "cpu" if options.smoke else "cuda"
     shape = SMOKE if options.smoke else GPU_SHAPES[options.shape] | {"max_position_embeddings": 32_768}
     lengths, loss_tokens = ((8, 32), 512) if options.smoke else (LENGTHS, LOSS_TOKENS)

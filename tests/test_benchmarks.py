@@ -116,6 +116,14 @@ def test_each_has_a_main_and_says_what_it_measures(name: str) -> None:
     assert f"`python -m benchmarks.{name}" in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", [name for name in ON_GPU if name.endswith("_gpu") or name == "learn"])
+def test_without_a_gpu_those_for_one_say_so_before_any_work(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main([])
+    assert "this measures a GPU of NVIDIA's, and there is none here" in capsys.readouterr().err
+
+
 @pytest.mark.smoke
 def test_the_published_run_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     closing, before = run("lecture_logs", capsys, "--credit", "normalized")
