@@ -7,6 +7,7 @@ This module is the public interface: what starts and reads runs, and the base cl
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,10 @@ if sys.platform == "win32":
         "Ascent runs on Linux and macOS: it locks files and limits processes in ways that Windows does not have. On "
         "Windows, install it in WSL (wsl --install), which is Linux"
     )
+# torch's wheels for Arm allocate with mimalloc, which reads this when torch is imported. Memory that an update frees is
+# then taken back by the kernel only if it is short of memory. By default it is given back within milliseconds, and the
+# next layers wait for new pages: a tenth of an update.
+os.environ.setdefault("MIMALLOC_PURGE_DECOMMITS", "0")
 __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load steps",

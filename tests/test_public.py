@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -101,3 +102,14 @@ def test_writing_a_text_task_imports_no_torch() -> None:
     """Grading processes import a user's task file, which imports these names."""
     code = "import sys\nfrom ascent import TextTask, Problem, Graded\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
+
+
+def test_memory_that_is_freed_is_taken_back_only_where_it_is_short() -> None:
+    """The allocator of torch's wheels for Arm reports its options; that of other wheels reports nothing."""
+    code = "import os, ascent, torch; print(os.environ['MIMALLOC_PURGE_DECOMMITS'])"
+    root, inherited = Path(ascent.__file__).parent.parent, os.environ.items()
+    env = {name: value for name, value in inherited if not name.startswith("MIMALLOC_")} | {"MIMALLOC_VERBOSE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, check=True)
+    assert done.stdout.strip() == "0"
+    reported = re.findall(r"option 'purge_decommits': (\d)", done.stderr)
+    assert reported == (["0"] if "mimalloc: option" in done.stderr else [])

@@ -67,6 +67,7 @@ class Peer:
 
     def __init__(self, name: str, script: str, work: dict[str, Any]):
         python = environment(name)
+        own = {name: value for name, value in os.environ.items() if not name.startswith("MIMALLOC_")}
         threads = {"OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self.script, self.said = script, tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -75,7 +76,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self.said,
             text=True,
-            env=os.environ | threads | VARIABLES.get(name, {}),
+            env=own | threads | VARIABLES.get(name, {}),
         )
         self.about = self.answer()
         """What it reports when it is ready: its versions."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class Group:
     prompt: int
     responses: tuple[int, ...]
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.responses)
+
 
 @dataclass
 class Packed:
@@ -84,6 +88,7 @@ class Packed:
     _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _biases: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _spans: Spans | None = None
+    _neighbors: list[list[Group]] | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self.keep is not None:
@@ -93,34 +98,44 @@ class Packed:
             self._spans = self._spans or Spans.of(self.groups, q.device)
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             return AttendSegments.apply(q, k, v, self._spans, scale, fused).unsqueeze(0)
-        repeat = q.shape[1] // k.shape[1]
-        if repeat > 1:
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)  # [position head channel]
+        runs = self._runs()
+        sizes = [sum(group.tokens for group in groups) for groups in runs]
+        tokens = (x[0].transpose(0, 1).split(sizes) for x in (q, k, v))  # [position head channel]
         parts: list[Tensor] = []
-        for group in self.groups:
-            own = slice(group.start, group.start + group.prompt + sum(group.responses))
-            parts += self._one(group, q[own], k[own], v[own], scale)
-        return torch.cat(parts).unsqueeze(0)
+        for groups, *row in zip(runs, *tokens, strict=True):
+            own_q, own_k, own_v = (x.unflatten(0, (len(groups), -1)) for x in row)
+            outs = self._alike(groups[0], own_q, own_k, own_v, scale)
+            parts += [out[0] for out in outs] if len(groups) == 1 else [torch.cat(outs, 1).flatten(0, 1)]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).unsqueeze(0)
 
-    def _one(self, group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
-        prompt = group.prompt
-        pq, pk, pv = (x[:prompt].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        own = F.scaled_dot_product_attention(pq, pk, pv, is_causal=True, scale=scale)[0].transpose(0, 1)
+    def _runs(self) -> list[list[Group]]:
+        """Neighbors of the same lengths, which are attended to at once."""
+        if self._neighbors is None:
+            shapes = groupby(self.groups, lambda group: (group.prompt, group.responses))
+            self._neighbors = [list(groups) for _, groups in shapes]
+        return self._neighbors
+
+    def _alike(self, group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
+        """Outputs `[group token head channel]` of groups that have the lengths of this one: prompts, then responses."""
+        prompt, repeat = group.prompt, q.shape[2] // k.shape[2]
+        (pq, rq), (pk, rk), (pv, rv) = (x.split([prompt, x.shape[1] - prompt], 1) for x in (q, k, v))
+        wide_k, wide_v = ((x.repeat_interleave(repeat, 2) if repeat > 1 else x).transpose(1, 2) for x in (pk, pv))
+        own = F.scaled_dot_product_attention(pq.transpose(1, 2), wide_k, wide_v, is_causal=True, scale=scale)
         if not group.responses:
-            return [own]
+            return [own.transpose(1, 2)]
         count, width = len(group.responses), max(group.responses)
         even = min(group.responses) == width
         if even:
-            rq, rk, rv = (x[prompt:].unflatten(0, (count, width)).transpose(1, 2) for x in (q, k, v))
-        else:  # [response head token channel]
+            rq, rk, rv = (x.unflatten(1, (count, width)) for x in (rq, rk, rv))
+        else:  # [group response token head channel]
             grid, inside = self._grid(group, q.device)
-            rq, rk, rv = (x[prompt:][grid].transpose(1, 2) for x in (q, k, v))
-        k_all = torch.cat([pk.expand(count, -1, -1, -1), rk], 2)
-        v_all = torch.cat([pv.expand(count, -1, -1, -1), rv], 2)
-        out = F.scaled_dot_product_attention(rq, k_all, v_all, attn_mask=self._bias(prompt, rq), scale=scale)
-        out = out.transpose(1, 2)
-        return [own, out.flatten(0, 1) if even else out[inside]]
+            rq, rk, rv = (x.index_select(1, grid).unflatten(1, (count, width)) for x in (rq, rk, rv))
+        seen_k, seen_v = _behind(pk, rk, repeat), _behind(pv, rv, repeat)
+        rq = rq.flatten(0, 1).transpose(1, 2)
+        out = F.scaled_dot_product_attention(rq, seen_k, seen_v, attn_mask=self._bias(prompt, rq), scale=scale)
+        out = out.transpose(1, 2).unflatten(0, (-1, count))
+        out = out.flatten(1, 2) if even else out.flatten(1, 2).index_select(1, inside)
+        return [own.transpose(1, 2), out]
 
     def _bias(self, prompt: int, q: Tensor) -> Tensor:
         """0 for what each token of a response sees, −∞ for the rest. Layers share it, so that autograd keeps one."""
@@ -131,14 +146,27 @@ class Packed:
         return self._biases[key]
 
     def _grid(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For each response the indices of its tokens, padded with its last; and where they are its own."""
+        """For each response the indices of its tokens, padded with its last; and the places that are not padding."""
         if group not in self._grids:
             lengths = torch.tensor(group.responses, device=device)
             starts = lengths.cumsum(0) - lengths
             column = torch.arange(max(group.responses), device=device)
-            inside = column < lengths[:, None]
-            self._grids[group] = (starts[:, None] + torch.minimum(column, lengths[:, None] - 1), inside)
+            grid = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
+            inside = (column < lengths[:, None]).flatten().nonzero().flatten()
+            self._grids[group] = (grid.flatten(), inside)
         return self._grids[group]
+
+
+def _behind(prompt: Tensor, own: Tensor, repeat: int) -> Tensor:
+    """What each response sees, `[response head token channel]`: its prompt's keys or values and then its own.
+
+    Of a prompt `[group token head channel]` and responses `[group response token head channel]`; every head stands
+    there for as many query heads as share it.
+    """
+    groups, count, _, heads, channel = own.shape
+    both = (prompt.unsqueeze(1).expand(-1, count, -1, -1, -1), own)
+    wide = [x.transpose(2, 3).unsqueeze(3).expand(groups, count, heads, repeat, -1, channel) for x in both]
+    return torch.cat(wide, 4).flatten(2, 3).flatten(0, 1)
 
 
 # ---- a packed row in one fused call, on a GPU ------------------------------------------------------

@@ -7,7 +7,8 @@
 On a GPU a third of a small model's update goes to such kernels, for each reads and writes everything once. Here sums
 are float32 and results are rounded once. A part of a model is replaced only if it is found to compute the same, to
 rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is in float64.
-`Formulas` is what the kernels compute, for the tests on a CPU.
+`Formulas` is what the kernels compute. On a CPU, in float32, it turns queries and keys, and norms have a form with half
+of the passes; gates gain nothing there, because their time goes to e^x.
 """
 
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ascent.engines.language.adapters import fuse_adapter
 from ascent.engines.language.kernels import load_kernels
@@ -36,7 +38,7 @@ def fuse(model: nn.Module, ops: Any = None) -> int:
 def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     """Inside, queries and keys are turned in one kernel each."""
     like = next(model.parameters())
-    ops = ops or (load_kernels("elementwise") if like.is_cuda else None)
+    ops = ops or (load_kernels("elementwise") if like.is_cuda else Formulas if _is_plain(like) else None)
     where = sys.modules[type(model.get_decoder() if hasattr(model, "get_decoder") else model).__module__]
     before = getattr(where, "apply_rotary_pos_emb", None)
     sharded = hasattr(like, "to_local")  # then layers compute in another type than the parameters are in
@@ -61,6 +63,11 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
 def differentiated_twice() -> bool:
     """Will the pass be differentiated twice? Whoever does that asks torch for attention without fused kernels."""
     return not torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Is it in float32 on a CPU?"""
+    return x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def _alike(got: Tensor, want: Tensor) -> bool:
@@ -91,10 +98,36 @@ def _fuse_norm(module: Any) -> bool:
 
 def _normed(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
     weight = module.weight
+    if _is_plain(hidden_states) and _is_plain(weight):
+        return Norm.apply(hidden_states, weight, eps)
     if hidden_states.dtype == weight.dtype:
         return F.rms_norm(hidden_states, weight.shape, weight, eps)
     wide = F.rms_norm(hidden_states, weight.shape, weight.to(hidden_states.dtype), eps)
     return wide.to(weight.dtype)  # a mixed model's: what follows is a matrix product
+
+
+class Norm(torch.autograd.Function):
+    """y = w·n with n = x·r, r = 1/√(mean(x²) + ε); of x and w it keeps no more than a number per row.
+
+    ∂L/∂x = r·(g·w − n·mean(g·w·n))      ∂L/∂w = Σ g·n over rows
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        r = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, r = ctx.saved_tensors
+        n, g = (x * r).flatten(0, -2), grad.flatten(0, -2)
+        along = g * n
+        g_weight = along.new_ones(len(along)) @ along if ctx.needs_input_grad[1] else None
+        n.mul_(torch.mv(along, weight).div_(-x.shape[-1])[:, None])
+        return n.addcmul_(g, weight).mul_(r.view(-1, 1)).view(x.shape), g_weight, None
 
 
 def _fuse_gate(module: Any, ops: Any) -> bool:
@@ -167,7 +200,8 @@ class Formulas:
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         """`[1 head position channel]`, turned by the angles of each position."""
         a, b = x.chunk(2, -1)
-        (cos_a, cos_b), (sin_a, sin_b) = cos.unsqueeze(1).chunk(2, -1), sin.unsqueeze(1).chunk(2, -1)
-        if back:
-            return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], -1)
-        return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], -1)
+        turned = x * cos.unsqueeze(1)
+        (new_a, new_b), (sin_a, sin_b) = turned.chunk(2, -1), sin.unsqueeze(1).chunk(2, -1)
+        new_a.addcmul_(b, sin_b if back else sin_a, value=1 if back else -1)
+        new_b.addcmul_(a, sin_a if back else sin_b, value=-1 if back else 1)
+        return turned

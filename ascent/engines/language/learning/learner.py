@@ -159,7 +159,8 @@ class LanguageLearner(InProcessLearner):
             raise Refused(f"--policy.dtype float16 with {what}: its gradients are not scaled. Set float32 or bfloat16")
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
-        if lm.device.type == "cuda" and self.alone and not update.whole:  # Fisher products differentiate twice
+        fits = lm.device.type == "cuda" or lm.model.dtype == torch.float32
+        if fits and self.alone and not update.whole:  # Fisher products differentiate twice
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
