@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.update import TrustRegion
 from ascent.engines.language.attention import Group, Packed
 from ascent.engines.language.learning.blas import by_blas
-from ascent.engines.language.learning.elementwise import Formulas, Norm
+from ascent.engines.language.learning.elementwise import Formulas, Gate, Norm
 from ascent.engines.language.learning.learner import LanguageLearner
 from tests.language import batch_of, gradient_of, model_of
 from tests.test_language_engines import credited, learner_of
@@ -85,6 +86,13 @@ def test_a_norm_has_the_slope_of_its_formula(frozen: bool) -> None:
         slope.sum().backward()
 
 
+def test_a_gate_has_the_slope_of_its_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(Gate.apply, (gate, up))
+    assert (Gate.apply(gate, up) - F.silu(gate) * up).abs().max() < 1e-12
+
+
 def test_a_turn_is_that_of_transformers_and_its_slope_turns_back() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -112,9 +120,9 @@ def replaced(learner: LanguageLearner) -> int:
     return sum("forward" in vars(module) for module in learner.lm.model.modules())
 
 
-def test_norms_are_replaced_in_float32_where_nothing_is_differentiated_twice() -> None:
+def test_norms_and_gates_are_replaced_in_float32_where_nothing_is_differentiated_twice() -> None:
     algorithm = ALGORITHMS["dr-grpo"]
-    for dtype, count in ((torch.float32, 5), (torch.bfloat16, 0), (torch.float64, 0)):
+    for dtype, count in ((torch.float32, 5 + 2), (torch.bfloat16, 0), (torch.float64, 0)):
         assert replaced(learner_of(model_of(dtype=dtype), algorithm)) == count
     twice = LanguageLearner(model_of(dtype=torch.float32), TrustRegion(), False, algorithm.outputs)
     assert replaced(twice) == 0
@@ -150,3 +158,14 @@ def test_other_types_and_processors_keep_onednn(on_arm: None, monkeypatch: pytes
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with by_blas(model_of(dtype=torch.float32).model):
         assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_learned_can_be_copied_in_another_type(dtype: torch.dtype) -> None:
+    ids, lm = torch.arange(6)[None], model_of(dtype=torch.float32)
+    with torch.no_grad():
+        want = lm.model(input_ids=ids).logits
+        learner_of(lm, ALGORITHMS["dr-grpo"])
+        got = copy.deepcopy(lm.model).to(dtype)(input_ids=ids).logits
+    bound = 1e-5 if dtype == torch.float64 else 0.1
+    assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()

@@ -7,8 +7,8 @@
 On a GPU a third of a small model's update goes to such kernels, for each reads and writes everything once. Here sums
 are float32 and results are rounded once. A part of a model is replaced only if it is found to compute the same, to
 rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is in float64.
-`Formulas` is what the kernels compute. On a CPU, in float32, it turns queries and keys, and norms have a form with half
-of the passes; gates gain nothing there, because their time goes to e^x.
+`Formulas` is what the kernels compute. On a CPU, in float32, it turns queries and keys, norms have a form with half of
+the passes (`Norm`), and gates one that computes e^x once (`Gate`).
 """
 
 import sys
@@ -134,13 +134,38 @@ def _fuse_gate(module: Any, ops: Any) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
     weight: Any = getattr(parts[0], "weight", None)
     fits = None not in parts and isinstance(weight, Tensor) and weight.dtype in ROUNDING
-    there = ops is not None or (fits and weight.is_cuda and load_kernels("elementwise") is not None)
+    plain = fits and _is_plain(weight)
+    there = ops is not None or plain or (fits and weight.is_cuda and load_kernels("elementwise") is not None)
     return fits and there and _replaced(module, partial(_gated, module, ops), weight)
 
 
 def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:  # kernels are looked up here: a model can be copied
-    ops = ops or load_kernels("elementwise")
-    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x), ops))
+    if ops is None and not x.is_cuda and not _is_plain(x):  # it was copied in another type
+        return type(module).forward(module, x)
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if ops is None and _is_plain(gate):
+        return module.down_proj(Gate.apply(gate, up))
+    return module.down_proj(_Gate.apply(gate, up, ops or load_kernels("elementwise")))
+
+
+class Gate(torch.autograd.Function):
+    """silu(g)·u, with s = σ(g) kept and not g: its slope needs no e^x, which takes most of the time on a CPU.
+
+    ∂ silu(g)/∂g = s + a·(1 − s), with a = silu(g) = g·s
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        s = torch.sigmoid(gate)
+        a = gate * s
+        ctx.save_for_backward(up, s, a)
+        return a * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        up, s, a = ctx.saved_tensors
+        return torch.addcmul(a, a, s, value=-1).add_(s).mul_(up).mul_(grad), grad * a
 
 
 class _Gate(torch.autograd.Function):
