@@ -211,6 +211,7 @@ def same(got: Rollouts, want: Rollouts) -> None:
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampler, step, cuda):
         monkeypatch.setattr(module, "PAGE", 2)
+    monkeypatch.setattr(sampler, "WIDE", 2)
 
 
 @pytest.mark.long
@@ -353,7 +354,7 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
 def test_the_size_of_a_page_changes_nothing(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of(kind)
     want, _ = draws(PlainDecoderWithSchedule, lm)
-    monkeypatch.setattr(sampler, "PAGE", size)
+    monkeypatch.setattr(sampler, "WIDE", size)
     same(draws(GroupDecoder, lm, rows=5)[0], want)
 
 
@@ -383,7 +384,7 @@ def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
     rollouts, (schedule,) = draws(GroupDecoder, lm, limit=2000, rows=12)
     longest = int(rollouts.mask.sum(-1).max())
     assert longest < 400
-    assert schedule.pages.most * sampler.PAGE <= 12 * (longest + sampler.PAGE) + 3 * sampler.PAGE
+    assert schedule.pages.most * sampler.WIDE <= 12 * (longest + sampler.WIDE) + 3 * sampler.WIDE
 
 
 @pytest.mark.long

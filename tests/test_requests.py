@@ -255,6 +255,7 @@ def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampler_module, step, cuda):
         monkeypatch.setattr(module, "PAGE", 2)
+    monkeypatch.setattr(sampler_module, "WIDE", 2)
 
 
 @pytest.mark.usefixtures("small_pages")

@@ -8,6 +8,7 @@ Where a page lies changes no number: sums run along a row's tokens, in their ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -153,6 +154,104 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[0].transpose(0, 1)
 
 
+@dataclass
+class Held:
+    """Pages of a prompt, or of a row itself, with the rows that read them."""
+
+    pages: Sequence[int]
+    readers: list[int]
+
+
+class Block:
+    """Pages that attention reads in one go, each for as many rows."""
+
+    def __init__(self, held: Sequence[Held], levels: range, rows: int, size: int, device: torch.device):
+        """The pages at these levels: the first of each prompt (or row) are level 0, the second level 1, and so on."""
+        pages = [one.pages[j] for j in levels for one in held if j < len(one.pages)]
+        low, count, step = _span(pages)
+        whole = len(pages) >= DENSE * count
+        self.pages: slice | Tensor = slice(low, low + count * step, step)
+        if not whole:
+            self.pages = send(torch.tensor(pages), device)
+        """A tensor: they lie too far apart, and are copied."""
+        at = {page: (page - low) // step for page in pages} if whole else {page: i for i, page in enumerate(pages)}
+        self.most = most = max(len(one.readers) for one in held)
+        """Readers of a page."""
+        count = count if whole else len(pages)
+        readers, base = [0] * (count * most), [-1] * count
+        places = [[-1] * rows for _ in levels]
+        for place, j in zip(places, levels, strict=True):
+            for one in (one for one in held if j < len(one.pages)):
+                first = at[one.pages[j]] * most
+                base[first // most] = j * size
+                readers[first : first + len(one.readers)] = one.readers
+                for rank, row in enumerate(one.readers):
+                    place[row] = first + rank
+        every = list(range(rows))
+        self.base = send(torch.tensor(base), device)
+        """What a row has before each page; −1: it is nobody's, and read for nothing."""
+        table = send(torch.tensor(readers), device)
+        self.owner = table[::most]
+        self.readers = None if readers == every else table
+        """`[page·reader]` rows; None: all, in their order."""
+        self.places = [
+            None if place == every and len(readers) == rows else send(torch.tensor(place).clamp(min=0), device)
+            for place in places
+        ]
+        """By level, where among `[page·reader]` a row has its part; None: in order."""
+        self.absent = [[at < 0 for at in place] for place in places]
+        """By level, which rows have no such page."""
+        self.views: dict[int, Pair] = {}
+        """By layer, keys and values that are read where they lie."""
+
+    def look(self, tokens: Tensor, size: int) -> None:
+        """See as much of the pages as rows with so many tokens have written."""
+        seen = torch.where(self.base < 0, 1, tokens[self.owner] - self.base).clamp(max=size)
+        self.bias, self.seen = _bias(seen)
+
+    def attend(self, layer: int, q: Tensor, cache: Pair, scale: float) -> list[Pair]:
+        """Of queries `[row head repeat channel]`, by level: attention, of the same shape, and log-sum-exps."""
+        _, shared, repeat, channel = q.shape
+        k, v = (x.narrow(2, 0, self.seen) for x in self._paged(layer, cache))
+        q = q if self.readers is None else q.index_select(0, self.readers)
+        if self.most > 1:
+            q = q.reshape(-1, self.most, shared, repeat, channel).transpose(1, 2).flatten(2, 3)
+        out, log = _attend(q, k, v, self.bias, scale)
+        if self.most > 1:
+            out, log = (x.unflatten(2, (self.most, repeat)).transpose(1, 2).flatten(0, 1) for x in (out, log))
+        return [
+            (out, log) if place is None else (out.index_select(0, place), log.index_select(0, place))
+            for place in self.places
+        ]
+
+    def _paged(self, layer: int, cache: Pair) -> Pair:
+        """Keys and values of these pages."""
+        if not isinstance(self.pages, slice):
+            return cache[0][self.pages], cache[1][self.pages]
+        if layer not in self.views:
+            self.views[layer] = cache[0][self.pages], cache[1][self.pages]
+        return self.views[layer]
+
+
+def _span(pages: Sequence[int]) -> tuple[int, int, int]:
+    """The lowest, how many steps lead to behind the highest, and the largest step that meets all."""
+    low = min(pages)
+    step = math.gcd(*(page - low for page in pages)) or 1
+    return low, (max(pages) - low) // step + 1, step
+
+
+def _blocks(held: Sequence[Held], rows: int, size: int, device: torch.device) -> list[Block]:
+    """A block for each level, if that reads no more pages than all in one do."""
+    held = [one for one in held if one.pages]
+    if not held:
+        return []
+    levels = range(max(len(one.pages) for one in held))
+    spans = [_span([one.pages[j] for one in held if j < len(one.pages)])[1] for j in levels]
+    apart = sum(spans) <= _span([page for one in held for page in one.pages])[1]
+    parts = [range(j, j + 1) for j in levels] if apart else [levels]
+    return [Block(held, part, rows, size, device) for part in parts]
+
+
 class Decoding:
     """The layout of a step: every running row brings one token, and sees its prompt's pages and its own.
 
@@ -165,74 +264,62 @@ class Decoding:
 
     def arrange(self, rows: Sequence[Row], schedule: Schedule) -> None:
         """Work out who reads what. It holds until rows enter, leave, or get pages."""
-        order = {row.response: i for i, row in enumerate(rows)}
         members: dict[int, list[int]] = {}
-        for row in rows:
-            members.setdefault(row.prompt, []).append(order[row.response])
-        self.most = max(map(len, members.values()))
-        pages = [page for prompt in members for page in schedule.prompts[prompt]]
-        low = min(pages, default=0)
-        span = max(pages, default=-1) + 1 - low
-        whole = len(pages) >= DENSE * span
-        self.prompt_pages: slice | Tensor = slice(low, low + span) if whole else self._send(pages)
-        at = {page: page - low for page in pages} if whole else {page: i for i, page in enumerate(pages)}
-        count = span if whole else len(pages)
-        reader, keys = torch.zeros(count, self.most, dtype=torch.long), torch.ones(count, dtype=torch.long)
-        self.high = max(page for row in rows for page in row.pages) + 1
-        owner, base = torch.zeros(self.high, dtype=torch.long), torch.full((self.high,), -1)
-        pieces: list[list[int]] = [[] for _ in rows]
-        for prompt, those in members.items():
-            for j, page in enumerate(schedule.prompts[prompt]):
-                reader[at[page], : len(those)] = torch.tensor(those)
-                keys[at[page]] = min(schedule.keys[prompt] - j * self.cache.size, self.cache.size)
-                for rank, i in enumerate(those):
-                    pieces[i].append(self.high + at[page] * self.most + rank)
         for i, row in enumerate(rows):
-            pieces[i] += row.pages
-            owner[row.pages] = i
-            base[row.pages] = torch.arange(len(row.pages)) * self.cache.size
-        width = max(map(len, pieces))
-        self.pieces = self._send([p + p[-1:] * (width - len(p)) for p in pieces])
-        beyond = torch.arange(width) >= torch.tensor([len(p) for p in pieces])[:, None]
-        self.beyond = beyond.to(self.device)[:, :, None, None]
-        self.reader, self.owner, self.base = (x.to(self.device) for x in (reader.flatten(), owner, base))
-        self.prompt_bias, self.prompt_seen = _bias(keys.to(self.device)) if count else (None, 0)
-        self.last = self._send([row.pages[-1] for row in rows])
+            members.setdefault(row.prompt, []).append(i)
+        how = (len(rows), self.cache.size, self.device)
+        prompts = _blocks([Held(schedule.prompts[prompt], those) for prompt, those in members.items()], *how)
+        self.own = _blocks([Held(row.pages, [i]) for i, row in enumerate(rows)], *how)
+        self.blocks = [*self.own, *prompts]
         self.prompt_keys = self._send([schedule.keys[row.prompt] for row in rows])
+        for block in prompts:
+            block.look(self.prompt_keys, self.cache.size)
+        absent = [level for block in self.blocks for level in block.absent]
+        self.absent = None
+        """`[part row 1 1]`: rows that have no such part."""
+        if any(map(any, absent)):
+            self.absent = torch.tensor(absent).to(self.device)[:, :, None, None]
+        last = [row.pages[-1] for row in rows]
+        self.last: slice | Tensor = self._send(last)
+        self.in_order = last == list(range(last[0], last[0] + len(last)))
 
-    def _send(self, numbers: list[int] | list[list[int]]) -> Tensor:
+    def _send(self, numbers: list[int]) -> Tensor:
         return send(torch.tensor(numbers, dtype=torch.long), self.device)
 
     def begin(self, rows: Sequence[Row]) -> Tensor:
         """What every layer of this step needs; the new tokens' positions. Row.length does not count them yet."""
         length = self._send([row.length for row in rows])
-        self.offset = length % self.cache.size
-        own = torch.where(self.base < 0, 1, length[self.owner] + 1 - self.base).clamp(max=self.cache.size)
-        self.own_bias, self.own_seen = _bias(own)
+        for block in self.own:
+            block.look(length + 1, self.cache.size)
+        first, offset = rows[0].pages[-1], rows[0].length % self.cache.size
+        self.new: tuple[Any, ...] = (self.last, slice(None), length % self.cache.size)
+        """Where keys and values of the new tokens are written."""
+        if self.in_order and all(row.length % self.cache.size == offset for row in rows):
+            self.new = (slice(first, first + len(rows)), slice(None), offset)
         return self.prompt_keys + length
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         rows, heads, _, channel = q.shape
         shared = k.shape[1]
-        keys, values = self.cache.at(layer, k, v)
-        keys[self.last, :, self.offset], values[self.last, :, self.offset] = k[:, :, 0], v[:, :, 0]
+        keys, values = cache = self.cache.at(layer, k, v)
+        keys[self.new], values[self.new] = k[:, :, 0], v[:, :, 0]
         q = q.reshape(rows, shared, heads // shared, channel)
-        own_k, own_v = (x[: self.high, :, : self.own_seen] for x in (keys, values))
-        out, log = _attend(q[self.owner], own_k, own_v, self.own_bias, scale)
-        if len(self.reader):
-            past, past_log = self._from_prompts(q, keys, values, scale)
-            out, log = torch.cat([out, past]), torch.cat([log, past_log])
-        share = torch.softmax(log[self.pieces].masked_fill(self.beyond, float("-inf")), 1).unsqueeze(-1)
-        return (out[self.pieces] * share.to(out.dtype)).sum(1).reshape(rows, 1, heads, channel)
+        parts = [part for block in self.blocks for part in block.attend(layer, q, cache, scale)]
+        return _weighed(parts, self.absent).to(q.dtype).reshape(rows, 1, heads, channel)
 
-    def _from_prompts(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Pair:
-        """Every reader's attention to each page of a prompt, `[page·reader head repeat channel]`, with log-sum-exps."""
-        _, shared, repeat, channel = q.shape
-        k, v = (x[self.prompt_pages][:, :, : self.prompt_seen] for x in (keys, values))
-        table = q[self.reader].view(-1, self.most, shared, repeat, channel).transpose(1, 2).flatten(2, 3)
-        out, log = _attend(table, k, v, self.prompt_bias, scale)
-        out = out.unflatten(2, (self.most, repeat)).transpose(1, 2).flatten(0, 1)
-        return out, log.unflatten(2, (self.most, repeat)).transpose(1, 2).flatten(0, 1)
+
+def _weighed(parts: list[Pair], absent: Tensor | None) -> Tensor:
+    """Attention to parts, by the sums of their scores.
+
+    Who has not a part gets nothing of it, to the bit. The first, of a row's own tokens, everybody has.
+    """
+    total, log = parts[0]
+    total = total.to(log.dtype)
+    for j, (part, own) in enumerate(parts[1:], 1):
+        own = own if absent is None else own.masked_fill(absent[j], float("-inf"))
+        total = total.lerp_(part.to(log.dtype), torch.sigmoid(own - log).unsqueeze(-1))
+        log = torch.logaddexp(log, own) if j + 1 < len(parts) else log
+    return total
 
 
 def _bias(length: Tensor) -> tuple[Tensor | None, int]:

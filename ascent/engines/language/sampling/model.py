@@ -168,7 +168,7 @@ class Llama:
 
         return self.through(ops, board.state[LAST][board.lanes[:rows]], attend)
 
-    def through(self, ops: ModuleType, ids: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
+    def through(self, ops: Any, ids: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
         """Hidden states of these tokens; `attend` mixes what the queries, keys and values of a layer are for."""
         x, y = self.words(ids), None
         x = x if self.times == 1 else x * self.times
@@ -187,7 +187,7 @@ class Llama:
         return _into(ops, x, y, self.norm)[1]
 
 
-def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pair:
+def _into(ops: Any, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pair:
     """x + y, and what goes on from there."""
     if norm is not None:
         return ops.add_norm(x, y, *norm)
@@ -195,7 +195,7 @@ def _into(ops: ModuleType, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pa
     return x, x
 
 
-def _out(ops: ModuleType, matrix: Matrix, h: Tensor, norm: Norm | None) -> Tensor:
+def _out(ops: Any, matrix: Matrix, h: Tensor, norm: Norm | None) -> Tensor:
     """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
     if norm is None:
         return matrix(h, ops, parts=True)

@@ -28,11 +28,15 @@ NOWHERE = -1
 
 
 class Pages:
-    """The pages that are free. Rows take the lowest and prompts the highest, so each kind lies together."""
+    """The pages that are free. Rows take the lowest and prompts the highest, so each kind lies together.
 
-    def __init__(self, count: int, size: int):
-        self.count, self.size = count, size
-        self._low, self._high = list(range(count)), [-page for page in range(count - 1, -1, -1)]
+    `border`: from there on the lowest are prompts' first, in the order in which they come.
+    """
+
+    def __init__(self, count: int, size: int, border: int | None = None):
+        self.count, self.size, self.border = count, size, count if border is None else border
+        self._low = list(range(count))
+        self._high = sorted(map(self._rank, range(count)))
         self._free = set(range(count))
         self.most = 0
         """The largest number of pages that were ever held at once."""
@@ -46,10 +50,9 @@ class Pages:
 
     def take(self, count: int, high: bool = False) -> list[int]:
         """This many pages; there must be as many."""
-        heap, sign = (self._high, -1) if high else (self._low, 1)
         pages: list[int] = []
         while len(pages) < count:
-            page = sign * heapq.heappop(heap)
+            page = heapq.heappop(self._high)[1] if high else heapq.heappop(self._low)
             if page in self._free:  # else it was taken from the other end
                 self._free.remove(page)
                 pages.append(page)
@@ -63,7 +66,11 @@ class Pages:
                 raise AssertionError(f"page {page} was given back twice")
             self._free.add(page)
             heapq.heappush(self._low, page)
-            heapq.heappush(self._high, -page)
+            heapq.heappush(self._high, self._rank(page))
+
+    def _rank(self, page: int) -> tuple[int, int]:
+        """When a prompt gets this page, if it is free."""
+        return (page if page >= self.border else 2 * self.count - page), page
 
 
 @dataclass(eq=False)

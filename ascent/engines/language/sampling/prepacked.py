@@ -42,6 +42,25 @@ def packs(matrix: Tensor) -> bool:
     return arm and large and torch.backends.mkldnn.is_available()
 
 
+class FewPasses:
+    """Parts of a step (see step.py) for states of few rows, where a pass costs as much to start as to compute."""
+
+    @staticmethod
+    def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
+        """x ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
+        if add is not None or x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
+            return step.add_norm(x, y, weight, eps, add)
+        x = x if y is None else x.add_(y)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x, torch.mul(x, (size * size).div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
+
+    @staticmethod
+    def gated(both: Tensor, gelu: bool = False) -> Tensor:
+        """act(gate)·up, the two side by side."""
+        gate, up = both.chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
+
+
 @dataclass
 class Product:
     """x·Wᵀ + bias of matrices that read the same x, from a copy of them; then adapters as they are: h·Bᵀ with h = x·Aᵀ.
@@ -97,7 +116,7 @@ class PackedHead(Head):
     product: Product = None  # type: ignore[assignment]
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        return self.product(hidden, step)
+        return self.product(hidden, FewPasses)
 
 
 class Prepacked:
@@ -158,31 +177,37 @@ class Prepacked:
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """Last hidden states `[row position width]` of tokens that the layout brings together with what they see."""
         net, channel = self.net, self.net.channel
-        turns = [_signed(*pair) for pair in net.turns(positions.flatten())]
+        pairs = net.turns(positions.flatten())
+        signed = {id(cos): _signed(cos, sin) for cos, sin in dict(pairs).items()}  # layers share them
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             if layer.norms_qk is not None and not layer.norms_all(channel):
                 qkv = norm_heads(qkv, layer.norms_qk, net.heads)
             parts = qkv.view(*ids.shape, -1, channel)
-            both, v = parts.tensor_split([-net.heads], 2)
-            q, k = _turned(both, *turns[i]).tensor_split([-net.heads], 2)
+            both, v = parts[:, :, : -net.heads], parts[:, :, -net.heads :]
+            both = _turned(both, *signed[id(pairs[i][0])])
+            q, k = both[:, :, : -net.heads], both[:, :, -net.heads :]
             out = layout.attend(i, *(part.transpose(1, 2) for part in (q, k, v)), layer.scale)
             return out.reshape(len(qkv), -1)
 
-        return net.through(step, ids.flatten(), attend).view(*ids.shape, -1)
+        return net.through(FewPasses, ids.flatten(), attend).view(*ids.shape, -1)
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Pair:
-    """Cosines and sines `[token channel]` for `_turned`: one multiplies (a, b), and one (b, a)."""
+    """Cosines and sines `[token 1 channel]` for `_turned`: one multiplies (a, b), and one (b, a)."""
     first, second = sin.chunk(2, -1)
     return cos.unsqueeze(1), torch.cat([-first, second], -1).unsqueeze(1)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads `[row position head channel]`, turned by the angles of their tokens: (a·cos − b·sin, b·cos + a·sin)."""
-    tokens = x.flatten(0, 1)
-    swapped = tokens.roll(x.shape[-1] // 2, -1)
-    return (tokens * cos).add_(swapped * sin).to(x.dtype).view(x.shape)
+    tokens, half = x.flatten(0, 1), x.shape[-1] // 2
+    if x.dtype != cos.dtype or x.dtype in (torch.float16, torch.bfloat16):  # every product is rounded
+        return (tokens * cos).add_(tokens.roll(half, -1) * sin).to(x.dtype).view(x.shape)
+    turned = tokens * cos
+    turned[..., :half].addcmul_(tokens[..., half:], sin[..., :half])
+    turned[..., half:].addcmul_(tokens[..., :half], sin[..., half:])
+    return turned.view(x.shape)
 
 
 def prepacked(lm: LanguageModel) -> Prepacked | None:

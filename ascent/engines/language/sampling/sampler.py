@@ -26,8 +26,8 @@ from ascent.policies.four_bit import is_packed
 
 ROWS = {"cpu": 64, "cuda": 1024}
 """Responses decoded at once where nobody says otherwise."""
-PAGE = 32
-"""Tokens on a page of the cache."""
+PAGE, WIDE = 32, 64
+"""Tokens on a page of the cache; wide ones, which are fewer, where there is room for all that rows can need."""
 
 
 class LanguageSampler(Sampler):
@@ -309,12 +309,14 @@ class GroupDecoder:
         self.lm, self.prompts, self.drawn, self.net = lm, dict(enumerate(prompts)), drawn, net or lm
         rows, lengths = min(rows, len(drawn.length)), [len(p) for p in prompts]
         slots = min(len(prompts) or rows, -(-rows // samples) + 1)
-        most = rows * -(-drawn.limit // PAGE) + slots * -(-max(lengths, default=drawn.longest) // PAGE)
-        pages = Pages(min(most, -(-room // PAGE)) if room else most, PAGE)
+        size = PAGE if room else WIDE
+        own = rows * -(-drawn.limit // size)
+        most = own + slots * -(-max(lengths, default=drawn.longest) // size)
+        pages = Pages(min(most, -(-room // size)), size) if room else Pages(most, size, own)
         begun = {response: length - 1 for response, length in drawn.begun.items()}
         self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages, begun=begun, over=drawn.before)
         drawn.timeline.lanes = rows
-        self.cache = Cache(pages.count, PAGE)
+        self.cache = Cache(pages.count, size)
         self.decoding = Decoding(self.cache, lm.device)
         self.hidden: dict[int, Tensor] = {}
         """The last hidden state of each encoded prompt, from which its samples draw their first token."""
