@@ -162,7 +162,7 @@ class Held:
     readers: list[int]
 
 
-class Block:
+class PageBlock:
     """Pages that attention reads in one go, each for as many rows."""
 
     def __init__(self, held: Sequence[Held], levels: range, rows: int, size: int, device: torch.device):
@@ -240,7 +240,7 @@ def _span(pages: Sequence[int]) -> tuple[int, int, int]:
     return low, (max(pages) - low) // step + 1, step
 
 
-def _blocks(held: Sequence[Held], rows: int, size: int, device: torch.device) -> list[Block]:
+def _blocks(held: Sequence[Held], rows: int, size: int, device: torch.device) -> list[PageBlock]:
     """A block for each level, if that reads no more pages than all in one do."""
     held = [one for one in held if one.pages]
     if not held:
@@ -249,7 +249,7 @@ def _blocks(held: Sequence[Held], rows: int, size: int, device: torch.device) ->
     spans = [_span([one.pages[j] for one in held if j < len(one.pages)])[1] for j in levels]
     apart = sum(spans) <= _span([page for one in held for page in one.pages])[1]
     parts = [range(j, j + 1) for j in levels] if apart else [levels]
-    return [Block(held, part, rows, size, device) for part in parts]
+    return [PageBlock(held, part, rows, size, device) for part in parts]
 
 
 class Decoding:
