@@ -9,14 +9,16 @@ update comes first, so that the optimizer state is allocated. Each side runs in 
 
 `value` is the peak resident memory of ours (getrusage, the whole process) as a share of the peer's (so the peer is
 1), from medians over the repeats. The target is 0.5. The JSON line has the bytes of both, at the peak and before the
-update. Both sides must compute the same: objective and gradient norm are compared. `--smoke` runs a tiny random
-model in seconds, in one process and without measuring.
+update. Freed memory is given back at once on both sides: what the kernel may take back would count as resident. Both
+must compute the same: objective and gradient norm are compared. `--smoke` runs a tiny random model in seconds, in one
+process and without measuring.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -93,7 +95,8 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
 
 def in_process(side: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.memory_cpu", "--side", side]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    env = os.environ | {"MIMALLOC_PURGE_DECOMMITS": "1"}
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 
