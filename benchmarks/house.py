@@ -87,8 +87,9 @@ tools and games (3,000), conversations that are seen, flagged and played by a pe
 (2,170), the sandbox with its attempts to get out, verdicts on programs and the task of them (2,650), agents and their
 bridges (1,170), ranks (1,200), `ascent plan` and `ascent cluster` (2,600), one GPU's second round: adapters, critics
 and small updates in captured graphs, products of our own, optimizer state in bfloat16, precisions, 4 bits (2,900),
-fewer passes on a CPU (200), streams and `ascent serve` with an engine (700), and their repairs. The core was 3,000; credit by turn and what prompts
-bring for it are 57, sampling ahead with its journal, the loop's own matter, 95, and the settings of ranks 15."""
+fewer passes on a CPU (200), streams and `ascent serve` with an engine (700), and their repairs. The core was 3,000;
+credit by turn and what prompts bring for it are 57, sampling ahead with its journal, the loop's own matter, 95, and the
+settings of ranks 15."""
 TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 31, 3, 60, 3_170
 LONG_FILE = 500
 
