@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
 
 def in_process(side: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.critic_memory", "--side", side]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    env = os.environ | {"MIMALLOC_PURGE_DECOMMITS": "1"}  # what the kernel may take back would count as resident
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -90,7 +90,7 @@ and small updates in captured graphs, products of our own, optimizer state in bf
 fewer passes on a CPU (200), streams and `ascent serve` with an engine (700), and their repairs. The core was 3,000;
 credit by turn and what prompts bring for it are 57, sampling ahead with its journal, the loop's own matter, 95, and the
 settings of ranks 15."""
-TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 31, 3, 60, 3_170
+TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_170
 LONG_FILE = 500
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ WAYS = {
     "pages far apart": ([(7, 2), (11, 2)], [[9, 3], [5, 8]], "apart"),
     "no prompt": ([(0, 2)], [[4, 3]], "order"),
     "one row": ([(4, 1)], [[4]], "order"),
+    "many pages": ([(3, 2)], [[30, 9]], "order"),
+    "many rows": ([(5, 18)], [[*range(2, 20)]], "order"),
 }
 
 
@@ -65,6 +68,23 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
             ks, vs = (x[:, head // REPEAT] for x in known)
             want = torch.softmax(SCALE * (ks @ q[i, head, 0].double()), 0) @ vs
             assert torch.allclose(got[i, 0, head].double(), want, rtol=0, atol=NEAR[dtype])
+
+
+@pytest.mark.parametrize("long", [6, 30])
+def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
+    """A row that has fewer pages than it gets nothing of them, not even 0 times infinity."""
+    schedule: Any = SimpleNamespace(prompts={0: []}, keys={0: 0})
+    rows = [Row(0, 0, long, list(range(1 + long // SIZE))), Row(1, 0, 2, [1 + long // SIZE])]
+    cache = Cache(200, SIZE)
+    q, k, v = (torch.randn(2, n, 1, CHANNEL) for n in (SHARED * REPEAT, SHARED, SHARED))
+    keys, values = cache.at(0, k, v)
+    keys.normal_(), values.normal_()
+    values[rows[0].pages] = math.inf
+    decoding = Decoding(cache, torch.device("cpu"))
+    decoding.arrange(rows, schedule)
+    decoding.begin(rows)
+    got = decoding.attend(0, q, k, v, SCALE)
+    assert not got[0].isfinite().any() and got[1].isfinite().all()
 
 
 def test_prompts_take_pages_from_the_border_on_and_then_downwards() -> None:

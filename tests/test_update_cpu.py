@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import platform
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.update import TrustRegion
 from ascent.engines.language.attention import Group, Packed
+from ascent.engines.language.learning import elementwise
 from ascent.engines.language.learning.blas import by_blas
-from ascent.engines.language.learning.elementwise import Formulas, Gate, Norm
+from ascent.engines.language.learning.elementwise import Formulas, Gate, RmsNorm
 from ascent.engines.language.learning.learner import LanguageLearner
 from tests.language import batch_of, gradient_of, model_of
 from tests.test_language_engines import credited, learner_of
@@ -78,10 +81,10 @@ def test_a_norm_has_the_slope_of_its_formula(frozen: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=not frozen)
-    assert torch.autograd.gradcheck(lambda *both: Norm.apply(*both, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(lambda *both: RmsNorm.apply(*both, 1e-3), (x, weight))
     want = weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
-    assert (Norm.apply(x, weight, 1e-3) - want).abs().max() < 1e-12
-    (slope,) = torch.autograd.grad(Norm.apply(x, weight, 1e-3).pow(2).sum(), x, create_graph=True)
+    assert (RmsNorm.apply(x, weight, 1e-3) - want).abs().max() < 1e-12
+    (slope,) = torch.autograd.grad(RmsNorm.apply(x, weight, 1e-3).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()
 
@@ -169,3 +172,18 @@ def test_a_model_that_learned_can_be_copied_in_another_type(dtype: torch.dtype) 
         got = copy.deepcopy(lm.model).to(dtype)(input_ids=ids).logits
     bound = 1e-5 if dtype == torch.float64 else 0.1
     assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()
+
+
+def test_a_pass_within_a_pass_turns_by_the_same_function() -> None:
+    """As of a critic that is fitted: what was found out about a model's own function is not found out again."""
+    model = model_of(dtype=torch.float32).model
+    checked = elementwise._turns_alike.cache_info().currsize
+    where = sys.modules[type(model.get_decoder()).__module__]
+    own: Any = where.apply_rotary_pos_emb  # type: ignore[attr-defined]
+    for _ in range(3):
+        with elementwise.rotating(model):
+            outer = where.apply_rotary_pos_emb  # type: ignore[attr-defined]
+            with elementwise.rotating(model):
+                assert where.apply_rotary_pos_emb is outer is not own  # type: ignore[attr-defined]
+        assert where.apply_rotary_pos_emb is own  # type: ignore[attr-defined]
+    assert elementwise._turns_alike.cache_info().currsize <= checked + 1

@@ -42,7 +42,7 @@ def attention(
 
 @contextmanager
 def ours(model: Any, on: bool = True) -> Iterator[None]:
-    """Inside, if `on`, its layers call our attention function, and on a GPU turn queries and keys in one kernel."""
+    """Inside, if `on`, its layers call our attention function, and turn queries and keys in one pass (rotating)."""
     if not on:
         yield
         return

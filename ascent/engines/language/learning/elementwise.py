@@ -38,9 +38,12 @@ def fuse(model: nn.Module, ops: Any = None) -> int:
 def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     """Inside, queries and keys are turned in one kernel each."""
     like = next(model.parameters())
-    ops = ops or (load_kernels("elementwise") if like.is_cuda else Formulas if _is_plain(like) else None)
     where = sys.modules[type(model.get_decoder() if hasattr(model, "get_decoder") else model).__module__]
     before = getattr(where, "apply_rotary_pos_emb", None)
+    if ops is None and getattr(before, "is_ours", False):  # a pass within a pass, as of a critic that is fitted
+        yield
+        return
+    ops = ops or (load_kernels("elementwise") if like.is_cuda else Formulas if _is_plain(like) else None)
     sharded = hasattr(like, "to_local")  # then layers compute in another type than the parameters are in
     if ops is None or before is None or not (sharded or _turns_alike(before, ops, like.dtype, like.device)):
         yield
@@ -53,6 +56,7 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
             return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
 
+    turned.is_ours = True  # type: ignore[attr-defined]
     where.apply_rotary_pos_emb = turned  # type: ignore[attr-defined]
     try:
         yield
@@ -99,15 +103,15 @@ def _fuse_norm(module: Any) -> bool:
 def _normed(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
     weight = module.weight
     if _is_plain(hidden_states) and _is_plain(weight):
-        return Norm.apply(hidden_states, weight, eps)
+        return RmsNorm.apply(hidden_states, weight, eps)
     if hidden_states.dtype == weight.dtype:
         return F.rms_norm(hidden_states, weight.shape, weight, eps)
     wide = F.rms_norm(hidden_states, weight.shape, weight.to(hidden_states.dtype), eps)
     return wide.to(weight.dtype)  # a mixed model's: what follows is a matrix product
 
 
-class Norm(torch.autograd.Function):
-    """y = w·n with n = x·r, r = 1/√(mean(x²) + ε); of x and w it keeps no more than a number per row.
+class RmsNorm(torch.autograd.Function):
+    """y = w·n with n = x·r, r = 1/√(mean(x²) + ε); besides x and w it keeps one number per row.
 
     ∂L/∂x = r·(g·w − n·mean(g·w·n))      ∂L/∂w = Σ g·n over rows
     """

@@ -3,7 +3,7 @@
     Extending   tokens that are given (a prompt, an observation, a row that comes back), packed into one row
     Decoding    one new token per running row
 
-Where a page lies changes no number: sums run along a row's tokens, in their order.
+Where a page lies changes no number: sums run over a row's tokens in a fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from ascent.engines.language.attention import Spans, segment_kernel, send
 from ascent.engines.language.sampling.pages import Row, Schedule
 
 DENSE = 0.75
-"""Share of a stretch of pages that has to be prompts' for it to be read where it lies; else it is copied."""
+"""Share of a stretch of pages that has to be wanted for it to be read where it lies; else what is wanted is copied."""
+MANY, FEW = 16, 4
+"""Rows, or prompts, whose pages are read level by level; and parts that are joined one after the other."""
 ENCODED = 16_384
 """Given tokens in one forward pass, about."""
 Pair = tuple[Tensor, Tensor]
@@ -170,9 +172,7 @@ class PageBlock:
         pages = [one.pages[j] for j in levels for one in held if j < len(one.pages)]
         low, count, step = _span(pages)
         whole = len(pages) >= DENSE * count
-        self.pages: slice | Tensor = slice(low, low + count * step, step)
-        if not whole:
-            self.pages = send(torch.tensor(pages), device)
+        self.pages = slice(low, low + count * step, step) if whole else send(torch.tensor(pages), device)
         """A tensor: they lie too far apart, and are copied."""
         at = {page: (page - low) // step for page in pages} if whole else {page: i for i, page in enumerate(pages)}
         self.most = most = max(len(one.readers) for one in held)
@@ -234,20 +234,20 @@ class PageBlock:
 
 
 def _span(pages: Sequence[int]) -> tuple[int, int, int]:
-    """The lowest, how many steps lead to behind the highest, and the largest step that meets all."""
+    """The lowest, how many pages there are from it to the highest, and in which steps: the largest that meet all."""
     low = min(pages)
     step = math.gcd(*(page - low for page in pages)) or 1
     return low, (max(pages) - low) // step + 1, step
 
 
 def _blocks(held: Sequence[Held], rows: int, size: int, device: torch.device) -> list[PageBlock]:
-    """A block for each level, if that reads no more pages than all in one do."""
+    """A block for each level, if there are many rows and it reads no more pages so; else one for all levels."""
     held = [one for one in held if one.pages]
     if not held:
         return []
     levels = range(max(len(one.pages) for one in held))
     spans = [_span([one.pages[j] for one in held if j < len(one.pages)])[1] for j in levels]
-    apart = sum(spans) <= _span([page for one in held for page in one.pages])[1]
+    apart = len(held) >= MANY and sum(spans) <= _span([page for one in held for page in one.pages])[1]
     parts = [range(j, j + 1) for j in levels] if apart else [levels]
     return [PageBlock(held, part, rows, size, device) for part in parts]
 
@@ -256,7 +256,7 @@ class Decoding:
     """The layout of a step: every running row brings one token, and sees its prompt's pages and its own.
 
     Attention is worked out per page, for all rows that read it, and a row's pages are then weighed by their sums. So
-    nothing is copied or padded to the longest row. Pages that are nobody's are read for nothing; there are few.
+    nothing is padded to the longest row. Pages that are nobody's are read for nothing, as long as there are few.
     """
 
     def __init__(self, cache: Cache, device: torch.device):
@@ -274,13 +274,14 @@ class Decoding:
         self.prompt_keys = self._send([schedule.keys[row.prompt] for row in rows])
         for block in prompts:
             block.look(self.prompt_keys, self.cache.size)
-        absent = [level for block in self.blocks for level in block.absent]
-        self.absent = None
-        """`[part row 1 1]`: rows that have no such part."""
-        if any(map(any, absent)):
-            self.absent = torch.tensor(absent).to(self.device)[:, :, None, None]
+        self.absent = [
+            torch.tensor(level).to(self.device)[:, None, None] if any(level) else None
+            for block in self.blocks
+            for level in block.absent
+        ]
+        """By part, `[row 1 1]`: rows that have no such part; None: all have it."""
         last = [row.pages[-1] for row in rows]
-        self.last: slice | Tensor = self._send(last)
+        self.last = self._send(last)
         self.in_order = last == list(range(last[0], last[0] + len(last)))
 
     def _send(self, numbers: list[int]) -> Tensor:
@@ -308,15 +309,21 @@ class Decoding:
         return _weighed(parts, self.absent).to(q.dtype).reshape(rows, 1, heads, channel)
 
 
-def _weighed(parts: list[Pair], absent: Tensor | None) -> Tensor:
+def _weighed(parts: list[Pair], absent: list[Tensor | None]) -> Tensor:
     """Attention to parts, by the sums of their scores.
 
-    Who has not a part gets nothing of it, to the bit. The first, of a row's own tokens, everybody has.
+    A row without a part gets nothing of it, to the bit, whatever is there. The first, of own tokens, every row has.
     """
+    parts = [
+        pair if none is None else (pair[0].masked_fill(none.unsqueeze(-1), 0.0), pair[1].masked_fill(none, -math.inf))
+        for pair, none in zip(parts, absent, strict=True)
+    ]
     total, log = parts[0]
     total = total.to(log.dtype)
+    if len(parts) > FEW:
+        share = torch.softmax(torch.stack([own for _, own in parts]), 0).unsqueeze(-1)
+        return torch.stack([part.to(log.dtype) for part, _ in parts]).mul_(share).sum(0)
     for j, (part, own) in enumerate(parts[1:], 1):
-        own = own if absent is None else own.masked_fill(absent[j], float("-inf"))
         total = total.lerp_(part.to(log.dtype), torch.sigmoid(own - log).unsqueeze(-1))
         log = torch.logaddexp(log, own) if j + 1 < len(parts) else log
     return total

@@ -43,7 +43,7 @@ def packs(matrix: Tensor) -> bool:
 
 
 class FewPasses:
-    """Parts of a step (see step.py) for states of few rows, where a pass costs as much to start as to compute."""
+    """Parts of a step (see step.py) in place: with few rows a pass costs as much to start as to compute."""
 
     @staticmethod
     def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
