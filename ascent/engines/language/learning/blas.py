@@ -23,8 +23,9 @@ def learning(model: Any, shares: bool) -> Iterator[None]:
 
 @contextmanager
 def by_blas(model: Any) -> Iterator[None]:
-    """Inside, BLAS multiplies float32 matrices on Arm. Other types need oneDNN."""
-    if platform.machine() != "aarch64" or model.dtype != torch.float32 or model.device.type != "cpu":
+    """Inside, BLAS multiplies float32 matrices on Arm. Other types need oneDNN, and layers of shards may have them."""
+    plain = model.dtype == torch.float32 and model.device.type == "cpu"
+    if platform.machine() != "aarch64" or not plain or hasattr(next(model.parameters()), "to_local"):
         yield
         return
     before, *_ = torch.backends.mkldnn.set_flags(False, None, None, None)
