@@ -50,8 +50,8 @@ pytestmark = pytest.mark.long
 
 
 @cache
-def language_model(template: str = "") -> LanguageModel:
-    """A random model in float32 with a chat template; each template's once."""
+def language_model(template: str = "", dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A random model with a chat template; each template's once."""
     import transformers
 
     tokenizer: Any = chat_tokenizer(template) if template else tiny_tokenizer()
@@ -63,6 +63,7 @@ def language_model(template: str = "") -> LanguageModel:
         for p in model.parameters():
             if p.dim() > 1:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.25)
+    model = model.to(dtype)
     PLAIN[id(made := LanguageModel(model, tokenizer))] = copy.deepcopy(model)
     return made
 
@@ -80,7 +81,7 @@ def served(
     rules: Rules | None = None, key: str = KEY, most: int = 64, template: str = "", **more: Any
 ) -> Iterator[Any]:
     """An endpoint over a tiny model, which a thread decodes for."""
-    lm, rules = language_model(template), rules or rules_of()
+    lm, rules = language_model(template, more.pop("dtype", torch.float32)), rules or rules_of()
     support = Support(min_tokens=more.pop("min_tokens", 0))
     sampler = LanguageSampler(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
     sampler.version = 7
@@ -283,7 +284,7 @@ def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_sa
                 await one(key)
         return [live.session for _, live in keys]
 
-    with served(key="") as made:
+    with served(key="", dtype=torch.float64) as made:  # so that no draw falls within rounding
         together = asyncio.run(go(made, together=True))
         alone = asyncio.run(go(made, together=False))
     for a, b in zip(together, alone, strict=True):

@@ -6,6 +6,7 @@ import copy
 import platform
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,10 @@ def test_blas_multiplies_in_float32_on_arm(dtype: torch.dtype, left: bool, on_ar
 
 def test_other_types_and_processors_keep_onednn(on_arm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with by_blas(model_of(dtype=torch.bfloat16).model):
+        assert torch.backends.mkldnn.enabled
+    shard = SimpleNamespace(to_local=None)
+    shards = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"), parameters=lambda: iter([shard]))
+    with by_blas(shards):
         assert torch.backends.mkldnn.enabled
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with by_blas(model_of(dtype=torch.float32).model):

@@ -341,7 +341,8 @@ def stop_on_trouble(
     bad = [name for name in ("loss", "grad_norm", "value/loss") if not abs(metrics.get(name, 0.0)) < float("inf")]
     if not bool(batch.logp_sampler.isfinite().all()):
         bad.append("the sampler's log-probs")
-    if not bool(torch.stack(torch._foreach_norm(list(learner.params().values()), torch.inf)).isfinite().all()):
+    params = list(learner.params().values())  # ‖θ‖² is quick, and may overflow; max |θ| does not
+    if not any(torch.stack(torch._foreach_norm(params, order)).isfinite().all() for order in (2, torch.inf)):
         bad.append("the parameters")
     if bad:
         where = records.dump(step, batch)
@@ -349,8 +350,7 @@ def stop_on_trouble(
             f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
             "saved is from before. Lower --lr, or set --update.max-norm"
         )
-    gap = metrics.get(MISMATCH, 0.0)
-    if gap > max_mismatch:
+    if (gap := metrics.get(MISMATCH, 0.0)) > max_mismatch:
         raise Trouble(
             f"step {step}: the log-probs of sampler and trainer are {gap:.3g} apart on average, more than "
             f"--max-mismatch {max_mismatch:g}: they are not the same policy. The batch is kept in "

@@ -8,7 +8,7 @@ On a GPU a third of a small model's update goes to such kernels, for each reads 
 are float32 and results are rounded once. A part of a model is replaced only if it is found to compute the same, to
 rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is in float64.
 `Formulas` is what the kernels compute. On a CPU, in float32, it turns queries and keys, norms have a form with half of
-the passes (`Norm`), and gates one that computes e^x once (`Gate`).
+the passes (`RmsNorm`), and gates one that computes e^x once (`Gate`).
 """
 
 import sys

@@ -187,20 +187,17 @@ class PageBlock:
                 readers[first : first + len(one.readers)] = one.readers
                 for rank, row in enumerate(one.readers):
                     place[row] = first + rank
-        every = list(range(rows))
+        every, at = list(range(rows)), [one for place in places for one in place]
         self.base = send(torch.tensor(base), device)
         """What a row has before each page; −1: it is nobody's, and read for nothing."""
         table = send(torch.tensor(readers), device)
         self.owner = table[::most]
         self.readers = None if readers == every else table
         """`[page·reader]` rows; None: all, in their order."""
-        self.places = [
-            None if place == every and len(readers) == rows else send(torch.tensor(place).clamp(min=0), device)
-            for place in places
-        ]
-        """By level, where among `[page·reader]` a row has its part; None: in order."""
-        self.absent = [[at < 0 for at in place] for place in places]
-        """By level, which rows have no such page."""
+        self.places = None if at == every and len(readers) == rows else send(torch.tensor(at).clamp(min=0), device)
+        """`[level·row]`: where among `[page·reader]` a row has its part of a level; None: in order."""
+        self.absent = send(torch.tensor(places) < 0, device)[..., None, None] if -1 in at else None
+        """`[level row 1 1]`: rows that have no such page; None: all have it."""
         self.views: dict[int, Pair] = {}
         """By layer, keys and values that are read where they lie."""
 
@@ -209,9 +206,12 @@ class PageBlock:
         seen = torch.where(self.base < 0, 1, tokens[self.owner] - self.base).clamp(max=size)
         self.bias, self.seen = _bias(seen)
 
-    def attend(self, layer: int, q: Tensor, cache: Pair, scale: float) -> list[Pair]:
-        """Of queries `[row head repeat channel]`, by level: attention, of the same shape, and log-sum-exps."""
-        _, shared, repeat, channel = q.shape
+    def attend(self, layer: int, q: Tensor, cache: Pair, scale: float) -> Pair:
+        """Of queries `[row head repeat channel]`: attention `[level row head repeat channel]`, and log-sum-exps.
+
+        A row without a page gets nothing of it, to the bit, whatever is there.
+        """
+        rows, shared, repeat, channel = q.shape
         k, v = (x.narrow(2, 0, self.seen) for x in self._paged(layer, cache))
         q = q if self.readers is None else q.index_select(0, self.readers)
         if self.most > 1:
@@ -219,10 +219,12 @@ class PageBlock:
         out, log = _attend(q, k, v, self.bias, scale)
         if self.most > 1:
             out, log = (x.unflatten(2, (self.most, repeat)).transpose(1, 2).flatten(0, 1) for x in (out, log))
-        return [
-            (out, log) if place is None else (out.index_select(0, place), log.index_select(0, place))
-            for place in self.places
-        ]
+        if self.places is not None:
+            out, log = out.index_select(0, self.places), log.index_select(0, self.places)
+        out, log = (x.unflatten(0, (-1, rows)) for x in (out, log))
+        if self.absent is not None:
+            out, log = out.masked_fill(self.absent.unsqueeze(-1), 0.0), log.masked_fill(self.absent, -math.inf)
+        return out, log
 
     def _paged(self, layer: int, cache: Pair) -> Pair:
         """Keys and values of these pages."""
@@ -241,13 +243,17 @@ def _span(pages: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _blocks(held: Sequence[Held], rows: int, size: int, device: torch.device) -> list[PageBlock]:
-    """A block for each level, if there are many rows and it reads no more pages so; else one for all levels."""
+    """A block for each level, on a CPU, if there are many rows and it reads no more pages so; else one for all levels.
+
+    On a GPU the host would have to launch every block.
+    """
     held = [one for one in held if one.pages]
     if not held:
         return []
     levels = range(max(len(one.pages) for one in held))
     spans = [_span([one.pages[j] for one in held if j < len(one.pages)])[1] for j in levels]
-    apart = len(held) >= MANY and sum(spans) <= _span([page for one in held for page in one.pages])[1]
+    whole = _span([page for one in held for page in one.pages])[1]
+    apart = device.type == "cpu" and len(held) >= MANY and sum(spans) <= whole
     parts = [range(j, j + 1) for j in levels] if apart else [levels]
     return [PageBlock(held, part, rows, size, device) for part in parts]
 
@@ -274,12 +280,6 @@ class Decoding:
         self.prompt_keys = self._send([schedule.keys[row.prompt] for row in rows])
         for block in prompts:
             block.look(self.prompt_keys, self.cache.size)
-        self.absent = [
-            torch.tensor(level).to(self.device)[:, None, None] if any(level) else None
-            for block in self.blocks
-            for level in block.absent
-        ]
-        """By part, `[row 1 1]`: rows that have no such part; None: all have it."""
         last = [row.pages[-1] for row in rows]
         self.last = self._send(last)
         self.in_order = last == list(range(last[0], last[0] + len(last)))
@@ -305,27 +305,20 @@ class Decoding:
         keys, values = cache = self.cache.at(layer, k, v)
         keys[self.new], values[self.new] = k[:, :, 0], v[:, :, 0]
         q = q.reshape(rows, shared, heads // shared, channel)
-        parts = [part for block in self.blocks for part in block.attend(layer, q, cache, scale)]
-        return _weighed(parts, self.absent).to(q.dtype).reshape(rows, 1, heads, channel)
+        found = [block.attend(layer, q, cache, scale) for block in self.blocks]
+        return _weighed(found).to(q.dtype).reshape(rows, 1, heads, channel)
 
 
-def _weighed(parts: list[Pair], absent: list[Tensor | None]) -> Tensor:
-    """Attention to parts, by the sums of their scores.
-
-    A row without a part gets nothing of it, to the bit, whatever is there. The first, of own tokens, every row has.
-    """
-    parts = [
-        pair if none is None else (pair[0].masked_fill(none.unsqueeze(-1), 0.0), pair[1].masked_fill(none, -math.inf))
-        for pair, none in zip(parts, absent, strict=True)
-    ]
-    total, log = parts[0]
+def _weighed(blocks: list[Pair]) -> Tensor:
+    """Attention to the levels of blocks, by the sums of their scores. The first, of own tokens, every row has."""
+    if sum(len(out) for out, _ in blocks) > FEW:
+        out, log = (torch.cat(some) for some in zip(*blocks, strict=True))
+        return out.to(log.dtype).mul_(torch.softmax(log, 0).unsqueeze(-1)).sum(0)
+    (total, log), *others = [(out[j], log[j]) for out, log in blocks for j in range(len(out))]
     total = total.to(log.dtype)
-    if len(parts) > FEW:
-        share = torch.softmax(torch.stack([own for _, own in parts]), 0).unsqueeze(-1)
-        return torch.stack([part.to(log.dtype) for part, _ in parts]).mul_(share).sum(0)
-    for j, (part, own) in enumerate(parts[1:], 1):
+    for j, (part, own) in enumerate(others, 1):
         total = total.lerp_(part.to(log.dtype), torch.sigmoid(own - log).unsqueeze(-1))
-        log = torch.logaddexp(log, own) if j + 1 < len(parts) else log
+        log = torch.logaddexp(log, own) if j < len(others) else log
     return total
 
 
