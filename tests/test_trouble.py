@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 import ascent
+from ascent.core.loop import stop_on_trouble
 from ascent.core.types import Rollouts, Trouble
 from ascent.engines.small import SmallLearner, SmallSampler
 from ascent.records import checkpoint
 from ascent.records.run import best_of
+from benchmarks.common import NoRecords, random_batch
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -55,6 +58,20 @@ def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch:
     with pytest.raises(Trouble, match="the sampler's log-probs"):
         run(tmp_path / "a")
     assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
+
+
+class Kept(NoRecords):
+    def step(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30, -1e30])
+def test_parameters_that_are_not_finite_stop_the_run(value: float) -> None:
+    """Not those whose squares alone overflow."""
+    learner: Any = object.__new__(SmallLearner)
+    learner.params = lambda: {"a": torch.ones(3), "b": torch.tensor([[0.0, value]])}
+    batch, records = random_batch(5, 1, 2, 2, 2), Kept()
+    with nullcontext() if abs(value) == 1e30 else pytest.raises(Trouble, match="the parameters became infinite"):
+        stop_on_trouble(3, {"loss": 0.0}, batch, learner, records, 0.3)
 
 
 @pytest.mark.parametrize(

@@ -187,16 +187,18 @@ class PageBlock:
                 readers[first : first + len(one.readers)] = one.readers
                 for rank, row in enumerate(one.readers):
                     place[row] = first + rank
-        every, at = list(range(rows)), [one for place in places for one in place]
+        every, where = list(range(rows)), [one for place in places for one in place]
         self.base = send(torch.tensor(base), device)
         """What a row has before each page; −1: it is nobody's, and read for nothing."""
         table = send(torch.tensor(readers), device)
         self.owner = table[::most]
         self.readers = None if readers == every else table
         """`[page·reader]` rows; None: all, in their order."""
-        self.places = None if at == every and len(readers) == rows else send(torch.tensor(at).clamp(min=0), device)
+        self.places = (
+            None if where == every and len(readers) == rows else send(torch.tensor(where).clamp(min=0), device)
+        )
         """`[level·row]`: where among `[page·reader]` a row has its part of a level; None: in order."""
-        self.absent = send(torch.tensor(places) < 0, device)[..., None, None] if -1 in at else None
+        self.absent = send(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None
         """`[level row 1 1]`: rows that have no such page; None: all have it."""
         self.views: dict[int, Pair] = {}
         """By layer, keys and values that are read where they lie."""
