@@ -86,7 +86,7 @@ ON_GPU = (
     "ahead_gpu",
     "ranks_gpu",
 )
-NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "ahead_engine", "ranks", "ranks_memory", "cluster")
+NAMES = (*SMALL, *LANGUAGE, *ON_GPU, "side_by_side", "ahead_engine", "ranks", "ranks_memory", "cluster")
 KEYS = {"name", "value", "peer", "ratio", "target", "ok"}
 
 
@@ -339,6 +339,16 @@ def test_language_benchmarks_run_without_their_peers(name: str, capsys: pytest.C
     closing, _ = run(name, capsys, "--smoke", "--repeats", "1")
     assert closing["ok"] and closing["smoke"]
     assert closing["value"] is None, "nothing was compared"
+
+
+@pytest.mark.smoke
+def test_two_runs_at_once_take_their_share_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    closing, _ = run("side_by_side", capsys, "--smoke")
+    cases = closing["cases"]
+    assert closing["ok"] and [len(cases[name]) for name in ("alone", "together", "later")] == [1, 2, 2]
+    assert all(side["seconds"] > 0 for sides in cases.values() for side in sides)
+    first, second = cases["later"]
+    assert second["threads"] == max(1, closing["cores"] // 2) or second["threads"] < first["threads"]
 
 
 @pytest.mark.smoke
