@@ -127,7 +127,7 @@ class PerPositionPolicy(Policy):
         self.encode, self.decode = nn.Parameter(encode / math.sqrt(dim)), nn.Parameter(decode / math.sqrt(dim))
 
     def encoded(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt dim"]:
-        return self.embedding[prompt].flatten(1) @ self.encode.flatten(0, 1)
+        return F.embedding(prompt, self.embedding).flatten(1) @ self.encode.flatten(0, 1)
 
     def all_logits(self, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt 1 token vocab"]:
         tokens, vocab = self.space.limit, self.space.vocab

@@ -163,7 +163,16 @@ def packed_states(
     if hidden is None:
         ids, positions = send(row.ids, lm.device), send(row.positions, lm.device)
         hidden = lm.hidden(ids[None], positions[None], Packed(row.groups), backbone)
-    return hidden[0][places]
+    return rows_of(hidden[0], places)
+
+
+def rows_of(hidden: Float[Tensor, "token width"], places: Int[Tensor, "asked"]) -> Float[Tensor, "asked width"]:
+    """These rows, of which one may be asked for many times, as the last of a prompt is by its responses.
+
+    The gradients of such a row are added up. Indexing does so in any order where several threads of a CPU share the
+    work, and `index_select` on a GPU.
+    """
+    return hidden[places] if hidden.is_cuda else hidden.index_select(0, places)
 
 
 class PackedRow(NamedTuple):
@@ -220,7 +229,7 @@ def padded_states(
     inside = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     out = backbone(input_ids=ids.to(lm.device), attention_mask=inside.to(lm.device), use_cache=False)
     index = torch.cat([i * ids.shape[1] + place for i, place in enumerate(places)])
-    return out.last_hidden_state.flatten(0, 1)[index.to(lm.device)]
+    return rows_of(out.last_hidden_state.flatten(0, 1), index.to(lm.device))
 
 
 class Forward(nn.Module):
