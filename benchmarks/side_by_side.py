@@ -7,9 +7,9 @@ A run is GRPO of a random Llama (4 layers, width 256) on 8 prompts × 8 samples 
 other: a run alone; two that begin together; and one that begins when another, which has all threads, is under way.
 
 `value` is the time of a step beside another run, over the time of a step alone: the larger of two that begin together,
-by the medians of the steps during which both computed. At most 2, so that two runs at once are done no later than one
-after the other. `later` has both of the third case: the first keeps the threads that its config names, and there are
-then more threads than cores.
+by the medians of as many steps of each, during which both computed. At most 2, so that two runs at once are done no
+later than one after the other. `later` has both of the third case: the first keeps the threads that its config names,
+and there are then more threads than cores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ WARM = 2
 
 
 def child(model: str, out: str, steps: int, words: list[str]) -> None:
-    """A run, and when each of its steps ended; its folder and `steps.json` beside it."""
+    """A run in the folder `out`, and beside it a file of when it began and when each of its steps ended."""
     import ascent
     from benchmarks.peers.fixed_prompts import FixedPrompts
 
@@ -68,17 +69,16 @@ class Side:
         except (OSError, ValueError):  # not yet, or being written
             return []
 
-    def wait(self, steps: int, deadline: float) -> None:
-        """Until so many steps are done."""
-        while len(self.ends) <= steps:
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{self.out.name} did not get beyond {len(self.ends) - 1} steps")
-            time.sleep(0.05)
+    def after(self, since: float) -> list[float]:
+        """Seconds of the steps that began then or later."""
+        return [end - begun for begun, end in pairwise(self.ends) if begun >= since]
 
-    def seconds(self, since: float, until: float) -> float:
-        """The median of steps that began and ended between these times, the first ones left out."""
-        pairs = list(zip(self.ends, self.ends[1:], strict=False))[WARM:]
-        return median(end - begun for begun, end in pairs if begun >= since and end <= until)
+    def wait(self, steps: int, deadline: float, since: float = 0.0) -> None:
+        """Until so many steps are done that began then or later."""
+        while len(self.after(since)) < steps:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{self.out.name} did not get beyond {len(self.after(since))} of {steps} steps")
+            time.sleep(0.05)
 
     @property
     def threads(self) -> int:
@@ -86,22 +86,30 @@ class Side:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=60)
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(timeout=30)
 
 
 def case(name: str, work: Any, folder: Path, steps: int, second: str | None) -> list[dict[str, float]]:
     """Threads and seconds per step of the runs of a case. `second`: when another run begins, if one does."""
     deadline = time.monotonic() + DEADLINE
-    sides = [Side(work, folder / f"{name}-first", 100 * steps)]
+    sides = [Side(work, folder / f"{name}-first", 50 * steps)]
     try:
         if second == "later":
             sides[0].wait(WARM + 1, deadline)
         if second is not None:
-            sides.append(Side(work, folder / f"{name}-second", 100 * steps))
+            sides.append(Side(work, folder / f"{name}-second", 50 * steps))
         for side in sides:
-            side.wait(steps + WARM, deadline)
-        since, until = max(side.ends[WARM] for side in sides), time.time()
-        return [{"threads": side.threads, "seconds": side.seconds(since, until)} for side in sides]
+            side.wait(WARM, deadline)
+        since = max(side.ends[WARM] for side in sides)
+        for side in sides:
+            side.wait(steps, deadline, since)
+        found = [{"threads": side.threads, "seconds": median(side.after(since))} for side in sides]
+        print(f"{name}:", " and ".join(f"{side['seconds']:.2f} s per step" for side in found), flush=True)
+        return found
     finally:
         for side in sides:
             side.stop()
@@ -117,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.child:
         child(*json.loads(options.child))
         return 0
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: at least 1")
     shape = SMOKE if options.smoke else TINY | {"vocab_size": options.vocab}
     steps = 2 if options.smoke else options.steps
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 Matrices that read the same states are one product. The copies are packed by oneDNN, which then reads them in the order
 of its kernels: on Arm a product of 8 to 24 rows takes a quarter less time than with x·Wᵀ as the model has W, and one of
-fewer less than half; on x86 it takes a third to two thirds less. Small matrices and other types than float32 have
+fewer less than half; on x86 most take half as long. Small matrices and other types than float32 have
 transposed copies. A copy is made again when its matrix has changed, so with adapters beside frozen matrices only these
 are. The learner never sees them.
 """
