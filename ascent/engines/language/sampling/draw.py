@@ -271,7 +271,7 @@ class Drawn:
         limit has ended it. A stop string among the `fresh` ones, or its own limit, may have ended it sooner: then what
         was drawn behind does not exist.
         """
-        limit = int(self.limits[response])
+        limit = int(self.limits.numpy()[response])
         end = min(done or after, limit)
         if fresh is not None and end > before:
             self.token[response, before:end] = fresh[: end - before]
@@ -287,7 +287,7 @@ class Drawn:
         self.ended[responses] = torch.isin(last, self.ends) | stopped
 
     def tokens_of(self, response: int, start: int, end: int) -> list[int]:
-        return self.token.numpy()[response, start:end].tolist()
+        return self.token.numpy()[response, start:end].tolist() if start < end else []
 
     def begin(self, response: int) -> int:
         """Where its latest turn begins."""

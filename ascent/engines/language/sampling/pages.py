@@ -35,9 +35,12 @@ class Pages:
 
     def __init__(self, count: int, size: int, border: int | None = None):
         self.count, self.size, self.border = count, size, count if border is None else border
-        self._low = list(range(count))
-        self._high = sorted(map(self._rank, range(count)))
         self._free = set(range(count))
+        self._low = list(range(count))
+        self._high = [self._rank(page) for page in (*range(self.border, count), *reversed(range(self.border)))]
+        """Heaps of the free pages and of their ranks; a page that was taken from the other end may still be there."""
+        self._given: list[int] = []
+        """Free pages that are in neither yet: most calls end before anybody takes them again."""
         self.most = 0
         """The largest number of pages that were ever held at once."""
 
@@ -50,10 +53,14 @@ class Pages:
 
     def take(self, count: int, high: bool = False) -> list[int]:
         """This many pages; there must be as many."""
+        for page in self._given:
+            heapq.heappush(self._low, page)
+            heapq.heappush(self._high, self._rank(page))
+        self._given.clear()
         pages: list[int] = []
         while len(pages) < count:
-            page = heapq.heappop(self._high)[1] if high else heapq.heappop(self._low)
-            if page in self._free:  # else it was taken from the other end
+            page = self._page(heapq.heappop(self._high)) if high else heapq.heappop(self._low)
+            if page in self._free:
                 self._free.remove(page)
                 pages.append(page)
         self.most = max(self.most, self.count - len(self._free))
@@ -61,16 +68,18 @@ class Pages:
 
     def give(self, pages: Sequence[int]) -> None:
         """Back to the free ones."""
-        for page in pages:
-            if page in self._free:
-                raise AssertionError(f"page {page} was given back twice")
-            self._free.add(page)
-            heapq.heappush(self._low, page)
-            heapq.heappush(self._high, self._rank(page))
+        free = len(self._free) + len(pages)
+        self._free.update(pages)
+        if len(self._free) != free:
+            raise AssertionError(f"some of the pages {pages} were given back twice")
+        self._given += pages
 
-    def _rank(self, page: int) -> tuple[int, int]:
+    def _rank(self, page: int) -> int:
         """When a prompt gets this page, if it is free."""
-        return (page if page >= self.border else 2 * self.count - page), page
+        return page if page >= self.border else 2 * self.count - page
+
+    def _page(self, rank: int) -> int:
+        return rank if rank < self.count else 2 * self.count - rank
 
 
 @dataclass(eq=False)
@@ -191,11 +200,12 @@ class Schedule:
         prompt, length = self.prompt(response), self.kept.get(response, 0)
         own = self.pages.need(min(length + ahead, self.limit))
         new = 0 if prompt in self.prompts else self.pages.need(self.keys[prompt])
-        spare = min(len(self.rows) // SPARE, self._growth())
-        if len(self.pages) < own + new + spare:
-            self._drop_idle(keep=prompt)
-            if len(self.pages) < own + new + spare and not self._make_room(own + new + spare, prompt):
-                return None
+        if len(self.pages) < own + new + len(self.rows) // SPARE:
+            want = own + new + min(len(self.rows) // SPARE, self._growth())
+            if len(self.pages) < want:
+                self._drop_idle(keep=prompt)
+                if len(self.pages) < want and not self._make_room(want, prompt):
+                    return None
         self.kept.pop(response, None)
         row = Row(response, prompt, length, self.pages.take(own))
         if prompt not in self.prompts:

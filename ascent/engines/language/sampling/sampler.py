@@ -263,7 +263,7 @@ class LanguageSampler(Sampler):
 
 
 def _ids(prompts: Prompts) -> list[list[int]]:
-    return [row[row >= 0].tolist() for row in prompts.prompt]
+    return [[token for token in row if token >= 0] for row in prompts.prompt.tolist()]
 
 
 def _so_far(one: Open) -> dict[str, Tensor]:
