@@ -16,6 +16,11 @@ from ascent.records.plot import COLORS, DASHES, figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+GIVEN_BACK = {"MIMALLOC_PURGE_DECOMMITS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""Variables of a process whose peak counts: its allocator (mimalloc on Arm, glibc's on x86) gives tensors back at once.
+
+By itself it keeps them for the next ones, and what it keeps would count as resident.
+"""
 
 
 def close(

@@ -34,7 +34,7 @@ from ascent.core.types import Batch
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM
-from benchmarks.common import ROOT, close, random_batch, show
+from benchmarks.common import GIVEN_BACK, ROOT, close, random_batch, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2
 
@@ -71,7 +71,7 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
 
 def in_process(side: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.critic_memory", "--side", side]
-    env = os.environ | {"MIMALLOC_PURGE_DECOMMITS": "1"}  # what the kernel may take back would count as resident
+    env = os.environ | GIVEN_BACK
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 

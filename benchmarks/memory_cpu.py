@@ -9,7 +9,7 @@ update comes first, so that the optimizer state is allocated. Each side runs in 
 
 `value` is the peak resident memory of ours (getrusage, the whole process) as a share of the peer's (so the peer is
 1), from medians over the repeats. The target is 0.5. The JSON line has the bytes of both, at the peak and before the
-update. Freed memory is given back at once on both sides: what the kernel may take back would count as resident. Both
+update. Freed memory is given back at once on both sides: what allocators keep would count as resident. Both
 must compute the same: objective and gradient norm are compared. `--smoke` runs a tiny random model in seconds, in one
 process and without measuring.
 """
@@ -36,7 +36,7 @@ from ascent.engines.language.learning.learner import LanguageLearner
 from ascent.engines.language.learning.states import spread, targets
 from ascent.engines.language.proof import prove
 from ascent.policies import CausalLM, LanguageModel
-from benchmarks.common import ROOT, close, show
+from benchmarks.common import GIVEN_BACK, ROOT, close, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2
 
@@ -95,7 +95,7 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
 
 def in_process(side: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.memory_cpu", "--side", side]
-    env = os.environ | {"MIMALLOC_PURGE_DECOMMITS": "1"}
+    env = os.environ | GIVEN_BACK
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -113,3 +113,21 @@ def test_memory_that_is_freed_is_taken_back_only_where_it_is_short() -> None:
     assert done.stdout.strip() == "0"
     reported = re.findall(r"option 'purge_decommits': (\d)", done.stderr)
     assert reported == (["0"] if "mimalloc: option" in done.stderr else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "looks"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    ids=["nothing", "a number", "a policy"],
+)
+def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(given: dict[str, str], looks: str) -> None:
+    """libgomp reports what it has read; torch's wheels for macOS have another library, which reports nothing."""
+    root, mine = Path(ascent.__file__).parent.parent, ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if name not in mine}
+    env |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    code = [sys.executable, "-c", "import ascent, torch"]
+    done = subprocess.run(code, capture_output=True, text=True, cwd=root, env=env, check=True)
+    reported = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert bool(reported) == (sys.platform == "linux")
+    if given or os.uname().machine == "x86_64":
+        assert set(reported) <= {looks}

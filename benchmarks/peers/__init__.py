@@ -67,7 +67,8 @@ class Peer:
 
     def __init__(self, name: str, script: str, work: dict[str, Any]):
         python = environment(name)
-        own = {name: value for name, value in os.environ.items() if not name.startswith("MIMALLOC_")}
+        ours = ("MIMALLOC_", "GOMP_")  # what `import ascent` sets
+        own = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         threads = {"OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self.script, self.said = script, tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
