@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ascent.core.types import Prompts, Rollouts
+from ascent.engines.language.kernels import cpu
 from ascent.engines.language.sampling import prepacked as module
-from ascent.engines.language.sampling.prepacked import Prepacked, gap, prepacked
+from ascent.engines.language.sampling.prepacked import Prepacked, Product, gap, prepacked
 from ascent.engines.language.sampling.sampler import GroupDecoder
 from ascent.policies import LanguageModel
 from ascent.policies.causal_lm import mix
@@ -19,7 +20,12 @@ from tests.test_cuda_decoder import drawn_by, same
 from tests.test_four_bit import packed_model
 
 NEEDS_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-WAYS = [False, pytest.param(True, marks=NEEDS_ONEDNN)]
+NEEDS_KERNELS = pytest.mark.skipif(cpu.library() is None, reason="needs Linux on x86 with AVX2, and GCC")
+WAYS = [
+    "transposed",
+    pytest.param("packed", marks=NEEDS_ONEDNN),
+    pytest.param("panels", marks=NEEDS_KERNELS),
+]
 
 
 def drawn(lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
@@ -34,22 +40,31 @@ def only(lm: LanguageModel) -> Prepacked:
     return packed
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo2", "Gemma", "Gemma3Text"])
-def test_it_draws_what_the_model_draws(kind: str) -> None:
-    lm = model_of(kind)
-    same(drawn(lm, rows=5), drawn_by(GroupDecoder, lm, rows=5))
+def test_it_draws_what_the_model_draws(kind: str, dtype: torch.dtype) -> None:
+    lm = model_of(kind, dtype=dtype)
+    same(drawn(lm, rows=5), drawn_by(GroupDecoder, lm, rows=5), 2e-5 if dtype == torch.float32 else 5e-6)
 
 
-@pytest.mark.parametrize("packs", WAYS)
+def way_of(product: Product) -> str:
+    if isinstance(product.copy, cpu.Panels):
+        return "panels"
+    return "packed" if product.copy.is_mkldnn else "transposed"
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("biased", "rows"), [(False, 5), (True, 5), (True, 1)])
-def test_packed_and_transposed_copies(packs: bool, biased: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "packs", lambda _: packs)
+def test_every_form_of_copies(way: str, biased: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "packs", lambda _: way == "packed")
+    if way != "panels":
+        monkeypatch.setattr(cpu, "library", lambda: None)
     lm = model_of(dtype=torch.float32, attention_bias=biased, mlp_bias=biased, tie_word_embeddings=not biased)
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
             if name.endswith("bias"):
                 p.copy_(torch.linspace(-0.3, 0.3, len(p)))
-    assert all(product.copy.is_mkldnn == packs for product in only(lm).products)
+    assert {way_of(product) for product in only(lm).products} == {way}
     same(drawn(lm, rows=rows), drawn_by(GroupDecoder, lm, rows=rows), 2e-5)
 
 
@@ -60,18 +75,19 @@ def test_half_precision_rounds_where_the_model_does(name: str) -> None:
     assert gap(only(lm)) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("kind", "targets"), [("Llama", "all-linear"), ("Qwen2", ["q_proj", "v_proj", "up_proj"]), ("Phi3", ["qkv_proj"])]
 )
-def test_adapters_are_read_again_and_frozen_matrices_are_not(kind: str, targets: Any) -> None:
-    lm = adapted_model(kind, targets)
+def test_adapters_are_read_again_and_frozen_matrices_are_not(kind: str, targets: Any, dtype: torch.dtype) -> None:
+    lm = adapted_model(kind, targets, dtype=dtype)
     sampler = sampler_of(lm)
     assert sampler.packed is not None
     before = [product.copy for product in sampler.packed.products]
     for version in range(2):
         sampler.version = version
         got = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
-        same(got, drawn_by(GroupDecoder, lm, 2, greedy=True))
+        same(got, drawn_by(GroupDecoder, lm, 2, greedy=True), 2e-5 if dtype == torch.float32 else 5e-6)
         move(lm)
     assert all(a is b.copy for a, b in zip(before, sampler.packed.products, strict=True))
 

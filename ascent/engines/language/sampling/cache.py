@@ -32,16 +32,21 @@ Pair = tuple[Tensor, Tensor]
 class Cache:
     """By layer, keys and values `[page head token channel]`. Memory is taken as pages are first written to."""
 
-    def __init__(self, pages: int, size: int):
-        self.pages, self.size = pages, size
+    def __init__(self, pages: int, size: int, by_row: bool = False):
+        """`by_row`: attention reads what was written and no more, and likes a channel's keys side by side."""
+        self.pages, self.size, self.by_row = pages, size, by_row
         self.layers: dict[int, Pair] = {}
 
     def at(self, layer: int, k: Tensor, v: Tensor) -> Pair:
         """The pages of this layer, whose keys and values are like these."""
         if layer not in self.layers:
-            self.layers[layer] = tuple(  # type: ignore[assignment]
-                x.new_zeros(self.pages, x.shape[1], self.size, x.shape[3]) for x in (k, v)
-            )
+            shapes = [(self.pages, x.shape[1], self.size, x.shape[3]) for x in (k, v)]
+            if self.by_row:
+                pages, heads, size, channel = shapes[0]
+                keys = k.new_empty(pages, heads, channel, size).transpose(2, 3)
+                self.layers[layer] = keys, v.new_empty(shapes[1])
+            else:
+                self.layers[layer] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
         return self.layers[layer]
 
 

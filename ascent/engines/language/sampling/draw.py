@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ascent.core.types import Refused
+from ascent.engines.language.kernels import cpu
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.timeline import Timeline
@@ -78,6 +79,8 @@ def draw_tokens(
 
     Without `u` the likeliest token is taken. `barred`: rows, as `[row]` of booleans, and tokens that they cannot draw.
     """
+    if u is not None and support.whole and barred is None and cpu.fits(logits):
+        return *cpu.draw(logits, temperature, u), None
     z = logits if temperature == 1.0 else logits / temperature
     if barred is not None:
         return _draw_unbarred(z, support, u, *barred)

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from ascent.engines.language.adapters import Copies, copy_adapters, shaken, taken_apart
 from ascent.engines.language.attention import Group, Packed, ours
+from ascent.engines.language.kernels import cpu
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.sampling import step
-from ascent.engines.language.sampling.cache import Pair
+from ascent.engines.language.sampling.cache import Cache, Decoding, Pair
 from ascent.engines.language.sampling.model import GAP, Layer, Llama, Unlike, norm_heads
+from ascent.engines.language.sampling.pages import Row, Schedule
 from ascent.policies.causal_lm import LanguageModel
 from ascent.policies.four_bit import is_packed
 
@@ -48,6 +50,9 @@ class FewPasses:
     @staticmethod
     def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
         """x ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
+        given = [x, weight] if y is None else [x, y, weight]
+        if cpu.fits(*given) and all(one.is_contiguous() for one in given):
+            return cpu.add_norm(x, y, weight, eps, add or 0.0)
         if add is not None or x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
             return step.add_norm(x, y, weight, eps, add)
         x = x if y is None else x.add_(y)
@@ -72,7 +77,9 @@ class Product:
     biases: list[Tensor]
     a: Tensor | None = None
     b: Tensor | None = None
-    copy: Tensor = None  # type: ignore[assignment]
+    gates: bool = False
+    """They are gate and up."""
+    copy: Tensor | cpu.Panels = None  # type: ignore[assignment]
     """Packed, or `[in out]`; there from the first `renew` on."""
     bias: Tensor | None = None
     state: tuple[Any, ...] = ()
@@ -84,12 +91,20 @@ class Product:
         now = tuple((version if w.requires_grad else -1, w._version, w.data_ptr()) for w in every)
         if now == self.state:
             return
-        self.copy = None  # type: ignore[assignment]  # its memory is free for the new one
-        self.copy, self.state = _copied([w.detach() for w in self.weights]), now
+        self.state, weights = now, [w.detach() for w in self.weights]
+        if isinstance(self.copy, cpu.Panels):
+            self.copy.pack(weights)
+        elif cpu.fits(*weights):
+            self.copy = cpu.Panels(weights, self.gates and self.a is None)
+        else:
+            self.copy = None  # type: ignore[assignment]  # its memory is free for the new one
+            self.copy = _copied(weights)
         self.bias = torch.cat(self.biases) if self.biases else None
 
     def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
-        if self.copy.is_mkldnn and len(x) == 1:  # a row alone is faster with the matrices as they are
+        if isinstance(self.copy, cpu.Panels):
+            y = self.copy(x, self.bias)
+        elif self.copy.is_mkldnn and len(x) == 1:  # a row alone is faster with the matrices as they are
             y = torch.cat([F.linear(x, weight) for weight in self.weights], 1)
             y = y if self.bias is None else y.add_(self.bias)
         elif self.copy.is_mkldnn:
@@ -99,6 +114,8 @@ class Product:
         return y if self.a is None or self.b is None else y.addmm_(x.to(y.dtype) @ self.a.t(), self.b.t())
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
+        if isinstance(self.copy, cpu.Panels) and self.copy.gated:
+            return self.copy(x, self.bias, gelu)
         return ops.gated(self(x, ops), gelu=gelu)
 
 
@@ -133,6 +150,8 @@ class Prepacked:
             raise Unlike("its embedding has an adapter")
         self.products: list[Product] = []
         self.net = Llama.of(self.lm.model, self._join)
+        for layer in self.net.layers:
+            layer.gate_up.gates = True  # type: ignore[attr-defined]
         own = self.net.head
         product = self._product([own.weight], [] if own.bias is None else [own.bias])
         self.head = PackedHead(own.weight, own.bias, own.scale, own.cap, own.mixed, product)
@@ -159,6 +178,12 @@ class Prepacked:
         copy_adapters(copies, adapters, out, a, b)
         return self._product(weights, biases, a, b)
 
+    def decoding(self, pages: int, size: int) -> RowByRow | Decoding:
+        """The layout of a step, with so many pages of this size."""
+        by_row = cpu.fits(self.net.embedding) and cpu.attends(self.net.channel, size)
+        cache = Cache(pages, size, by_row)
+        return RowByRow(cache) if by_row else Decoding(cache, self.device)
+
     @property
     def device(self) -> torch.device:
         return self.lm.device
@@ -183,6 +208,8 @@ class Prepacked:
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             if layer.norms_qk is not None and not layer.norms_all(channel):
                 qkv = norm_heads(qkv, layer.norms_qk, net.heads)
+            if isinstance(layout, RowByRow):
+                return layout.mix(i, qkv, signed[id(pairs[i][0])], net.heads, layer.scale)
             parts = qkv.view(*ids.shape, -1, channel)
             both, v = parts[:, :, : -net.heads], parts[:, :, -net.heads :]
             both = _turned(both, *signed[id(pairs[i][0])])
@@ -191,6 +218,33 @@ class Prepacked:
             return out.reshape(len(qkv), -1)
 
         return net.through(FewPasses, ids.flatten(), attend).view(*ids.shape, -1)
+
+
+class RowByRow:
+    """The layout of a step (`Decoding` in cache.py) whose attention is one call of C, row by row."""
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+
+    def arrange(self, rows: Sequence[Row], schedule: Schedule) -> None:
+        """Work out who reads what. It holds until rows enter, leave, or get pages."""
+        pages = [[*schedule.prompts[row.prompt], *row.pages] for row in rows]
+        width = max(map(len, pages))
+        self.table = torch.tensor([own + [0] * (width - len(own)) for own in pages])
+        self.before = torch.tensor([len(schedule.prompts[row.prompt]) for row in rows])
+        self.known = torch.tensor([schedule.keys[row.prompt] for row in rows])
+
+    def begin(self, rows: Sequence[Row]) -> Tensor:
+        """The new tokens' positions. Row.length does not count them yet."""
+        self.length = torch.tensor([row.length for row in rows])
+        return self.known + self.length
+
+    def mix(self, layer: int, qkv: Tensor, turn: Pair, heads: int, scale: float) -> Tensor:
+        """Of queries, keys and values as one product brings them: what attention makes of them."""
+        channel = turn[0].shape[-1]
+        like = qkv[:1, : heads * channel].view(1, heads, 1, channel)
+        rows = (self.before, self.known, self.length)
+        return cpu.attend(qkv, turn, scale, self.cache.at(layer, like, like), self.table, rows)
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Pair:

@@ -316,8 +316,12 @@ class GroupDecoder:
         begun = {response: length - 1 for response, length in drawn.begun.items()}
         self.schedule = Schedule(lengths, samples, rows, drawn.limit, pages, begun=begun, over=drawn.before)
         drawn.timeline.lanes = rows
-        self.cache = Cache(pages.count, size)
-        self.decoding = Decoding(self.cache, lm.device)
+        self.decoding = (
+            net.decoding(pages.count, size)
+            if isinstance(net, Prepacked)
+            else Decoding(Cache(pages.count, size), lm.device)
+        )
+        self.cache = self.decoding.cache
         self.hidden: dict[int, Tensor] = {}
         """The last hidden state of each encoded prompt, from which its samples draw their first token."""
         self.last = {response: int(drawn.token[response, before]) for response, before in begun.items()}

@@ -1,0 +1,385 @@
+/* Decoding on a CPU, in float32: matrix products with few rows, and what lies between them. cpu.py compiles it.
+
+   Every sum is added up in one order, whatever the number of rows and threads: a row has the same bits alone and beside
+   others. A matrix W of x.W' is packed into panels of PANEL of its rows, each `[k PANEL]`, the last one filled up with
+   zeros. So a panel is read from its beginning to its end, and what comes next is asked for while it is multiplied.
+
+   Vectors are GCC's own, as wide as the processor has them. Matrices are `[row column]` without gaps. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) /* 32 registers of 16 numbers: 24 sums, three parts of a panel, one number of x */
+#define LANES 16
+#define TILE 8
+#define VECTORS 3
+#elif defined(__AVX2__) /* 16 registers of 8 */
+#define LANES 8
+#define TILE 6
+#define VECTORS 2
+#else /* 32 registers of 4, as Arm has them */
+#define LANES 4
+#define TILE 8
+#define VECTORS 3
+#endif
+#define PANEL (LANES * VECTORS)
+#define ROWS 64   /* of x that a panel is multiplied with in one go */
+#define DEPTH 512 /* numbers of a row in one go: of a panel they fill a tenth of a core's second cache */
+#define QUERIES 4 /* of a head that look at its keys in one go */
+#define PARTS 4   /* vectors of a value that are added to in one go */
+#define ROOM 1024 /* scores at hand in one go */
+#define LINE 16   /* numbers in a line of the caches */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* one in memory, anywhere */
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
+
+INLINE long smaller(long a, long b) { return a < b ? a : b; }
+INLINE vector at(const float *x) { return *(const loose *)x; }
+INLINE void put(float *x, vector v) { *(loose *)x = v; }
+INLINE vector all(float x) { return x - (vector){0}; }
+INLINE vector pick(integers which, vector a, vector b) {
+  return (vector)(((integers)a & which) | ((integers)b & ~which));
+}
+INLINE vector larger(vector a, vector b) { return pick(b > a, b, a); } /* a where b is NaN */
+
+/* The sum of a vector's numbers, and the largest: halves are joined until one is left. */
+#if LANES == 16
+#define SWAPPED(h) (integers){0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, \
+                              8 ^ h, 9 ^ h, 10 ^ h, 11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h}
+#elif LANES == 8
+#define SWAPPED(h) (integers){0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h}
+#else
+#define SWAPPED(h) (integers){0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h}
+#endif
+#if LANES == 16
+#define FOLD(join) join(8) join(4) join(2) join(1)
+#elif LANES == 8
+#define FOLD(join) join(4) join(2) join(1)
+#else
+#define FOLD(join) join(2) join(1)
+#endif
+INLINE float total(vector v) {
+#define ADD(h) v += __builtin_shuffle(v, SWAPPED(h));
+  FOLD(ADD)
+  return v[0];
+}
+INLINE float largest(vector v) { /* NaN is passed over */
+#define COMPARE(h) v = larger(v, __builtin_shuffle(v, SWAPPED(h)));
+  FOLD(COMPARE)
+  return v[0];
+}
+
+/* e^x of no more than 0, to the last digit but one; 0 below e^-87, NaN of NaN. x = n.log 2 + r, and a series for e^r. */
+INLINE vector exponential(vector given) {
+  const vector magic = all(12582912.0f); /* 1.5 * 2^23: a sum with it is rounded to a whole number */
+  vector x = larger(given, all(-87.0f));
+  vector shifted = x * 1.44269504f + magic, n = shifted - magic;
+  vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vector series = all(1 / 5040.0f);
+  series = series * r + 1 / 720.0f;
+  series = series * r + 1 / 120.0f;
+  series = series * r + 1 / 24.0f;
+  series = series * r + 1 / 6.0f;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  vector power = (vector)((integers)series + (((integers)shifted - (integers)magic) << 23));
+  return pick(given < -87.0f, all(0), power);
+}
+
+/* act(gate): SiLU g.s(g), or GELU by its tanh, which is g.s(2u) with u = 0.798 (g + 0.0447 g^3); s the logistic. */
+INLINE vector activated(vector g, int gelu) {
+  vector z = g;
+  if (gelu) z = 1.5957691216f * (g + 0.044715f * g * g * g);
+  vector e = exponential(pick(z < 0, z, -z)); /* s(z) is e^z / (1 + e^z), and 1 / (1 + e^-z) */
+  return g * pick(z < 0, e, all(1)) / (1 + e);
+}
+
+/* ---- products ---------------------------------------------------------------------------------------- */
+
+long panel(void) { return PANEL; }
+
+/* `rows` rows of a matrix, from `first` on of those that are packed together; every `step`th panel, from `skip` on. */
+void pack(const float *w, long rows, long k, long first, long step, long skip, float *packed, int threads) {
+  long low = first / PANEL, high = (first + rows - 1) / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long p = low; p <= high; p++) {
+    float *into = packed + (p * step + skip) * k * PANEL;
+    for (long i = 0; i < PANEL; i++) {
+      long row = p * PANEL + i - first;
+      if (row < 0 || row >= rows) continue;
+      for (long t = 0; t < k; t++) into[t * PANEL + i] = w[row * k + t];
+    }
+  }
+}
+
+INLINE void deeper(const int rows, const float *x, long stride, const float *w, vector sum[TILE][VECTORS]) {
+  vector part[VECTORS];
+  for (int j = 0; j < VECTORS; j++) part[j] = at(w + j * LANES);
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 3
+    for (int j = 0; j < VECTORS; j++) sum[i][j] += x[i * stride] * part[j];
+}
+
+/* sums (+)= x.w' of `rows` rows, `k` numbers deep, with one panel; meanwhile `lines` lines per 8 of k are asked for. */
+INLINE void tile(const int rows, long k, const float *x, long stride, const float *w, float *sums, int more,
+                 const float *next, long lines) {
+  vector sum[TILE][VECTORS];
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < VECTORS; j++) sum[i][j] = more ? at(sums + i * PANEL + j * LANES) : all(0);
+  long t = 0;
+  for (; t + 8 <= k; t += 8) {
+    for (long line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 8
+    for (int u = 0; u < 8; u++) deeper(rows, x + t + u, stride, w + (t + u) * PANEL, sum);
+  }
+  for (; t < k; t++) deeper(rows, x + t, stride, w + t * PANEL, sum);
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < VECTORS; j++) put(sums + i * PANEL + j * LANES, sum[i][j]);
+}
+
+/* sums = x.w' of at most ROWS rows with one panel. */
+static void multiply(long rows, long k, const float *x, const float *w, float *sums) {
+  long tiles = (rows + TILE - 1) / TILE, lines = (8 * PANEL / LINE + tiles - 1) / tiles;
+  for (long t = 0; t < k; t += DEPTH) {
+    long depth = smaller(k - t, DEPTH);
+    const float *next = w + (t + depth) * PANEL;
+    for (long i = 0; i < rows; i += TILE, next += (depth + 7) / 8 * lines * LINE) {
+      const float *from = x + i * k + t, *part = w + t * PANEL;
+      float *into = sums + i * PANEL;
+      switch (smaller(rows - i, TILE)) {
+#define CASE(n) \
+  case n: tile(n, depth, from, k, part, into, t > 0, next, lines); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE == 8
+        CASE(7) CASE(8)
+#endif
+      }
+    }
+  }
+}
+
+/* y = x.W' + bias, or with gate and up, panel by panel, act(x.gate' + bias).(x.up' + bias). `n`: columns of y. */
+void product(const float *x, long rows, long k, const float *packed, long n, const float *bias, int gated, int gelu,
+             float *y, int threads) {
+  long panels = (n + PANEL - 1) / PANEL, some = ROWS;
+  while (some > TILE && (rows + some - 1) / some * panels < 2 * threads) some /= 2;
+  long units = (rows + some - 1) / some * panels;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long unit = 0; unit < units; unit++) {
+    float sums[2][ROWS * PANEL];
+    long first = unit / panels * some, p = unit % panels, columns = smaller(n - p * PANEL, PANEL);
+    long count = smaller(rows - first, some);
+    for (int part = 0; part <= gated; part++)
+      multiply(count, k, x + first * k, packed + (p * (gated + 1) + part) * k * PANEL, sums[part]);
+    for (long i = 0; i < count; i++) {
+      float *sum = sums[0] + i * PANEL, *up = sums[1] + i * PANEL;
+      for (long j = 0; bias && j < columns; j++) {
+        sum[j] += bias[p * PANEL + j];
+        if (gated) up[j] += bias[n + p * PANEL + j];
+      }
+      for (int j = 0; gated && j < PANEL; j += LANES) put(sum + j, activated(at(sum + j), gelu) * at(up + j));
+      memcpy(y + (first + i) * n + p * PANEL, sum, columns * sizeof(float));
+    }
+  }
+}
+
+/* ---- norms ------------------------------------------------------------------------------------------- */
+
+/* x <- x + y, if there is a y, and out = (add + weight).x / sqrt(mean x^2 + eps). */
+void add_norm(float *x, const float *y, const float *weight, float eps, float add, long rows, long width, float *out,
+              int threads) {
+  long even = width / LANES * LANES;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 8192)
+  for (long i = 0; i < rows; i++) {
+    float *row = x + i * width, *into = out + i * width, squares = 0;
+    const float *other = y + i * width;
+    vector sum = all(0);
+    for (long j = 0; y && j < width; j++) row[j] += other[j];
+    for (long j = 0; j < even; j += LANES) sum += at(row + j) * at(row + j);
+    for (long j = even; j < width; j++) squares += row[j] * row[j];
+    float scale = 1 / sqrtf((total(sum) + squares) / width + eps);
+    for (long j = 0; j < width; j++) into[j] = row[j] * scale * (add + weight[j]);
+  }
+}
+
+/* ---- attention --------------------------------------------------------------------------------------- */
+
+/* What one head of a row sees: pages of the row's prompt, `before` of them with `known` keys, and then its own. A page
+   has keys `[head channel size]` and values `[head size channel]`; `length`: numbers of one, and of all heads. */
+struct row {
+  const int64_t *pages;
+  long before, known, own, size, channel, offset, length;
+};
+
+INLINE long place(const struct row *row, long page) { return row->pages[page] * row->length + row->offset; }
+
+INLINE long tokens(const struct row *row, long page) {
+  long first = (page < row->before ? page : page - row->before) * row->size;
+  return smaller((page < row->before ? row->known : row->own) - first, row->size);
+}
+
+/* Scores of the keys of a page; beyond `n` they mean nothing. */
+INLINE void score(const int queries, const float *k, long n, const struct row *row, const float *q, float *scores) {
+  for (long t = 0; t < n; t += 2 * LANES) {
+    vector sum[QUERIES][2];
+    for (int i = 0; i < queries; i++) sum[i][0] = sum[i][1] = all(0);
+    for (long c = 0; c < row->channel; c++)
+#pragma GCC unroll 4
+      for (int i = 0; i < queries; i++) {
+        vector one = all(q[i * row->channel + c]);
+        sum[i][0] += one * at(k + c * row->size + t);
+        sum[i][1] += one * at(k + c * row->size + t + LANES);
+      }
+    for (int i = 0; i < queries; i++) {
+      put(scores + i * ROOM + t, sum[i][0]);
+      put(scores + i * ROOM + t + LANES, sum[i][1]);
+    }
+  }
+}
+
+/* sum += p.v of a page, `parts` vectors of each value at once. */
+INLINE void add(const int queries, const int parts, const float *v, long n, long channel, const float *p, float *sum) {
+  vector part[QUERIES][PARTS];
+  for (int i = 0; i < queries; i++)
+    for (int l = 0; l < parts; l++) part[i][l] = at(sum + i * channel + l * LANES);
+  for (long t = 0; t < n; t++)
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++)
+#pragma GCC unroll 4
+      for (int l = 0; l < parts; l++) part[i][l] += p[i * ROOM + t] * at(v + t * channel + l * LANES);
+  for (int i = 0; i < queries; i++)
+    for (int l = 0; l < parts; l++) put(sum + i * channel + l * LANES, part[i][l]);
+}
+
+/* Attention of some queries of a head to all pages of its row, as many at a time as have room for their scores. `top` is
+   the highest score so far, `mass` the sum of e^(score - top), `sum` that of e^(score - top).value: both shrink when a
+   higher score comes. */
+INLINE void see(const int queries, const struct row *row, const float *keys, const float *values, const float *q,
+                float *sum) {
+  long channel = row->channel, pages = row->before + (row->own + row->size - 1) / row->size, whole = PARTS * LANES;
+  float scores[QUERIES * ROOM], top[QUERIES], mass[QUERIES];
+  for (int i = 0; i < queries; i++) top[i] = -INFINITY, mass[i] = 0;
+  for (long first = 0, page = 0; page < pages; first = page) {
+    long count = 0;
+    for (; page < pages && count + row->size <= ROOM; page++) {
+      long n = tokens(row, page);
+      score(queries, keys + place(row, page), n, row, q, scores + count);
+      count += n;
+    }
+    for (int i = 0; i < queries; i++) {
+      float *p = scores + i * ROOM;
+      for (long t = count; t % LANES; t++) p[t] = -INFINITY;
+      vector high = all(top[i]), weights = all(0);
+      for (long t = 0; t < count; t += LANES) high = larger(high, at(p + t));
+      float highest = largest(high), kept = first ? exponential(all(top[i] - highest))[0] : 0;
+      for (long t = 0; t < count; t += LANES) {
+        vector e = exponential(at(p + t) - highest);
+        put(p + t, e);
+        weights += e;
+      }
+      top[i] = highest, mass[i] = mass[i] * kept + total(weights);
+      for (long c = 0; c < channel; c += LANES)
+        put(sum + i * channel + c, first ? at(sum + i * channel + c) * kept : all(0));
+    }
+    count = 0;
+    for (; first < page; first++) {
+      const float *v = values + place(row, first);
+      long n = tokens(row, first), c = 0;
+      for (; c + whole <= channel; c += whole) add(queries, PARTS, v + c, n, channel, scores + count, sum + c);
+      for (; c < channel; c += LANES) add(queries, 1, v + c, n, channel, scores + count, sum + c);
+      count += n;
+    }
+  }
+  for (int i = 0; i < queries; i++)
+    for (long c = 0; c < channel; c += LANES) put(sum + i * channel + c, at(sum + i * channel + c) / mass[i]);
+}
+
+/* x turned by its position's angle, (a.cos - b.sin, b.cos + a.sin), where the first half of `sin` has the minus. */
+INLINE void turn(const float *x, const float *cos, const float *sin, long channel, float scale, float *restrict into) {
+  long half = channel / 2;
+  for (long c = 0; c < half; c++) {
+    into[c] = (x[c] * cos[c] + x[c + half] * sin[c]) * scale;
+    into[c + half] = (x[c + half] * cos[c + half] + x[c] * sin[c + half]) * scale;
+  }
+}
+
+/* The attention of one new token per row, `out` `[row head channel]`. `qkv` has its queries, keys and values; the turned
+   key and the value join the row's own pages, which hold `length` keys, first. LANES divides the channels, and twice as
+   many the size of a page. */
+void attend(const float *qkv, const float *cos, const float *sin, long rows, long heads, long queries, long channel,
+            float scale, float *keys, float *values, long size, const int64_t *table, long width, const int64_t *before,
+            const int64_t *known, const int64_t *length, float *out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+  for (long unit = 0; unit < rows * heads; unit++) {
+    long i = unit / heads, head = unit % heads;
+    struct row row = {.pages = table + i * width, .before = before[i], .known = known[i], .own = length[i] + 1};
+    row.size = size, row.channel = channel, row.offset = head * size * channel, row.length = heads * size * channel;
+    const float *own = qkv + i * heads * (queries + 2) * channel, *c = cos + i * channel, *s = sin + i * channel;
+    float q[queries * channel], key[channel], *sum = out + unit * queries * channel;
+    long last = place(&row, before[i] + length[i] / size), token = length[i] % size;
+    turn(own + (heads * queries + head) * channel, c, s, channel, 1, key);
+    for (long j = 0; j < channel; j++) keys[last + j * size + token] = key[j];
+    memcpy(values + last + token * channel, own + (heads * (queries + 1) + head) * channel, channel * sizeof(float));
+    for (long j = 0; j < queries; j++)
+      turn(own + (head * queries + j) * channel, c, s, channel, scale, q + j * channel);
+    for (long j = 0; j < queries; j += QUERIES) {
+      const float *those = q + j * channel;
+      switch (smaller(queries - j, QUERIES)) {
+        case 1: see(1, &row, keys, values, those, sum + j * channel); break;
+        case 2: see(2, &row, keys, values, those, sum + j * channel); break;
+        case 3: see(3, &row, keys, values, those, sum + j * channel); break;
+        case 4: see(4, &row, keys, values, those, sum + j * channel); break;
+      }
+    }
+  }
+}
+
+/* ---- drawing ----------------------------------------------------------------------------------------- */
+
+#define BLOCK 256 /* words whose probabilities are first taken together */
+
+/* e^((z - high) / temperature) of a block of words, and their sum. */
+INLINE float probabilities(const float *z, float high, long words, long block, float temperature, float *p) {
+  long n = smaller(BLOCK, words - block * BLOCK);
+  vector sum = all(0);
+  for (long j = 0; j < BLOCK; j++) p[j] = j < n ? z[block * BLOCK + j] - high : -INFINITY;
+  for (long j = 0; j < BLOCK; j += LANES) {
+    put(p + j, exponential(at(p + j) / temperature));
+    sum += at(p + j);
+  }
+  return total(sum);
+}
+
+/* For each row of logits the first word at which the running sum of softmax(z / temperature) exceeds u of its total,
+   and its log-prob. A word without probability is never drawn. */
+void draw(const float *logits, long rows, long words, float temperature, const double *u, int64_t *word, float *logp,
+          int threads) {
+  long blocks = (words + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long i = 0; i < rows; i++) {
+    const float *z = logits + i * words;
+    float high = -INFINITY, p[BLOCK];
+    double sums[blocks], mass = 0;
+    vector highest = all(high);
+    for (long j = 0; j + LANES <= words; j += LANES) highest = larger(highest, at(z + j));
+    high = largest(highest);
+    for (long j = words / LANES * LANES; j < words; j++) high = z[j] > high ? z[j] : high;
+    for (long b = 0; b < blocks; b++) sums[b] = mass += probabilities(z, high, words, b, temperature, p);
+    double point = u[i] * mass * (1 - 1e-12), before; /* below the whole mass, whatever the rounding */
+    long b = 0, found = -1;
+    while (b < blocks - 1 && !(sums[b] > point)) b++;
+    before = b ? sums[b - 1] : 0;
+    probabilities(z, high, words, b, temperature, p);
+    for (long j = 0; j < smaller(BLOCK, words - b * BLOCK) && !(before > point); j++) {
+      before += p[j];
+      if (p[j] > 0) found = j;
+    }
+    word[i] = b * BLOCK + (found < 0 ? 0 : found);
+    logp[i] = (z[word[i]] - high) / temperature - log(mass);
+  }
+}

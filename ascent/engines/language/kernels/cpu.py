@@ -1,0 +1,197 @@
+"""Kernels in C for decoding on a CPU (cpu.c): products with few rows, norms, attention row by row, and the draw.
+
+They are compiled on first use, which takes seconds once per machine, for the processor that is here. They need float32,
+Linux on x86 with AVX2, and GCC; elsewhere torch computes the same, slower. ASCENT_NATIVE=0 turns them off. Threads are
+those of torch: the library is linked against the OpenMP that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("cpu.c")
+FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fopenmp", "-fPIC", "-std=gnu11")
+PATIENCE = 120
+"""Seconds that the compiler may take."""
+ARGUMENTS = {
+    "panel": (),
+    "pack": (c_void_p, *[c_long] * 5, c_void_p, c_int),
+    "product": (c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_int, c_int, c_void_p, c_int),
+    "add_norm": (c_void_p, c_void_p, c_void_p, c_float, c_float, c_long, c_long, c_void_p, c_int),
+    "attend": (
+        *[c_void_p] * 3, *[c_long] * 4, c_float, c_void_p, c_void_p, c_long, c_void_p, c_long, *[c_void_p] * 4, c_int
+    ),
+    "draw": (c_void_p, c_long, c_long, c_float, *[c_void_p] * 3, c_int),
+}  # fmt: skip
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there are none."""
+    return _loaded(FLAGS)
+
+
+@cache
+def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL | None:
+    openmp, compiler, processor = _openmp(), shutil.which(os.environ.get("CC") or "gcc"), _processor()
+    wanted = os.environ.get("ASCENT_NATIVE") != "0" and platform.machine() == "x86_64" and " avx2 " in processor
+    if not wanted or openmp is None or compiler is None:
+        return None
+    try:
+        found = _compiled(compiler, flags, openmp, processor)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip()[:300]
+        warnings.warn(f"the kernels for this CPU cannot be compiled ({why}): torch is used, slower", stacklevel=3)
+        return None
+    for name, arguments in ARGUMENTS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, c_long if name == "panel" else None
+    return found
+
+
+def _openmp() -> str | None:
+    """The OpenMP library that torch has loaded, if it is GCC's."""
+    return next((line.split()[-1] for line in _lines("/proc/self/maps") if "/libgomp" in line), None)
+
+
+def _processor() -> str:
+    """What it is and can do; nothing elsewhere than on Linux."""
+    lines = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags"))]
+    return "\n".join(sorted({f"{line} " for line in lines}))
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _compiled(compiler: str, flags: Sequence[str], openmp: str, processor: str) -> ctypes.CDLL:
+    """The library, from the cache if the same compiler has made it of the same source for the same processor."""
+    made_of = [SOURCE.read_text(), *flags, _run(compiler, "--version"), Path(openmp).name, processor]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ascent" / "kernels"
+    key = _digest("\n".join(made_of).encode())
+    for path in folder.glob(f"cpu-{key}-*.so"):
+        if path.stem.endswith(_digest(path.read_bytes())):  # to load a damaged one would be the end of the process
+            return ctypes.CDLL(str(path))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # others may do the same at the same time
+        made = Path(scratch) / "cpu.so"
+        _run(compiler, *flags, "-c", str(SOURCE), "-o", f"{scratch}/cpu.o")
+        _run(compiler, "-shared", f"{scratch}/cpu.o", openmp, "-lm", "-o", str(made))
+        path = folder / f"cpu-{key}-{_digest(made.read_bytes())}.so"
+        os.replace(made, path)
+    return ctypes.CDLL(str(path))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Are there kernels for these?"""
+    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors) and library() is not None
+
+
+class Panels:
+    """Matrices `[out in]` that read the same x, packed for products with few rows."""
+
+    def __init__(self, weights: Sequence[Tensor], gated: bool = False):
+        """`gated`: they are gate and up, whose panels take turns, and a product is act(gate)·up."""
+        width, columns = _kernels().panel(), sum(map(len, weights))
+        self.gated, self.out = gated, columns // 2 if gated else columns
+        self.packed = weights[0].new_zeros(-(-self.out // width) * (1 + gated), weights[0].shape[1], width)
+        self.pack(weights)
+
+    def pack(self, weights: Sequence[Tensor]) -> None:
+        """Matrices of the same shapes, in place of those before."""
+        if self.gated:
+            halves = list(weights) if len(weights) == 2 else weights[0].chunk(2)
+            places = [(half, 0, i) for i, half in enumerate(halves)]
+        else:
+            places = [(weight, sum(map(len, weights[:i])), 0) for i, weight in enumerate(weights)]
+        for weight, first, skip in places:
+            shape, own = weight.shape, weight.contiguous()
+            _kernels().pack(_at(own), *shape, first, 1 + self.gated, skip, _at(self.packed), _threads())
+
+    def __call__(self, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+        x, (rows, depth) = x.contiguous(), x.shape
+        y = x.new_empty(rows, self.out)
+        how = (self.out, _at(bias), self.gated, gelu, _at(y), _threads())
+        _kernels().product(_at(x), rows, depth, _at(self.packed), *how)
+        return y
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float = 0.0) -> tuple[Tensor, Tensor]:
+    """x ← x + y, in place, and its norm (add + weight)·x/√(mean x² + ε). All are contiguous."""
+    out = torch.empty_like(x)
+    _kernels().add_norm(_at(x), _at(y), _at(weight), eps, add, len(x), x.shape[1], _at(out), _threads())
+    return x, out
+
+
+def attends(channel: int, size: int) -> bool:
+    """Is there attention for so many channels and pages of this size?"""
+    return channel % 16 == 0 and channel <= 512 and size % 32 == 0 and size <= 1024
+
+
+def attend(
+    qkv: Tensor,
+    turn: tuple[Tensor, Tensor],
+    scale: float,
+    cache: tuple[Tensor, Tensor],
+    table: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Attention `[row head·channel]` of one new token per row, whose key and value join its last page.
+
+    `turn`: cosines and sines `[row channel]`, the first half of these negative. `cache`: pages `[page head token
+    channel]`, where the keys of a channel lie side by side. `table`: int64 `[row page]`, the pages of the row's prompt
+    first. `rows`: the number of those, the keys on them, and those on the row's own pages.
+    """
+    (_, heads, size, channel), count = cache[0].shape, len(qkv)
+    queries = qkv.shape[1] // (heads * channel) - 2
+    qkv = qkv.contiguous()
+    out = qkv.new_empty(count, heads * queries * channel)
+    pages = (*map(_at, cache), size, _at(table), table.shape[1], *map(_at, rows))
+    _kernels().attend(_at(qkv), *map(_at, turn), count, heads, queries, channel, scale, *pages, _at(out), _threads())
+    return out
+
+
+def draw(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
+    """One word per row by the inverse of the CDF at u, in float64, and its log-prob."""
+    logits = logits.contiguous()
+    word, logp = torch.empty(len(logits), dtype=torch.long), logits.new_empty(len(logits))
+    _kernels().draw(_at(logits), *logits.shape, temperature, *map(_at, (u, word, logp)), _threads())
+    return word, logp
+
+
+def _kernels() -> ctypes.CDLL:
+    found = library()
+    assert found is not None
+    return found
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

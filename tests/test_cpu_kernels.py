@@ -1,0 +1,256 @@
+"""Kernels in C for decoding on a CPU, for every width of vectors, against float64; and what happens without them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascent.core.types import Prompts
+from ascent.engines.language.kernels import cpu
+from ascent.engines.language.sampling.draw import Support, draw_tokens
+from ascent.engines.language.sampling.prepacked import RowByRow
+from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler
+from tests.language import model_of, prompts_of, sampler_of
+from tests.test_cuda_decoder import same
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs Linux on x86 with AVX2, and GCC")
+
+WIDTHS = {"as here": "-march=native", "8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"}
+"""By how wide vectors are, what is compiled for; the last also says what Arm would compute."""
+
+
+@pytest.fixture(params=WIDTHS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    flags = tuple(WIDTHS[request.param] if flag.startswith("-march") else flag for flag in cpu.FLAGS)
+    found = cpu._loaded(flags)
+    assert found is not None
+    monkeypatch.setattr(cpu, "library", lambda: found)
+    return found
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 3e-6) -> None:
+    assert got.shape == want.shape and got.dtype == torch.float32
+    assert float((got.double() - want).abs().max()) <= tolerance * max(1.0, float(want.abs().max()))
+
+
+# ---- products -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64, 65, 131])
+@pytest.mark.parametrize(
+    ("outs", "depth"), [((1,), 1), ((47,), 3), ((48, 16, 17), 64), ((100,), 513), ((5, 300), 1030)]
+)
+def test_products(kernels: ctypes.CDLL, rows: int, outs: tuple[int, ...], depth: int) -> None:
+    weights = [randn(out, depth, seed=i) / depth**0.5 for i, out in enumerate(outs)]
+    x, bias = randn(rows, depth, seed=7), randn(sum(outs), seed=8)
+    panels, want = cpu.Panels(weights), x.double() @ torch.cat(weights).double().t()
+    close(panels(x, None), want)
+    close(panels(x, bias), want + bias.double())
+    weights = [2 * weight for weight in weights]
+    panels.pack(weights)
+    close(panels(x, None), 2 * want)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("rows", "out", "biased"), [(1, 48, False), (9, 5, True), (70, 130, True)])
+def test_gate_and_up(kernels: ctypes.CDLL, rows: int, out: int, biased: bool, joined: bool, gelu: bool) -> None:
+    gate, up, x = randn(out, 40, seed=1), randn(out, 40, seed=2), randn(rows, 40, seed=3)
+    bias = randn(2 * out, seed=4) if biased else None
+    panels = cpu.Panels([torch.cat([gate, up])] if joined else [gate, up], gated=True)
+    both = F.linear(x.double(), torch.cat([gate, up]).double(), None if bias is None else bias.double())
+    g, u = both.chunk(2, -1)
+    close(panels(x, bias, gelu), (F.gelu(g, approximate="tanh") if gelu else F.silu(g)) * u)
+
+
+def test_gates_far_from_0(kernels: ctypes.CDLL) -> None:
+    """e^x neither overflows nor leaves a gate open, and what is not a number stays none."""
+    x = torch.tensor([-1e30, -200.0, -88.5, -87.5, 0.0, 87.5, 89.0, 1e30, float("nan"), float("inf")])[:, None]
+    got = cpu.Panels([torch.ones(1, 1), torch.ones(1, 1)], gated=True)(x, torch.tensor([0.0, 1.0]) - x.new_zeros(2))
+    want = F.silu(x.double()) * (x.double() + 1)
+    assert torch.allclose(got.double(), want.float().double(), rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+def test_a_row_has_the_same_bits_alone_and_beside_others_with_any_threads(kernels: ctypes.CDLL) -> None:
+    weights, x, before = [randn(3 * 48 + 5, 700)], randn(150, 700, seed=1), torch.get_num_threads()
+    panels = cpu.Panels(weights)
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found += [panels(x, None), torch.cat([panels(part, None) for part in x.split([1, 6, 8, 20, 115])])]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+# ---- norms --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 577])
+@pytest.mark.parametrize("add", [0.0, 1.0])
+def test_norms(kernels: ctypes.CDLL, width: int, add: float) -> None:
+    x, y, weight = randn(20, width), randn(20, width, seed=1), randn(width, seed=2)
+    for other in (None, y):
+        total = x.double() + (0 if other is None else y.double())
+        want = (add + weight.double()) * total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        into = x.clone()
+        sums, normed = cpu.add_norm(into, other, weight, 1e-5, add)
+        assert sums is into
+        close(sums, total)
+        close(normed, want)
+
+
+# ---- attention ----------------------------------------------------------------------------------------
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([second, first], -1) * sin
+
+
+@pytest.mark.parametrize(
+    ("channel", "heads", "queries", "size"),
+    [(16, 2, 1, 32), (64, 3, 3, 64), (64, 1, 9, 32), (80, 2, 4, 32), (128, 2, 6, 64), (256, 1, 2, 64)],
+)
+def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int, size: int) -> None:
+    """Of rows of all lengths, with and without a prompt; memory that nobody has written to is not a number."""
+    known, length = [0, 1, 50, size, 2 * size + 3, 0, 40, 1500], [1, 0, size - 1, size, 5, 3 * size, 0, 2 * size + 7]
+    rows = len(known)
+    before, own = [-(-n // size) for n in known], [n // size + 1 for n in length]
+    pages = torch.randperm(sum(before) + sum(own), generator=torch.Generator().manual_seed(0)).tolist()
+    keys = torch.full((len(pages), heads, channel, size), float("nan")).transpose(2, 3)
+    values = torch.full((len(pages), heads, size, channel), float("nan"))
+    table = torch.zeros(rows, max(map(sum, zip(before, own, strict=True))), dtype=torch.long)
+    held = [a + b for a, b in zip(known, length, strict=True)]
+    k, v = ([randn(n, heads, channel, seed=seed + i) for i, n in enumerate(held)] for seed in (1, 50))
+    for i in range(rows):
+        mine = [pages.pop() for _ in range(before[i] + own[i])]
+        table[i, : len(mine)] = torch.tensor(mine)
+        for t in range(held[i]):
+            place = t if t < known[i] else before[i] * size + t - known[i]
+            keys[mine[place // size], :, place % size] = k[i][t]
+            values[mine[place // size], :, place % size] = v[i][t]
+    qkv, cos, sin = randn(rows, heads * (queries + 2) * channel, seed=99), randn(rows, channel), randn(rows, channel)
+    about = tuple(torch.tensor(numbers) for numbers in (before, known, length))
+    got = cpu.attend(qkv, (cos, sin), 0.2, (keys, values), table, about)
+    q, new_k, new_v = qkv.double().view(rows, -1, channel).split([heads * queries, heads, heads], 1)
+    q, new_k = (rotated(x, cos.double()[:, None], sin.double()[:, None]) for x in (q, new_k))
+    for i in range(rows):
+        all_k, all_v = (
+            torch.cat([a.double(), b[i : i + 1]]).transpose(0, 1) for a, b in ((k[i], new_k), (v[i], new_v))
+        )
+        weights = torch.softmax(0.2 * q[i].view(heads, queries, channel) @ all_k.transpose(1, 2), -1)
+        close(got[i], (weights @ all_v).flatten(), 1e-5)
+        last = table[i, before[i] + length[i] // size]
+        close(keys[last, :, length[i] % size], new_k[i])
+        close(values[last, :, length[i] % size], new_v[i])
+
+
+def test_what_is_not_a_number_stays_in_its_row(kernels: ctypes.CDLL) -> None:
+    keys, values = torch.zeros(3, 1, 16, 32).transpose(2, 3), torch.zeros(3, 1, 32, 16)
+    qkv = randn(3, 48)
+    qkv[1, 20] = float("nan")
+    turn, one = (torch.ones(3, 16), torch.zeros(3, 16)), torch.ones(3, dtype=torch.long)
+    got = cpu.attend(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
+    assert got.isnan().any(-1).tolist() == [False, True, False]
+
+
+# ---- drawing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [1, 7, 256, 1000, 4099])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_draws(kernels: ctypes.CDLL, words: int, temperature: float) -> None:
+    z, u = 3 * randn(40, words), torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    z[:, ::3] = float("-inf") if words > 1 else 0.0
+    u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    word, logp = cpu.draw(z, temperature, u)
+    p = torch.softmax(z.double() / temperature, -1)
+    upper = p.cumsum(-1).gather(-1, word[:, None])[:, 0]
+    own = p.gather(-1, word[:, None])[:, 0]
+    assert bool((own > 0).all()) and bool(((upper - own - 1e-5 <= u) & (u <= upper + 1e-5)).all())
+    assert torch.allclose(logp.double(), own.log(), atol=1e-5)
+
+
+def test_logits_that_are_no_numbers_draw_a_word_whose_log_prob_is_none(kernels: ctypes.CDLL) -> None:
+    z = torch.zeros(3, 300)
+    z[0, 5], z[1] = float("nan"), float("-inf")
+    word, logp = cpu.draw(z, 1.0, torch.full((3,), 0.5, dtype=torch.float64))
+    assert bool(((word >= 0) & (word < 300)).all()) and logp.isnan().tolist() == [True, True, False]
+
+
+def test_all_words_are_drawn_here_and_some_by_torch(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, u = randn(30, 500), torch.rand(30, dtype=torch.float64)
+    ours = draw_tokens(z, 0.7, Support(), u)
+    some = draw_tokens(z, 0.7, Support(top_k=3), u)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    theirs = draw_tokens(z, 0.7, Support(), u)
+    assert torch.equal(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], atol=1e-5)
+    assert ours[2] is None and some[2] is not None
+
+
+# ---- the sampler with and without them ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [0, 96])
+def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of(dtype=torch.float32, head_dim=16)
+    prompts = Prompts.of(prompts_of())
+
+    def in_room() -> LanguageSampler:
+        sampler = sampler_of(lm, rows=5)
+        sampler.room = room
+        return sampler
+
+    with monkeypatch.context() as context:
+        seen: list[object] = []
+        plain = GroupDecoder.__call__
+        context.setattr(GroupDecoder, "__call__", lambda self: (seen.append(self.decoding), plain(self))[1])
+        ours = in_room().generate(prompts, 4)
+        assert seen and all(isinstance(layout, RowByRow) for layout in seen)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    same(ours, in_room().generate(prompts, 4), 2e-5)
+
+
+# ---- how they are made --------------------------------------------------------------------------------
+
+
+def loaded_in(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "from ascent.engines.language.kernels import cpu; print(cpu.library())"
+    env = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(Path(cpu.__file__).parents[4])} | environment
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_it_is_compiled_once_and_again_if_the_file_is_damaged(tmp_path: Path) -> None:
+    assert "CDLL" in loaded_in(tmp_path).stdout
+    (made,) = (tmp_path / "ascent" / "kernels").iterdir()
+    before = made.stat().st_mtime_ns
+    assert "CDLL" in loaded_in(tmp_path).stdout and made.stat().st_mtime_ns == before
+    made.write_bytes(made.read_bytes()[:1000])
+    again = loaded_in(tmp_path)
+    assert "CDLL" in again.stdout and made.stat().st_size > 1000 and not again.stderr
+    assert "CDLL" in loaded_in(tmp_path).stdout and [made] == list(made.parent.iterdir())
+
+
+def test_without_a_compiler_or_a_place_torch_is_used(tmp_path: Path) -> None:
+    for environment in ({"ASCENT_NATIVE": "0"}, {"PATH": str(tmp_path)}, {"CC": "no-such-compiler"}):
+        done = loaded_in(tmp_path, **environment)
+        assert done.stdout == "None\n" and not done.stderr
+    broken = loaded_in(tmp_path, CC="false")
+    assert broken.stdout == "None\n" and "cannot be compiled" in broken.stderr
+    (tmp_path / "file").write_text("")
+    nowhere = loaded_in(tmp_path / "file")
+    assert nowhere.stdout == "None\n" and "cannot be compiled" in nowhere.stderr
