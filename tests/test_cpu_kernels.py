@@ -107,7 +107,7 @@ def test_norms(kernels: ctypes.CDLL, width: int, add: float) -> None:
         total = x.double() + (0 if other is None else y.double())
         want = (add + weight.double()) * total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         into = x.clone()
-        sums, normed = cpu.add_norm(into, other, weight, 1e-5, add)
+        sums, normed = cpu.norm_rows(into, other, weight, 1e-5, add)
         assert sums is into
         close(sums, total)
         close(normed, want)
@@ -123,7 +123,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("channel", "heads", "queries", "size"),
-    [(16, 2, 1, 32), (64, 3, 3, 64), (64, 1, 9, 32), (80, 2, 4, 32), (128, 2, 6, 64), (256, 1, 2, 64)],
+    [(16, 2, 1, 32), (64, 3, 3, 64), (64, 1, 9, 32), (80, 2, 4, 32), (128, 2, 6, 64), (256, 1, 2, 64), (64, 2, 2, 7)],
 )
 def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int, size: int) -> None:
     """Of rows of all lengths, with and without a prompt; memory that nobody has written to is not a number."""
@@ -131,8 +131,7 @@ def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int,
     rows = len(known)
     before, own = [-(-n // size) for n in known], [n // size + 1 for n in length]
     pages = torch.randperm(sum(before) + sum(own), generator=torch.Generator().manual_seed(0)).tolist()
-    keys = torch.full((len(pages), heads, channel, size), float("nan")).transpose(2, 3)
-    values = torch.full((len(pages), heads, size, channel), float("nan"))
+    keys, values = torch.full((2, len(pages), heads, size, channel), float("nan"))
     table = torch.zeros(rows, max(map(sum, zip(before, own, strict=True))), dtype=torch.long)
     held = [a + b for a, b in zip(known, length, strict=True)]
     k, v = ([randn(n, heads, channel, seed=seed + i) for i, n in enumerate(held)] for seed in (1, 50))
@@ -145,7 +144,7 @@ def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int,
             values[mine[place // size], :, place % size] = v[i][t]
     qkv, cos, sin = randn(rows, heads * (queries + 2) * channel, seed=99), randn(rows, channel), randn(rows, channel)
     about = tuple(torch.tensor(numbers) for numbers in (before, known, length))
-    got = cpu.attend(qkv, (cos, sin), 0.2, (keys, values), table, about)
+    got = cpu.attend_rows(qkv, (cos, sin), 0.2, (keys, values), table, about)
     q, new_k, new_v = qkv.double().view(rows, -1, channel).split([heads * queries, heads, heads], 1)
     q, new_k = (rotated(x, cos.double()[:, None], sin.double()[:, None]) for x in (q, new_k))
     for i in range(rows):
@@ -160,11 +159,11 @@ def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int,
 
 
 def test_what_is_not_a_number_stays_in_its_row(kernels: ctypes.CDLL) -> None:
-    keys, values = torch.zeros(3, 1, 16, 32).transpose(2, 3), torch.zeros(3, 1, 32, 16)
+    keys, values = torch.zeros(2, 3, 1, 32, 16)
     qkv = randn(3, 48)
     qkv[1, 20] = float("nan")
     turn, one = (torch.ones(3, 16), torch.zeros(3, 16)), torch.ones(3, dtype=torch.long)
-    got = cpu.attend(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
+    got = cpu.attend_rows(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
     assert got.isnan().any(-1).tolist() == [False, True, False]
 
 
@@ -177,7 +176,7 @@ def test_draws(kernels: ctypes.CDLL, words: int, temperature: float) -> None:
     z, u = 3 * randn(40, words), torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     z[:, ::3] = float("-inf") if words > 1 else 0.0
     u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
-    word, logp = cpu.draw(z, temperature, u)
+    word, logp = cpu.draw_rows(z, temperature, u)
     p = torch.softmax(z.double() / temperature, -1)
     upper = p.cumsum(-1).gather(-1, word[:, None])[:, 0]
     own = p.gather(-1, word[:, None])[:, 0]
@@ -188,7 +187,7 @@ def test_draws(kernels: ctypes.CDLL, words: int, temperature: float) -> None:
 def test_logits_that_are_no_numbers_draw_a_word_whose_log_prob_is_none(kernels: ctypes.CDLL) -> None:
     z = torch.zeros(3, 300)
     z[0, 5], z[1] = float("nan"), float("-inf")
-    word, logp = cpu.draw(z, 1.0, torch.full((3,), 0.5, dtype=torch.float64))
+    word, logp = cpu.draw_rows(z, 1.0, torch.full((3,), 0.5, dtype=torch.float64))
     assert bool(((word >= 0) & (word < 300)).all()) and logp.isnan().tolist() == [True, True, False]
 
 

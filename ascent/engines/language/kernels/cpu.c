@@ -45,31 +45,54 @@ INLINE vector pick(integers which, vector a, vector b) {
 }
 INLINE vector larger(vector a, vector b) { return pick(b > a, b, a); } /* a where b is NaN */
 
-/* The sum of a vector's numbers, and the largest: halves are joined until one is left. */
+/* Lanes in another order, of one vector or two; f says which lane j gets. Lanes of the second count from LANES on. */
 #if LANES == 16
-#define SWAPPED(h) (integers){0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, \
-                              8 ^ h, 9 ^ h, 10 ^ h, 11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h}
+#define ORDER(f) (integers){f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), \
+                            f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
 #elif LANES == 8
-#define SWAPPED(h) (integers){0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h}
+#define ORDER(f) (integers){f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
 #else
-#define SWAPPED(h) (integers){0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h}
+#define ORDER(f) (integers){f(0), f(1), f(2), f(3)}
 #endif
+#define BY_8(j) (j ^ 8)
+#define BY_4(j) (j ^ 4)
+#define BY_2(j) (j ^ 2)
+#define BY_1(j) (j ^ 1)
+#define EVEN(j) (j & 1 ? LANES + j - 1 : j)
+#define ODD(j) (j & 1 ? LANES + j : j + 1)
+#define LOW(j) (j & 2 ? LANES + j - 2 : j)
+#define HIGH(j) (j & 2 ? LANES + j : j + 2)
+
+/* The sum of a vector's numbers, and the largest: halves are joined until one is left. NaN is never the largest. */
+INLINE vector down_to_4(vector v) {
 #if LANES == 16
-#define FOLD(join) join(8) join(4) join(2) join(1)
-#elif LANES == 8
-#define FOLD(join) join(4) join(2) join(1)
-#else
-#define FOLD(join) join(2) join(1)
+  v += __builtin_shuffle(v, ORDER(BY_8));
 #endif
-INLINE float total(vector v) {
-#define ADD(h) v += __builtin_shuffle(v, SWAPPED(h));
-  FOLD(ADD)
-  return v[0];
+#if LANES >= 8
+  v += __builtin_shuffle(v, ORDER(BY_4));
+#endif
+  return v;
 }
-INLINE float largest(vector v) { /* NaN is passed over */
-#define COMPARE(h) v = larger(v, __builtin_shuffle(v, SWAPPED(h)));
-  FOLD(COMPARE)
-  return v[0];
+INLINE float total(vector v) {
+  v = down_to_4(v);
+  v += __builtin_shuffle(v, ORDER(BY_2));
+  return (v + __builtin_shuffle(v, ORDER(BY_1)))[0];
+}
+INLINE float largest(vector v) {
+#if LANES == 16
+  v = larger(v, __builtin_shuffle(v, ORDER(BY_8)));
+#endif
+#if LANES >= 8
+  v = larger(v, __builtin_shuffle(v, ORDER(BY_4)));
+#endif
+  v = larger(v, __builtin_shuffle(v, ORDER(BY_2)));
+  return larger(v, __builtin_shuffle(v, ORDER(BY_1)))[0];
+}
+INLINE void put_totals(float *x, vector a, vector b, vector c, vector d) { /* of four vectors, one behind the other */
+  a = __builtin_shuffle(a, b, ORDER(EVEN)) + __builtin_shuffle(a, b, ORDER(ODD));
+  c = __builtin_shuffle(c, d, ORDER(EVEN)) + __builtin_shuffle(c, d, ORDER(ODD));
+  a = down_to_4(__builtin_shuffle(a, c, ORDER(LOW)) + __builtin_shuffle(a, c, ORDER(HIGH)));
+  for (int i = 0; i < 4; i++) x[i] = a[i];
 }
 
 /* e^x of no more than 0, to the last digit but one; 0 below e^-87, NaN of NaN. x = n.log 2 + r, and a series for e^r. */
@@ -210,7 +233,7 @@ void add_norm(float *x, const float *y, const float *weight, float eps, float ad
 /* ---- attention --------------------------------------------------------------------------------------- */
 
 /* What one head of a row sees: pages of the row's prompt, `before` of them with `known` keys, and then its own. A page
-   has keys `[head channel size]` and values `[head size channel]`; `length`: numbers of one, and of all heads. */
+   has keys and values `[head size channel]`, `length` numbers of each; those of this head begin at `offset`. */
 struct row {
   const int64_t *pages;
   long before, known, own, size, channel, offset, length;
@@ -223,22 +246,21 @@ INLINE long tokens(const struct row *row, long page) {
   return smaller((page < row->before ? row->known : row->own) - first, row->size);
 }
 
-/* Scores of the keys of a page; beyond `n` they mean nothing. */
-INLINE void score(const int queries, const float *k, long n, const struct row *row, const float *q, float *scores) {
-  for (long t = 0; t < n; t += 2 * LANES) {
-    vector sum[QUERIES][2];
-    for (int i = 0; i < queries; i++) sum[i][0] = sum[i][1] = all(0);
-    for (long c = 0; c < row->channel; c++)
-#pragma GCC unroll 4
-      for (int i = 0; i < queries; i++) {
-        vector one = all(q[i * row->channel + c]);
-        sum[i][0] += one * at(k + c * row->size + t);
-        sum[i][1] += one * at(k + c * row->size + t + LANES);
-      }
-    for (int i = 0; i < queries; i++) {
-      put(scores + i * ROOM + t, sum[i][0]);
-      put(scores + i * ROOM + t + LANES, sum[i][1]);
+/* Scores of the keys of a page for one query. */
+INLINE void score(const float *k, long n, long channel, const float *q, float *scores) {
+  long t = 0;
+  for (; t + 4 <= n; t += 4, k += 4 * channel) {
+    vector a = all(0), b = a, c = a, d = a;
+    for (long j = 0; j < channel; j += LANES) {
+      a += at(q + j) * at(k + j), b += at(q + j) * at(k + channel + j);
+      c += at(q + j) * at(k + 2 * channel + j), d += at(q + j) * at(k + 3 * channel + j);
     }
+    put_totals(scores + t, a, b, c, d);
+  }
+  for (; t < n; t++, k += channel) {
+    vector a = all(0);
+    for (long j = 0; j < channel; j += LANES) a += at(q + j) * at(k + j);
+    scores[t] = total(a);
   }
 }
 
@@ -268,7 +290,8 @@ INLINE void see(const int queries, const struct row *row, const float *keys, con
     long count = 0;
     for (; page < pages && count + row->size <= ROOM; page++) {
       long n = tokens(row, page);
-      score(queries, keys + place(row, page), n, row, q, scores + count);
+      for (int i = 0; i < queries; i++)
+        score(keys + place(row, page), n, channel, q + i * channel, scores + i * ROOM + count);
       count += n;
     }
     for (int i = 0; i < queries; i++) {
@@ -309,8 +332,7 @@ INLINE void turn(const float *x, const float *cos, const float *sin, long channe
 }
 
 /* The attention of one new token per row, `out` `[row head channel]`. `qkv` has its queries, keys and values; the turned
-   key and the value join the row's own pages, which hold `length` keys, first. LANES divides the channels, and twice as
-   many the size of a page. */
+   key and the value join the row's own pages, which hold `length` keys, first. LANES divides the channels. */
 void attend(const float *qkv, const float *cos, const float *sin, long rows, long heads, long queries, long channel,
             float scale, float *keys, float *values, long size, const int64_t *table, long width, const int64_t *before,
             const int64_t *known, const int64_t *length, float *out, int threads) {
@@ -320,11 +342,10 @@ void attend(const float *qkv, const float *cos, const float *sin, long rows, lon
     struct row row = {.pages = table + i * width, .before = before[i], .known = known[i], .own = length[i] + 1};
     row.size = size, row.channel = channel, row.offset = head * size * channel, row.length = heads * size * channel;
     const float *own = qkv + i * heads * (queries + 2) * channel, *c = cos + i * channel, *s = sin + i * channel;
-    float q[queries * channel], key[channel], *sum = out + unit * queries * channel;
-    long last = place(&row, before[i] + length[i] / size), token = length[i] % size;
-    turn(own + (heads * queries + head) * channel, c, s, channel, 1, key);
-    for (long j = 0; j < channel; j++) keys[last + j * size + token] = key[j];
-    memcpy(values + last + token * channel, own + (heads * (queries + 1) + head) * channel, channel * sizeof(float));
+    float q[queries * channel], *sum = out + unit * queries * channel;
+    long last = place(&row, before[i] + length[i] / size) + length[i] % size * channel;
+    turn(own + (heads * queries + head) * channel, c, s, channel, 1, keys + last);
+    memcpy(values + last, own + (heads * (queries + 1) + head) * channel, channel * sizeof(float));
     for (long j = 0; j < queries; j++)
       turn(own + (head * queries + j) * channel, c, s, channel, scale, q + j * channel);
     for (long j = 0; j < queries; j += QUERIES) {

@@ -140,7 +140,7 @@ class Panels:
         return y
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float = 0.0) -> tuple[Tensor, Tensor]:
+def norm_rows(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float = 0.0) -> tuple[Tensor, Tensor]:
     """x ← x + y, in place, and its norm (add + weight)·x/√(mean x² + ε). All are contiguous."""
     out = torch.empty_like(x)
     _kernels().add_norm(_at(x), _at(y), _at(weight), eps, add, len(x), x.shape[1], _at(out), _threads())
@@ -149,10 +149,10 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float
 
 def attends(channel: int, size: int) -> bool:
     """Is there attention for so many channels and pages of this size?"""
-    return channel % 16 == 0 and channel <= 512 and size % 32 == 0 and size <= 1024
+    return channel % 16 == 0 and channel <= 512 and size <= 1024
 
 
-def attend(
+def attend_rows(
     qkv: Tensor,
     turn: tuple[Tensor, Tensor],
     scale: float,
@@ -163,8 +163,8 @@ def attend(
     """Attention `[row head·channel]` of one new token per row, whose key and value join its last page.
 
     `turn`: cosines and sines `[row channel]`, the first half of these negative. `cache`: pages `[page head token
-    channel]`, where the keys of a channel lie side by side. `table`: int64 `[row page]`, the pages of the row's prompt
-    first. `rows`: the number of those, the keys on them, and those on the row's own pages.
+    channel]`. `table`: int64 `[row page]`, the pages of the row's prompt first. `rows`: the number of those, the keys
+    on them, and those on the row's own pages.
     """
     (_, heads, size, channel), count = cache[0].shape, len(qkv)
     queries = qkv.shape[1] // (heads * channel) - 2
@@ -175,7 +175,7 @@ def attend(
     return out
 
 
-def draw(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
+def draw_rows(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
     """One word per row by the inverse of the CDF at u, in float64, and its log-prob."""
     logits = logits.contiguous()
     word, logp = torch.empty(len(logits), dtype=torch.long), logits.new_empty(len(logits))

@@ -32,21 +32,18 @@ Pair = tuple[Tensor, Tensor]
 class Cache:
     """By layer, keys and values `[page head token channel]`. Memory is taken as pages are first written to."""
 
-    def __init__(self, pages: int, size: int, by_row: bool = False):
-        """`by_row`: attention reads what was written and no more, and likes a channel's keys side by side."""
-        self.pages, self.size, self.by_row = pages, size, by_row
+    def __init__(self, pages: int, size: int, empty: bool = False):
+        """`empty`: attention reads what was written and no more, so that the pages need not be zeros at first."""
+        self.pages, self.size, self.empty = pages, size, empty
         self.layers: dict[int, Pair] = {}
 
     def at(self, layer: int, k: Tensor, v: Tensor) -> Pair:
         """The pages of this layer, whose keys and values are like these."""
         if layer not in self.layers:
-            shapes = [(self.pages, x.shape[1], self.size, x.shape[3]) for x in (k, v)]
-            if self.by_row:
-                pages, heads, size, channel = shapes[0]
-                keys = k.new_empty(pages, heads, channel, size).transpose(2, 3)
-                self.layers[layer] = keys, v.new_empty(shapes[1])
-            else:
-                self.layers[layer] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
+            new = torch.empty if self.empty else torch.zeros
+            self.layers[layer] = tuple(  # type: ignore[assignment]
+                new(self.pages, x.shape[1], self.size, x.shape[3], dtype=x.dtype, device=x.device) for x in (k, v)
+            )
         return self.layers[layer]
 
 

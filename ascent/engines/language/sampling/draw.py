@@ -80,7 +80,7 @@ def draw_tokens(
     Without `u` the likeliest token is taken. `barred`: rows, as `[row]` of booleans, and tokens that they cannot draw.
     """
     if u is not None and support.whole and barred is None and cpu.fits(logits):
-        return *cpu.draw(logits, temperature, u), None
+        return *cpu.draw_rows(logits, temperature, u), None
     z = logits if temperature == 1.0 else logits / temperature
     if barred is not None:
         return _draw_unbarred(z, support, u, *barred)

@@ -52,7 +52,7 @@ class FewPasses:
         """x ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
         given = [x, weight] if y is None else [x, y, weight]
         if cpu.fits(*given) and all(one.is_contiguous() for one in given):
-            return cpu.add_norm(x, y, weight, eps, add or 0.0)
+            return cpu.norm_rows(x, y, weight, eps, add or 0.0)
         if add is not None or x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
             return step.add_norm(x, y, weight, eps, add)
         x = x if y is None else x.add_(y)
@@ -244,7 +244,7 @@ class RowByRow:
         channel = turn[0].shape[-1]
         like = qkv[:1, : heads * channel].view(1, heads, 1, channel)
         rows = (self.before, self.known, self.length)
-        return cpu.attend(qkv, turn, scale, self.cache.at(layer, like, like), self.table, rows)
+        return cpu.attend_rows(qkv, turn, scale, self.cache.at(layer, like, like), self.table, rows)
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Pair:
