@@ -245,11 +245,15 @@ def test_it_is_compiled_once_and_again_if_the_file_is_damaged(tmp_path: Path) ->
 
 
 def test_without_a_compiler_or_a_place_torch_is_used(tmp_path: Path) -> None:
-    for environment in ({"ASCENT_NATIVE": "0"}, {"PATH": str(tmp_path)}, {"CC": "no-such-compiler"}):
+    for environment in ({"ASCENT_NATIVE": "0"}, {"PATH": str(tmp_path)}):
         done = loaded_in(tmp_path, **environment)
         assert done.stdout == "None\n" and not done.stderr
-    broken = loaded_in(tmp_path, CC="false")
-    assert broken.stdout == "None\n" and "cannot be compiled" in broken.stderr
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\necho it is broken >&2; exit 1\n")
+    compiler.chmod(0o755)
+    broken = loaded_in(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert broken.stdout == "None\n" and "cannot be compiled (it is broken)" in broken.stderr
+    compiler.unlink()
     (tmp_path / "file").write_text("")
     nowhere = loaded_in(tmp_path / "file")
     assert nowhere.stdout == "None\n" and "cannot be compiled" in nowhere.stderr

@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL | None:
-    openmp, compiler, processor = _openmp(), shutil.which(os.environ.get("CC") or "gcc"), _processor()
+    openmp, compiler, processor = _openmp(), shutil.which("gcc"), _processor()
     wanted = os.environ.get("ASCENT_NATIVE") != "0" and platform.machine() == "x86_64" and " avx2 " in processor
     if not wanted or openmp is None or compiler is None:
         return None
