@@ -21,7 +21,7 @@ from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampl
 from tests.language import model_of, prompts_of, sampler_of
 from tests.test_cuda_decoder import same
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs Linux on x86 with AVX2, and GCC")
+pytestmark = pytest.mark.skipif(not cpu.possible(), reason="needs Linux on x86 with AVX2, and GCC")
 
 WIDTHS = {"as here": "-march=native", "8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"}
 """By how wide vectors are, what is compiled for; the last also says what Arm would compute."""
@@ -34,6 +34,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert found is not None
     monkeypatch.setattr(cpu, "library", lambda: found)
     return found
+
+
+NANS = [0x7FC00000, 0x7FFFFFFF, -1]
+"""The bits of what is not a number: as a CPU makes it, as a GPU does, and with a sign."""
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -77,8 +81,9 @@ def test_gate_and_up(kernels: ctypes.CDLL, rows: int, out: int, biased: bool, jo
 
 def test_gates_far_from_0(kernels: ctypes.CDLL) -> None:
     """e^x neither overflows nor leaves a gate open, and what is not a number stays none."""
-    x = torch.tensor([-1e30, -200.0, -88.5, -87.5, 0.0, 87.5, 89.0, 1e30, float("nan"), float("inf")])[:, None]
-    got = cpu.Panels([torch.ones(1, 1), torch.ones(1, 1)], gated=True)(x, torch.tensor([0.0, 1.0]) - x.new_zeros(2))
+    numbers = torch.tensor([-1e30, -200.0, -88.5, -87.5, 0.0, 87.5, 89.0, 1e30, float("inf")])
+    x = torch.cat([numbers, torch.tensor(NANS, dtype=torch.int32).view(torch.float32)])[:, None]
+    got = cpu.Panels([torch.ones(1, 1), torch.ones(1, 1)], gated=True)(x, torch.tensor([0.0, 1.0]))
     want = F.silu(x.double()) * (x.double() + 1)
     assert torch.allclose(got.double(), want.float().double(), rtol=1e-6, atol=1e-30, equal_nan=True)
 
@@ -158,10 +163,15 @@ def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int,
         close(values[last, :, length[i] % size], new_v[i])
 
 
-def test_what_is_not_a_number_stays_in_its_row(kernels: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("bits", NANS)
+@pytest.mark.parametrize("where", ["query", "key", "value", "old key"])
+def test_what_is_not_a_number_stays_in_its_row_whatever_its_bits(kernels: ctypes.CDLL, where: str, bits: int) -> None:
     keys, values = torch.zeros(2, 3, 1, 32, 16)
-    qkv = randn(3, 48)
-    qkv[1, 20] = float("nan")
+    qkv, nan = randn(3, 48), torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    if where == "old key":
+        keys[1, 0, 1, 4] = nan
+    else:
+        qkv[1, {"query": 4, "key": 20, "value": 36}[where]] = nan
     turn, one = (torch.ones(3, 16), torch.zeros(3, 16)), torch.ones(3, dtype=torch.long)
     got = cpu.attend_rows(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
     assert got.isnan().any(-1).tolist() == [False, True, False]
@@ -192,7 +202,7 @@ def test_logits_that_are_no_numbers_draw_a_word_whose_log_prob_is_none(kernels: 
 
 
 def test_all_words_are_drawn_here_and_some_by_torch(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, u = randn(30, 500), torch.rand(30, dtype=torch.float64)
+    z, u = randn(30, 500), torch.rand(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ours = draw_tokens(z, 0.7, Support(), u)
     some = draw_tokens(z, 0.7, Support(top_k=3), u)
     monkeypatch.setattr(cpu, "library", lambda: None)
@@ -244,7 +254,7 @@ def test_it_is_compiled_once_and_again_if_the_file_is_damaged(tmp_path: Path) ->
     assert "CDLL" in loaded_in(tmp_path).stdout and [made] == list(made.parent.iterdir())
 
 
-def test_without_a_compiler_or_a_place_torch_is_used(tmp_path: Path) -> None:
+def test_without_a_compiler_torch_is_used_and_without_a_cache_it_is_compiled_every_time(tmp_path: Path) -> None:
     for environment in ({"ASCENT_NATIVE": "0"}, {"PATH": str(tmp_path)}):
         done = loaded_in(tmp_path, **environment)
         assert done.stdout == "None\n" and not done.stderr
@@ -256,4 +266,4 @@ def test_without_a_compiler_or_a_place_torch_is_used(tmp_path: Path) -> None:
     compiler.unlink()
     (tmp_path / "file").write_text("")
     nowhere = loaded_in(tmp_path / "file")
-    assert nowhere.stdout == "None\n" and "cannot be compiled" in nowhere.stderr
+    assert "CDLL" in nowhere.stdout and not nowhere.stderr  # for this process alone

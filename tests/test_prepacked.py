@@ -20,7 +20,7 @@ from tests.test_cuda_decoder import drawn_by, same
 from tests.test_four_bit import packed_model
 
 NEEDS_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-NEEDS_KERNELS = pytest.mark.skipif(cpu.library() is None, reason="needs Linux on x86 with AVX2, and GCC")
+NEEDS_KERNELS = pytest.mark.skipif(not cpu.possible(), reason="needs Linux on x86 with AVX2, and GCC")
 WAYS = [
     "transposed",
     pytest.param("packed", marks=NEEDS_ONEDNN),
@@ -45,6 +45,36 @@ def only(lm: LanguageModel) -> Prepacked:
 def test_it_draws_what_the_model_draws(kind: str, dtype: torch.dtype) -> None:
     lm = model_of(kind, dtype=dtype)
     same(drawn(lm, rows=5), drawn_by(GroupDecoder, lm, rows=5), 2e-5 if dtype == torch.float32 else 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_many_rows_are_multiplied_with_the_matrices_as_they_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's tokens, say; so too with a bias, and where gate and up would be one product with their activation."""
+    monkeypatch.setattr(module, "MANY", 3)
+    lm = model_of("Qwen2", dtype=dtype)
+    same(drawn(lm, rows=5), drawn_by(GroupDecoder, lm, rows=5), 2e-5 if dtype == torch.float32 else 5e-6)
+
+
+def test_a_copy_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model_of(dtype=torch.float32)
+    product = only(lm).products[0]
+    with monkeypatch.context() as context:
+        context.setattr(module, "_copied", fail)
+        context.setattr(cpu.Panels, "pack", fail)
+        with pytest.raises(MemoryError):
+            product.renew(5)
+    with torch.no_grad():
+        product.weights[0].mul_(2)
+    x = torch.randn(2, product.weights[0].shape[1], generator=torch.Generator().manual_seed(0))
+    product.renew(5)
+    want = torch.cat([torch.nn.functional.linear(x, weight) for weight in product.weights], 1)
+    assert torch.allclose(product(x, module.FewPasses), want, atol=1e-5)
+
+
+def fail(*given: Any) -> Any:
+    raise MemoryError
 
 
 def way_of(product: Product) -> str:

@@ -18,7 +18,7 @@
 #define LANES 8
 #define TILE 6
 #define VECTORS 2
-#else /* 32 registers of 4, as Arm has them */
+#else /* 32 registers of 4, as Arm would have them; the tests compile it */
 #define LANES 4
 #define TILE 8
 #define VECTORS 3
@@ -110,7 +110,7 @@ INLINE vector exponential(vector given) {
   series = series * r + 1.0f;
   series = series * r + 1.0f;
   vector power = (vector)((integers)series + (((integers)shifted - (integers)magic) << 23));
-  return pick(given < -87.0f, all(0), power);
+  return pick(given != given, given, pick(given < -87.0f, all(0), power));
 }
 
 /* act(gate): SiLU g.s(g), or GELU by its tanh, which is g.s(2u) with u = 0.798 (g + 0.0447 g^3); s the logistic. */
@@ -336,7 +336,7 @@ INLINE void turn(const float *x, const float *cos, const float *sin, long channe
 void attend(const float *qkv, const float *cos, const float *sin, long rows, long heads, long queries, long channel,
             float scale, float *keys, float *values, long size, const int64_t *table, long width, const int64_t *before,
             const int64_t *known, const int64_t *length, float *out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (long unit = 0; unit < rows * heads; unit++) {
     long i = unit / heads, head = unit % heads;
     struct row row = {.pages = table + i * width, .before = before[i], .known = known[i], .own = length[i] + 1};

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
@@ -44,15 +45,19 @@ def library() -> ctypes.CDLL | None:
     return _loaded(FLAGS)
 
 
+def possible() -> bool:
+    """Can they be compiled here, and are they wanted?"""
+    fits = platform.machine() == "x86_64" and " avx2 " in _processor() and bool(_openmp())
+    return fits and shutil.which("gcc") is not None and os.environ.get("ASCENT_NATIVE") != "0"
+
+
 @cache
 def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL | None:
-    openmp, compiler, processor = _openmp(), shutil.which("gcc"), _processor()
-    wanted = os.environ.get("ASCENT_NATIVE") != "0" and platform.machine() == "x86_64" and " avx2 " in processor
-    if not wanted or openmp is None or compiler is None:
+    if not possible():
         return None
     try:
-        found = _compiled(compiler, flags, openmp, processor)
-    except (OSError, subprocess.SubprocessError) as error:
+        found = _compiled(flags)
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip()[:300]
         warnings.warn(f"the kernels for this CPU cannot be compiled ({why}): torch is used, slower", stacklevel=3)
         return None
@@ -62,9 +67,11 @@ def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL | None:
     return found
 
 
-def _openmp() -> str | None:
-    """The OpenMP library that torch has loaded, if it is GCC's."""
-    return next((line.split()[-1] for line in _lines("/proc/self/maps") if "/libgomp" in line), None)
+def _openmp() -> str:
+    """The OpenMP library that torch has loaded, if it is GCC's; else nothing."""
+    found = {line.split(maxsplit=5)[5] for line in _lines("/proc/self/maps") if "/libgomp" in line}
+    around = str(Path(torch.__file__).parent.parent)  # some wheels have it in torch/lib, and some in torch.libs beside
+    return min(found, key=lambda path: (not path.startswith(f"{around}/torch"), path), default="")
 
 
 def _processor() -> str:
@@ -80,22 +87,28 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _compiled(compiler: str, flags: Sequence[str], openmp: str, processor: str) -> ctypes.CDLL:
+def _compiled(flags: Sequence[str]) -> ctypes.CDLL:
     """The library, from the cache if the same compiler has made it of the same source for the same processor."""
-    made_of = [SOURCE.read_text(), *flags, _run(compiler, "--version"), Path(openmp).name, processor]
+    openmp = _openmp()
+    made_of = [SOURCE.read_text(), *flags, _run("gcc", "--version"), Path(openmp).name, _processor()]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ascent" / "kernels"
-    key = _digest("\n".join(made_of).encode())
-    for path in folder.glob(f"cpu-{key}-*.so"):
-        if path.stem.endswith(_digest(path.read_bytes())):  # to load a damaged one would be the end of the process
+    name = f"cpu-{_digest(chr(10).join(made_of).encode())}"
+    for path in folder.glob(f"{name}-*.so"):
+        mine = path.stat().st_uid == os.getuid()
+        if mine and path.stem.endswith(_digest(path.read_bytes())):  # a damaged one would end the process
             return ctypes.CDLL(str(path))
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # others may do the same at the same time
-        made = Path(scratch) / "cpu.so"
-        _run(compiler, *flags, "-c", str(SOURCE), "-o", f"{scratch}/cpu.o")
-        _run(compiler, "-shared", f"{scratch}/cpu.o", openmp, "-lm", "-o", str(made))
-        path = folder / f"cpu-{key}-{_digest(made.read_bytes())}.so"
-        os.replace(made, path)
-    return ctypes.CDLL(str(path))
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = folder.is_dir() and os.access(folder, os.W_OK)
+    with tempfile.TemporaryDirectory(dir=folder if kept else None) as scratch:
+        made = f"{scratch}/cpu.so"
+        _run("gcc", *flags, "-c", str(SOURCE), "-o", f"{scratch}/cpu.o")
+        _run("gcc", "-shared", f"{scratch}/cpu.o", openmp, "-lm", "-o", made)
+        if kept:  # at once: others may do the same at the same time
+            path = folder / f"{name}-{_digest(Path(made).read_bytes())}.so"
+            os.replace(made, path)
+            made = str(path)
+        return ctypes.CDLL(made)
 
 
 def _digest(content: bytes) -> str:
@@ -103,7 +116,8 @@ def _digest(content: bytes) -> str:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+    return done.stdout
 
 
 def fits(*tensors: Tensor) -> bool:

@@ -1,10 +1,10 @@
 """Llama and its like as a CPU decodes with them: copies of the matrices in the order that products with few rows like.
 
-Matrices that read the same states are one product. The copies are packed by oneDNN, which then reads them in the order
-of its kernels: on Arm a product of 8 to 24 rows takes a quarter less time than with x·Wᵀ as the model has W, and one of
-fewer less than half; on x86 most take half as long. Small matrices and other types than float32 have
-transposed copies. A copy is made again when its matrix has changed, so with adapters beside frozen matrices only these
-are. The learner never sees them.
+Matrices that read the same states are one product. On x86 their copies are panels for kernels in C (kernels/cpu.py).
+Elsewhere they are packed by oneDNN, which then reads them in the order of its kernels: on Arm a product of 8 to 24 rows
+takes a quarter less time than with x·Wᵀ as the model has W, and one of fewer less than half. Small matrices and other
+types than float32 have transposed copies. A copy is made again when its matrix has changed, so with adapters beside
+frozen matrices only these are. The learner never sees them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ascent.engines.language.sampling.pages import Row, Schedule
 from ascent.policies.causal_lm import LanguageModel
 from ascent.policies.four_bit import is_packed
 
-ROWS = 64
-"""Rows of a product that oneDNN packs a matrix for; others work too."""
+ROWS, MANY = 64, 256
+"""Rows of a product that oneDNN packs a matrix for; others work too. And rows that MKL multiplies faster than C."""
 
 
 LARGE = {"aarch64": 2**18, "x86_64": 2**19, "AMD64": 2**19}
@@ -80,7 +80,7 @@ class Product:
     gates: bool = False
     """They are gate and up."""
     copy: Tensor | cpu.Panels = None  # type: ignore[assignment]
-    """Packed, or `[in out]`; there from the first `renew` on."""
+    """Panels, packed by oneDNN, or `[in out]`; there from the first `renew` on."""
     bias: Tensor | None = None
     state: tuple[Any, ...] = ()
     """Of the matrices, when they were copied."""
@@ -91,7 +91,7 @@ class Product:
         now = tuple((version if w.requires_grad else -1, w._version, w.data_ptr()) for w in every)
         if now == self.state:
             return
-        self.state, weights = now, [w.detach() for w in self.weights]
+        self.state, weights = (), [w.detach() for w in self.weights]
         if isinstance(self.copy, cpu.Panels):
             self.copy.pack(weights)
         elif cpu.fits(*weights):
@@ -100,21 +100,26 @@ class Product:
             self.copy = None  # type: ignore[assignment]  # its memory is free for the new one
             self.copy = _copied(weights)
         self.bias = torch.cat(self.biases) if self.biases else None
+        self.state = now
 
     def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
         if isinstance(self.copy, cpu.Panels):
-            y = self.copy(x, self.bias)
-        elif self.copy.is_mkldnn and len(x) == 1:  # a row alone is faster with the matrices as they are
-            y = torch.cat([F.linear(x, weight) for weight in self.weights], 1)
-            y = y if self.bias is None else y.add_(self.bias)
+            y = self._plain(x) if self.copy.gated or len(x) >= MANY else self.copy(x, self.bias)
+        elif self.copy.is_mkldnn and len(x) == 1:
+            y = self._plain(x)
         elif self.copy.is_mkldnn:
             y = torch.ops.mkldnn._linear_pointwise(x, self.copy, self.bias, "none", [], "")
         else:
             y = F.linear(x.to(self.copy.dtype), self.copy.t(), self.bias)
         return y if self.a is None or self.b is None else y.addmm_(x.to(y.dtype) @ self.a.t(), self.b.t())
 
+    def _plain(self, x: Tensor) -> Tensor:
+        """With the matrices as they are: faster for a row alone, and for many."""
+        y = torch.cat([F.linear(x, weight) for weight in self.weights], 1)
+        return y if self.bias is None else y.add_(self.bias)
+
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
-        if isinstance(self.copy, cpu.Panels) and self.copy.gated:
+        if isinstance(self.copy, cpu.Panels) and self.copy.gated and len(x) < MANY:
             return self.copy(x, self.bias, gelu)
         return ops.gated(self(x, ops), gelu=gelu)
 
