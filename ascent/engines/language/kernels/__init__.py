@@ -1,4 +1,7 @@
-"""Kernels in Triton, one file for each module that uses them; that module says in plain torch what they compute."""
+"""Kernels in Triton, one file for each module that uses them; that module says in plain torch what they compute.
+
+One of them is in CUDA C++ as well, for Hopper cards (hopper.py).
+"""
 
 import warnings
 from functools import cache
