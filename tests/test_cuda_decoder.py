@@ -531,37 +531,39 @@ def test_every_tile_fits_into_the_memory_of_a_multiprocessor() -> None:
 
 MEASURED = [(512, 960, 576, False, False), (512, 576, 576, False, True), (512, 3072, 576, True, False)]
 MEASURED += [(512, 576, 1536, False, True), (256, 17_920, 1536, True, False), (256, 2048, 1536, False, False)]
-PLANS = [(64, 64, 9, 1, 9), (64, 40, 9, 1, 9), (128, 96, 9, 1, 7), (64, 72, 12, 2, 9), (256, 136, 24, 1, 4), None]
+TILINGS = [(64, 64, 9, 1, 9), (64, 40, 9, 1, 9), (128, 96, 9, 1, 7), (64, 72, 12, 2, 9), (256, 136, 24, 1, 4), None]
 """Products of two models (rows, rows of the matrix, numbers in a sum, gate, parts), and what was fastest on an H200."""
 
 
-@pytest.mark.parametrize(("size", "plan"), list(zip(MEASURED, PLANS, strict=True)), ids=str)
-def test_the_plan_of_a_product_is_the_one_that_was_fastest(size: Any, plan: Any) -> None:
-    assert hopper.plan_of(*size, places=132) == plan
+@pytest.mark.parametrize(("size", "tiling"), list(zip(MEASURED, TILINGS, strict=True)), ids=str)
+def test_the_tiling_of_a_product_is_the_one_that_was_fastest(size: Any, tiling: Any) -> None:
+    assert hopper.tiling_of(*size, places=132) == tiling
 
 
 @pytest.mark.parametrize("places", [132, 114, 78])
 @pytest.mark.parametrize(("gate", "parts"), [(False, False), (False, True), (True, False)])
-def test_programs_of_a_plan_cover_a_product_at_once(places: int, gate: bool, parts: bool) -> None:
+def test_programs_of_a_tiling_cover_a_product_at_once(places: int, gate: bool, parts: bool) -> None:
     found = 0
     for rows in (65, 100, 128, 200, 256, 512, 1024):
         for width, depth in itertools.product((64, 576, 960, 3072, 17_920), (72, 576, 1536, 8960)):
-            plan = hopper.plan_of(rows, width, depth, gate, parts, places)
-            if plan is None:
+            tiling = hopper.tiling_of(rows, width, depth, gate, parts, places)
+            if tiling is None:
                 continue
             found += 1
             blocks = -(-depth // hopper.BLOCK)
-            assert -(-rows // plan.rows) * -(-width // plan.wide) * plan.splits <= places
-            assert (plan.splits - 1) * plan.blocks < blocks <= plan.splits * plan.blocks  # none is left without a sum
-            assert plan.splits == 1 or parts
-            assert plan.wide % 8 == 0 and plan.wide <= hopper.WIDEST[plan.rows]
-            assert plan.memory(gate) <= hopper.MEMORY
-            assert min(3, plan.blocks) <= plan.stages <= plan.blocks
-            assert plan.threads == {64: 160, 128: 288, 256: 288}[plan.rows]
+            assert -(-rows // tiling.rows) * -(-width // tiling.wide) * tiling.splits <= places
+            assert (
+                (tiling.splits - 1) * tiling.blocks < blocks <= tiling.splits * tiling.blocks
+            )  # none is left without a sum
+            assert tiling.splits == 1 or parts
+            assert tiling.wide % 8 == 0 and tiling.wide <= hopper.WIDEST[tiling.rows]
+            assert tiling.memory(gate) <= hopper.MEMORY
+            assert min(3, tiling.blocks) <= tiling.stages <= tiling.blocks
+            assert tiling.threads == {64: 160, 128: 288, 256: 288}[tiling.rows]
     assert found > 20
 
 
-def test_rows_of_graphs_have_plans_of_their_own_and_others_share_them() -> None:
+def test_rows_of_graphs_have_tilings_of_their_own_and_others_share_them() -> None:
     assert [hopper.ceiling(rows) for rows in cuda.BUCKETS] == list(cuda.BUCKETS)
     assert [hopper.ceiling(rows) for rows in (65, 97, 129, 193, 257, 385, 1000)] == [96, 128, 192, 256, 384, 512, 1024]
 
@@ -575,7 +577,7 @@ def test_gate_and_up_are_read_in_turns() -> None:
 
 
 def test_a_source_names_every_operand_of_its_instruction() -> None:
-    text = hopper.source_of(hopper.Plan(128, 24, 5, 2, 4), True, 0)
+    text = hopper.source_of(hopper.Tiling(128, 24, 5, 2, 4), True, 0)
     lines = dict(line.split(maxsplit=2)[1:] for line in text.splitlines() if line.startswith("#define"))
     assert lines["SUMS"].strip('"').split(", ") == [f"%{i}" for i in range(12)]
     assert lines["OUTPUTS"].split(", ") == [f'"+f"(sum[{i}])' for i in range(12)]
@@ -586,7 +588,7 @@ def test_a_source_names_every_operand_of_its_instruction() -> None:
 
 def test_other_products_are_computed_where_there_is_no_hopper_card(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.zeros(512, 576, dtype=torch.bfloat16), torch.zeros(960, 576, dtype=torch.bfloat16)
-    assert hopper.plan_for(x, weight) is None
+    assert hopper.tiling_for(x, weight) is None
     hopper.works.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert not hopper.works()
@@ -600,27 +602,28 @@ def test_other_products_are_computed_where_there_is_no_hopper_card(monkeypatch: 
 
 
 HOPPER = [(65, 72, 200, (64, 24, 4, 1, 3)), (300, 88, 576, (128, 56, 5, 2, 4)), (100, 64, 64, (64, 40, 1, 1, 1))]
-HOPPER += [(300, 136, 640, (256, 136, 10, 1, 4)), (130, 200, 72, (128, 96, 2, 1, 2))]
-"""Rows, rows of the matrix, numbers in a sum, and the plan: none divides them."""
+HOPPER += [(300, 136, 640, (256, 136, 10, 1, 3)), (130, 200, 72, (128, 96, 2, 1, 2))]
+"""Rows, rows of the matrix, numbers in a sum, and the tiling: none divides them."""
 
 
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize(("rows", "width", "depth", "plan"), HOPPER, ids=str)
-def test_products_on_hopper_compute_their_formulas(rows: int, width: int, depth: int, plan: Any) -> None:
+@pytest.mark.parametrize(("rows", "width", "depth", "tiling"), HOPPER, ids=str)
+def test_products_on_hopper_compute_their_formulas(rows: int, width: int, depth: int, tiling: Any) -> None:
     if not hopper.works():
         pytest.skip("needs a Hopper card")
     torch.manual_seed(0)
     x = torch.randn(rows, depth + 8).to(DEVICE, torch.bfloat16)[:, :depth]
     weight, b = (torch.randn(*size).to(DEVICE, torch.bfloat16) for size in ((width, depth), (width,)))
-    plan = hopper.Plan(*plan)
+    tiling = hopper.Tiling(*tiling)
+    assert tiling.memory(False) <= hopper.MEMORY
     for bias in (None, b):
-        got = hopper.hopper_product(x, weight, bias, plan)
-        assert (got.ndim == 3) == (plan.splits > 1)
-        near(got.sum(0).to(x.dtype) if plan.splits > 1 else got, step.linear(x, weight, bias))
-        assert torch.equal(hopper.hopper_product(x[:1], weight, bias, plan), got[..., :1, :])  # whoever is beside it
-    for gelu in (False, True) if plan.splits == 1 else ():
-        got = hopper.hopper_product(x, weight, None, plan, "gelu" if gelu else "silu")
+        got = hopper.hopper_product(x, weight, bias, tiling)
+        assert (got.ndim == 3) == (tiling.splits > 1)
+        near(got.sum(0).to(x.dtype) if tiling.splits > 1 else got, step.linear(x, weight, bias))
+        assert torch.equal(hopper.hopper_product(x[:1], weight, bias, tiling), got[..., :1, :])  # whoever is beside it
+    for gelu in (False, True) if tiling.splits == 1 else ():
+        got = hopper.hopper_product(x, weight, None, tiling, "gelu" if gelu else "silu")
         near(got, step.gated_linear(x, weight, None, gelu))
 
 

@@ -28,10 +28,10 @@ LEAST_STAGES, MOST_STAGES = 3, 9
 SHARE, MOST_PARTS = 512, 4
 """Least numbers in a part of a sum, and most parts."""
 SOME, MANY, READ = 64, 1024, 27_500_000
-"""Rows between which these products are shorter than others, and bytes that programs read without gate and up, at most."""
+"""Rows, and bytes that all programs read (but for gate and up), within which these products are shorter than others."""
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """What one program computes."""
 
     rows: int
@@ -67,13 +67,13 @@ class Plan(NamedTuple):
         ordered = min(self.rows, 128) * (self.wide if gate else 2 * self.wide + 16) if self.splits == 1 else 0
         return 1024 + self.stages * (self.tile + 16) + 16 + ordered
 
-    def with_stages(self, gate: bool) -> Plan:
+    def with_stages(self, gate: bool) -> Tiling:
         """As many as there is memory for."""
         most = min(self.blocks, MOST_STAGES)
         return next((p for n in range(most, 0, -1) if (p := self._replace(stages=n)).memory(gate) <= MEMORY), self)
 
 
-def plan_of(rows: int, width: int, depth: int, gate: bool, parts: bool, places: int) -> Plan | None:
+def tiling_of(rows: int, width: int, depth: int, gate: bool, parts: bool, places: int) -> Tiling | None:
     """Programs that all run at once: of the ways to cut the product, the one with the fewest bytes for each program.
 
     None: others are faster. `width`: rows of the matrix; with `gate` its first half is the gate. `parts`: the sum may
@@ -85,26 +85,26 @@ def plan_of(rows: int, width: int, depth: int, gate: bool, parts: bool, places: 
         for high, widest in WIDEST.items():
             beside = -(-rows // high) * -(-blocks // share)
             wide = -(-width // (8 * max(1, places // beside))) * 8
-            plan = Plan(high, wide, share, -(-blocks // share), 0).with_stages(gate)
-            if beside <= places and wide <= widest and plan.stages >= min(share, LEAST_STAGES):
-                written = high * wide * (8 if plan.splits > 1 else 2)
-                found.append((plan.read + written, plan.splits, -(-width // wide) * beside * plan.read, plan))
+            tiling = Tiling(high, wide, share, -(-blocks // share), 0).with_stages(gate)
+            if beside <= places and wide <= widest and tiling.stages >= min(share, LEAST_STAGES):
+                written = high * wide * (8 if tiling.splits > 1 else 2)
+                found.append((tiling.read + written, tiling.splits, -(-width // wide) * beside * tiling.read, tiling))
     *_, read, best = min(found, default=(0, 0, None))
     return best if gate or read <= READ else None
 
 
-def plan_for(x: Tensor, weight: Tensor, gate: bool = False, parts: bool = False) -> Plan | None:
+def tiling_for(x: Tensor, weight: Tensor, gate: bool = False, parts: bool = False) -> Tiling | None:
     """How to compute this product; None: others do it as fast, or these tensors cannot be read in tiles."""
     if not SOME < len(x) <= MANY or x.dtype != torch.bfloat16 or not x.is_cuda or not works():
         return None
     if any(t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in (x, weight)) or len(weight) % 8:
         return None
     places = torch.cuda.get_device_properties().multi_processor_count
-    return plan_of(ceiling(len(x)), weight.shape[0], weight.shape[1], gate, parts, places)
+    return tiling_of(ceiling(len(x)), weight.shape[0], weight.shape[1], gate, parts, places)
 
 
 def ceiling(rows: int) -> int:
-    """The next power of two, or three quarters of it: each plan is compiled, so there are few."""
+    """The next power of two, or three quarters of it: each tiling is compiled, so there are few."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if rows <= power * 3 // 4 else power
 
@@ -116,25 +116,25 @@ def works() -> bool:
         return False
     try:
         ones = torch.ones(BLOCK, BLOCK, device="cuda", dtype=torch.bfloat16)
-        return bool((hopper_product(ones, ones, None, Plan(64, 64, 1, 1, 1)) == BLOCK).all())
+        return bool((hopper_product(ones, ones, None, Tiling(64, 64, 1, 1, 1)) == BLOCK).all())
     except Exception as error:  # whatever it says: Triton computes the same
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         warnings.warn(f"CUDA C++ cannot be compiled here ({why}): Triton computes the same, slower", stacklevel=2)
         return False
 
 
-def hopper_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, gate: str | None = None) -> Tensor:
+def hopper_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, gate: str | None = None) -> Tensor:
     """x·Wᵀ + b, or act(gate)·up. With several splits, what is to be added up: float32 `[split row column]`."""
     (rows, depth), width = x.shape, len(weight) // (2 if gate else 1)
     out = x.new_empty(rows, width)
-    if plan.splits > 1:
-        out = x.new_empty(plan.splits, rows, width, dtype=torch.float32)
-    of_x = TensorMap(x, [rows, depth], [x.stride(0), 1], [plan.rows, BLOCK])
-    of_weight = TensorMap(weight, [width, depth], [weight.stride(0), 1], [plan.wide, BLOCK])
+    if tiling.splits > 1:
+        out = x.new_empty(tiling.splits, rows, width, dtype=torch.float32)
+    of_x = TensorMap(x, [rows, depth], [x.stride(0), 1], [tiling.rows, BLOCK])
+    of_weight = TensorMap(weight, [width, depth], [weight.stride(0), 1], [tiling.wide, BLOCK])
     if gate:
-        of_weight = TensorMap(weight, *in_turns(weight), [plan.wide // 8, 2, 4, BLOCK])
-    kernel = _kernel(plan, bias is not None, {None: 0, "silu": 1, "gelu": 2}[gate])
-    grid = -(-width // (plan.wide // (2 if gate else 1))), -(-rows // plan.rows), plan.splits
+        of_weight = TensorMap(weight, *in_turns(weight), [tiling.wide // 8, 2, 4, BLOCK])
+    kernel = _kernel(tiling, bias is not None, {None: 0, "silu": 1, "gelu": 2}[gate], x.device)
+    grid = -(-width // (tiling.wide // (2 if gate else 1))), -(-rows // tiling.rows), tiling.splits
     kernel(grid, of_x, of_weight, weight if bias is None else bias, out, rows, width, -(-depth // BLOCK))
     return out
 
@@ -146,23 +146,23 @@ def in_turns(both: Tensor) -> tuple[list[int], list[int]]:
 
 
 @cache
-def _kernel(plan: Plan, bias: bool, gate: int) -> Kernel:
-    return Kernel(source_of(plan, bias, gate), "product", plan.threads, plan.memory(gate > 0))
+def _kernel(tiling: Tiling, bias: bool, gate: int, _device: torch.device) -> Kernel:
+    return Kernel(source_of(tiling, bias, gate), "product", tiling.threads, tiling.memory(gate > 0))
 
 
-def source_of(plan: Plan, bias: bool, gate: int) -> str:
+def source_of(tiling: Tiling, bias: bool, gate: int) -> str:
     """product.cu with its names defined. A thread has `wide`/2 sums of each 64 rows."""
-    sums = plan.wide // 2
+    sums = tiling.wide // 2
     names = {
-        "GROUPS": plan.rows // plan.high // 64,
-        "HIGH": plan.high,
-        "WIDE": plan.wide,
-        "STAGES": plan.stages,
-        "BLOCKS": plan.blocks,
+        "GROUPS": tiling.rows // tiling.high // 64,
+        "HIGH": tiling.high,
+        "WIDE": tiling.wide,
+        "STAGES": tiling.stages,
+        "BLOCKS": tiling.blocks,
         "BIAS": int(bias),
         "GATE": gate,
-        "PARTS": int(plan.splits > 1),
-        "COLUMNS": f'"{plan.wide}"',
+        "PARTS": int(tiling.splits > 1),
+        "COLUMNS": f'"{tiling.wide}"',
         "SUMS": '"' + ", ".join(f"%{i}" for i in range(sums)) + '"',
         "OUTPUTS": ", ".join(f'"+f"(sum[{i}])' for i in range(sums)),
         "A": f'"{sums}"',
