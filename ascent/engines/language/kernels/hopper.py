@@ -23,7 +23,7 @@ MEMORY = 227 * 1024
 """Bytes of shared memory that a program may take."""
 WIDEST = {64: 192, 128: 192, 256: 136}
 """Rows of a program, and rows of the matrix that it has at most: sums are in registers."""
-LEAST_STAGES, MOST_STAGES = 3, 9
+MOST_STAGES = 9
 """Tiles that are under way at once."""
 SHARE, MOST_PARTS = 512, 4
 """Least numbers in a part of a sum, and most parts."""
@@ -69,8 +69,8 @@ class Tiling(NamedTuple):
 
     def with_stages(self, gate: bool) -> Tiling:
         """As many as there is memory for."""
-        most = min(self.blocks, MOST_STAGES)
-        return next((p for n in range(most, 0, -1) if (p := self._replace(stages=n)).memory(gate) <= MEMORY), self)
+        tilings = (self._replace(stages=n) for n in range(min(self.blocks, MOST_STAGES), 0, -1))
+        return next(tiling for tiling in tilings if tiling.memory(gate) <= MEMORY)
 
 
 def tiling_of(rows: int, width: int, depth: int, gate: bool, parts: bool, places: int) -> Tiling | None:
@@ -85,8 +85,8 @@ def tiling_of(rows: int, width: int, depth: int, gate: bool, parts: bool, places
         for high, widest in WIDEST.items():
             beside = -(-rows // high) * -(-blocks // share)
             wide = -(-width // (8 * max(1, places // beside))) * 8
-            tiling = Tiling(high, wide, share, -(-blocks // share), 0).with_stages(gate)
-            if beside <= places and wide <= widest and tiling.stages >= min(share, LEAST_STAGES):
+            if beside <= places and wide <= widest:
+                tiling = Tiling(high, wide, share, -(-blocks // share), 1).with_stages(gate)
                 written = high * wide * (8 if tiling.splits > 1 else 2)
                 found.append((tiling.read + written, tiling.splits, -(-width // wide) * beside * tiling.read, tiling))
     *_, read, best = min(found, default=(0, 0, None))
