@@ -578,11 +578,12 @@ def test_gate_and_up_are_read_in_turns() -> None:
 
 
 def test_a_source_names_every_operand_of_its_instruction() -> None:
-    text = hopper.source_of(hopper.Tiling(128, 24, 5, 2, 4), True, 0)
+    text = hopper.source_of(hopper.Tiling(128, 24, 5, 2, 4), True, 0, torch.float16)
     lines = dict(line.split(maxsplit=2)[1:] for line in text.splitlines() if line.startswith("#define"))
     assert lines["SUMS"].strip('"').split(", ") == [f"%{i}" for i in range(12)]
     assert lines["OUTPUTS"].split(", ") == [f'"+f"(sum[{i}])' for i in range(12)]
     assert [lines[name] for name in ("A", "B", "ADD")] == ['"12"', '"13"', '"14"']
+    assert (lines["TYPE"], lines["FLOAT16"]) == ('"f16"', "1")
     assert [lines[name] for name in ("GROUPS", "HIGH", "PARTS", "BIAS", "GATE")] == ["2", "1", "1", "1", "0"]
     assert "wgmma" in text
 
@@ -610,13 +611,16 @@ HOPPER += [(300, 136, 640, (256, 136, 10, 1, 3)), (130, 200, 72, (128, 96, 2, 1,
 
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width", "depth", "tiling"), HOPPER, ids=str)
-def test_products_on_hopper_compute_their_formulas(rows: int, width: int, depth: int, tiling: Any) -> None:
+def test_products_on_hopper_compute_their_formulas(
+    rows: int, width: int, depth: int, tiling: Any, dtype: torch.dtype
+) -> None:
     if not hopper.works():
         pytest.skip("needs a Hopper card")
     torch.manual_seed(0)
-    x = torch.randn(rows, depth + 8).to(DEVICE, torch.bfloat16)[:, :depth]
-    weight, b = (torch.randn(*size).to(DEVICE, torch.bfloat16) for size in ((width, depth), (width,)))
+    x = torch.randn(rows, depth + 8).to(DEVICE, dtype)[:, :depth]
+    weight, b = (torch.randn(*size).to(DEVICE, dtype) for size in ((width, depth), (width,)))
     tiling = hopper.Tiling(*tiling)
     assert tiling.memory(False) <= hopper.MEMORY
     for bias in (None, b):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ascent.engines.language.kernels.nvrtc import Kernel, TensorMap
+from ascent.engines.language.kernels.nvrtc import TYPES, Kernel, TensorMap
 
 BLOCK = 64
 """Numbers of a sum in one tile."""
@@ -95,7 +95,7 @@ def tiling_of(rows: int, width: int, depth: int, gate: bool, parts: bool, places
 
 def tiling_for(x: Tensor, weight: Tensor, gate: bool = False, parts: bool = False) -> Tiling | None:
     """How to compute this product; None: others do it as fast, or these tensors cannot be read in tiles."""
-    if not SOME < len(x) <= MANY or x.dtype != torch.bfloat16 or not x.is_cuda or not works():
+    if not SOME < len(x) <= MANY or x.dtype not in TYPES or not x.is_cuda or not works():
         return None
     if any(t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in (x, weight)) or len(weight) % 8:
         return None
@@ -133,7 +133,7 @@ def hopper_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tilin
     of_weight = TensorMap(weight, [width, depth], [weight.stride(0), 1], [tiling.wide, BLOCK])
     if gate:
         of_weight = TensorMap(weight, *in_turns(weight), [tiling.wide // 8, 2, 4, BLOCK])
-    kernel = _kernel(tiling, bias is not None, {None: 0, "silu": 1, "gelu": 2}[gate], x.device)
+    kernel = _kernel(tiling, bias is not None, {None: 0, "silu": 1, "gelu": 2}[gate], x.dtype, x.device)
     grid = -(-width // (tiling.wide // (2 if gate else 1))), -(-rows // tiling.rows), tiling.splits
     kernel(grid, of_x, of_weight, weight if bias is None else bias, out, rows, width, -(-depth // BLOCK))
     return out
@@ -146,14 +146,16 @@ def in_turns(both: Tensor) -> tuple[list[int], list[int]]:
 
 
 @cache
-def _kernel(tiling: Tiling, bias: bool, gate: int, _device: torch.device) -> Kernel:
-    return Kernel(source_of(tiling, bias, gate), "product", tiling.threads, tiling.memory(gate > 0))
+def _kernel(tiling: Tiling, bias: bool, gate: int, dtype: torch.dtype, _device: torch.device) -> Kernel:
+    return Kernel(source_of(tiling, bias, gate, dtype), "product", tiling.threads, tiling.memory(gate > 0))
 
 
-def source_of(tiling: Tiling, bias: bool, gate: int) -> str:
+def source_of(tiling: Tiling, bias: bool, gate: int, dtype: torch.dtype) -> str:
     """product.cu with its names defined. A thread has `wide`/2 sums of each 64 rows."""
     sums = tiling.wide // 2
     names = {
+        "FLOAT16": int(dtype == torch.float16),
+        "TYPE": '"f16"' if dtype == torch.float16 else '"bf16"',
         "GROUPS": tiling.rows // tiling.high // 64,
         "HIGH": tiling.high,
         "WIDE": tiling.wide,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 SHARED_MEMORY, EARLY = 8, 6
 """The driver's numbers for an attribute of a function and one of a launch."""
-BFLOAT16, SWIZZLE_128, PROMOTE_256 = 9, 3, 3
-"""Its numbers for tiles: their type, rows of 128 bytes in an order without conflicts, and reads of 256 bytes."""
+TYPES, SWIZZLE_128, PROMOTE_256 = {torch.float16: 6, torch.bfloat16: 9}, 3, 3
+"""Its numbers for tiles: their types, rows of 128 bytes in an order without conflicts, and reads of 256 bytes."""
 
 
 class _Value(ctypes.Union):
@@ -42,7 +42,7 @@ class _Config(ctypes.Structure):
 
 
 class TensorMap:
-    """How the card's copy engine reads a bfloat16 tensor in boxes of this shape, with zeros past its ends."""
+    """How the card's copy engine reads a tensor of one of TYPES in boxes of this shape, with zeros past its ends."""
 
     def __init__(self, tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]):
         """`strides` in numbers; the last one is 1."""
@@ -51,7 +51,7 @@ class TensorMap:
         apart = [2 * n for n in strides[-2::-1]]
         _check(
             _driver().cuTensorMapEncodeTiled(
-                *(c_void_p(self.address), BFLOAT16, c_uint32(count), c_void_p(tensor.data_ptr())),
+                *(c_void_p(self.address), TYPES[tensor.dtype], c_uint32(count), c_void_p(tensor.data_ptr())),
                 *((c_uint64 * count)(*shape[::-1]), (c_uint64 * len(apart))(*apart), (c_uint32 * count)(*box[::-1])),
                 *((c_uint32 * count)(*[1] * count), 0, SWIZZLE_128, PROMOTE_256, 0),
             )

@@ -56,12 +56,22 @@ __device__ __forceinline__ u64 described(u32 tile) {  // rows of 128 bytes, swiz
 
 __device__ __forceinline__ u32 rounded(float low, float high) {
   u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 
-__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+__device__ __forceinline__ float widened(u16 x) {
+#if FLOAT16
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
+  return result;
+#else
+  return __uint_as_float((u32)x << 16);
+#endif
+}
+
+__device__ __forceinline__ float low(u32 both) { return widened((u16)both); }
+__device__ __forceinline__ float high(u32 both) { return widened((u16)(both >> 16)); }
 
 __device__ __forceinline__ float active(float x) {  // as `active` in products.py
   const float z = GATE == 2 ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
@@ -75,7 +85,7 @@ __device__ __forceinline__ float active(float x) {  // as `active` in products.p
 __device__ __forceinline__ void multiply(float (&sum)[WIDE / 2], u64 a, u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %" ADD ", 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.bf16.bf16 {" SUMS "}, %" A ", %" B ", p, 1, 1, 0, 0;\n}\n"
+      "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE " {" SUMS "}, %" A ", %" B ", p, 1, 1, 0, 0;\n}\n"
       : OUTPUTS : "l"(a), "l"(b), "r"(add));
 }
 
@@ -171,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32, 1)
 #pragma unroll
   for (int i = 0; i < WIDE / 2 && BIAS; i++) {
     const int column = tile * WIDE + i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const float begin = column < width && begun == 0 ? __uint_as_float((u32)bias[column] << 16) : 0.0f;
+    const float begin = column < width && begun == 0 ? widened(bias[column]) : 0.0f;
 #pragma unroll
     for (int h = 0; h < HIGH; h++) sum[h][i] = begin;
   }
