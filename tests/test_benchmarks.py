@@ -347,9 +347,8 @@ def test_two_runs_at_once_take_their_share_of_threads(capsys: pytest.CaptureFixt
     cases = closing["cases"]
     assert closing["ok"] and [len(cases[name]) for name in ("alone", "together", "later")] == [1, 2, 2]
     assert all(side["seconds"] > 0 for sides in cases.values() for side in sides)
-    first, second = cases["later"]
-    busy = first["threads"] < closing["cores"]  # others computed when it began, and may have stopped since
-    assert busy or second["threads"] == max(1, closing["cores"] // 2) or second["threads"] < first["threads"]
+    fewest = min(side["threads"] for side in cases["later"])
+    assert fewest < closing["cores"] or closing["cores"] == 1  # one of them left a core to others
 
 
 @pytest.mark.smoke
