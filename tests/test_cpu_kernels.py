@@ -1,4 +1,4 @@
-"""Kernels in C for decoding on a CPU, for every width of vectors, against float64; and what happens without them."""
+"""Kernels in C for language models on a CPU, for every width of vectors, against float64; and what is without them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts
 from ascent.engines.language.kernels import cpu
+from ascent.engines.language.learning.elementwise import Formulas
 from ascent.engines.language.sampling.draw import Support, draw_tokens
 from ascent.engines.language.sampling.prepacked import RowByRow
 from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler
-from tests.language import model_of, prompts_of, sampler_of
+from tests.language import batch_of, gradient_of, model_of, prompts_of, sampler_of
 from tests.test_cuda_decoder import same
+from tests.test_language_engines import credited, learner_of
 
 pytestmark = pytest.mark.skipif(not cpu.possible(), reason="needs Linux on x86 with AVX2, and GCC")
 
@@ -46,6 +49,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def close(got: Tensor, want: Tensor, tolerance: float = 3e-6) -> None:
     assert got.shape == want.shape and got.dtype == torch.float32
+    want = want.detach()
     assert float((got.double() - want).abs().max()) <= tolerance * max(1.0, float(want.abs().max()))
 
 
@@ -209,6 +213,106 @@ def test_all_words_are_drawn_here_and_some_by_torch(kernels: ctypes.CDLL, monkey
     theirs = draw_tokens(z, 0.7, Support(), u)
     assert torch.equal(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], atol=1e-5)
     assert ours[2] is None and some[2] is not None
+
+
+# ---- updates ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 1000, 9001])
+def test_gates_and_their_slopes(kernels: ctypes.CDLL, count: int) -> None:
+    gate, up, grad = (3 * randn(count, seed=i) for i in range(3))
+    wide = [x.double().requires_grad_() for x in (gate, up)]
+    want = F.silu(wide[0]) * wide[1]
+    close(cpu.gate(gate, up), want)
+    for got, slope in zip(cpu.gate_slope(grad, gate, up), torch.autograd.grad(want, wide, grad.double()), strict=True):
+        close(got, slope)
+
+
+def test_slopes_of_gates_far_from_0(kernels: ctypes.CDLL) -> None:
+    """Open, shut, and not a number."""
+    gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 89.0, 1e30, float("nan")])
+    ones = torch.ones(7)
+    to_gate, to_up = cpu.gate_slope(ones, gate, ones)
+    assert torch.allclose(to_gate, torch.tensor([0, 0, 0, 0.5, 1, 1, float("nan")]), atol=1e-30, equal_nan=True)
+    assert torch.allclose(to_up, torch.tensor([0, 0, 0, 0, 89, 1e30, float("nan")]), atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize(("heads", "positions", "channel"), [(1, 1, 2), (3, 5, 10), (4, 70, 64)])
+def test_turns_and_back(kernels: ctypes.CDLL, heads: int, positions: int, channel: int) -> None:
+    """As a model has queries, `[position head channel]` in memory; and with gaps between channels."""
+    cos, sin = randn(1, positions, channel, seed=1), randn(1, positions, channel, seed=2)
+    plain = randn(1, positions, heads, channel)
+    for x in (plain.transpose(1, 2), plain.repeat_interleave(2, -1)[..., ::2].transpose(1, 2)):
+        for back in (False, True):
+            got = cpu.rotate(x, cos, sin, back)
+            close(got, Formulas.rotate(x.double(), cos.double(), sin.double(), back))
+            assert got.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 577])
+@pytest.mark.parametrize("rows", [1, 64, 130])
+def test_norms_and_their_slopes(kernels: ctypes.CDLL, width: int, rows: int) -> None:
+    x, weight, grad = randn(rows, width), randn(width, seed=1), randn(rows, width, seed=2)
+    wide = [one.double().requires_grad_() for one in (x, weight)]
+    want = wide[1] * wide[0] / (wide[0].square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    out, r = cpu.norm(x, weight, 1e-3)
+    close(out, want)
+    slopes = torch.autograd.grad(want, wide, grad.double())
+    for got, slope in zip(cpu.norm_slope(grad, x, weight, r), slopes, strict=True):
+        close(got, slope, 1e-5)
+
+
+def test_slopes_have_the_same_bits_with_any_threads(kernels: ctypes.CDLL) -> None:
+    x, weight, grad, before = randn(300, 90), randn(90, seed=1), randn(300, 90, seed=2), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            z = randn(40, 3000, seed=3)
+            out, r = cpu.norm(x, weight, 1e-5)
+            found.append([out, *cpu.norm_slope(grad, x, weight, r), *cpu.measure(z, torch.arange(40)), z])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("words", [1, 7, 256, 1000, 4099])
+def test_probabilities_log_probs_and_entropies(kernels: ctypes.CDLL, words: int) -> None:
+    logits, target = 4 * randn(9, words), torch.arange(9) * 37 % words
+    if words > 7:
+        logits[1, 3], logits[2, :5] = float("-inf"), -300.0  # words that cannot be drawn, or hardly
+    want = torch.log_softmax(logits.double(), -1)
+    p = logits.clone()
+    logp, entropy = cpu.measure(p, target)
+    close(p, want.exp(), 1e-6)
+    close(logp, want.gather(-1, target[:, None])[:, 0], 1e-6)
+    close(entropy, torch.special.entr(want.exp()).sum(-1), 1e-5)
+
+
+def test_logits_that_are_no_numbers_have_no_entropy_and_targets_are_words(kernels: ctypes.CDLL) -> None:
+    z = torch.zeros(4, 300)
+    z[0, 5], z[1], z[2, 7] = float("nan"), float("-inf"), float("inf")
+    logp, entropy = cpu.measure(z, torch.zeros(4, dtype=torch.long))
+    assert logp.isnan().tolist() == entropy.isnan().tolist() == [True, True, True, False]
+    for odd in (-1, 300):
+        with pytest.raises(IndexError, match="no word of 300"):
+            cpu.measure(torch.zeros(1, 300), torch.tensor([odd]))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, found, called = ALGORITHMS["dr-grpo"], [], set()
+    for name in ("gate", "gate_slope", "rotate", "norm", "norm_slope", "measure"):
+        plain = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *x, name=name, plain=plain: called.add(name) or plain(*x))
+    for _ in range(2):
+        learner = learner_of(model_of(kind, dtype=torch.float32), algorithm)
+        learner.gradient(credited(batch_of(model_of(kind)), algorithm, learner), algorithm.objective)
+        found.append(gradient_of(learner))
+        assert len(called) == (0 if found[1:] else 6)
+        monkeypatch.setattr(cpu, "library", lambda: None)
+        called.clear()
+    assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].abs().max()
 
 
 # ---- the sampler with and without them ----------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -375,6 +376,30 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
             got = extend(lm, cache, [tokens], [Segment(own, count, start, [11, 2, 7], 9)])
             start += count
             assert (got[0] - want[8 + start]).abs().max() < 1e-10
+
+
+@torch.no_grad()
+def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts, two of them as long as each other; then as many tokens behind each. Against one pass for each."""
+    from ascent.engines.language.attention import ours
+
+    lm, cache, calls, plain = model_of(), Cache(12, 4), [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, *x, **how: calls.append(len(q)) or plain(q, *x, **how)
+    )
+    ids = torch.randint(lm.vocab, (3, 11), generator=torch.Generator().manual_seed(0))
+    prompts, own = [Segment([0, 1], 5), Segment([5, 4], 5), Segment([7, 6], 7)], [[2, 8], [3, 9], [10, 11]]
+    with ours(lm.model):
+        extend(lm, cache, [row[: one.count].tolist() for row, one in zip(ids, prompts, strict=True)], prompts)
+        layers = len(calls) // 2
+        assert calls == [2, 1] * layers
+        behind = [Segment(pages, 4, 0, one.pages, one.count) for pages, one in zip(own, prompts, strict=True)]
+        tokens = [row[one.keys : one.keys + 4].tolist() for row, one in zip(ids, behind, strict=True)]
+        got = extend(lm, cache, tokens, behind)
+        assert calls == [2, 1] * 2 * layers
+    for row, one, found in zip(ids, behind, got, strict=True):
+        want = lm.backbone(row[None, : one.keys + 4]).last_hidden_state[0, -1]
+        assert (found - want).abs().max() < 1e-10
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-/* Decoding on a CPU, in float32: matrix products with few rows, and what lies between them. cpu.py compiles it.
+/* A language model on a CPU, in float32. Decoding: matrix products with few rows, and what lies between them. Updates:
+   what lies between the products of many rows, which BLAS multiplies. cpu.py compiles it.
 
    Every sum is added up in one order, whatever the number of rows and threads: a row has the same bits alone and beside
    others. A matrix W of x.W' is packed into panels of PANEL of its rows, each `[k PANEL]`, the last one filled up with
@@ -113,12 +114,14 @@ INLINE vector exponential(vector given) {
   return pick(given != given, given, pick(given < -87.0f, all(0), power));
 }
 
+INLINE vector logistic(vector z) { /* e^z / (1 + e^z), and 1 / (1 + e^-z): no power is above 1 */
+  vector e = exponential(pick(z < 0, z, -z));
+  return pick(z < 0, e, all(1)) / (1 + e);
+}
+
 /* act(gate): SiLU g.s(g), or GELU by its tanh, which is g.s(2u) with u = 0.798 (g + 0.0447 g^3); s the logistic. */
 INLINE vector activated(vector g, int gelu) {
-  vector z = g;
-  if (gelu) z = 1.5957691216f * (g + 0.044715f * g * g * g);
-  vector e = exponential(pick(z < 0, z, -z)); /* s(z) is e^z / (1 + e^z), and 1 / (1 + e^-z) */
-  return g * pick(z < 0, e, all(1)) / (1 + e);
+  return g * logistic(gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g);
 }
 
 /* ---- products ---------------------------------------------------------------------------------------- */
@@ -402,5 +405,131 @@ void draw(const float *logits, long rows, long words, float temperature, const d
     }
     word[i] = b * BLOCK + (found < 0 ? 0 : found);
     logp[i] = (z[word[i]] - high) / temperature - log(mass);
+  }
+}
+
+/* ---- updates: what lies between the products, and its slopes ------------------------------------------- */
+
+#define FEW 8192 /* numbers that one thread is done with before a second one has begun */
+
+/* `n` numbers, of which fewer than LANES are left, with 0 behind them; and back. */
+INLINE vector some(const float *x, long n) {
+  if (n >= LANES) return at(x);
+  vector v = all(0);
+  memcpy(&v, x, n * sizeof(float));
+  return v;
+}
+INLINE void put_some(float *x, vector v, long n) {
+  if (n >= LANES)
+    put(x, v);
+  else
+    memcpy(x, &v, n * sizeof(float));
+}
+
+/* silu(g).u */
+void gate(const float *g, const float *u, long n, float *out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n > FEW)
+  for (long i = 0; i < n; i += LANES) {
+    vector x = some(g + i, n - i);
+    put_some(out + i, x * logistic(x) * some(u + i, n - i), n - i);
+  }
+}
+
+/* Its slopes: d silu(g)/dg = s.(1 + g.(1 - s)), s = logistic(g). */
+void gate_slope(const float *grad, const float *g, const float *u, long n, float *to_g, float *to_u, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n > FEW)
+  for (long i = 0; i < n; i += LANES) {
+    vector d = some(grad + i, n - i), x = some(g + i, n - i), s = logistic(x);
+    put_some(to_g + i, d * some(u + i, n - i) * s * (1 + x * (1 - s)), n - i);
+    put_some(to_u + i, d * x * s, n - i);
+  }
+}
+
+/* Heads `[position head channel]` with these strides, turned by the angles of their positions, or back; `out` has no
+   gaps. */
+void rotate(const float *x, long positions, long heads, long channel, long by_position, long by_head, const float *cos,
+            const float *sin, int back, float *out, int threads) {
+  long half = channel / 2;
+#pragma omp parallel for num_threads(threads) schedule(static) if (positions * heads * channel > FEW)
+  for (long unit = 0; unit < positions * heads; unit++) {
+    long position = unit / heads;
+    const float *a = x + position * by_position + unit % heads * by_head, *b = a + half;
+    const float *c = cos + position * channel, *s = sin + position * channel;
+    float *restrict first = out + unit * channel, *restrict second = first + half;
+    for (long j = 0; j < half; j++) {
+      first[j] = back ? a[j] * c[j] + b[j] * s[j + half] : a[j] * c[j] - b[j] * s[j];
+      second[j] = back ? b[j] * c[j + half] - a[j] * s[j] : b[j] * c[j + half] + a[j] * s[j + half];
+    }
+  }
+}
+
+/* out = w.n with n = x.r, r = 1 / sqrt(mean x^2 + eps). */
+void norm(const float *x, const float *weight, float eps, long rows, long width, float *out, float *r, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > FEW)
+  for (long i = 0; i < rows; i++) {
+    const float *row = x + i * width;
+    vector squares = all(0);
+    for (long j = 0; j < width; j += LANES) squares += some(row + j, width - j) * some(row + j, width - j);
+    r[i] = 1 / sqrtf(total(squares) / width + eps);
+    for (long j = 0; j < width; j += LANES)
+      put_some(out + i * width + j, some(row + j, width - j) * r[i] * some(weight + j, width - j), width - j);
+  }
+}
+
+/* Its slopes r.(g.w - n.mean(g.w.n)), and the sum of g.n over rows: `sums` has room for one of every NORMS rows, so that
+   they are added up in the same order whatever the number of threads. */
+#define NORMS 64
+void norm_slope(const float *grad, const float *x, const float *weight, const float *r, long rows, long width,
+                float *to_x, float *sums, float *to_weight, int threads) {
+  long blocks = (rows + NORMS - 1) / NORMS;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > FEW)
+  for (long b = 0; b < blocks; b++) {
+    float *sum = sums + b * width;
+    memset(sum, 0, width * sizeof(float));
+    for (long i = b * NORMS; i < smaller(rows, (b + 1) * NORMS); i++) {
+      const float *row = x + i * width, *g = grad + i * width;
+      vector along = all(0);
+      for (long j = 0; j < width; j += LANES) {
+        vector gn = some(g + j, width - j) * some(row + j, width - j) * r[i];
+        along += gn * some(weight + j, width - j);
+        put_some(sum + j, some(sum + j, width - j) + gn, width - j);
+      }
+      float mean = total(along) / width;
+      for (long j = 0; j < width; j += LANES) {
+        vector n = some(row + j, width - j) * r[i], gw = some(g + j, width - j) * some(weight + j, width - j);
+        put_some(to_x + i * width + j, r[i] * (gw - n * mean), width - j);
+      }
+    }
+  }
+  memset(to_weight, 0, width * sizeof(float));
+  for (long b = 0; b < blocks; b++)
+    for (long j = 0; j < width; j++) to_weight[j] += sums[b * width + j];
+}
+
+/* Logits become probabilities; and of each row log p of a word, and the entropy. */
+void measure(float *z, const int64_t *target, long rows, long words, float *logp, float *entropy, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long i = 0; i < rows; i++) {
+    float *row = z + i * words, high = -INFINITY, own = row[target[i]];
+    vector highest = all(high);
+    for (long j = 0; j + LANES <= words; j += LANES) highest = larger(highest, at(row + j));
+    high = largest(highest);
+    for (long j = words / LANES * LANES; j < words; j++) high = row[j] > high ? row[j] : high;
+    double mass = 0, mean = 0;
+    for (long block = 0; block < words; block += BLOCK) {
+      vector sum = all(0), weighed = all(0);
+      for (long j = block; j < smaller(words, block + BLOCK); j += LANES) {
+        vector x = some(row + j, words - j) - high;
+        if (words - j < LANES)
+          for (long l = words - j; l < LANES; l++) x[l] = -INFINITY;
+        vector e = exponential(x);
+        put_some(row + j, e, words - j);
+        sum += e, weighed += e * larger(x, all(-87.0f)); /* e is 0 below */
+      }
+      mass += total(sum), mean += total(weighed);
+    }
+    logp[i] = own - high - log(mass), entropy[i] = log(mass) - mean / mass;
+    float share = 1 / mass;
+    for (long j = 0; j < words; j++) row[j] *= share;
   }
 }

@@ -1,4 +1,5 @@
-"""Kernels in C for decoding on a CPU (cpu.c): products with few rows, norms, attention row by row, and the draw.
+"""Kernels in C for language models on a CPU (cpu.c): products with few rows, norms, attention row by row, the draw,
+and what lies between the products of an update.
 
 They are compiled on first use, which takes seconds once per machine, for the processor that is here. They need float32,
 Linux on x86 with AVX2, and GCC; elsewhere torch computes the same, slower. ASCENT_NATIVE=0 turns them off. Threads are
@@ -26,6 +27,8 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fopenmp", "-fPIC", "-std=gnu11")
+NORMS = 64
+"""Rows whose part of a norm's slope is added up at once, as in cpu.c."""
 PATIENCE = 120
 """Seconds that the compiler may take."""
 ARGUMENTS = {
@@ -37,6 +40,12 @@ ARGUMENTS = {
         *[c_void_p] * 3, *[c_long] * 4, c_float, c_void_p, c_void_p, c_long, c_void_p, c_long, *[c_void_p] * 4, c_int
     ),
     "draw": (c_void_p, c_long, c_long, c_float, *[c_void_p] * 3, c_int),
+    "gate": (c_void_p, c_void_p, c_long, c_void_p, c_int),
+    "gate_slope": (*[c_void_p] * 3, c_long, c_void_p, c_void_p, c_int),
+    "rotate": (c_void_p, *[c_long] * 5, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    "norm": (c_void_p, c_void_p, c_float, c_long, c_long, c_void_p, c_void_p, c_int),
+    "norm_slope": (*[c_void_p] * 4, c_long, c_long, *[c_void_p] * 3, c_int),
+    "measure": (c_void_p, c_void_p, c_long, c_long, c_void_p, c_void_p, c_int),
 }  # fmt: skip
 
 
@@ -195,6 +204,60 @@ def draw_rows(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Te
     word, logp = torch.empty(len(logits), dtype=torch.long), logits.new_empty(len(logits))
     _kernels().draw(_at(logits), *logits.shape, temperature, *map(_at, (u, word, logp)), _threads())
     return word, logp
+
+
+# ---- updates: what lies between the products, and its slopes (elementwise.py and head.py say what they compute)
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _kernels().gate(_at(gate), _at(up), gate.numel(), _at(out), _threads())
+    return out
+
+
+def gate_slope(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    slopes = torch.empty_like(gate), torch.empty_like(up)
+    _kernels().gate_slope(*map(_at, (grad, gate, up)), gate.numel(), *map(_at, slopes), _threads())
+    return slopes
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """`[1 head position channel]` in; out the same, laid out `[position head channel]` in memory."""
+    x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
+    _, heads, positions, channel = x.shape
+    out = x.new_empty(1, positions, heads, channel)
+    shape = (positions, heads, channel, x.stride(2), x.stride(1))
+    _kernels().rotate(_at(x), *shape, _at(cos), _at(sin), back, _at(out), _threads())
+    return out.transpose(1, 2)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """weight·x·r of rows `[... width]`, and r `[row]`."""
+    x, weight, width = x.contiguous(), weight.contiguous(), len(weight)
+    out, r = torch.empty_like(x), x.new_empty(x.numel() // width)
+    _kernels().norm(_at(x), _at(weight), eps, len(r), width, _at(out), _at(r), _threads())
+    return out, r
+
+
+def norm_slope(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x and of the weight."""
+    grad, x, weight, width = grad.contiguous(), x.contiguous(), weight.contiguous(), len(weight)
+    to_x, to_weight, sums = torch.empty_like(x), torch.empty_like(weight), x.new_empty(-(-len(r) // NORMS), width)
+    given = map(_at, (grad, x, weight, r))
+    _kernels().norm_slope(*given, len(r), width, *map(_at, (to_x, sums, to_weight)), _threads())
+    return to_x, to_weight
+
+
+def measure(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits `[token word]` become probabilities, in place; log p of the targets, and the entropies."""
+    if len(target) and not 0 <= int(target.min()) <= int(target.max()) < z.shape[1]:
+        raise IndexError(f"a target is no word of {z.shape[1]}")
+    target = target.contiguous()
+    logp, entropy = z.new_empty(len(z)), z.new_empty(len(z))
+    _kernels().measure(_at(z), _at(target), *z.shape, _at(logp), _at(entropy), _threads())
+    return logp, entropy
 
 
 def _kernels() -> ctypes.CDLL:

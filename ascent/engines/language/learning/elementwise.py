@@ -7,8 +7,9 @@
 On a GPU a third of a small model's update goes to such kernels, for each reads and writes everything once. Here sums
 are float32 and results are rounded once. A part of a model is replaced only if it is found to compute the same, to
 rounding: a Gemma's norms, with their 1 + weight, are left alone, and so is all that is in float64.
-`Formulas` is what the kernels compute. On a CPU, in float32, it turns queries and keys, norms have a form with half of
-the passes (`RmsNorm`), and gates one that computes e^x once (`Gate`).
+`Formulas` is what the kernels compute. On a CPU, in float32, the kernels are in C (kernels/cpu.py); without them
+`Formulas` turns queries and keys, norms have a form with half of the passes (`RmsNorm`), and gates one that computes
+e^x once (`Gate`).
 """
 
 import sys
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ascent.engines.language.adapters import fuse_adapter
-from ascent.engines.language.kernels import load_kernels
+from ascent.engines.language.kernels import cpu, load_kernels
 
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 """How far two forms may be apart, relative to the largest output; other types are left alone."""
@@ -43,7 +44,7 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     if ops is None and getattr(before, "is_ours", False):  # a pass within a pass, as of a critic that is fitted
         yield
         return
-    ops = ops or (load_kernels("elementwise") if like.is_cuda else Formulas if _is_plain(like) else None)
+    ops = ops or (load_kernels("elementwise") if like.is_cuda else _on_a_cpu(like))
     sharded = hasattr(like, "to_local")  # then layers compute in another type than the parameters are in
     if ops is None or before is None or not (sharded or _turns_alike(before, ops, like.dtype, like.device)):
         yield
@@ -52,6 +53,7 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
         odd = q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole
+        odd = odd or (ops is cpu and not cpu.fits(q, k, cos, sin))
         if odd or differentiated_twice() or (sharded and not _turns_alike(before, ops, q.dtype, q.device)):
             return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
@@ -72,6 +74,12 @@ def differentiated_twice() -> bool:
 def _is_plain(x: Tensor) -> bool:
     """Is it in float32 on a CPU, and whole? Layers of shards may compute in another type."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not hasattr(x, "to_local")
+
+
+def _on_a_cpu(like: Tensor) -> Any:
+    if not _is_plain(like):
+        return None
+    return cpu if cpu.fits(like) else Formulas
 
 
 def _alike(got: Tensor, want: Tensor) -> bool:
@@ -118,6 +126,10 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if cpu.fits(x, weight):
+            out, r = cpu.norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, r)
+            return out
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         r = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
@@ -127,6 +139,9 @@ class RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, r = ctx.saved_tensors
+        if cpu.fits(grad, x, weight):
+            to_x, to_weight = cpu.norm_slope(grad, x, weight, r)
+            return to_x, to_weight if ctx.needs_input_grad[1] else None, None
         n, g = (x * r).flatten(0, -2), grad.flatten(0, -2)
         along = g * n
         g_weight = along.new_ones(len(along)) @ along if ctx.needs_input_grad[1] else None
@@ -148,7 +163,7 @@ def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:  # kernels are looked up
         return type(module).forward(module, x)
     gate, up = module.gate_proj(x), module.up_proj(x)
     if ops is None and _is_plain(gate):
-        return module.down_proj(Gate.apply(gate, up))
+        return module.down_proj(_Gate.apply(gate, up, cpu) if cpu.fits(gate, up) else Gate.apply(gate, up))
     return module.down_proj(_Gate.apply(gate, up, ops or load_kernels("elementwise")))
 
 
@@ -180,6 +195,7 @@ class _Gate(torch.autograd.Function):
         return ops.gate(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return *ctx.ops.gate_slope(grads[0].contiguous(), *ctx.saved_tensors), None
 
@@ -209,6 +225,7 @@ class _Rotate(torch.autograd.Function):
         return ops.rotate(x, cos, sin, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.ops.rotate(grads[0], *ctx.saved_tensors, True), None, None, None
 

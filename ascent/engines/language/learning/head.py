@@ -8,7 +8,7 @@ pass computes a chunk's logits again. With z the logits at the sampling temperat
     KL = Σ p·(log p − log p_ref)          ∂KL/∂z = p·(log p − log p_ref − KL)
 
 All of it in float32 or better, whatever the hidden states are. On a GPU there are kernels that take few passes over
-the logits (`FusedStats`).
+the logits (`FusedStats`), and on a CPU one in C (kernels/cpu.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.engines.language.kernels import load_kernels
+from ascent.engines.language.kernels import cpu, load_kernels
 from ascent.policies.causal_lm import is_mixed
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
@@ -122,12 +122,16 @@ class _TokenStats(torch.autograd.Function):
         room = KEEP_BYTES if needed and not head.cap else 0
         for part in _parts(count, chunk):
             z = head.logits(hidden[part]) / temperature if temperature != 1.0 else head.logits(hidden[part])
-            p = torch.softmax(z, -1)
-            log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
-            logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
+            if reference is None and cpu.fits(z):
+                logp[part], entropy[part] = cpu.measure(z, target[part])
+                p = z  # now they are probabilities
+            else:
+                p = torch.softmax(z, -1)
+                log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
+                logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
+                entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             if reference is not None:
                 kl[part] = (p * (z - log_z - _ref_log_probs(reference, part, temperature))).sum(-1)
-            entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             room -= p.numel() * p.element_size()
             if room >= 0:
                 ctx.kept.append(p)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -113,8 +114,14 @@ class Extending:
         """Attention of the tokens to all that their segments see, `[token head channel]`."""
         if self.fuses(q):
             return self.fused.forward(q, k, v, self.spans, scale)[0]
-        parts = zip(q.split(self.queries), k.split(self.keys), v.split(self.keys), strict=True)
-        return torch.cat([_causal(*part, scale) for part in parts])
+        found, start, first = [], 0, 0
+        for (count, seen), alike in groupby(zip(self.queries, self.keys, strict=True)):  # neighbors in one call
+            some = len(list(alike))
+            end, last = start + some * count, first + some * seen
+            parts = (q[start:end], k[first:last], v[first:last])
+            found.append(_causal(parts, some, scale))
+            start, first = end, last
+        return torch.cat(found)
 
     def fuses(self, q: Tensor) -> bool:
         """Is there one kernel for the attention of all segments?"""
@@ -149,13 +156,16 @@ def extend(lm: Encodes, cache: Cache, tokens: Sequence[Sequence[int]], segments:
     return torch.cat(hidden)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The last query sees every key, the one before all but the last, and so on. `[token head channel]`"""
-    count, total = len(q), len(k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+def _causal(parts: Sequence[Tensor], segments: int, scale: float) -> Tensor:
+    """Of queries, keys and values of segments of the same lengths, `[token head channel]`: attention inside each.
+
+    The last query sees every key, the one before all but the last, and so on.
+    """
+    q, k, v = (x.unflatten(0, (segments, len(x) // segments)).transpose(1, 2) for x in parts)
+    count, total = q.shape[2], k.shape[2]
     seen = None if count == total else torch.ones(count, total, dtype=torch.bool, device=q.device).tril(total - count)
     out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass

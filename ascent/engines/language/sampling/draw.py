@@ -228,20 +228,19 @@ class Drawn:
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         """The next token of these responses, drawn from their last hidden states."""
-        t, logits, alike = self.length[row], self.head.logits(hidden), self.by_settings(row)
+        at, logits, alike = torch.tensor(row), self.head.logits(hidden), self.by_settings(row)
+        t = self.length[at]
         for settings, some in alike.items():
-            part = (logits, row, t) if len(alike) == 1 else (logits[some], [row[i] for i in some], t[some])
-            self._draw(*part, *settings)
-        self.length[row] += 1
-        self.ended[row] = torch.isin(self.token[row, t], self.ends)
+            self._draw(*((logits, at, t) if len(alike) == 1 else (logits[some], at[some], t[some])), *settings)
+        token = self.token[at, t]
+        self.length[at] = t + 1
+        self.ended[at] = torch.isin(token, self.ends)
         if self.reads:
             stopped = [bool(self._stop(r, last, last + 1)) for r, last in zip(row, t.tolist(), strict=True)]
-            self.ended[row] |= torch.tensor(stopped)
-        return self.token[row, t]
+            self.ended[at] |= torch.tensor(stopped)
+        return token
 
-    def _draw(
-        self, logits: Tensor, row: list[int], t: Tensor, temperature: float, support: Support, greedy: bool
-    ) -> None:
+    def _draw(self, logits: Tensor, row: Tensor, t: Tensor, temperature: float, support: Support, greedy: bool) -> None:
         """Token `t` of each of these responses, which share their settings."""
         u = None if greedy or self.seeds is None else uniform(self.seeds[row], t).to(logits.device)
         early = t < support.min_tokens
@@ -301,8 +300,8 @@ class Drawn:
 
         A turn ends with an end token or a stop string, or at its own limit. At any other limit the response ends.
         """
-        over = []
-        found = (self.length[responses], self.ended[responses], self.limits[responses])
+        over, at = [], torch.tensor(responses, dtype=torch.long)
+        found = (self.length[at], self.ended[at], self.limits[at])
         for response, length, ended, limit in zip(responses, *(part.tolist() for part in found), strict=True):
             if not ended and length < limit:
                 continue

@@ -163,6 +163,10 @@ class Prepacked:
         self.parameters = list(self.lm.model.parameters())
         self.places = self._places()
         """Of the parameters, when the model was looked through."""
+        self.tables: dict[str | None, Pair] = {}
+        """By kind of rotation, cosines and sines (`_signed`) of the first positions."""
+        self.longest = 0
+        """How many these are."""
 
     def _places(self) -> list[int]:
         return [p.data_ptr() for p in self.parameters]
@@ -203,21 +207,29 @@ class Prepacked:
             product.renew(version)
         return self.head
 
+    def _turns(self, positions: Tensor) -> dict[str | None, Pair]:
+        """By kind of rotation, cosines and sines at these positions, from tables that grow with them."""
+        most = int(positions.max()) + 1
+        if most > self.longest:
+            self.longest = max(most, 2 * self.longest)
+            pairs = dict(zip(self.net.rotations, self.net.tables(self.longest), strict=True))
+            self.tables = {kind: _signed(*pair) for kind, pair in pairs.items()}
+        return {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.tables.items()}
+
     @torch.no_grad()
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """Last hidden states `[row position width]` of tokens that the layout brings together with what they see."""
         net, channel = self.net, self.net.channel
-        pairs = net.turns(positions.flatten())
-        signed = {id(cos): _signed(cos, sin) for cos, sin in dict(pairs).items()}  # layers share them
+        turns = self._turns(positions.flatten())
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             if layer.norms_qk is not None and not layer.norms_all(channel):
                 qkv = norm_heads(qkv, layer.norms_qk, net.heads)
             if isinstance(layout, RowByRow):
-                return layout.mix(i, qkv, signed[id(pairs[i][0])], net.heads, layer.scale)
+                return layout.mix(i, qkv, turns[net.rotations[i]], net.heads, layer.scale)
             parts = qkv.view(*ids.shape, -1, channel)
             both, v = parts[:, :, : -net.heads], parts[:, :, -net.heads :]
-            both = _turned(both, *signed[id(pairs[i][0])])
+            both = _turned(both, *turns[net.rotations[i]])
             q, k = both[:, :, : -net.heads], both[:, :, -net.heads :]
             out = layout.attend(i, *(part.transpose(1, 2) for part in (q, k, v)), layer.scale)
             return out.reshape(len(qkv), -1)

@@ -330,7 +330,7 @@ class GroupDecoder:
         """By response, the tokens before that one which are not in its pages yet, though it has pages."""
 
     def __call__(self) -> None:
-        schedule, before = self.schedule, None
+        schedule, before, device = self.schedule, None, self.lm.device
         with ours(self.lm.model):
             while self.drawn.missing:
                 self._hear(wait=False)
@@ -346,7 +346,7 @@ class GroupDecoder:
                 if now != before:
                     self.decoding.arrange(rows, schedule)
                 before = now
-                last = torch.tensor([self.last[row.response] for row in rows], device=self.lm.device)
+                last = torch.tensor([self.last[row.response] for row in rows], device=device)
                 positions = self.decoding.begin(rows)
                 hidden = self.net.hidden(last[:, None], positions[:, None], self.decoding)
                 for row in rows:
