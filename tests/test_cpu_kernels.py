@@ -223,8 +223,10 @@ def test_gates_and_their_slopes(kernels: ctypes.CDLL, count: int) -> None:
     gate, up, grad = (3 * randn(count, seed=i) for i in range(3))
     wide = [x.double().requires_grad_() for x in (gate, up)]
     want = F.silu(wide[0]) * wide[1]
-    close(cpu.gate(gate, up), want)
-    for got, slope in zip(cpu.gate_slope(grad, gate, up), torch.autograd.grad(want, wide, grad.double()), strict=True):
+    close(cpu.Elementwise.gate(gate, up), want)
+    for got, slope in zip(
+        cpu.Elementwise.gate_slope(grad, gate, up), torch.autograd.grad(want, wide, grad.double()), strict=True
+    ):
         close(got, slope)
 
 
@@ -232,7 +234,7 @@ def test_slopes_of_gates_far_from_0(kernels: ctypes.CDLL) -> None:
     """Open, shut, and not a number."""
     gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 89.0, 1e30, float("nan")])
     ones = torch.ones(7)
-    to_gate, to_up = cpu.gate_slope(ones, gate, ones)
+    to_gate, to_up = cpu.Elementwise.gate_slope(ones, gate, ones)
     assert torch.allclose(to_gate, torch.tensor([0, 0, 0, 0.5, 1, 1, float("nan")]), atol=1e-30, equal_nan=True)
     assert torch.allclose(to_up, torch.tensor([0, 0, 0, 0, 89, 1e30, float("nan")]), atol=1e-30, equal_nan=True)
 
@@ -244,7 +246,7 @@ def test_turns_and_back(kernels: ctypes.CDLL, heads: int, positions: int, channe
     plain = randn(1, positions, heads, channel)
     for x in (plain.transpose(1, 2), plain.repeat_interleave(2, -1)[..., ::2].transpose(1, 2)):
         for back in (False, True):
-            got = cpu.rotate(x, cos, sin, back)
+            got = cpu.Elementwise.rotate(x, cos, sin, back)
             close(got, Formulas.rotate(x.double(), cos.double(), sin.double(), back))
             assert got.transpose(1, 2).is_contiguous()
 
@@ -270,7 +272,7 @@ def test_slopes_have_the_same_bits_with_any_threads(kernels: ctypes.CDLL) -> Non
             torch.set_num_threads(threads)
             z = randn(40, 3000, seed=3)
             out, r = cpu.norm(x, weight, 1e-5)
-            found.append([out, *cpu.norm_slope(grad, x, weight, r), *cpu.measure(z, torch.arange(40)), z])
+            found.append([out, *cpu.norm_slope(grad, x, weight, r), *cpu.measure_rows(z, torch.arange(40)), z])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -283,7 +285,7 @@ def test_probabilities_log_probs_and_entropies(kernels: ctypes.CDLL, words: int)
         logits[1, 3], logits[2, :5] = float("-inf"), -300.0  # words that cannot be drawn, or hardly
     want = torch.log_softmax(logits.double(), -1)
     p = logits.clone()
-    logp, entropy = cpu.measure(p, target)
+    logp, entropy = cpu.measure_rows(p, target)
     close(p, want.exp(), 1e-6)
     close(logp, want.gather(-1, target[:, None])[:, 0], 1e-6)
     close(entropy, torch.special.entr(want.exp()).sum(-1), 1e-5)
@@ -292,19 +294,20 @@ def test_probabilities_log_probs_and_entropies(kernels: ctypes.CDLL, words: int)
 def test_logits_that_are_no_numbers_have_no_entropy_and_targets_are_words(kernels: ctypes.CDLL) -> None:
     z = torch.zeros(4, 300)
     z[0, 5], z[1], z[2, 7] = float("nan"), float("-inf"), float("inf")
-    logp, entropy = cpu.measure(z, torch.zeros(4, dtype=torch.long))
+    logp, entropy = cpu.measure_rows(z, torch.zeros(4, dtype=torch.long))
     assert logp.isnan().tolist() == entropy.isnan().tolist() == [True, True, True, False]
     for odd in (-1, 300):
         with pytest.raises(IndexError, match="no word of 300"):
-            cpu.measure(torch.zeros(1, 300), torch.tensor([odd]))
+            cpu.measure_rows(torch.zeros(1, 300), torch.tensor([odd]))
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, found, called = ALGORITHMS["dr-grpo"], [], set()
-    for name in ("gate", "gate_slope", "rotate", "norm", "norm_slope", "measure"):
-        plain = getattr(cpu, name)
-        monkeypatch.setattr(cpu, name, lambda *x, name=name, plain=plain: called.add(name) or plain(*x))
+    turning = [(cpu.Elementwise, name) for name in ("gate", "gate_slope", "rotate")]
+    for where, name in [*turning, *((cpu, name) for name in ("norm", "norm_slope", "measure_rows"))]:
+        plain = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *x, name=name, plain=plain: called.add(name) or plain(*x))
     for _ in range(2):
         learner = learner_of(model_of(kind, dtype=torch.float32), algorithm)
         learner.gradient(credited(batch_of(model_of(kind)), algorithm, learner), algorithm.objective)

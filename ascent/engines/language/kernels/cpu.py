@@ -209,28 +209,32 @@ def draw_rows(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Te
 # ---- updates: what lies between the products, and its slopes (elementwise.py and head.py say what they compute)
 
 
-def gate(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    _kernels().gate(_at(gate), _at(up), gate.numel(), _at(out), _threads())
-    return out
+class Elementwise:
+    """Gates, their slopes, and turns."""
 
+    @staticmethod
+    def gate(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        _kernels().gate(_at(gate), _at(up), gate.numel(), _at(out), _threads())
+        return out
 
-def gate_slope(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    slopes = torch.empty_like(gate), torch.empty_like(up)
-    _kernels().gate_slope(*map(_at, (grad, gate, up)), gate.numel(), *map(_at, slopes), _threads())
-    return slopes
+    @staticmethod
+    def gate_slope(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+        slopes = torch.empty_like(gate), torch.empty_like(up)
+        _kernels().gate_slope(*map(_at, (grad, gate, up)), gate.numel(), *map(_at, slopes), _threads())
+        return slopes
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """`[1 head position channel]` in; out the same, laid out `[position head channel]` in memory."""
-    x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
-    _, heads, positions, channel = x.shape
-    out = x.new_empty(1, positions, heads, channel)
-    shape = (positions, heads, channel, x.stride(2), x.stride(1))
-    _kernels().rotate(_at(x), *shape, _at(cos), _at(sin), back, _at(out), _threads())
-    return out.transpose(1, 2)
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+        """`[1 head position channel]` in; out the same, laid out `[position head channel]` in memory."""
+        x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
+        _, heads, positions, channel = x.shape
+        out = x.new_empty(1, positions, heads, channel)
+        shape = (positions, heads, channel, x.stride(2), x.stride(1))
+        _kernels().rotate(_at(x), *shape, _at(cos), _at(sin), back, _at(out), _threads())
+        return out.transpose(1, 2)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -250,7 +254,7 @@ def norm_slope(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tens
     return to_x, to_weight
 
 
-def measure(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def measure_rows(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logits `[token word]` become probabilities, in place; log p of the targets, and the entropies."""
     if len(target) and not 0 <= int(target.min()) <= int(target.max()) < z.shape[1]:
         raise IndexError(f"a target is no word of {z.shape[1]}")

@@ -53,7 +53,7 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
         odd = q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole
-        odd = odd or (ops is cpu and not cpu.fits(q, k, cos, sin))
+        odd = odd or (ops is cpu.Elementwise and not cpu.fits(q, k, cos, sin))
         if odd or differentiated_twice() or (sharded and not _turns_alike(before, ops, q.dtype, q.device)):
             return before(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return _Rotate.apply(q, cos, sin, ops), _Rotate.apply(k, cos, sin, ops)
@@ -79,7 +79,7 @@ def _is_plain(x: Tensor) -> bool:
 def _on_a_cpu(like: Tensor) -> Any:
     if not _is_plain(like):
         return None
-    return cpu if cpu.fits(like) else Formulas
+    return cpu.Elementwise if cpu.fits(like) else Formulas
 
 
 def _alike(got: Tensor, want: Tensor) -> bool:
@@ -163,7 +163,7 @@ def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:  # kernels are looked up
         return type(module).forward(module, x)
     gate, up = module.gate_proj(x), module.up_proj(x)
     if ops is None and _is_plain(gate):
-        return module.down_proj(_Gate.apply(gate, up, cpu) if cpu.fits(gate, up) else Gate.apply(gate, up))
+        return module.down_proj(_Gate.apply(gate, up, cpu.Elementwise) if cpu.fits(gate, up) else Gate.apply(gate, up))
     return module.down_proj(_Gate.apply(gate, up, ops or load_kernels("elementwise")))
 
 

@@ -123,7 +123,7 @@ class _TokenStats(torch.autograd.Function):
         for part in _parts(count, chunk):
             z = head.logits(hidden[part]) / temperature if temperature != 1.0 else head.logits(hidden[part])
             if reference is None and cpu.fits(z):
-                logp[part], entropy[part] = cpu.measure(z, target[part])
+                logp[part], entropy[part] = cpu.measure_rows(z, target[part])
                 p = z  # now they are probabilities
             else:
                 p = torch.softmax(z, -1)
