@@ -455,10 +455,12 @@ void rotate(const float *x, long positions, long heads, long channel, long by_po
     long position = unit / heads;
     const float *a = x + position * by_position + unit % heads * by_head, *b = a + half;
     const float *c = cos + position * channel, *s = sin + position * channel;
-    float *restrict first = out + unit * channel, *restrict second = first + half;
-    for (long j = 0; j < half; j++) {
-      first[j] = back ? a[j] * c[j] + b[j] * s[j + half] : a[j] * c[j] - b[j] * s[j];
-      second[j] = back ? b[j] * c[j + half] - a[j] * s[j] : b[j] * c[j + half] + a[j] * s[j + half];
+    float *first = out + unit * channel, *second = first + half;
+    for (long j = 0; j < half; j += LANES) {
+      vector one = some(a + j, half - j), two = some(b + j, half - j);
+      vector low = some(s + j, half - j), high = some(s + half + j, half - j);
+      put_some(first + j, one * some(c + j, half - j) + two * (back ? high : -low), half - j);
+      put_some(second + j, two * some(c + half + j, half - j) + one * (back ? -low : high), half - j);
     }
   }
 }
