@@ -514,7 +514,7 @@ class Run:
 
     def _write(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
         """Responses so far: what they had when they got their lanes, and what is in these from then on."""
-        drawn, begun = self.drawn, [self.since[response] for response in responses]
+        drawn, begun, at = self.drawn, [self.since[response] for response in responses], torch.tensor(responses)
         low, high, length = min(begun), max(lengths), torch.tensor(lengths)
         place = torch.arange(low, high)
         new = (place >= torch.tensor(begun)[:, None]) & (place < length[:, None])
@@ -522,8 +522,8 @@ class Run:
         for into, lane in zip((drawn.token, drawn.logp, mass), lanes, strict=True):
             if into is not None:
                 drawn_now = lane[:, low:high].cpu().to(into.dtype)
-                into[responses, low:high] = torch.where(new, drawn_now, into[responses, low:high])
-        drawn.length[responses] = length
+                into[at, low:high] = torch.where(new, drawn_now, into[at, low:high])
+        drawn.length[at] = length
 
     def _set(self, rows: list[tuple[Row, int]]) -> None:
         """The state of these rows' lanes: they feed the given token next."""

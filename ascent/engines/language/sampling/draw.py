@@ -284,9 +284,9 @@ class Drawn:
 
     def end(self, responses: list[int]) -> None:
         """See of these whether their latest token ended them."""
-        last = self.token[responses, self.length[responses] - 1]
+        at = torch.tensor(responses, dtype=torch.long)
         stopped = torch.tensor([response in self.stopped for response in responses], dtype=torch.bool)
-        self.ended[responses] = torch.isin(last, self.ends) | stopped
+        self.ended[at] = torch.isin(self.token[at, self.length[at] - 1], self.ends) | stopped
 
     def tokens_of(self, response: int, start: int, end: int) -> list[int]:
         return self.token.numpy()[response, start:end].tolist() if start < end else []
