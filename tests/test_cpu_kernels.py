@@ -1,4 +1,4 @@
-"""Kernels in C for language models on a CPU, for every width of vectors, against float64; and what is without them."""
+"""Kernels in C for language models on a CPU, of every width of vectors, against float64; what happens without them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts
 from ascent.engines.language.kernels import cpu
-from ascent.engines.language.learning.elementwise import Formulas
+from ascent.engines.language.learning.elementwise import Formulas, fuse, rotating
+from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.language.sampling.draw import Support, draw_tokens
 from ascent.engines.language.sampling.prepacked import RowByRow
 from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler
@@ -301,6 +303,46 @@ def test_logits_that_are_no_numbers_have_no_entropy_and_targets_are_words(kernel
             cpu.measure_rows(torch.zeros(1, 300), torch.tensor([odd]))
 
 
+def test_targets_of_every_type_and_shapes_that_do_not_belong_together(kernels: ctypes.CDLL) -> None:
+    """C would read beyond what is there."""
+    want = cpu.measure_rows(randn(5, 9), torch.arange(5))
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert all(map(torch.equal, cpu.measure_rows(randn(5, 9), torch.arange(5, dtype=dtype)), want))
+    for z, target in (
+        (randn(5, 9), torch.arange(4)),
+        (randn(2, 9), torch.arange(0)),
+        (randn(9, 5).t(), torch.arange(5)),
+    ):
+        with pytest.raises(ValueError, match="targets of"):
+            cpu.measure_rows(z, target)
+    for call in (
+        lambda: cpu.norm(randn(3, 8), randn(4), 1e-5),
+        lambda: cpu.norm_slope(randn(2, 8), randn(3, 8), randn(8), randn(3)),
+        lambda: cpu.Elementwise.gate(randn(8), randn(4)),
+        lambda: cpu.Elementwise.gate_slope(randn(8), randn(8), randn(4)),
+    ):
+        with pytest.raises(ValueError, match="have to be the same"):
+            call()
+
+
+def test_numbers_that_lie_elsewhere_are_not_for_them() -> None:
+    with FakeTensorMode():
+        assert not cpu.fits(torch.empty(3))
+    assert cpu.fits(torch.empty(3), torch.nn.Parameter(torch.empty(3))) and not cpu.fits(torch.empty(3).double())
+
+
+def test_log_probs_beside_an_exact_kl_have_the_bits_of_those_alone(kernels: ctypes.CDLL) -> None:
+    """So ratios of a first update are exactly 1, with a reference too; and the KL is that of float64."""
+    hidden, weight, target = randn(40, 12), randn(300, 12, seed=1), torch.arange(40) * 7
+    alone = token_stats(Head(weight), hidden, target, 0.7)
+    reference = (Head(randn(300, 12, seed=2)), hidden)
+    beside = token_stats(Head(weight), hidden, target, 0.7, reference)
+    assert torch.equal(alone[0], beside[0]) and torch.equal(alone[1], beside[1])
+    p, q = (torch.log_softmax(hidden.double() @ w.double().t() / 0.7, -1) for w in (weight, reference[0].weight))
+    assert beside[2] is not None
+    close(beside[2], (p.exp() * (p - q)).sum(-1), 1e-5)
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, found, called = ALGORITHMS["dr-grpo"], [], set()
@@ -316,6 +358,35 @@ def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: 
         monkeypatch.setattr(cpu, "library", lambda: None)
         called.clear()
     assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].abs().max()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_fused_model_computes_under_a_cast_too(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then its products are in half precision, and what lies between them as torch has it."""
+    if not native:
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    plain, fused = (model_of(dtype=torch.float32).model for _ in range(2))
+    assert fuse(fused)
+    ids = torch.arange(1, 9)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = (model(ids).logits.float() for model in (plain, fused))
+    assert (got - want).abs().max() < 2e-2 * want.abs().max()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_positions_that_rows_share_are_turned_as_the_model_turns_them(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cosines `[1 1 channel]`, which are spread over positions: no kernel takes them."""
+    if not native:
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    model = model_of(dtype=torch.float32).model
+    where = sys.modules[type(model.get_decoder()).__module__]
+    q, k, cos, sin = randn(1, 4, 5, 16), randn(1, 2, 5, 16, seed=1), randn(1, 1, 16, seed=2), randn(1, 1, 16, seed=3)
+    want = where.apply_rotary_pos_emb(q, k, cos, sin)
+    with rotating(model):
+        assert where.apply_rotary_pos_emb.is_ours
+        assert all(map(torch.equal, where.apply_rotary_pos_emb(q, k, cos, sin), want))
 
 
 # ---- the sampler with and without them ----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.kernels import cpu
 from ascent.engines.language.sampling import prepacked as module
+from ascent.engines.language.sampling.model import Llama
 from ascent.engines.language.sampling.prepacked import Prepacked, Product, gap, prepacked
 from ascent.engines.language.sampling.sampler import GroupDecoder
 from ascent.policies import LanguageModel
@@ -146,6 +148,22 @@ def test_changes_of_the_parameters_are_seen(change: Any) -> None:
         for p in lm.model.parameters():
             change(p)
     sampler.version = 1  # as after `load`
+    second = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
+    same(second, drawn_by(GroupDecoder, lm, 2, greedy=True))
+    assert not torch.equal(first.logp_sampler, second.logp_sampler)
+
+
+def test_other_frequencies_of_turns_are_seen_and_a_table_that_failed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = model_of("Qwen2")
+    sampler = sampler_of(lm)
+    first = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
+    lm.model.get_decoder().rotary_emb.inv_freq.mul_(3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "tables", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
     second = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
     same(second, drawn_by(GroupDecoder, lm, 2, greedy=True))
     assert not torch.equal(first.logp_sampler, second.logp_sampler)

@@ -31,6 +31,7 @@
 #define PARTS 4   /* vectors of a value that are added to in one go */
 #define ROOM 1024 /* scores at hand in one go */
 #define LINE 16   /* numbers in a line of the caches */
+#define FEW 8192  /* numbers that one thread is done with before a second one has begun */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
@@ -220,7 +221,7 @@ void product(const float *x, long rows, long k, const float *packed, long n, con
 void add_norm(float *x, const float *y, const float *weight, float eps, float add, long rows, long width, float *out,
               int threads) {
   long even = width / LANES * LANES;
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 8192)
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > FEW)
   for (long i = 0; i < rows; i++) {
     float *row = x + i * width, *into = out + i * width, squares = 0;
     const float *other = y + i * width;
@@ -410,16 +411,14 @@ void draw(const float *logits, long rows, long words, float temperature, const d
 
 /* ---- updates: what lies between the products, and its slopes ------------------------------------------- */
 
-#define FEW 8192 /* numbers that one thread is done with before a second one has begun */
-
-/* `n` numbers, of which fewer than LANES are left, with 0 behind them; and back. */
-INLINE vector some(const float *x, long n) {
+/* A vector of which `n` numbers are there, with 0 behind them; and back. */
+INLINE vector load_part(const float *x, long n) {
   if (n >= LANES) return at(x);
   vector v = all(0);
   memcpy(&v, x, n * sizeof(float));
   return v;
 }
-INLINE void put_some(float *x, vector v, long n) {
+INLINE void store_part(float *x, vector v, long n) {
   if (n >= LANES)
     put(x, v);
   else
@@ -430,8 +429,8 @@ INLINE void put_some(float *x, vector v, long n) {
 void gate(const float *g, const float *u, long n, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n > FEW)
   for (long i = 0; i < n; i += LANES) {
-    vector x = some(g + i, n - i);
-    put_some(out + i, x * logistic(x) * some(u + i, n - i), n - i);
+    vector x = load_part(g + i, n - i);
+    store_part(out + i, x * logistic(x) * load_part(u + i, n - i), n - i);
   }
 }
 
@@ -439,9 +438,9 @@ void gate(const float *g, const float *u, long n, float *out, int threads) {
 void gate_slope(const float *grad, const float *g, const float *u, long n, float *to_g, float *to_u, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n > FEW)
   for (long i = 0; i < n; i += LANES) {
-    vector d = some(grad + i, n - i), x = some(g + i, n - i), s = logistic(x);
-    put_some(to_g + i, d * some(u + i, n - i) * s * (1 + x * (1 - s)), n - i);
-    put_some(to_u + i, d * x * s, n - i);
+    vector d = load_part(grad + i, n - i), x = load_part(g + i, n - i), s = logistic(x);
+    store_part(to_g + i, d * load_part(u + i, n - i) * s * (1 + x * (1 - s)), n - i);
+    store_part(to_u + i, d * x * s, n - i);
   }
 }
 
@@ -453,14 +452,15 @@ void rotate(const float *x, long positions, long heads, long channel, long by_po
 #pragma omp parallel for num_threads(threads) schedule(static) if (positions * heads * channel > FEW)
   for (long unit = 0; unit < positions * heads; unit++) {
     long position = unit / heads;
-    const float *a = x + position * by_position + unit % heads * by_head, *b = a + half;
+    const float *x_a = x + position * by_position + unit % heads * by_head, *x_b = x_a + half;
     const float *c = cos + position * channel, *s = sin + position * channel;
-    float *first = out + unit * channel, *second = first + half;
+    float *to_a = out + unit * channel, *to_b = to_a + half;
     for (long j = 0; j < half; j += LANES) {
-      vector one = some(a + j, half - j), two = some(b + j, half - j);
-      vector low = some(s + j, half - j), high = some(s + half + j, half - j);
-      put_some(first + j, one * some(c + j, half - j) + two * (back ? high : -low), half - j);
-      put_some(second + j, two * some(c + half + j, half - j) + one * (back ? -low : high), half - j);
+      long n = half - j;
+      vector a = load_part(x_a + j, n), cos_a = load_part(c + j, n), sin_a = load_part(s + j, n);
+      vector b = load_part(x_b + j, n), cos_b = load_part(c + half + j, n), sin_b = load_part(s + half + j, n);
+      store_part(to_a + j, a * cos_a + b * (back ? sin_b : -sin_a), n);
+      store_part(to_b + j, b * cos_b + a * (back ? -sin_a : sin_b), n);
     }
   }
 }
@@ -471,16 +471,18 @@ void norm(const float *x, const float *weight, float eps, long rows, long width,
   for (long i = 0; i < rows; i++) {
     const float *row = x + i * width;
     vector squares = all(0);
-    for (long j = 0; j < width; j += LANES) squares += some(row + j, width - j) * some(row + j, width - j);
+    for (long j = 0; j < width; j += LANES) squares += load_part(row + j, width - j) * load_part(row + j, width - j);
     r[i] = 1 / sqrtf(total(squares) / width + eps);
     for (long j = 0; j < width; j += LANES)
-      put_some(out + i * width + j, some(row + j, width - j) * r[i] * some(weight + j, width - j), width - j);
+      store_part(out + i * width + j, load_part(row + j, width - j) * r[i] * load_part(weight + j, width - j), width - j);
   }
 }
 
+#define NORMS 64 /* rows whose g.n are added up first */
+long norms(void) { return NORMS; }
+
 /* Its slopes r.(g.w - n.mean(g.w.n)), and the sum of g.n over rows: `sums` has room for one of every NORMS rows, so that
    they are added up in the same order whatever the number of threads. */
-#define NORMS 64
 void norm_slope(const float *grad, const float *x, const float *weight, const float *r, long rows, long width,
                 float *to_x, float *sums, float *to_weight, int threads) {
   long blocks = (rows + NORMS - 1) / NORMS;
@@ -492,14 +494,14 @@ void norm_slope(const float *grad, const float *x, const float *weight, const fl
       const float *row = x + i * width, *g = grad + i * width;
       vector along = all(0);
       for (long j = 0; j < width; j += LANES) {
-        vector gn = some(g + j, width - j) * some(row + j, width - j) * r[i];
-        along += gn * some(weight + j, width - j);
-        put_some(sum + j, some(sum + j, width - j) + gn, width - j);
+        vector gn = load_part(g + j, width - j) * load_part(row + j, width - j) * r[i];
+        along += gn * load_part(weight + j, width - j);
+        store_part(sum + j, load_part(sum + j, width - j) + gn, width - j);
       }
       float mean = total(along) / width;
       for (long j = 0; j < width; j += LANES) {
-        vector n = some(row + j, width - j) * r[i], gw = some(g + j, width - j) * some(weight + j, width - j);
-        put_some(to_x + i * width + j, r[i] * (gw - n * mean), width - j);
+        vector n = load_part(row + j, width - j) * r[i], gw = load_part(g + j, width - j) * load_part(weight + j, width - j);
+        store_part(to_x + i * width + j, r[i] * (gw - n * mean), width - j);
       }
     }
   }
@@ -521,11 +523,11 @@ void measure(float *z, const int64_t *target, long rows, long words, float *logp
     for (long block = 0; block < words; block += BLOCK) {
       vector sum = all(0), weighed = all(0);
       for (long j = block; j < smaller(words, block + BLOCK); j += LANES) {
-        vector x = some(row + j, words - j) - high;
+        vector x = load_part(row + j, words - j) - high;
         if (words - j < LANES)
           for (long l = words - j; l < LANES; l++) x[l] = -INFINITY;
         vector e = exponential(x);
-        put_some(row + j, e, words - j);
+        store_part(row + j, e, words - j);
         sum += e, weighed += e * larger(x, all(-87.0f)); /* e is 0 below */
       }
       mass += total(sum), mean += total(weighed);

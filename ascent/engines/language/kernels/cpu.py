@@ -23,16 +23,15 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fopenmp", "-fPIC", "-std=gnu11")
-NORMS = 64
-"""Rows whose part of a norm's slope is added up at once, as in cpu.c."""
 PATIENCE = 120
 """Seconds that the compiler may take."""
 ARGUMENTS = {
     "panel": (),
+    "norms": (),
     "pack": (c_void_p, *[c_long] * 5, c_void_p, c_int),
     "product": (c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_int, c_int, c_void_p, c_int),
     "add_norm": (c_void_p, c_void_p, c_void_p, c_float, c_float, c_long, c_long, c_void_p, c_int),
@@ -72,7 +71,7 @@ def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL | None:
         return None
     for name, arguments in ARGUMENTS.items():
         function = getattr(found, name)
-        function.argtypes, function.restype = arguments, c_long if name == "panel" else None
+        function.argtypes, function.restype = arguments, None if arguments else c_long
     return found
 
 
@@ -130,8 +129,9 @@ def _run(*command: str) -> str:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Are there kernels for these?"""
-    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors) and library() is not None
+    """Are there kernels for these? Not for shards and other kinds of tensors, whose numbers lie elsewhere."""
+    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.is_cpu for x in tensors)
+    return plain and library() is not None
 
 
 class Panels:
@@ -214,6 +214,7 @@ class Elementwise:
 
     @staticmethod
     def gate(gate: Tensor, up: Tensor) -> Tensor:
+        _same(gate.shape, up.shape)
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
         _kernels().gate(_at(gate), _at(up), gate.numel(), _at(out), _threads())
@@ -221,6 +222,7 @@ class Elementwise:
 
     @staticmethod
     def gate_slope(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        _same(grad.shape, gate.shape, up.shape)
         grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
         slopes = torch.empty_like(gate), torch.empty_like(up)
         _kernels().gate_slope(*map(_at, (grad, gate, up)), gate.numel(), *map(_at, slopes), _threads())
@@ -239,6 +241,7 @@ class Elementwise:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """weight·x·r of rows `[... width]`, and r `[row]`."""
+    _same(x.shape[-1:], weight.shape)
     x, weight, width = x.contiguous(), weight.contiguous(), len(weight)
     out, r = torch.empty_like(x), x.new_empty(x.numel() // width)
     _kernels().norm(_at(x), _at(weight), eps, len(r), width, _at(out), _at(r), _threads())
@@ -247,21 +250,30 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def norm_slope(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """Of x and of the weight."""
+    _same(grad.shape, x.shape)
     grad, x, weight, width = grad.contiguous(), x.contiguous(), weight.contiguous(), len(weight)
-    to_x, to_weight, sums = torch.empty_like(x), torch.empty_like(weight), x.new_empty(-(-len(r) // NORMS), width)
-    given = map(_at, (grad, x, weight, r))
-    _kernels().norm_slope(*given, len(r), width, *map(_at, (to_x, sums, to_weight)), _threads())
+    sums = x.new_empty(-(-len(r) // _kernels().norms()), width)
+    to_x, to_weight = torch.empty_like(x), torch.empty_like(weight)
+    inputs, outputs = map(_at, (grad, x, weight, r)), map(_at, (to_x, sums, to_weight))
+    _kernels().norm_slope(*inputs, len(r), width, *outputs, _threads())
     return to_x, to_weight
 
 
 def measure_rows(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logits `[token word]` become probabilities, in place; log p of the targets, and the entropies."""
+    if len(target) != len(z) or not z.is_contiguous():
+        raise ValueError(f"{len(target)} targets of {len(z)} rows, which have to lie one behind the other")
     if len(target) and not 0 <= int(target.min()) <= int(target.max()) < z.shape[1]:
         raise IndexError(f"a target is no word of {z.shape[1]}")
-    target = target.contiguous()
+    target = target.to(torch.long).contiguous()
     logp, entropy = z.new_empty(len(z)), z.new_empty(len(z))
     _kernels().measure(_at(z), _at(target), *z.shape, _at(logp), _at(entropy), _threads())
     return logp, entropy
+
+
+def _same(*shapes: torch.Size) -> None:
+    if len(set(shapes)) > 1:
+        raise ValueError(f"these shapes have to be the same: {', '.join(str(list(shape)) for shape in shapes)}")
 
 
 def _kernels() -> ctypes.CDLL:

@@ -51,7 +51,7 @@ def rotating(model: Any, ops: Any = None) -> Iterator[None]:
         return
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]  # some turn only a part of a head's channels
+        whole = q.shape[2:] == k.shape[2:] == cos.shape[1:] == sin.shape[1:]  # some turn only a part of the channels
         odd = q.shape[0] > 1 or unsqueeze_dim != 1 or q.dtype not in ROUNDING or not whole
         odd = odd or (ops is cpu.Elementwise and not cpu.fits(q, k, cos, sin))
         if odd or differentiated_twice() or (sharded and not _turns_alike(before, ops, q.dtype, q.device)):
@@ -122,6 +122,8 @@ class RmsNorm(torch.autograd.Function):
     """y = w·n with n = x·r, r = 1/√(mean(x²) + ε); besides x and w it keeps one number per row.
 
     ∂L/∂x = r·(g·w − n·mean(g·w·n))      ∂L/∂w = Σ g·n over rows
+
+    By kernels in C where they are there.
     """
 
     @staticmethod
@@ -159,16 +161,20 @@ def _fuse_gate(module: Any, ops: Any) -> bool:
 
 
 def _gated(module: Any, ops: Any, x: Tensor) -> Tensor:  # kernels are looked up here: a model can be copied
-    if ops is None and not x.is_cuda and not _is_plain(x):  # it was copied in another type
-        return type(module).forward(module, x)
     gate, up = module.gate_proj(x), module.up_proj(x)
-    if ops is None and _is_plain(gate):
-        return module.down_proj(_Gate.apply(gate, up, cpu.Elementwise) if cpu.fits(gate, up) else Gate.apply(gate, up))
-    return module.down_proj(_Gate.apply(gate, up, ops or load_kernels("elementwise")))
+    if ops is None and gate.is_cuda:
+        ops = load_kernels("elementwise")
+    elif ops is None and cpu.fits(gate, up):
+        ops = cpu.Elementwise
+    if ops is not None:
+        return module.down_proj(_Gate.apply(gate, up, ops))
+    if _is_plain(gate):
+        return module.down_proj(Gate.apply(gate, up))
+    return module.down_proj(module.act_fn(gate) * up)  # copied in another type, or cast for this pass
 
 
 class Gate(torch.autograd.Function):
-    """silu(g)·u, with s = σ(g) kept and not g: its slope needs no e^x, which takes most of the time on a CPU.
+    """silu(g)·u without kernels, with s = σ(g) kept and not g: its slope needs no e^x, most of the time on a CPU.
 
     ∂ silu(g)/∂g = s + a·(1 − s), with a = silu(g) = g·s
     """
@@ -188,6 +194,8 @@ class Gate(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
+    """The same by kernels."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, ops: Any) -> Tensor:
         ctx.save_for_backward(gate, up)

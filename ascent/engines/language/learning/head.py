@@ -122,16 +122,17 @@ class _TokenStats(torch.autograd.Function):
         room = KEEP_BYTES if needed and not head.cap else 0
         for part in _parts(count, chunk):
             z = head.logits(hidden[part]) / temperature if temperature != 1.0 else head.logits(hidden[part])
-            if reference is None and cpu.fits(z):
-                logp[part], entropy[part] = cpu.measure_rows(z, target[part])
-                p = z  # now they are probabilities
+            if cpu.fits(z):
+                p = z if reference is None else z.clone()
+                logp[part], entropy[part] = cpu.measure_rows(p, target[part])
             else:
                 p = torch.softmax(z, -1)
                 log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
                 logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
                 entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             if reference is not None:
-                kl[part] = (p * (z - log_z - _ref_log_probs(reference, part, temperature))).sum(-1)
+                gap = torch.log_softmax(z, -1) - _ref_log_probs(reference, part, temperature)
+                kl[part] = (p * gap).sum(-1)
             room -= p.numel() * p.element_size()
             if room >= 0:
                 ctx.kept.append(p)

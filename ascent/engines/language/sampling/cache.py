@@ -114,14 +114,13 @@ class Extending:
         """Attention of the tokens to all that their segments see, `[token head channel]`."""
         if self.fuses(q):
             return self.fused.forward(q, k, v, self.spans, scale)[0]
-        found, start, first = [], 0, 0
+        outputs, start, first = [], 0, 0
         for (count, seen), alike in groupby(zip(self.queries, self.keys, strict=True)):  # neighbors in one call
-            some = len(list(alike))
-            end, last = start + some * count, first + some * seen
-            parts = (q[start:end], k[first:last], v[first:last])
-            found.append(_causal(parts, some, scale))
+            segments = len(list(alike))
+            end, last = start + segments * count, first + segments * seen
+            outputs.append(_causal((q[start:end], k[first:last], v[first:last]), segments, scale))
             start, first = end, last
-        return torch.cat(found)
+        return torch.cat(outputs)
 
     def fuses(self, q: Tensor) -> bool:
         """Is there one kernel for the attention of all segments?"""

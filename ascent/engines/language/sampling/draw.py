@@ -228,10 +228,13 @@ class Drawn:
 
     def next(self, hidden: Tensor, row: list[int]) -> Tensor:
         """The next token of these responses, drawn from their last hidden states."""
-        at, logits, alike = torch.tensor(row), self.head.logits(hidden), self.by_settings(row)
+        at, logits, alike = torch.tensor(row, dtype=torch.long), self.head.logits(hidden), self.by_settings(row)
         t = self.length[at]
-        for settings, some in alike.items():
-            self._draw(*((logits, at, t) if len(alike) == 1 else (logits[some], at[some], t[some])), *settings)
+        if len(alike) == 1:
+            self._draw(logits, at, t, *next(iter(alike)))
+        else:
+            for settings, some in alike.items():
+                self._draw(logits[some], at[some], t[some], *settings)
         token = self.token[at, t]
         self.length[at] = t + 1
         self.ended[at] = torch.isin(token, self.ends)

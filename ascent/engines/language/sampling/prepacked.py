@@ -162,14 +162,13 @@ class Prepacked:
         self.head = PackedHead(own.weight, own.bias, own.scale, own.cap, own.mixed, product)
         self.parameters = list(self.lm.model.parameters())
         self.places = self._places()
-        """Of the parameters, when the model was looked through."""
+        """Of the parameters and the frequencies of turns, when the model was looked through."""
         self.tables: dict[str | None, Pair] = {}
         """By kind of rotation, cosines and sines (`_signed`) of the first positions."""
-        self.longest = 0
-        """How many these are."""
 
-    def _places(self) -> list[int]:
-        return [p.data_ptr() for p in self.parameters]
+    def _places(self) -> list[Any]:
+        frequencies = [(b.data_ptr(), b._version) for b in self.net.rotary.buffers()]
+        return [*[p.data_ptr() for p in self.parameters], *frequencies]
 
     def _product(self, *parts: Any) -> Product:
         self.products.append(Product(*parts))
@@ -209,10 +208,9 @@ class Prepacked:
 
     def _turns(self, positions: Tensor) -> dict[str | None, Pair]:
         """By kind of rotation, cosines and sines at these positions, from tables that grow with them."""
-        most = int(positions.max()) + 1
-        if most > self.longest:
-            self.longest = max(most, 2 * self.longest)
-            pairs = dict(zip(self.net.rotations, self.net.tables(self.longest), strict=True))
+        most, there = int(positions.max()) + 1, max((len(cos) for cos, _ in self.tables.values()), default=0)
+        if most > there:
+            pairs = dict(zip(self.net.rotations, self.net.tables(max(most, 2 * there)), strict=True))
             self.tables = {kind: _signed(*pair) for kind, pair in pairs.items()}
         return {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.tables.items()}
 
