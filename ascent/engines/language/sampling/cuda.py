@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -514,16 +515,16 @@ class Run:
 
     def _write(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
         """Responses so far: what they had when they got their lanes, and what is in these from then on."""
-        drawn, begun, at = self.drawn, [self.since[response] for response in responses], torch.tensor(responses)
-        low, high, length = min(begun), max(lengths), torch.tensor(lengths)
-        place = torch.arange(low, high)
-        new = (place >= torch.tensor(begun)[:, None]) & (place < length[:, None])
+        drawn, begun = self.drawn, [self.since[response] for response in responses]
+        low, high, length = min(begun), max(lengths), np.array(lengths)
+        place = np.arange(low, high)
+        new = (place >= np.array(begun)[:, None]) & (place < length[:, None])
         mass = None if drawn.seeds is None else drawn.mass  # a greedy draw has none
         for into, lane in zip((drawn.token, drawn.logp, mass), lanes, strict=True):
-            if into is not None:
-                drawn_now = lane[:, low:high].cpu().to(into.dtype)
-                into[at, low:high] = torch.where(new, drawn_now, into[at, low:high])
-        drawn.length[at] = length
+            if into is not None:  # by numpy: threads of torch that have slept wake up slowly
+                whole, fresh = into.numpy(), lane[:, low:high].cpu().numpy()
+                whole[responses, low:high] = np.where(new, fresh, whole[responses, low:high])
+        drawn.length.numpy()[responses] = length
 
     def _set(self, rows: list[tuple[Row, int]]) -> None:
         """The state of these rows' lanes: they feed the given token next."""
