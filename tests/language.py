@@ -40,13 +40,15 @@ SHAPE: dict[str, Any] = {
 
 
 class ExactNorm(torch.nn.Module):
-    """transformers' RMS norms go through float32 whatever they are given; this one stays in float64."""
+    """transformers' own norms go through float32 whatever they are given; this one stays in float64."""
 
     def __init__(self, norm: Any):
         super().__init__()
         self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.centers = type(norm).__name__.endswith("LayerNorm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(-1, keepdim=True) if self.centers else x
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 

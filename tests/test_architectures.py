@@ -113,6 +113,14 @@ def test_dropout_of_adapters_is_off() -> None:
 # ---- windows, chunks, and configs of several parts ---------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - {"Mixtral", "GptOss", "Qwen3_5"}))
+def test_a_model_in_float64_is_the_one_in_float32(kind: str) -> None:
+    """Tests compare the two: norms that take the place of transformers' own are these. Three kinds have no float64."""
+    ids = torch.arange(12)[None] % VOCAB
+    single, double = (model_of(kind, dtype=dtype).model(ids).logits for dtype in (torch.float32, torch.float64))
+    assert (single - double).abs().max() < 1e-4 * double.abs().max()
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_log_probs_are_the_models_own_past_every_window(kind: str) -> None:
     """Of the learner and of the sampler, for prompts of 14 and 12 tokens; windows and chunks have 16."""
