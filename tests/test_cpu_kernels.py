@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +28,15 @@ from tests.language import batch_of, gradient_of, model_of, prompts_of, sampler_
 from tests.test_cuda_decoder import same
 from tests.test_language_engines import credited, learner_of
 
-pytestmark = pytest.mark.skipif(not cpu.possible(), reason="needs Linux on x86 with AVX2, and GCC")
+pytestmark = pytest.mark.skipif(not cpu.possible(), reason="needs GCC, and Linux on 64-bit Arm or x86 with AVX2")
 
-WIDTHS = {"as here": "-march=native", "8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"}
-"""By how wide vectors are, what is compiled for; the last also says what Arm would compute."""
+WIDTHS = {"8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"} if platform.machine() == "x86_64" else {}
+"""By how wide vectors are, what is compiled for besides what is here. On Arm they have 4 numbers."""
 
 
-@pytest.fixture(params=WIDTHS)
+@pytest.fixture(params=["as here", *WIDTHS])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    flags = tuple(WIDTHS[request.param] if flag.startswith("-march") else flag for flag in cpu.FLAGS)
+    flags = tuple(WIDTHS.get(request.param, flag) if flag.startswith("-march") else flag for flag in cpu.FLAGS)
     found = cpu._loaded(flags)
     assert found is not None
     monkeypatch.setattr(cpu, "library", lambda: found)
@@ -413,6 +415,57 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
 
 
 # ---- how they are made --------------------------------------------------------------------------------
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str) -> None:
+    lines = cpu._lines
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu, "_lines", lambda path: cpuinfo.splitlines() if path == "/proc/cpuinfo" else lines(path))
+
+
+ARM = """processor\t: {number}
+BogoMIPS\t: 50.00
+Features\t: fp asimd{more}
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU part\t: {part}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "used", "own"),
+    [
+        ("x86_64", "model name\t: A\nflags\t\t: fpu avx2 fma\n", True, {"-march=native", "-mprefer-vector-width=512"}),
+        ("x86_64", "flags\t\t: fpu avx2", True, {"-march=native", "-mprefer-vector-width=512"}),
+        ("x86_64", "flags\t\t: fpu avx\n", False, {"-march=native", "-mprefer-vector-width=512"}),
+        ("aarch64", ARM.format(number=0, more="", part="0xd0c"), True, {"-march=armv8-a", "-fno-schedule-insns"}),
+        ("aarch64", "", True, {"-march=armv8-a", "-fno-schedule-insns"}),
+        ("riscv64", "flags\t\t: avx2 \n", False, set()),
+    ],
+)
+def test_which_machines_have_them_and_what_they_compile_for(
+    machine: str, cpuinfo: str, used: bool, own: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_machine(monkeypatch, machine, cpuinfo)
+    assert cpu.possible() is used
+    flags = runpy.run_path(cpu.__file__)["FLAGS"]
+    assert {flag for flag in flags if flag.startswith(("-m", "-fno-sched"))} == own and "-O3" in flags
+    monkeypatch.setenv("ASCENT_NATIVE", "0")
+    assert not cpu.possible()
+
+
+def test_processors_of_arm_differ_by_part_and_features_and_not_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def processor(*cores: dict[str, object]) -> str:
+        on_machine(monkeypatch, "aarch64", "".join(ARM.format(**core) for core in cores))
+        return cpu._processor()
+
+    one, two, other = (
+        {"number": n, "more": "", "part": part} for n, part in ((0, "0xd0c"), (1, "0xd0c"), (1, "0xd40"))
+    )
+    assert processor(one) == processor(one, two) != processor(other)
+    assert processor(one, other) == processor(other, one) != processor(one)
+    assert processor(one | {"more": " sve"}) != processor(one) and "0xd0c" in processor(one)
 
 
 def loaded_in(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

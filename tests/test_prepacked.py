@@ -22,7 +22,7 @@ from tests.test_cuda_decoder import drawn_by, same
 from tests.test_four_bit import packed_model
 
 NEEDS_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-NEEDS_KERNELS = pytest.mark.skipif(not cpu.possible(), reason="needs Linux on x86 with AVX2, and GCC")
+NEEDS_KERNELS = pytest.mark.skipif(not cpu.possible(), reason="needs GCC, and Linux on 64-bit Arm or x86 with AVX2")
 WAYS = [
     "transposed",
     pytest.param("packed", marks=NEEDS_ONEDNN),

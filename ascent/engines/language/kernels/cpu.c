@@ -19,14 +19,14 @@
 #define LANES 8
 #define TILE 6
 #define VECTORS 2
-#else /* 32 registers of 4, as Arm would have them; the tests compile it */
+#else /* 32 registers of 4, as Arm has them */
 #define LANES 4
 #define TILE 8
 #define VECTORS 3
 #endif
 #define PANEL (LANES * VECTORS)
 #define ROWS 64   /* of x that a panel is multiplied with in one go */
-#define DEPTH 512 /* numbers of a row in one go: of a panel they fill a tenth of a core's second cache */
+#define DEPTH 512 /* numbers of a row in one go: of a panel they fill at most a tenth of a core's second cache */
 #define QUERIES 4 /* of a head that look at its keys in one go */
 #define PARTS 4   /* vectors of a value that are added to in one go */
 #define ROOM 1024 /* scores at hand in one go */

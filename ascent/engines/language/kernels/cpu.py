@@ -1,9 +1,10 @@
 """Kernels in C for language models on a CPU (cpu.c): products with few rows, norms, attention row by row, the draw,
 and what lies between the products of an update.
 
-They are compiled on first use, which takes seconds once per machine, for the processor that is here. They need float32,
-Linux on x86 with AVX2, and GCC; elsewhere torch computes the same, slower. ASCENT_NATIVE=0 turns them off. Threads are
-those of torch: the library is linked against the OpenMP that torch has loaded.
+They are compiled on first use, which takes seconds once per machine. They need float32, GCC, and Linux on x86 with AVX2
+or on 64-bit Arm, where they were tested under emulation and never timed; elsewhere torch computes the same, slower.
+ASCENT_NATIVE=0 turns them off. Threads are those of torch: the library is linked against the OpenMP that torch has
+loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ import torch
 from torch import Tensor, nn
 
 SOURCE = Path(__file__).with_name("cpu.c")
-FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fopenmp", "-fPIC", "-std=gnu11")
+TARGETS = {
+    "x86_64": ("-march=native", "-mprefer-vector-width=512"),
+    "aarch64": ("-march=armv8-a", "-fno-schedule-insns"),
+}
+"""By machine, what GCC compiles for.
+
+Vectors of 4 numbers are part of every 64-bit Arm. `native` would add nothing to them, but code that no test has run.
+There GCC also moves instructions before it gives out registers, unless it is told not to, and then a product's 24 sums
+do not stay in theirs.
+"""
+FLAGS = ("-O3", *TARGETS.get(platform.machine(), ()), "-fno-math-errno", "-fopenmp", "-fPIC", "-std=gnu11")
 PATIENCE = 120
 """Seconds that the compiler may take."""
 ARGUMENTS = {
@@ -55,7 +66,8 @@ def library() -> ctypes.CDLL | None:
 
 def possible() -> bool:
     """Can they be compiled here, and are they wanted?"""
-    fits = platform.machine() == "x86_64" and " avx2 " in _processor() and bool(_openmp())
+    machine = platform.machine()
+    fits = machine in TARGETS and (machine != "x86_64" or " avx2 " in _processor()) and bool(_openmp())
     return fits and shutil.which("gcc") is not None and os.environ.get("ASCENT_NATIVE") != "0"
 
 
@@ -84,7 +96,8 @@ def _openmp() -> str:
 
 def _processor() -> str:
     """What it is and can do; nothing elsewhere than on Linux."""
-    lines = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "flags"))]
+    kinds = ("model name", "flags", "CPU ", "Features")  # on x86 the first two, on Arm the others
+    lines = [line for line in _lines("/proc/cpuinfo") if line.startswith(kinds)]
     return "\n".join(sorted({f"{line} " for line in lines}))
 
 

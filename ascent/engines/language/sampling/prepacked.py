@@ -1,7 +1,7 @@
 """Llama and its like as a CPU decodes with them: copies of the matrices in the order that products with few rows like.
 
-Matrices that read the same states are one product. On x86 their copies are panels for kernels in C (kernels/cpu.py).
-Elsewhere they are packed by oneDNN, which then reads them in the order of its kernels: on Arm a product of 8 to 24 rows
+Matrices that read the same states are one product. Their copies are panels for kernels in C (kernels/cpu.py). Without
+those they are packed by oneDNN, which then reads them in the order of its kernels: on Arm a product of 8 to 24 rows
 takes a quarter less time than with x·Wᵀ as the model has W, and one of fewer less than half. Small matrices and other
 types than float32 have transposed copies. A copy is made again when its matrix has changed, so with adapters beside
 frozen matrices only these are. The learner never sees them.
