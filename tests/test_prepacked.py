@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.engines.language.kernels import cpu
 from ascent.engines.language.sampling import prepacked as module
 from ascent.engines.language.sampling.model import Llama
-from ascent.engines.language.sampling.prepacked import Prepacked, Product, gap, prepacked
+from ascent.engines.language.sampling.prepacked import Prepacked, Product, RowByRow, gap, prepacked
 from ascent.engines.language.sampling.sampler import GroupDecoder
 from ascent.policies import LanguageModel
 from ascent.policies.causal_lm import mix
@@ -98,6 +99,22 @@ def test_every_form_of_copies(way: str, biased: bool, rows: int, monkeypatch: py
                 p.copy_(torch.linspace(-0.3, 0.3, len(p)))
     assert {way_of(product) for product in only(lm).products} == {way}
     same(drawn(lm, rows=rows), drawn_by(GroupDecoder, lm, rows=rows), 2e-5)
+
+
+@NEEDS_ONEDNN
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("machine", "ways"), [("aarch64", {"panels", "packed"}), ("x86_64", {"panels"})])
+def test_on_arm_large_matrices_are_for_onednn_and_the_rest_for_kernels(
+    machine: str, ways: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu.library() is not None  # compiled for the machine that this is
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(module, "LARGE", {machine: 2000})
+    lm = model_of(dtype=torch.float32, head_dim=16)
+    packed = only(lm)
+    assert {way_of(product) for product in packed.products} == ways
+    assert isinstance(packed.decoding(4, 8), RowByRow)  # attention is by kernels
+    same(drawn(lm), drawn_by(GroupDecoder, lm), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "mixed"])

@@ -1,10 +1,10 @@
 """Llama and its like as a CPU decodes with them: copies of the matrices in the order that products with few rows like.
 
-Matrices that read the same states are one product. Their copies are panels for kernels in C (kernels/cpu.py). Without
-those they are packed by oneDNN, which then reads them in the order of its kernels: on Arm a product of 8 to 24 rows
-takes a quarter less time than with x·Wᵀ as the model has W, and one of fewer less than half. Small matrices and other
-types than float32 have transposed copies. A copy is made again when its matrix has changed, so with adapters beside
-frozen matrices only these are. The learner never sees them.
+Matrices that read the same states are one product. Their copies are panels for kernels in C (kernels/cpu.py); on Arm,
+and where there are no such kernels, large ones are packed by oneDNN, which then reads them in the order of its kernels.
+On Arm a product of 8 to 24 rows takes a quarter less time so than with x·Wᵀ as the model has W, and one of fewer less
+than half. Without kernels small matrices, and always other types than float32, have transposed copies. A copy is made
+again when its matrix has changed, so with adapters beside frozen matrices only these are. The learner never sees them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from ascent.policies.four_bit import is_packed
 ROWS, MANY = 64, 256
 """Rows of a product that oneDNN packs a matrix for; others work too. And rows that MKL multiplies faster than C."""
 
-
 LARGE = {"aarch64": 2**18, "x86_64": 2**19, "AMD64": 2**19}
 """By processor, numbers in a matrix from which on it is packed: a product with a small one takes longer so."""
+ONEDNN_FIRST = ("aarch64",)
+"""Processors on which oneDNN packs what is large, and panels take the rest: there its products run at 95 % of the
+processor's speed (measured on a Neoverse N1), and nobody has timed panels."""
 
 
-def packs(matrix: Tensor) -> bool:
-    """Is this matrix packed by oneDNN here? Its packed form is good for any number of rows."""
-    large = matrix.dtype == torch.float32 and matrix.numel() >= LARGE.get(platform.machine(), math.inf)
+def packs(weights: Sequence[Tensor]) -> bool:
+    """Are these matrices, as one, packed by oneDNN here? Its packed form is good for any number of rows."""
+    count, float32 = sum(w.numel() for w in weights), all(w.dtype == torch.float32 for w in weights)
+    large = float32 and count >= LARGE.get(platform.machine(), math.inf)
     return large and hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
 
 
@@ -94,7 +97,7 @@ class Product:
         self.state, weights = (), [w.detach() for w in self.weights]
         if isinstance(self.copy, cpu.Panels):
             self.copy.pack(weights)
-        elif cpu.fits(*weights):
+        elif cpu.fits(*weights) and not (platform.machine() in ONEDNN_FIRST and packs(weights)):
             self.copy = cpu.Panels(weights, self.gates and self.a is None)
         else:
             self.copy = None  # type: ignore[assignment]  # its memory is free for the new one
@@ -126,7 +129,7 @@ class Product:
 
 def _copied(weights: list[Tensor]) -> Tensor:
     whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-    if packs(whole):
+    if packs(weights):
         return torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
     return whole.t().contiguous()
 
