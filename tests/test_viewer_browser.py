@@ -305,7 +305,9 @@ def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Scr
     screen.page.mouse.move(box["x"] + box["width"] * 7 / 11, box["y"] + 30)
     until(lambda: says(screen, "spread")["sampled"] == f"{lines[7]['reward_std']:.4g}")
     hairs = screen.page.locator(".hair:not([hidden])")
-    assert hairs.count() >= 3 and len(set(hairs.evaluate_all("all => all.map(e => e.style.transform)"))) == 1
+    at = "all => all.map(e => new DOMMatrix(e.style.transform).e / e.parentElement.clientWidth)"
+    shares = hairs.evaluate_all(at)  # a plot is narrower where its numbers are long, as a fast machine's speed is
+    assert len(shares) >= 3 and all(share == pytest.approx(7 / 11, abs=0.005) for share in shares)
     until(lambda: query(screen)["step"] == ["7"])
     screen.page.route("**/completions?*", lambda route: route.fulfill(body="<p>there", content_type="text/html"))
     screen.page.mouse.click(box["x"] + box["width"] * 7 / 11, box["y"] + 30)
