@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser sandbox engines engines-test verifiers openenv bridges-test cluster-test wheel test smokes check clean
+.PHONY: setup demo lab docs smollm2 browser sandbox compiler engines engines-test verifiers openenv bridges-test cluster-test wheel test smokes check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -51,6 +51,12 @@ sandbox:
 	@if command -v bwrap; then echo "bubblewrap is installed."; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq bubblewrap; \
 	else echo "The sandbox is best with bubblewrap. Type: sudo apt-get update && sudo apt-get install -y bubblewrap"; fi
+
+# GCC, for the kernels of a CPU and their tests, which are skipped without it. Installed like the browser.
+compiler:
+	@if command -v gcc; then echo "GCC is installed."; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq gcc libc6-dev; \
+	else echo "Models on a CPU are fastest with GCC. Type: sudo apt-get update && sudo apt-get install -y gcc libc6-dev"; fi
 
 # The model of the tests as a Hugging Face folder, made without the hub: --model "$$(make -s smollm2)"
 smollm2: setup

@@ -322,6 +322,7 @@ def test_targets_of_every_type_and_shapes_that_do_not_belong_together(kernels: c
         lambda: cpu.norm_slope(randn(2, 8), randn(3, 8), randn(8), randn(3)),
         lambda: cpu.Elementwise.gate(randn(8), randn(4)),
         lambda: cpu.Elementwise.gate_slope(randn(8), randn(8), randn(4)),
+        lambda: cpu.Elementwise.rotate(randn(1, 2, 5, 8), randn(1, 1, 8), randn(1, 1, 8), False),
     ):
         with pytest.raises(ValueError, match="have to be the same"):
             call()

@@ -368,6 +368,14 @@ void attend(const float *qkv, const float *cos, const float *sin, long rows, lon
 
 #define BLOCK 256 /* words whose probabilities are first taken together */
 
+INLINE float largest_of(const float *z, long words) {
+  vector highest = all(-INFINITY);
+  for (long j = 0; j + LANES <= words; j += LANES) highest = larger(highest, at(z + j));
+  float high = largest(highest);
+  for (long j = words / LANES * LANES; j < words; j++) high = z[j] > high ? z[j] : high;
+  return high;
+}
+
 /* e^((z - high) / temperature) of a block of words, and their sum. */
 INLINE float probabilities(const float *z, float high, long words, long block, float temperature, float *p) {
   long n = smaller(BLOCK, words - block * BLOCK);
@@ -388,12 +396,8 @@ void draw(const float *logits, long rows, long words, float temperature, const d
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long i = 0; i < rows; i++) {
     const float *z = logits + i * words;
-    float high = -INFINITY, p[BLOCK];
+    float high = largest_of(z, words), p[BLOCK];
     double sums[blocks], mass = 0;
-    vector highest = all(high);
-    for (long j = 0; j + LANES <= words; j += LANES) highest = larger(highest, at(z + j));
-    high = largest(highest);
-    for (long j = words / LANES * LANES; j < words; j++) high = z[j] > high ? z[j] : high;
     for (long b = 0; b < blocks; b++) sums[b] = mass += probabilities(z, high, words, b, temperature, p);
     double point = u[i] * mass * (1 - 1e-12), before; /* below the whole mass, whatever the rounding */
     long b = 0, found = -1;
@@ -514,11 +518,7 @@ void norm_slope(const float *grad, const float *x, const float *weight, const fl
 void measure(float *z, const int64_t *target, long rows, long words, float *logp, float *entropy, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long i = 0; i < rows; i++) {
-    float *row = z + i * words, high = -INFINITY, own = row[target[i]];
-    vector highest = all(high);
-    for (long j = 0; j + LANES <= words; j += LANES) highest = larger(highest, at(row + j));
-    high = largest(highest);
-    for (long j = words / LANES * LANES; j < words; j++) high = row[j] > high ? row[j] : high;
+    float *row = z + i * words, high = largest_of(row, words), own = row[target[i]];
     double mass = 0, mean = 0;
     for (long block = 0; block < words; block += BLOCK) {
       vector sum = all(0), weighed = all(0);

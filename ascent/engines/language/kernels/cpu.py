@@ -244,6 +244,7 @@ class Elementwise:
     @staticmethod
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         """`[1 head position channel]` in; out the same, laid out `[position head channel]` in memory."""
+        _same(x.shape[2:], cos.shape[1:], sin.shape[1:])
         x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
         _, heads, positions, channel = x.shape
         out = x.new_empty(1, positions, heads, channel)
