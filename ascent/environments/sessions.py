@@ -6,6 +6,7 @@ decoding and encoding do not give back what was drawn. Of an assistant's message
 reasoning, the ids of calls and the spacing of JSON do not.
 """
 
+import copy
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -155,7 +156,17 @@ class ChatWriter:
 
     def __init__(self, tokenizer: Any, ends: Collection[int]):
         self.tokenizer, self.ends = tokenizer, ends
+        self._decoder = tokenizer
         self._chats: OrderedDict[str, tuple[ToolChat | None, Tail]] = OrderedDict()
+
+    def for_thread(self) -> "ChatWriter":
+        """A writer for another thread: it encodes with a tokenizer of its own and decodes with this one's."""
+        writer = ChatWriter(copy.deepcopy(self.tokenizer), self.ends)
+        writer._decoder = self._decoder
+        return writer
+
+    def prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -213,7 +224,7 @@ class ChatWriter:
         return tail.answer(turn, answers)
 
     def words(self, tokens: Sequence[int], special: bool = False) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self._decoder.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def reader(
         self, tools: Sequence[Schema] = (), stops: Sequence[str] = (), prompt: Sequence[int] | None = ()

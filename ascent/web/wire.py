@@ -16,6 +16,8 @@ from ascent.environments.sessions import Nonsense
 
 BODY = 8 * 2**20
 """Bytes of a request."""
+DISCARDED = 64 * 2**20
+"""Bytes of an oversized request that are received and discarded, so that its client can read the error."""
 NOTED = 100
 """Characters of a value that are noted."""
 STOPS = 16
@@ -63,13 +65,16 @@ class Frame:
 async def read_body(asked: Asked, most: int = BODY) -> dict[str, Any]:
     """The body of a request: a JSON object, of limited size."""
     length = asked.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
-        raise Denied(413, f"a request has at most {most} bytes")
-    body = bytearray()
-    async for piece in asked.stream():
-        body += piece
-        if len(body) > most:
-            raise Denied(413, f"a request has at most {most} bytes")
+    body, size = bytearray(), 0
+    if not length.isdecimal() or int(length) <= DISCARDED:
+        async for piece in asked.stream():  # to its end: a client that is still sending cannot read an error
+            size += len(piece)
+            if size <= most:
+                body += piece
+            elif size > DISCARDED:
+                break
+    if size > most or (length.isdecimal() and int(length) > most):
+        raise Denied(413, f"the request body has more than {most} bytes, the limit for this context length")
     try:
         value = json.loads(bytes(body))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, and no half characters
