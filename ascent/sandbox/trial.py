@@ -43,12 +43,12 @@ def serve_program(settings: dict[str, Any]) -> Callable[[Line], None]:
 
 
 def run_program(line: Line) -> None:
-    """Load the program, say what its entry point is, and answer calls of it until the line is closed."""
+    """Load the program, and answer calls of its entry point until the line is closed."""
     given = line.read()
     try:
         scope = define(given["prelude"], PROBLEM)
-        shared = classes_of(scope, given["entry"])
         scope.pop(given["entry"], None)
+        shared = classes_of(scope)
         exec(choose_program(given["programs"], given["entry"]), scope)
         entry = scope.get(given["entry"])
         if not callable(entry):
@@ -59,7 +59,7 @@ def run_program(line: Line) -> None:
     peer = Peer(line)
     peer.held.append(entry)
     peer.classes = {name: cls for name in shared if isinstance(cls := scope.get(name), type)}
-    line.write({"class": isinstance(entry, type)})
+    line.write({"loaded": True})
     while True:
         try:
             question = line.read()
@@ -112,7 +112,8 @@ def run_tests(line: Line) -> None:
     trial = Trial(line)
     try:
         scope = define(given["prelude"], PROBLEM)
-        trial.peer.classes = classes_of(scope, given["entry"])
+        trial.peer.classes = classes_of(scope)
+        trial.peer.compares = trial.peer.classes.pop(given["entry"], object)
         scope[given["entry"]] = scope["candidate"] = trial.stub(given["entry"], given["class"])
         sources = [ast.parse(source, "<tests>") for source in given["tests"]]
         units = [split_tests(tree) for tree in sources]
