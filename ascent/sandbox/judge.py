@@ -85,18 +85,15 @@ class ProgramJudge:
         """The verdict on the first of these programs that is Python and defines the entry point."""
         until = time.monotonic() + self.limits.seconds
         with self.programs.job() as program, self.tests.job() as tests:
-            given = {"prelude": problem.prelude, "programs": list(programs), "entry": problem.entry}
-            is_class = problem.is_class
-            is_class = entry_is_class(problem.entry, problem.prelude) if is_class is None else is_class
-            asked = json.dumps(
-                {"prelude": problem.prelude, "tests": problem.tests, "entry": problem.entry, "class": is_class}
-            ).encode()
+            known, both = problem.is_class, {"prelude": problem.prelude, "entry": problem.entry}
+            is_class = entry_is_class(problem.entry, problem.prelude) if known is None else known
+            asked = json.dumps(both | {"tests": problem.tests, "class": is_class}).encode()
             try:
-                loaded, wrong = program.ask(given, until - time.monotonic()), "it said nothing"
+                loaded = program.ask(both | {"programs": list(programs)}, until - time.monotonic())
                 if isinstance(loaded, dict) and "loaded" in loaded:
                     return _Relay(program, tests, until)(asked)
-                wrong = str(loaded.get("error", wrong))[:300] if isinstance(loaded, dict) else wrong
-                wrong = f"the program does not run: {wrong}"
+                wrong = str(loaded.get("error", ""))[:300] if isinstance(loaded, dict) else ""
+                wrong = f"the program does not run: {wrong or 'it said nothing'}"
             except Ended as ended:
                 wrong = f"the program {ended}"
             return Verdict(0, self._count(tests, asked), wrong)

@@ -3,19 +3,18 @@
 The tests have a stub in place of the entry point. What it is called with goes to the program as plain data, and what
 the program returns comes back as plain data. So the tests' own assertions judge it, in a process where nothing of the
 program runs, and the program never sees a test. Of what is no data, iterators and functions stay where they are: the
-tests iterate or call them. Where the problem asks for a class, objects stay too: the tests call their methods. Objects
-are compared with each other, by the problem's own class where that says how, and never with data. Where the problem
-asks for a function, an object is refused, for it could say yes to whatever it is asked.
+tests iterate or call them. Where the problem asks for a class, objects stay too: the tests call their methods, and
+compare them with each other, but not with data. Elsewhere an object is refused: it could say yes to any question.
 
 Functions that tests pass are called back. Objects of classes that the problem itself defines are copied: their data is
 the program's, their methods the problem's. What the program changed of its arguments is changed in the tests too.
 Exceptions are raised again, by the name of their class; `StopIteration` only where the tests asked for the next item.
-
-Nothing at the program's end is trusted, this module included: it is the tests' end that has to refuse.
+Nothing at the program's end is trusted, this module included: the tests' end refuses what must not be.
 """
 
 import builtins
 import enum
+import functools
 import inspect
 import operator
 import types
@@ -39,6 +38,7 @@ BINARY = (
 SPECIAL: dict[str, tuple[Callable[..., Any], type]] = {
     **{"__len__": (len, int), "__bool__": (bool, bool), "__hash__": (hash, int), "__str__": (str, str)},
     **{"__repr__": (repr, str), "__iter__": (iter, object), "__next__": (next, object)},
+    "__enter__": (lambda target: type(target).__enter__(target), object),
     **{name: (getattr(operator, name), object) for name in ("__getitem__", "__setitem__", "__neg__", "__abs__")},
 }
 """Asked of any object, and the type that the answer has to have."""
@@ -47,15 +47,17 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
     "data": lambda target: _data_of(target),
-    "enter": lambda target: type(target).__enter__(target),
-    "exit": lambda target, *error: type(target).__exit__(target, *error),
+    "__exit__": lambda target, *error: type(target).__exit__(target, *error),
     **{name: function for name, (function, _) in SPECIAL.items()},
     **{name: getattr(operator, name) for name in (*COMPARISONS, *BINARY, "__contains__")},
     **{f"__r{name[2:]}": lambda target, left, name=name: getattr(operator, name)(left, target) for name in BINARY},
 }
 CALLED_BACK = ("call", "__iter__", "__next__")
 """All that a program may do with what a test passes."""
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FUNCTIONS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType),
+    *(types.MethodWrapperType, functools.partial, type(functools.lru_cache(len)), operator.itemgetter),
+)
 
 
 class Peer:
@@ -82,7 +84,7 @@ class Peer:
     def _pack_other(self, value: Any) -> Any:
         cls = type(value)
         if isinstance(value, Proxy):
-            return {"~": "yours", "v": _number(value)}
+            return {"~": "yours", "v": value._number}
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and value is getattr(builtins, name, self):
             return {"~": "builtin", "v": name}
@@ -125,7 +127,7 @@ class Peer:
         while True:
             try:
                 reply = self.line.read()
-                if not isinstance(reply, dict):
+                if not isinstance(reply, dict) or not reply.keys() & {"ask", "raises", "is"}:
                     raise NotData("it sent what is neither a question nor an answer")
             except (ValueError, RecursionError):
                 raise RuntimeError("the program sent what is not JSON") from None
@@ -133,8 +135,6 @@ class Peer:
                 self.answer(reply)
             elif "raises" in reply:
                 raise self._error(reply, what)
-            elif "is" not in reply:
-                raise NotData("it sent what is neither a question nor an answer")
             else:
                 for value, changed in zip(args, reply.get("changed", ()), strict=False):
                     _change(value, self.unpack(changed))
@@ -163,7 +163,7 @@ class Peer:
     def _error(self, reply: Mapping[str, Any], what: str) -> Exception:
         """The exception of the other end, as one of Python's own or of the problem's.
 
-        `StopIteration` ends what iterates in the tests (`all(map(f, cases))`), so that a call must not raise it there.
+        `StopIteration` would end what iterates in the tests, `all(map(f, cases))`, as if all were well.
         """
         try:
             arguments = self.unpack(reply.get("args"))
@@ -197,10 +197,7 @@ def _change(value: Any, changed: Any) -> None:
     if changed is None or value is changed or type(value) is not type(changed):
         return
     if not isinstance(value, list | dict | set | bytearray | deque):
-        old, new = _data_of(value), _data_of(changed)
-        for name in old.keys() - new.keys():
-            object.__delattr__(value, name)
-        for name, held in new.items():
+        for name, held in _data_of(changed).items():
             object.__setattr__(value, name, held)
     elif value != changed:
         value.clear()
@@ -236,8 +233,13 @@ def _copy(cls: type, data: dict[str, Any]) -> Any:
 class Proxy:
     """What is at the other end. It is equal to nothing but itself."""
 
-    def __init__(self, peer: Peer, number: int, made: bool = False, is_class: bool = False):
-        object.__setattr__(self, "_of", (peer, number, made, is_class))
+    _peer: Peer
+    _number: int
+    _made: bool
+
+    def __init__(self, peer: Peer, number: int, made: bool = False):
+        """`made`: by a test, which called the entry point."""
+        vars(self).update(_peer=peer, _number=number, _made=made)
 
 
 class FunctionProxy(Proxy):
@@ -257,9 +259,9 @@ class ObjectProxy(Proxy):
     """The entry point, if the problem asks for a class, or an object of the program."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        peer, number, _, is_class = object.__getattribute__(self, "_of")
-        result = peer.ask("call", number, *args, **named)
-        return ObjectProxy(peer, _number(result), made=True) if is_class and type(result) is ObjectProxy else result
+        result = _ask(self, "call", *args, **named)
+        made = self._number == 0 and type(result) is ObjectProxy  # 0 is the entry point
+        return ObjectProxy(self._peer, result._number, made=True) if made else result
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -270,32 +272,20 @@ class ObjectProxy(Proxy):
         _ask(self, "set", name, value)
 
     def __contains__(self, item: Any) -> bool:
-        if not _made(self):
-            return any(item == each for each in iter(self))
-        return _of_type(bool, _ask(self, "__contains__", item))
-
-    def __enter__(self) -> Any:
-        return _ask(self, "enter")
+        if self._made:
+            return _of_type(bool, _ask(self, "__contains__", item))
+        return any(item == each for each in iter(self))
 
     def __exit__(self, cls: type | None, *_: object) -> None:
         """The program hears that there was an error. It has no say in whether that is raised."""
-        _ask(self, "exit", Exception if cls else None, None, None)
+        _ask(self, "__exit__", Exception if cls else None, None, None)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return type(value) is ObjectProxy and _made(value)
-
-
-def _number(proxy: Proxy) -> int:
-    return object.__getattribute__(proxy, "_of")[1]
-
-
-def _made(proxy: Proxy) -> bool:
-    return object.__getattribute__(proxy, "_of")[2]
+        return type(value) is ObjectProxy and value._made
 
 
 def _ask(proxy: Proxy, what: str, *args: Any, **named: Any) -> Any:
-    peer, number, *_ = object.__getattribute__(proxy, "_of")
-    return peer.ask(what, number, *args, **named)
+    return proxy._peer.ask(what, proxy._number, *args, **named)
 
 
 def _of_type(cls: type, value: Any) -> Any:
@@ -309,7 +299,7 @@ def _compare(name: str, left: ObjectProxy, right: Any) -> Any:
     """By the problem's own class, on copies, if that says how: a method which reads nothing is yet to be written."""
     if type(right) is not ObjectProxy:
         return NotImplemented
-    cls = object.__getattribute__(left, "_of")[0].compares
+    cls = left._peer.compares
     own = [getattr(getattr(cls, each), "__code__", None) for each in (name, COMPARISONS[name])]
     if any(code and set(code.co_names) - {"NotImplementedError"} for code in own):
         return getattr(operator, name)(_copy(cls, _ask(left, "data")), _copy(cls, _ask(right, "data")))
@@ -317,7 +307,7 @@ def _compare(name: str, left: ObjectProxy, right: Any) -> Any:
 
 
 def _operate(name: str, left: ObjectProxy, right: Any) -> Any:
-    return _ask(left, name, right) if _made(left) or type(right) is ObjectProxy else NotImplemented
+    return _ask(left, name, right) if left._made or type(right) is ObjectProxy else NotImplemented
 
 
 for _name in COMPARISONS:
@@ -342,5 +332,5 @@ def define(codes: list[str], name: str) -> dict[str, Any]:
 
 def classes_of(scope: Mapping[str, Any]) -> dict[str, type]:
     """The classes that the problem itself defines."""
-    found = {name: value for name, value in scope.items() if isinstance(value, type)}
-    return {name: value for name, value in found.items() if value.__module__ == scope["__name__"]}
+    own = scope["__name__"]
+    return {name: cls for name, cls in scope.items() if isinstance(cls, type) and cls.__module__ == own}

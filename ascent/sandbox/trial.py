@@ -149,7 +149,7 @@ class Trial:
         """What stands for the entry point."""
         if is_class:
             self.peer.objects = True
-            return ObjectProxy(self.peer, 0, is_class=True)
+            return ObjectProxy(self.peer, 0)
 
         def stub(*args: Any, **named: Any) -> Any:
             return self.peer.ask("call", 0, *args, **named)

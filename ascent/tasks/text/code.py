@@ -107,16 +107,12 @@ class Code(TableTask):
                 refuse(f"{where}, column {name}: it is Python; got {code!r:.60}")
             if name != "solution" and not parses(code):
                 refuse(f"{where}, column {name} is not Python: {code.strip()!r:.80}")
-        kind = row.get("entry_type")
-        if kind not in (None, "function", "class"):
-            refuse(f"{where}, column entry_type: it is function or class; got {kind!r:.60}")
-        is_class = kind == "class" if kind else entry_is_class(entry, (setup, prompt, solution or ""))
         given = prompt if parses(prompt, with_names=True) else ""
         words = f"Complete this Python code.\n```python\n{prompt.rstrip()}\n```" if given else prompt
         if not given and not re.search(rf"\b{entry}\b", prompt):
             words = f"{prompt.rstrip()}\nCall it `{entry}`."
         columns = {"entry_point": entry, "tests": tests, "setup": setup, "given": given, "solution": solution}
-        columns["is_class"] = is_class
+        columns["is_class"] = entry_is_class(entry, (setup, prompt, solution or ""))
         return Problem(words, solution, columns)
 
     def grade(self, problem: Problem, response: str) -> Graded:
