@@ -85,9 +85,10 @@ class ProgramJudge:
         """The verdict on the first of these programs that is Python and defines the entry point."""
         until = time.monotonic() + self.limits.seconds
         with self.programs.job() as program, self.tests.job() as tests:
-            known, both = problem.is_class, {"prelude": problem.prelude, "entry": problem.entry}
+            known = problem.is_class
             is_class = entry_is_class(problem.entry, problem.prelude) if known is None else known
-            asked = json.dumps(both | {"tests": problem.tests, "class": is_class}).encode()
+            both = {"prelude": problem.prelude, "entry": problem.entry, "class": is_class}
+            asked = json.dumps(both | {"tests": problem.tests}).encode()
             try:
                 loaded = program.ask(both | {"programs": list(programs)}, until - time.monotonic())
                 if isinstance(loaded, dict) and "loaded" in loaded:

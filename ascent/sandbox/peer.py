@@ -13,7 +13,6 @@ Nothing at the program's end is trusted, this module included: the tests' end re
 """
 
 import builtins
-import enum
 import functools
 import inspect
 import operator
@@ -27,13 +26,11 @@ from ascent.sandbox.values import NotData, decode, encode
 
 WORDS = 300
 """Characters of an error that are kept."""
-COMPARISONS = {"__lt__": "__gt__", "__gt__": "__lt__", "__le__": "__ge__", "__ge__": "__le__"}
-COMPARISONS |= {"__eq__": "__ne__", "__ne__": "__eq__"}
+PAIRS = (("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"), ("eq", "ne"), ("ne", "eq"))
+COMPARISONS = {f"__{name}__": f"__{other}__" for name, other in PAIRS}
 """Asked of the program for two of its objects, never for an object and data. Each has another that can stand for it."""
-BINARY = (
-    *("__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__", "__matmul__"),
-    *("__and__", "__or__", "__xor__"),
-)
+NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+BINARY = [f"__{name}__" for name in NAMES]
 """With data they are asked only of objects that a test itself has made by calling the entry point, which is a class."""
 SPECIAL: dict[str, tuple[Callable[..., Any], type]] = {
     **{"__len__": (len, int), "__bool__": (bool, bool), "__hash__": (hash, int), "__str__": (str, str)},
@@ -46,7 +43,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *args, **named: target(*args, **named),
     "get": getattr,
     "set": setattr,
-    "data": lambda target: _data_of(target),
+    "data": lambda target: dict(vars(target)),
     "__exit__": lambda target, *error: type(target).__exit__(target, *error),
     **{name: function for name, (function, _) in SPECIAL.items()},
     **{name: getattr(operator, name) for name in (*COMPARISONS, *BINARY, "__contains__")},
@@ -88,8 +85,8 @@ class Peer:
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and value is getattr(builtins, name, self):
             return {"~": "builtin", "v": name}
-        if cls.__name__ in self.classes:
-            return {"~": "copy", "c": cls.__name__, "v": self.pack(_data_of(value))}
+        if cls.__name__ in self.classes and hasattr(value, "__dict__"):
+            return {"~": "copy", "c": cls.__name__, "v": self.pack(dict(vars(value)))}
         if self.prefix and not isinstance(value, (*_FUNCTIONS, Iterator)):
             raise NotData(f"a {cls.__name__} cannot be given to a program: it is not plain data")
         self.held.append(value)
@@ -197,32 +194,18 @@ def _change(value: Any, changed: Any) -> None:
     if changed is None or value is changed or type(value) is not type(changed):
         return
     if not isinstance(value, list | dict | set | bytearray | deque):
-        for name, held in _data_of(changed).items():
-            object.__setattr__(value, name, held)
+        vars(value).update(vars(changed))
     elif value != changed:
         value.clear()
         (value.update if isinstance(value, dict | set) else value.extend)(changed)
 
 
-def _data_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, by name; of a member of an enumeration, that name."""
-    if isinstance(value, enum.Enum):
-        return {"name": value.name}
-    state = object.__getstate__(value)
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: held for part in parts if part for name, held in part.items()}
-
-
 def _copy(cls: type, data: dict[str, Any]) -> Any:
     """An object of a class that the problem defines, with this data. No attribute hides a method or a special name."""
-    if issubclass(cls, enum.Enum):
-        return cls[data["name"]]
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for name, value in data.items():
         of_class = inspect.getattr_static(cls, name, None)
-        if isinstance(of_class, types.MemberDescriptorType):
-            of_class.__set__(made, value)
-        elif not (name.startswith("__") or callable(of_class) or hasattr(of_class, "__get__")):
+        if not (name.startswith("__") or callable(of_class) or hasattr(of_class, "__get__")):
             vars(made)[name] = value
     return made
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ascent.sandbox.line import Closed, Line
 from ascent.sandbox.peer import CALLED_BACK, ObjectProxy, Peer, classes_of, define, exception_words
+from ascent.sandbox.values import NO_DATA
 
 TO_PROGRAM, SO_FAR, VERDICT = b"P", b"S", b"V"
 """How lines of the tests begin: a question for the program, the count up to now, and the end."""
@@ -58,6 +59,7 @@ def run_program(line: Line) -> None:
         return
     peer = Peer(line)
     peer.held.append(entry)
+    NO_DATA.extend([entry] if given["class"] and isinstance(entry, type) else [])
     peer.classes = {name: cls for name in shared if isinstance(cls := scope.get(name), type)}
     line.write({"loaded": True})
     while True:

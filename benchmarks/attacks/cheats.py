@@ -54,16 +54,13 @@ class Node:
     @property
     def double(self): return 2 * self.v
 """
-SLOTTED = """
-import dataclasses, enum, functools
-@dataclasses.dataclass(slots=True)
+SHAPES = """
+import dataclasses, functools
+@dataclasses.dataclass
 class Point:
     x: int
     y: int = 0
     def norm(self): return abs(self.x) + abs(self.y)
-class Color(enum.Enum):
-    RED = 'r'
-    BLUE = 'b'
 class Square:
     def __init__(self, side): self.side = side
     @functools.cached_property
@@ -86,6 +83,17 @@ class Stack:
     def __eq__(self, other): return isinstance(other, Stack) and self.items == other.items
     def __enter__(self): return self
     def __exit__(self, *error): return True
+"""
+HEIR = """
+class Stack(list):
+    def __init__(self, *items): super().__init__(items)
+    def push(self, x): self.append(x); return self
+    def mean(self): return sum(self) / len(self)
+    def name(self): return 'stack of %d' % len(self)
+    def copy(self): return Stack(*self)
+    def __add__(self, other): return Stack(*self, *other)
+    @property
+    def items(self): return [*self]
 """
 GIVEN = """
 class Vector:
@@ -247,21 +255,20 @@ STYLES = (
         prelude=NODE,
     ),
     TestStyle(
-        "slots and names",
-        "assert f('r')[0] == Point(1, 2)\nassert f('b')[0].norm() == 3 and f('b')[1] is Color.BLUE\n"
-        "assert f('r')[1] == Color.RED != f('b')[1]\nassert f('b')[2].area == 9",
-        ("def f(c): s = Square(3); s.area; return Point(1, 2), Color(c), s",),
-        ("def f(c): return Point(2, 2), Color(c), Square(2)",),
-        prelude=SLOTTED,
+        "fields and caches",
+        "assert f(1)[0] == Point(1, 2)\nassert f(-4)[0].norm() == 6 and f(5)[0].x == 5\nassert f(3)[1].area == 9",
+        ("def f(x): s = Square(3); s.area; return Point(x, 2), s",),
+        ("def f(x): return Point(2, x), Square(2)", "def f(x): s = Square(2); s.area = 9; return Point(x, 2), s"),
+        prelude=SHAPES,
     ),
     TestStyle(
         "a class",
         "s = Stack(1)\nassert s.push(2).pop() == 2\nassert len(s) == 1 and list(s) == [1] and s[0] == 1\n"
-        "assert s == Stack(1) and s != Stack(2) and isinstance(s, Stack)\nassert abs(Stack(1, 2).mean() - 1.5) < 1e-9\n"
+        "assert s == Stack(1) and s != Stack(2) and isinstance(s, Stack) and s.mean() == 1\nassert abs(Stack(1, 2).mean() - 1.5) < 1e-9\n"
         "assert Stack(1).name().startswith('stack of 1') and Stack().name() == 'stack of 0'\n"
         "assert list(Stack(1) + Stack(2)) == [1, 2] and 2 in Stack(2) and 3 not in Stack(2)\n"
         "assert s.copy() == s and 1 in s.copy() and (s + s) + s == Stack(1, 1, 1)\nassert s.items == [1] != s",
-        (STACK,), (STACK.replace("sum(", "max("), STACK.replace("*self.items)", "*self.items[1:])")),
+        (STACK, HEIR), (STACK.replace("sum(", "max("), STACK.replace("*self.items)", "*self.items[1:])")),
         entry="Stack",
     ),
     TestStyle(
@@ -523,7 +530,7 @@ def shadowed(draw: random.Random, style: TestStyle) -> str:
             code
             + f"class Vector:\n    def __init__(self, *a): hide(self)\n    def plus(self, o): return {draw.choice(['self', 'o'])}"
         )
-    result = "(Point(-77), Color.RED, hide(Square(-77)))" if "Point" in style.prelude else node
+    result = "(Point(-77), hide(Square(-77)))" if "Point" in style.prelude else node
     return (
         code
         + f"def {style.entry}(*a, **k):\n    for x in a: hide(x) if hasattr(x, '__dict__') else x\n    return {draw.choice([result, result, f'[{result}]'])}"
@@ -588,7 +595,7 @@ NEAR = {
     "an exception": ("map", "zip", "all", "exceptions", "assertRaises", "iterators"),
     "a generator yields it": ("iterators", "words", "map"),
     "changed arguments": ("arguments", "other arguments", "copies that change", "callbacks"),
-    "attributes for methods": ("copies", "copies that change", "slots and names", "a class that is given"),
+    "attributes for methods": ("copies", "copies that change", "fields and caches", "a class that is given"),
     "objects of a class": ("a class", "with a class", "a class that is given", "copies"),
 }
 """Styles that a family is most likely to deceive."""
