@@ -264,7 +264,7 @@ STYLES = (
     TestStyle(
         "a class",
         "s = Stack(1)\nassert s.push(2).pop() == 2\nassert len(s) == 1 and list(s) == [1] and s[0] == 1\n"
-        "assert s == Stack(1) and s != Stack(2) and isinstance(s, Stack) and s.mean() == 1\nassert abs(Stack(1, 2).mean() - 1.5) < 1e-9\n"
+        "assert s == Stack(1) and s != Stack(2) and isinstance(s, Stack) and Stack(4).mean() == 4\nassert abs(Stack(1, 2).mean() - 1.5) < 1e-9\n"
         "assert Stack(1).name().startswith('stack of 1') and Stack().name() == 'stack of 0'\n"
         "assert list(Stack(1) + Stack(2)) == [1, 2] and 2 in Stack(2) and 3 not in Stack(2)\n"
         "assert s.copy() == s and 1 in s.copy() and (s + s) + s == Stack(1, 1, 1)\nassert s.items == [1] != s",
