@@ -122,6 +122,9 @@ def test_a_class_may_derive_from_data(judge: ProgramJudge) -> None:
     cache += "    def put(s, k, v):\n        s[k] = v\n        if len(s) > s.n: s.popitem(last=False)\n"
     tests = "c = LRU(1)\nc.put(1, 'a')\nc.put(2, 'b')\nassert c.get(2) == 'b' and c.get(1, -1) == -1 and len(c) == 1"
     assert verdict(judge, cache, tests, entry="LRU").why == ""
+    named = "from collections import namedtuple\nPoint = namedtuple('Point', 'x y')"
+    tests = "p = Point(1, 2)\nassert p.x == 1 and p == Point(1, 2) and isinstance(p, Point)"
+    assert verdict(judge, named, tests, entry="Point").why == ""
 
 
 # ---- the task ---------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def entry_is_class(entry: str, codes: Iterable[str]) -> bool:
 
     The program is never asked: a class in place of a function could say that it equals whatever is expected.
     """
-    found = (re.search(rf"^(async def|def|class)\s+{entry}\b|^{entry}\s*=", code, re.MULTILINE) for code in codes)
+    found = (re.search(rf"^(async def|def|class)\s+{entry}\b", code, re.MULTILINE) for code in codes)
     first = next(filter(None, found), None)
     return first[1] == "class" if first else re.fullmatch("_*[A-Z][A-Za-z0-9]*", entry) is not None
 

@@ -44,6 +44,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
     "data": lambda target: dict(vars(target)),
+    "__instancecheck__": lambda target, value: isinstance(value, target),
     "__exit__": lambda target, *error: type(target).__exit__(target, *error),
     **{name: function for name, (function, _) in SPECIAL.items()},
     **{name: getattr(operator, name) for name in (*COMPARISONS, *BINARY, "__contains__")},
@@ -264,7 +265,8 @@ class ObjectProxy(Proxy):
         _ask(self, "__exit__", Exception if cls else None, None, None)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return type(value) is ObjectProxy and value._made
+        mine = type(value) is ObjectProxy
+        return mine and (value._made or _of_type(bool, _ask(self, "__instancecheck__", value)))
 
 
 def _ask(proxy: Proxy, what: str, *args: Any, **named: Any) -> Any:

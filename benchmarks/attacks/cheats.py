@@ -267,7 +267,7 @@ STYLES = (
         "assert s == Stack(1) and s != Stack(2) and isinstance(s, Stack) and Stack(4).mean() == 4\nassert abs(Stack(1, 2).mean() - 1.5) < 1e-9\n"
         "assert Stack(1).name().startswith('stack of 1') and Stack().name() == 'stack of 0'\n"
         "assert list(Stack(1) + Stack(2)) == [1, 2] and 2 in Stack(2) and 3 not in Stack(2)\n"
-        "assert s.copy() == s and 1 in s.copy() and (s + s) + s == Stack(1, 1, 1)\nassert s.items == [1] != s",
+        "assert s.copy() == s and 1 in s.copy() and isinstance(s.copy(), Stack) and (s + s) + s == Stack(1, 1, 1)\nassert s.items == [1] != s",
         (STACK, HEIR), (STACK.replace("sum(", "max("), STACK.replace("*self.items)", "*self.items[1:])")),
         entry="Stack",
     ),
@@ -472,6 +472,13 @@ def raised(draw: random.Random, style: TestStyle) -> str:
 
 def recursive(draw: random.Random, style: TestStyle) -> str:
     n = style.entry
+    code, made = trick_class(draw)
+    if draw.random() < 0.5:
+        each = draw.choice((f"{n}({n})", "self", f"[{n}, self]", made))
+        code += f"class Again({draw.choice(['A', 'object'])}):\n    def __init__(self, *a): pass\n    def __getattr__(self, name): return {each}\n"
+        return code + draw.choice(
+            (f"def {n}(*a, **k): return Again()", f"class {n}(Again): pass", f"def {n}(*a, **k): return {made}")
+        )
     ways = (
         f"def {n}(*a, **k): return {n}",
         f"def {n}(*a, **k): return {n}(*a, **k)",

@@ -5,7 +5,7 @@ Without the defence a program and its tests share a process, and what that proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -33,14 +33,14 @@ for _name, _test in list(globals().items()):
 """
 
 
-def judge_apart(cheats: list[Cheat]) -> str | None:
+def judge_apart(cheats: Iterator[Cheat]) -> str | None:
     """The first cheat that passes a test, by the library's judge; or a right program that does not pass."""
     with closing(ProgramJudge(PATIENT)) as judge:
         for style in STYLES:
             if (words := misjudged(judge, style)) is not None:
                 return words
         judge.limits = HASTY
-        for cheat in cheats:
+        for cheat in islice(cheats, BATCH):
             verdict = judge(cheat.style.problem, [cheat.program])
             if verdict.right or verdict.passed > cheat.style.free:
                 return f"{verdict.passed} of {verdict.total} tests of {cheat.style.name} pass: {cheat.program}"
@@ -57,10 +57,10 @@ def misjudged(judge: ProgramJudge, style: TestStyle) -> str | None:
     return None
 
 
-def judge_beside(cheats: list[Cheat]) -> str | None:
-    """The first cheat that passes where tests run beside it."""
+def judge_beside(cheats: Iterator[Cheat]) -> str | None:
+    """The first cheat that passes where tests run beside it. Many tests are too much for most of them."""
     with Sandbox("ascent.sandbox.session:serve_session", HASTY) as box:
-        for cheat in cheats:
+        for cheat in islice(cheats, 10 * BATCH):
             style = cheat.style
             code = "\n".join((style.prelude, cheat.program, style.tests, RUNS_TESTS.format(entry=style.entry)))
             try:
@@ -83,7 +83,7 @@ def beside() -> None:
 
 
 def attempt_of(family: str, seed: int) -> Callable[[Path], str | None]:
-    return lambda _: JUDGE(list(islice(generate_cheats(seed, family), BATCH)))
+    return lambda _: JUDGE(generate_cheats(seed, family))
 
 
 def attacks(_: Path, seed: int = 0, cheats: int = 1800) -> list[Attack]:
