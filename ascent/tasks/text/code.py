@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.sandbox.box import BoxLimits
-from ascent.sandbox.judge import CodeProblem, ProgramJudge
+from ascent.sandbox.judge import CodeProblem, ProgramJudge, entry_is_class
 from ascent.tasks.base import refuse
 from ascent.tasks.files import absolute_path, file_stamp, read_jsonl, require_columns
 from ascent.tasks.text.base import Graded, Problem
@@ -112,12 +112,13 @@ class Code(TableTask):
         if not given and not re.search(rf"\b{entry}\b", prompt):
             words = f"{prompt.rstrip()}\nCall it `{entry}`."
         columns = {"entry_point": entry, "tests": tests, "setup": setup, "given": given, "solution": solution}
+        columns["is_class"] = entry_is_class(entry, (setup, prompt, solution or ""))
         return Problem(words, solution, columns)
 
     def grade(self, problem: Problem, response: str) -> Graded:
         columns = problem.columns
         prelude = tuple(filter(None, (columns["setup"], columns["given"])))
-        code = CodeProblem(columns["entry_point"], tuple(columns["tests"]), prelude)
+        code = CodeProblem(columns["entry_point"], tuple(columns["tests"]), prelude, columns["is_class"])
         judge = _judge(self.sandbox, self.code_seconds, self.code_memory, self.sandbox_read)
         verdict = judge(code, programs_of(response, columns["given"]))
         formed = in_form(response, columns["entry_point"])
