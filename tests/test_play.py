@@ -425,7 +425,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
             episodes.ask(0, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)
-            bound.player.words = lambda _: "a"
+            bound.player.words = lambda *_: "a"
             episodes.ask(1, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert "cannot be shown" in str(answer.error)
@@ -525,8 +525,8 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
     player = Player(
         LocalEpisodes(Echo),
         lambda *_: Problem("?"),
-        lambda turn: lm.decode(turn[:-1]),
-        tokens=lambda step, turn: tail.answer(turn, step.observation),
+        lambda turn, _: lm.decode(turn[:-1]),
+        tokens=lambda step, turn, history: tail.answer(turn, step.observation, history),
     )
     prompt = lm.encode([{"role": "user", "content": "How high is it?"}])
     prompts = replace(Prompts.of(torch.tensor([prompt])), play=player)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+OPEN, CLOSED = "<think>", "</think>"
+"""Around thoughts."""
 LONGEST = 20_000
 """Characters of a call that are read."""
 _SHOWN = 120
@@ -58,8 +60,8 @@ class Format:
     """Whose messages the results are."""
 
     def read(self, words: str, types: Types | None = None) -> list[ToolCall]:
-        """The calls of a turn, in order. What a model thinks before `</think>` is not read."""
-        words = words.rpartition("</think>")[2].partition("<think>")[0]
+        """The calls of a turn, in order. Thoughts, with which a turn may begin, are not read."""
+        words = words.partition(CLOSED)[2] if words.lstrip().startswith(OPEN) else words
         calls: list[ToolCall] = []
         try:
             for block in self.blocks(words):

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ascent.environments.calls import Format, ToolCall, Types
+from ascent.environments.calls import CLOSED, OPEN, Format, ToolCall, Types
 
-OPEN, CLOSED = "<think>", "</think>"
 TORN = "\N{REPLACEMENT CHARACTER}"
 
 
