@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ascent.environments.calls import PLAIN, Schema, ToolCall, kinds_of, types_of
@@ -217,8 +218,18 @@ class ChatWriter:
     def words(self, tokens: Sequence[int], special: bool = False) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that the policy continues, without an end token that the tokenizer puts behind it."""
+        ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
+        ends, own = (len(list(takewhile(self.ends.__contains__, reversed(each)))) for each in (ids, plain))
+        return ids[: len(ids) - max(0, ends - own)]
+
     def reader(
-        self, tools: Sequence[Schema] = (), stops: Sequence[str] = (), prompt: Sequence[int] | None = ()
+        self,
+        tools: Sequence[Schema] = (),
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] | None = (),
+        one_call: bool = False,
     ) -> TokenReader:
         """Reads a turn behind a prompt, of which the last tokens count; None: only words are read.
 
@@ -228,7 +239,8 @@ class ChatWriter:
             return TokenReader(TurnReader(stops, None), self.words, {}, self.ends)
         chat, tail = self._chat(tools)
         thinking = tail.opens_thoughts(prompt)
-        reader = TurnReader(stops, thinking, chat.format, types_of(tools)) if chat else TurnReader(stops, thinking)
+        how = (chat.format, types_of(tools), one_call) if chat else ()
+        reader = TurnReader(stops, thinking, *how)
         return TokenReader(reader, self.words, self._special if chat else {}, self.ends)
 
     def read(self, turn: Sequence[int], *how: Any) -> AssistantTurn:

@@ -284,7 +284,8 @@ class Endpoint:
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
             watched=wish.stream,
         )
-        reader = self.writer.reader(tools or (), request.stop, None if tools is None else prompt + response)
+        before = None if tools is None else prompt + response
+        reader = self.writer.reader(tools or (), request.stop, before, wish.one_call)
         self.desk.submit(request)
         live.busy = request
         turn = PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
@@ -402,7 +403,7 @@ class Endpoint:
             raise Nonsense("prompt: one prompt per request")
         if isinstance(prompt, str):
             self._fits(len(prompt))
-            return list(self.writer.tokenizer(prompt)["input_ids"])
+            return self.writer.encode(prompt)
         return self._tokens(prompt, "prompt")
 
     def _tokens(self, ids: Any, name: str) -> list[int]:
