@@ -124,12 +124,11 @@ class Blocks:
         """Where the call from `start` on ends, looked for from `searched` on; −1: not before the limit."""
         mark = self.closing or self.opening
         end = words.find(mark, searched, limit)
-        while 0 <= end <= start + LONGEST and self._is_inside(words[start:end]):
+        while 0 <= end <= start + LONGEST:
+            if all(match["end"] for match in re.finditer(self.argument, words[start:end], re.DOTALL)):
+                break
             end = words.find(mark, end + 1, limit)
         return end
-
-    def _is_inside(self, block: str) -> bool:
-        return any(not match["end"] for match in re.finditer(self.argument, block, re.DOTALL))
 
 
 PYTHON_TAG = "<|python_tag|>"

@@ -225,11 +225,7 @@ class ChatWriter:
         return ids[: len(ids) - max(0, ends - own)]
 
     def reader(
-        self,
-        tools: Sequence[Schema] = (),
-        stops: Sequence[str] = (),
-        prompt: Sequence[int] | None = (),
-        one_call: bool = False,
+        self, tools: Sequence[Schema] = (), stops: Any = (), prompt: Sequence[int] | None = (), one_call: bool = False
     ) -> TokenReader:
         """Reads a turn behind a prompt, of which the last tokens count; None: only words are read.
 

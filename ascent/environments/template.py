@@ -103,6 +103,8 @@ class Tail:
         """What the template's code may look for in a content: its strings but for keys, roles and spacing."""
         self._spelled = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._frames: dict[Any, _Frame] = {}
+        self._writes: dict[Any, tuple[Write, ...] | None] = {}
+        """How contents are written between the same texts of the template, whatever came before."""
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The prompt: these messages and the tools in the template, ready for the first turn."""
@@ -183,6 +185,7 @@ class Tail:
                 self._frame([*messages[:start], *(m | {"content": "x"} for m in messages[start:])])
             if len(self._frames) >= _KEPT:
                 self._frames.clear()
+                self._writes.clear()
             self._frames[key] = self._make(messages, fixed)
         return self._frames[key]
 
@@ -200,7 +203,10 @@ class Tail:
         slots = tuple(sorted(holes, key=lambda i: text.index(_content(i))))
         texts = tuple(re.split("|".join(_content(i) for i in slots), text)) if slots else (text,)
         frame = _Frame(opening, end, self.tokenizer.convert_tokens_to_ids(end), texts, slots, None, ())
-        frame = frame._replace(writes=self._find_writes(messages, frame))
+        key = texts, *(messages[i]["role"] for i in slots)
+        if key not in self._writes:
+            self._writes[key] = self._find_writes(messages, frame)
+        frame = frame._replace(writes=self._writes[key])
         plain = self._ids(end + _joined(texts, ["x"] * len(slots)))
         if plain[:1] != [frame.end_id]:
             refuse(f"the token {end!r}, which ends a turn in this chat template, is not one token of the tokenizer")
