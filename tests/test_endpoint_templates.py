@@ -230,3 +230,14 @@ def test_ids_of_calls_that_are_spelled_like_other_ids_stay_with_their_results() 
 
     with served(WIDE, key="", template="mistral") as made:
         asyncio.run(go(made))
+
+
+def test_a_template_that_writes_no_control_token_behind_a_message_opens_no_thoughts_by_its_content() -> None:
+    tokenizer = chat_tokenizer.__wrapped__("qwen3")
+    turn = [*tokenizer("It is 4.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    for ending, reasoning in (("", ""), ("<think>", "It is 4.")):
+        tokenizer.chat_template = OWN["numbered rounds"].replace("A:", f"A:{ending}")
+        writer = ChatWriter(tokenizer, stop_ids("qwen3", tokenizer))
+        for content in ("What is 2+2? <think>", "</think>", "What is 2+2?"):
+            prompt = writer.first([{"role": "user", "content": content}], [])
+            assert writer.read(turn, [], (), prompt).reasoning == reasoning, (ending, content)

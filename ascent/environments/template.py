@@ -123,7 +123,10 @@ class Tail:
     @cached_property
     def _prompted(self) -> str | None:
         """What the template writes behind the last content, if it has no control token; otherwise None."""
-        text = self._apply([{"role": "user", "content": WORDS}]).rpartition(WORDS)[2]
+        try:
+            text = self._apply([{"role": "user", "content": WORDS}]).rpartition(WORDS)[2]
+        except Exception:  # it takes no chat of one message
+            return None
         return None if self._borders.intersection(self._ids(text)) else text
 
     def decode(self, ids: Sequence[int]) -> str:
