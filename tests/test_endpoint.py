@@ -466,7 +466,7 @@ NONSENSE: dict[str, Any] = {
     "a huge top_k": {"messages": HELLO, "top_k": 10**400},
     "half a top_k": {"messages": HELLO, "top_k": 1.5},
     "logprobs": {"messages": HELLO, "logprobs": "yes"},
-    "one call at most": {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": False},
+    "one call at most": {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": "no"},
     "functions": {"messages": HELLO, "functions": [{"name": "f"}]},
     "sound": {"messages": HELLO, "modalities": ["text", "audio"]},
     "json alone": {"messages": HELLO, "response_format": {"type": "json_object"}},

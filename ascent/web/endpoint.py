@@ -208,7 +208,7 @@ class Endpoint:
         body = await read_body(asked, self.most_bytes)
         prompt, wish = self._prompt(body.get("prompt")), read_wish(body, plain=True)
         size = len(prompt) if isinstance(prompt, str) else 0
-        turn = await self._begin(live, wish, size, lambda s, writer: s.read_tokens(writer.prompt_ids(prompt)))
+        turn = await self._begin(live, wish, size, lambda s, writer: s.read_tokens(writer.encode(prompt)))
         frame, say = Frame(self.name, "cmpl", "text_completion"), self._say_nothing(turn)
         if wish.stream:
             stream = TurnStream(asked._send, frame, wish, turn.reader, self._plain_logprobs)
@@ -316,7 +316,8 @@ class Endpoint:
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
             watched=wish.stream,
         )
-        reader = writer.reader(tools or (), request.stop, None if tools is None else prompt + response)
+        before = None if tools is None else prompt + response
+        reader = writer.reader(tools or (), request.stop, before, wish.one_call)
         return PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
 
     def _rewritten(self, live: OpenSession, error: Rewritten, writer: ChatWriter, read: ReadPrompt) -> list[int]:

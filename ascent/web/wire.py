@@ -44,6 +44,8 @@ class Wish(NamedTuple):
     usage: bool
     logprobs: bool
     ids: bool
+    one_call: bool
+    """At most one call of a tool is read."""
     noted: dict[str, Any]
     """All that differs from what a request says by default."""
 
@@ -97,7 +99,6 @@ IGNORED = {
     "min_tokens": (0,),
     "guided_json": (),
     "best_of": (1,),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -135,6 +136,8 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         temperature = _number(body, "temperature", 1.0, 0.0, 100.0)
     if seed is not None and type(seed) is not int:
         raise Nonsense("seed: a whole number")
+    if type(parallel := body.get("parallel_tool_calls", True)) not in (bool, type(None)):
+        raise Nonsense("parallel_tool_calls: true or false")
     stream, options = body.get("stream") or False, body.get("stream_options") or {}
     if type(stream) is not bool or not isinstance(options, Mapping):
         raise Nonsense("stream: true or false")
@@ -155,6 +158,7 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         bool(options.get("include_usage")),
         logprobs is not None and logprobs is not False if plain else bool(logprobs),
         bool(body.get("return_token_ids")),
+        parallel is False,
         {name: _noted(value) for name, value in {**asked, **noted}.items()},
     )
 

@@ -55,8 +55,13 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
 def end_with_parent() -> None:
     """Let this worker end when the process that started it is killed: nobody else would end it."""
     parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_one(settings: dict[str, Any], folder: str) -> None:
