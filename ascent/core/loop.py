@@ -70,7 +70,7 @@ def train(
 ) -> Iterator[int]:
     """Steps `start` … `config.steps` from this state, or the first; each is yielded, and a config sent back is used."""
     algorithm = config.algorithm
-    reads_old = algorithm.correction.on or algorithm.kl.where == "reward" or algorithm.update.whole
+    reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.whole
     fresh = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old  # so ρ is 1
     needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" and not fresh else frozenset())
     check_needs(needs, sampler, learner)
@@ -83,6 +83,7 @@ def train(
             batch = batch.add(logp_old=None if fresh else batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
         batch, state = algorithm.credit(batch, state)
+        metrics |= {} if batch.masked is None else {"frac_masked": batch.masked.double().mean().item()}
         batch = batch.add(**algorithm.scalars(state, step / config.steps))
         minis: list[Batch] = []
         updates: list[Stepped] = []
