@@ -83,7 +83,6 @@ def train(
             batch = batch.add(logp_old=None if fresh else batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
         batch, state = algorithm.credit(batch, state)
-        metrics |= {} if batch.masked is None else {"frac_masked": batch.masked.double().mean().item()}
         batch = batch.add(**algorithm.scalars(state, step / config.steps))
         minis: list[Batch] = []
         updates: list[Stepped] = []
@@ -299,10 +298,11 @@ def describe(batch: Batch) -> Metrics:
 def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
     """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them.
 
-    A step without an update measures nothing: what it leaves out is null in its records.
+    A step without an update measures only what is masked: what it leaves out is null in its records.
     """
+    masked = {} if batch.masked is None else {"frac_masked": batch.masked.double().mean().item()}
     if not updates:
-        return {}
+        return masked
     whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
     values = [value for u in updates for value in (*u.metrics.values(), *u.sums.values())]
     rows = torch.stack(values).view(-1, len(names)).tolist()
@@ -319,7 +319,7 @@ def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped
     else:
         gap = mismatch(updates[0].logp, minis[0], step)
     gap |= config.algorithm.critic.measure(batch)
-    return metrics | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
+    return metrics | masked | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
 
 
 def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> None:
