@@ -1,6 +1,6 @@
 """Which groups are trained on, and what a response's length does to its reward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,10 +16,13 @@ def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
     return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
 
 
+@dataclass(frozen=True)
 class Groups:
     """A choice of groups: called with a batch, it says which to keep; the rest are drawn again."""
 
-    rounds: int = 1
+    mask_truncated: bool = field(default=False, kw_only=True)
+    """Do not train on truncated responses; their rewards stay in their groups (DAPO's overlong filtering)."""
+    rounds = 1
 
     def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
         return torch.ones(batch.mask.shape[0], dtype=torch.bool)
