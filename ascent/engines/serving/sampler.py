@@ -250,7 +250,8 @@ class ServedSampler(Sampler):
                 timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
                 for each in wanted:
                     self._hear(each)
-                self._receive(until, POLL if any(each.waiting for each in wanted) else self.look)
+                if not any(each.ready for each in wanted):
+                    self._receive(until, POLL if any(each.waiting for each in wanted) else self.look)
         finally:
             timeline.stop()
             for each in wanted:
