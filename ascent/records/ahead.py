@@ -35,7 +35,7 @@ def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain], play: Any =
     for i, own in enumerate(plain):
         if type(own["step"]) is not int:
             raise ValueError(f"a ticket of step {own['step']!r}")
-        prompts = Prompts(**together(own["prompts"], f"{i}.prompts.", tensors), play=play)
+        prompts = Prompts(**together(own["prompts"], f"{i}.prompts.", tensors) | {"play": play})
         drawn = None if own["drawn"] is None else Rollouts(**together(own["drawn"], f"{i}.drawn.", tensors))
         ticket = Ticket(prompts=prompts, **{name: own[name] for name in OF_TICKET})
         pending.append(Open(ticket, drawn, tensors.get(f"{i}.going"), tensors.get(f"{i}.seeds")))

@@ -15,12 +15,13 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
 import uvicorn
 
-from ascent.core.types import Prompts, Rollouts, Scores
+from ascent.core.types import Prompts, Rollouts, Scores, at_last
 from ascent.engines.requests import Desk, Recorded
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
 from ascent.environments.play import CUT, FAILED, PlayedTask
@@ -220,11 +221,12 @@ class AgentTask(PlayedTask):
         scores = Scores(reward, torch.ones_like(paid), right, measures={"lenient": lenient})
         if not bool(paid.all()):
             own = self.task.score(rollouts)
-            left = int((~own.valid & ~paid).sum())
-            part = torch.where(paid.unsqueeze(-1), reward, own.reward)
+            errors = tuple(compress(own.errors, (~paid[~own.valid]).tolist()))
+            outcome = reward if own.reward.shape[-1] == 1 else at_last(rollouts, reward)
+            part = torch.where(paid.unsqueeze(-1), outcome, own.reward)
             correct = None if own.correct is None else torch.where(paid, right, own.correct)
             measures = own.measures | {"lenient": torch.where(paid, lenient, own.measures["lenient"])}
-            scores = replace(own, reward=part, valid=own.valid | paid, correct=correct, errors=own.errors[:left])
+            scores = replace(own, reward=part, valid=own.valid | paid, correct=correct, errors=errors)
             scores = replace(scores, measures=measures)
         return replace(scores, measures=scores.measures | self._measures(rollouts, notes, outcomes))
 
