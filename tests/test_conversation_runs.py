@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +45,33 @@ def never_asks(base_url, key):
 def fails_at_once(base_url, key):
     raise RuntimeError("the database is away")
 
+def asks_without_end(base_url, key, messages):
+    while True:
+        messages = [*messages, {"role": "assistant", "content": ask(base_url, key, messages)}]
+        messages.append({"role": "user", "content": "go on"})
+
+def asks_twice(base_url, key, messages):
+    talk(base_url, key, messages)
+    return 1.0
+
+def begins_with_its_seed(base_url, key, messages, seed):
+    ask(base_url, key, [{"role": "system", "content": f"session {seed:016x}, please answer"}, *messages], max_tokens=2)
+    return 1.0
+
+def some_pay(base_url, key, messages, seed):
+    talk(base_url, key, messages)
+    return 1.0 if seed % 2 else None
+
 def tells_its_seed(base_url, key, messages, seed):
     return {"reward": len(ask(base_url, key, messages)) / 20, "metrics": {"seed": seed % 1_000_003}}
 """
 
 ENVIRONMENTS = """
 from ascent import Environment, Step
+
+class Endless(Environment):
+    def step(self, action):
+        return Step("go on", 0.1)
 
 class ThreeTurns(Environment):
     def begin(self, problem, rng):
@@ -190,3 +212,138 @@ def test_steps_behind_a_replayed_one_have_their_own_seeds(
     assert len(set(seeds)) == 5
     assert [each["agent/seed"] for each in again.metrics] == seeds
     assert [each["reward"] for each in again.metrics] == [each["reward"] for each in whole.metrics]
+
+
+# ---- limits -------------------------------------------------------------------------------------------------------
+
+
+def drawn_tokens(row: dict[str, Any]) -> int:
+    return sum(row["mask"]) if row.get("mask") else len(row["response"])
+
+
+def played(tmp_path: Path, how: str) -> dict[str, str]:
+    """Conversations that only a limit ends, played by an environment or by an agent."""
+    if how == "environment":
+        return {"environment": f"python:{tmp_path}/environments.py:Endless"}
+    return {"agent": f"python:{tmp_path}/agents.py:asks_without_end"}
+
+
+@pytest.mark.parametrize("how", ["environment", "agent"])
+@pytest.mark.parametrize("served", mostly_smokes([False, True], False))
+@pytest.mark.parametrize("context", [300, 112])
+def test_the_limit_of_a_row_counts_drawn_tokens_in_conversations(
+    base: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, how: str, served: bool, context: int
+) -> None:
+    """A context of 112 leaves 16 tokens behind the prompt, fewer than --max-tokens."""
+    settings = base | {"limit_column": "own", "max_tokens": 24, "max_context": context, "turn_tokens": 0, "steps": 1}
+    settings |= played(tmp_path, how) | (request.getfixturevalue("engine") if served else {})
+    run = ascent.train(**settings | {"prompts": 6, "samples": 2, "eval_every": 9}, out=tmp_path / "run")
+    rows = list(run.rollouts(0))
+    for row in rows:
+        number = int(row["prompt_text"].split("+")[0].split()[-1])
+        limit = 4 if number % 2 else 24
+        assert 0 < drawn_tokens(row) <= limit and len(row["response"]) <= context - 96, row
+        assert row["truncated"] and row["status"] == "ok"
+        assert number % 2 == 0 or drawn_tokens(row) == 4 or context == 112
+    assert max(map(drawn_tokens, rows)) > 4
+
+
+@pytest.mark.parametrize("how", ["environment", "agent"])
+@pytest.mark.parametrize("served", mostly_smokes([False, True], False))
+def test_a_response_that_runs_out_of_turns_is_truncated(
+    base: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, how: str, served: bool
+) -> None:
+    settings = base | {"max_turns": 2, "steps": 1, "eval_every": 9, "stop": [*"abcdefghijklmnopqrstuvwxyz0123456789"]}
+    settings |= {"max_tokens": 64, "turn_tokens": 0} | (request.getfixturevalue("engine") if served else {})
+    run = ascent.train(**settings | played(tmp_path, how), out=tmp_path / "run")
+    assert run.metrics[0]["completions/clipped_ratio"] == 1.0
+    assert run.metrics[0]["turns"] == 2 and run.metrics[0]["turns/cut"] == 0
+    assert all("the limit of 2 turns" in row["reason"] for row in run.rollouts(0))
+    ends = {"environment": {"environment": f"python:{tmp_path}/environments.py:ThreeTurns", "max_turns": 3}}
+    ends["agent"] = {"agent": f"python:{tmp_path}/agents.py:asks_twice"}
+    run = ascent.train(**settings | ends[how], out=tmp_path / "ends")
+    assert run.metrics[0]["completions/clipped_ratio"] == 0.0, "the last turn that is allowed ended by itself"
+
+
+@pytest.mark.parametrize("how", ["none", "environment", "agent"])
+def test_fixed_length_divides_by_the_limit_of_drawn_tokens(base: dict[str, Any], tmp_path: Path, how: str) -> None:
+    settings = base | {"weights": "fixed-length", "max_tokens": 16, "steps": 1, "eval_every": 9}
+    settings |= {} if how == "none" else played(tmp_path, how)
+    for step in ascent.steps(**settings, out=tmp_path / "run"):
+        weight = step._parts.config.algorithm.weights(step.batch)
+        assert torch.allclose(weight[step.batch.mask], torch.tensor(1 / (6 * 16)))
+
+
+def test_overlong_shaping_counts_drawn_tokens_though_prompts_of_a_group_differ(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = base | {"shaping": "overlong", "shaping.margin": 16, "max_tokens": 32, "steps": 1, "eval_every": 9}
+    settings |= {"max_context": 140}
+    settings |= {"agent": f"python:{tmp_path}/agents.py:begins_with_its_seed", "stop": [*"abcdefghijklmnopqrstuvwxyz"]}
+    settings |= {"advantage": "raw"}
+    run = ascent.train(**settings, out=tmp_path / "run")
+    ended = [row for row in run.rollouts(0) if not row["truncated"]]
+    assert ended and all(len(row["response"]) > 20 for row in ended), "the prompts of a group differ"
+    assert all(set(row["advantage"]) == {1.0} for row in ended)
+
+
+# ---- process rewards ----------------------------------------------------------------------------------------------
+
+
+class Constant:
+    """A process reward that gives every step the same score, and keeps what it was asked."""
+
+    separator = "\n"
+
+    def __init__(self, score: float):
+        self.score, self.asked = score, list[Any]()
+
+    def rate(self, responses: Any) -> list[list[float]]:
+        self.asked += responses
+        return [[self.score] * len(steps) for _, steps, _ in responses]
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Constant:
+    """What stands for the process reward of a run."""
+    from ascent.rewards import reward_models
+
+    (tmp_path / "run-of-it" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "run-of-it" / "config.json").write_text(json.dumps({"loss": {"name": "step-value"}}))
+    model = Constant(0.0)
+    monkeypatch.setattr(reward_models, "_reward", lambda *_: model)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["process", "process-score"])
+def test_what_an_agent_pays_is_paid_once_beside_process_rewards(
+    base: dict[str, Any], process: Constant, tmp_path: Path, kind: str
+) -> None:
+    settings = base | {"reward": ["own", f"{kind}:{tmp_path}/run-of-it"], "steps": 1, "samples": 6, "eval_every": 9}
+    run = ascent.train(**settings, agent=f"python:{tmp_path}/agents.py:some_pay", out=tmp_path / "run")
+    rewards = [row["reward"] for row in run.rollouts(0)]
+    assert {0.0, 1.0} == set(rewards)
+    assert all(row["turn_reward"] in ([0.0, 1.0], [0.0, 0.0]) for row in run.rollouts(0))
+
+
+@pytest.mark.parametrize("how", ["environment", "agent"])
+def test_a_process_reward_reads_turns_behind_the_chat_before_them(
+    base: dict[str, Any], process: Constant, tmp_path: Path, how: str
+) -> None:
+    """Each turn is asked about by itself, with the turns and observations before it as messages."""
+    process.score = 0.5
+    settings = base | {"reward": ["own", f"process-score:{tmp_path}/run-of-it"], "steps": 1, "eval_every": 9}
+    settings |= {"environment": f"python:{tmp_path}/environments.py:ThreeTurns", "max_tokens": 32}
+    if how == "agent":
+        settings |= {"environment": "", "agent": f"python:{tmp_path}/agents.py:some_pay"}
+    run = ascent.train(**settings, out=tmp_path / "run")
+    asked = [chat for chat, _, _ in process.asked]
+    observation = "more" if how == "environment" else "go on"
+    for chat, steps, _ in process.asked:
+        assert [message["role"] for message in chat] == ["user", *["assistant", "user"] * (len(chat) // 2)]
+        assert all(message["content"] == observation for message in chat[2::2]) and steps
+    assert {len(chat) for chat in asked} == ({1, 3, 5} if how == "environment" else {1, 3})
+    first = {re.sub(r"<[^<>]+>", "", "\n".join(steps)) for chat, steps, _ in process.asked if len(chat) == 1}
+    assert {chat[1]["content"] for chat in asked if len(chat) > 1} <= first
+    if how == "environment":
+        assert all(min(row["turn_reward"]) >= 0.5 and len(row["turn_reward"]) == 3 for row in run.rollouts(0))

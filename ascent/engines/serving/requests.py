@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ascent.core.protocols import Open, Sampler, Ticket
@@ -210,12 +209,12 @@ class VisitedServers(ServedSampler):
         prompts, samples, limit = ticket.prompts, ticket.samples, limit or self.limit
         if prompts.play is None:
             return super()._now(ticket, seeds, limit)
-        limits = torch.full((len(prompts),), limit) if prompts.limits is None else prompts.limits.clamp(max=limit)
         luck = list(range(seeds.numel())) if ticket.greedy else seeds.flatten().tolist()
         with closing(prompts.play(prompts, samples, luck)) as visits:
-            visits.begin(limits.repeat_interleave(samples).tolist(), self.temperature, None, ticket.greedy)
+            limits = self._limits(prompts, limit).repeat_interleave(samples).tolist()
+            visits.begin(limits, limit, self.temperature, None, ticket.greedy)
             serve = ServedDesk(visits.desk, self.fleet, self.lm, self.version, self.look)
             serve()
             self.latest = serve.timeline
-            temperature = 1.0 if ticket.greedy else self.temperature
-            return conversations_drawn(prompts, samples, limit, visits.records(), temperature, self.version, True)
+            most, temperature = min(limit, self.most or limit), 1.0 if ticket.greedy else self.temperature
+            return conversations_drawn(prompts, samples, most, visits.records(), temperature, self.version, True)
