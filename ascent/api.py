@@ -227,7 +227,7 @@ def reopen(
         if chosen is not None:
             with naming(chosen):
                 parts.streams.restore(groups.pop("rng"))
-                parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []))
+                parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
                 parts.learner.restore(groups)
             check_ahead(parts.sampler.pending, first, config.ahead)
             if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):

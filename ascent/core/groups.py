@@ -70,7 +70,7 @@ class NoShaping(Shaping):
 class Overlong(Shaping):
     """A soft penalty before the length limit, instead of a cliff at the limit (DAPO).
 
-    with limit L and margin c: 0 up to L − c tokens, then (L − c − length)/c, −1 if truncated
+    with limit L and margin c: 0 up to L − c drawn tokens, then (L − c − length)/c, −1 if truncated
     Yu et al. 2025. Bias: it changes the reward, so responses near the limit earn less, even right
     ones. Degenerate case: without an end token no response is too long, and nothing is added.
     """
@@ -85,7 +85,7 @@ class Overlong(Shaping):
     def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
         if not batch.ends:
             return None
-        length = batch.present.sum(-1).to(batch.reward.dtype)  # observations take room too
+        length = batch.length.to(batch.reward.dtype)
         limit = batch.limit if batch.limits is None else batch.limits.unsqueeze(-1)
         over = (limit - self.margin - length) / self.margin
         return torch.where(batch.truncated, -1.0, over.clamp(-1.0, 0.0)).unsqueeze(-1)

@@ -108,7 +108,7 @@ class Prompts:
     epoch: float | None = None
     """Passes over the task's rows once these are drawn; None: it has no rows, or they were drawn anew."""
     limits: Int[Tensor, "prompt"] | None = None
-    """The most tokens of a response to each of them, where the task has limits of several sizes."""
+    """The most tokens of a response to each of them that are drawn, where the task has limits of several sizes."""
     play: Callable[[Prompts, int, list[int]], Any] | None = None
     """Makes what answers the turns of their responses, from prompts, samples and a seed for each; None: one turn."""
 
@@ -141,9 +141,9 @@ class Rollouts:
     mask: Bool[Tensor, "prompt sample token"]
     logp_sampler: PerToken
     limit: int
-    """The generation limit: the most tokens that any response may have, observations counted."""
+    """The generation limit: the most tokens of a response that are drawn (small tasks count observations too)."""
     truncated: Bool[Tensor, "prompt sample"]
-    """True where its limit cut a response off before it ended, by an end token or a stop string."""
+    """True where a limit of tokens or turns ended a response: no end token, no stop string, no environment."""
     limits: Int[Tensor, "prompt"] | None = None
     """Each prompt's own limit, where they differ."""
     ends: bool = True

@@ -6,6 +6,7 @@ hold no process. Answers are handed on in the order in which they come.
 
 import functools
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from ascent.tasks.text.base import TEXTARENA, Message, Problem
 
 CUT, FAILED = "cut off at ", "failed: "
 """How notes begin: of a turn that its limit of tokens ended, and of one whose environment failed."""
+OUT_OF_TURNS = re.compile(r"the limit of \d+ turns")
+"""What the note on a response says that --max-turns truncated."""
 GLANCE = 1.0
 """Seconds of one wait for environments; those that miss their own deadline answer with an error."""
 OPENINGS = 10_000
@@ -135,6 +138,7 @@ class Answer(NamedTuple):
     error: str | None = None
     note: str = ""
     seconds: float = 0.0
+    cut: bool = False
 
 
 class Conversations:
@@ -192,14 +196,14 @@ class Conversations:
         """An episode that failed, is over, or has had all its turns needs no process any more."""
         turn, most, step = self.latest.pop(response), self.player.max_turns, reply.step
         self.turns[response] += 1
-        tokens, reward, error, note = list[int](), 0.0, reply.error, ""
+        tokens, reward, error, note, cut = list[int](), 0.0, reply.error, "", False
         if step is not None:
             reward, more, limit = step.reward, not step.done, self.player.turn_tokens
             notes = [step.reason] if step.reason else []
             if self.player.ends and 0 < limit <= len(turn) and turn[-1] not in self.player.ends:
                 notes.append(f"{CUT}{limit} tokens")
             if more and self.turns[response] == most:
-                more, notes = False, [*notes, f"the limit of {most} turns"]
+                more, cut, notes = False, True, [*notes, f"the limit of {most} turns"]
             note = "; ".join(notes)
             try:
                 tokens = self._observe(response, step, turn) if more else []
@@ -211,7 +215,7 @@ class Conversations:
             self.player.end([reply.episode])
         name = f"turn {self.turns[response]}: "
         error = None if error is None else f"{name}{FAILED}{error}"
-        return Answer(tokens, reward, error, f"{name}{note}" if note else "", self.seconds.pop(response))
+        return Answer(tokens, reward, error, f"{name}{note}" if note else "", self.seconds.pop(response), cut)
 
     def _observe(self, response: int, step: Step, turn: list[int]) -> list[int]:
         """The tokens of an observation, which goes to the history."""
@@ -258,8 +262,7 @@ class PlayedTask(BoundBase):
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
         measures, correct = {**scores.measures, "turns": turns, **count_calls(rollouts.notes, turns)}, scores.correct
         if self.in_words and rollouts.notes is not None and rollouts.waited is not None:
-            cut = turns.new_tensor([note.count(CUT) for note in rollouts.notes.flat]).view(turns.shape)
-            measures |= {"turns/cut": cut + rollouts.truncated, "time/environment": rollouts.waited.sum(-1)}
+            measures |= {"turns/cut": count_cut(rollouts), "time/environment": rollouts.waited.sum(-1)}
         if self.in_words and correct is not None and rollouts.reward is not None:
             unanswered = [self.player.problem(rollouts, place).answer is None for place in range(len(rollouts.prompt))]
             earned = scores.reward.sum(-1) + rollouts.reward.sum(-1) > 1 - 1e-5
@@ -270,6 +273,14 @@ class PlayedTask(BoundBase):
     def close(self) -> None:
         self.player.close()
         self.task.close()
+
+
+def count_cut(rollouts: Rollouts) -> torch.Tensor:
+    """Turns of each response that a limit of tokens cut off: those that notes name, and the last of a truncated one."""
+    assert rollouts.notes is not None
+    notes, last = list(rollouts.notes.flat), rollouts.truncated.flatten().tolist()
+    cut = [note.count(CUT) + (end and not OUT_OF_TURNS.search(note)) for note, end in zip(notes, last, strict=True)]
+    return torch.tensor(cut, dtype=torch.float32).view(rollouts.truncated.shape)
 
 
 def count_calls(notes: Any, like: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -465,7 +465,7 @@ ABOUTS: dict[type, About] = {
     groups.NoShaping: OFF,
     groups.Overlong: About(
         formula=r"\operatorname{overlong}(L_i)",
-        statistics=r"overlong: with the response's limit $L$ and $c = {margin}$: 0 up to $L - c$ tokens, then "
+        statistics=r"overlong: with the response's limit $L$ and $c = {margin}$: 0 up to $L - c$ drawn tokens, then "
         r"$(L - c - \text{length})/c$, $-1$ if truncated",
         words="falls by up to 1 over the last {margin} tokens before the length limit",
         trl="a reward function, get_soft_overlong_punishment.",

@@ -294,11 +294,11 @@ class TextTask(BaseTask):
         return [{"role": "system", "content": self.system}, *chat] if self.system is not None else chat
 
     def limit(self, problem: Problem) -> int:
-        """The most tokens of a response to this problem, in a conversation with those that are observed."""
+        """The most tokens of a response to this problem that are drawn."""
         own = self.max_tokens if problem.max_tokens is None else min(problem.max_tokens, self.max_tokens)
         if own < max(self.min_tokens, 1):
             refuse(f"a problem has max_tokens {own}: it has to be at least {max(self.min_tokens, 1)} (--min-tokens)")
-        return own + self.room - self.max_tokens
+        return own
 
     def graded(self, strict: bool, lenient: bool, reason: str = "") -> Graded:
         """The grade of a response that is right or not, in the right form or not."""
