@@ -126,7 +126,7 @@ def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
     """The guest. Installed packages that the file imports are loaded here, once; the file itself runs in each job."""
     text = Path(settings["file"]).read_text(errors="replace")
     for name in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+(\w[\w.]*)", text, re.MULTILINE)):
-        if name.partition(".")[0] not in sys.stdlib_module_names:
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "ascent"}:
             with suppress(BaseException):  # the job that runs the file will tell
                 import_module(name)
 
