@@ -22,7 +22,6 @@ from ascent.sandbox.judge import CodeProblem, ProgramJudge, Verdict
 from ascent.tasks.calls import Job, Wrong
 from ascent.tasks.sandboxed import SandboxedReward, SandboxSettings, describe_sandboxed
 from ascent.tasks.text import code as code_task
-from ascent.tasks.text.base import Problem
 from ascent.tasks.text.code import Code
 from tests.sandboxes import KINDS, need_walls
 from tests.test_sandbox import processes_below, wait_until_gone
@@ -197,7 +196,7 @@ def test_a_program_whose_sandbox_is_killed_is_judged_again(monkeypatch: pytest.M
     """This test kills it, since no program can. If it is killed under a program twice, the program is at fault."""
     need_walls("landlock")
     task = Code(source="unused", sandbox="landlock", code_seconds=20.0)
-    columns = {"entry_point": "f", "tests": ["assert f() == 1"], "setup": "", "given": ""}
+    problem = task.problem({"prompt": "Write f.", "entry_point": "f", "tests": "assert f() == 1"}, "a row")
     kills: list[bool] = []
     send = Sandbox.job
 
@@ -212,9 +211,9 @@ def test_a_program_whose_sandbox_is_killed_is_judged_again(monkeypatch: pytest.M
     monkeypatch.setattr(Sandbox, "job", killed)
     with closing(code_task._judge("landlock", 20.0, 1.0, (), ())):
         kills[:] = [False, True]
-        assert task.grade(Problem("", None, columns), "```python\ndef f(): return 1\n```").value == 1.0
+        assert task.grade(problem, "```python\ndef f(): return 1\n```").value == 1.0
         kills[:] = [True, True]
-        found = task.grade(Problem("", None, columns), "```python\ndef f(): return 1\n```")
+        found = task.grade(problem, "```python\ndef f(): return 1\n```")
         assert found.value == 0.0 and "ends its sandbox" in found.reason
 
 

@@ -8,10 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from importlib import machinery, util
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from importlib import metadata
+from typing import Any
 
 DEFAULT_PACKAGES = ("numpy", "scipy", "pandas", "sympy", "networkx")
 """Allowed wherever they are installed."""
@@ -72,7 +69,7 @@ class AllowedFinder:
     def find_spec(self, name: str, path: Any = None, _: Any = None) -> machinery.ModuleSpec | None:
         return util.spec_from_file_location(name, self.modules[name]) if not path and name in self.modules else None
 
-    def find_distributions(self, context: Any) -> "Iterator[metadata.Distribution]":
+    def find_distributions(self, context: Any) -> Iterator[Any]:
         from importlib import metadata
 
         for path in self.distributions:
