@@ -66,12 +66,12 @@ class ProgramJudge:
     """Two sandboxes, for programs and for tests."""
 
     def __init__(
-        self, limits: BoxLimits, kind: str = "auto", readable: Sequence[str] = (), imports: Sequence[str] = ()
+        self, limits: BoxLimits, kind: str = "auto", readable: Sequence[str] = (), packages: Sequence[str] = ()
     ):
         """`limits.seconds` is the time of all tests of a program together."""
-        settings, self.limits = {"imports": list(imports)}, limits
-        self.programs = Sandbox("ascent.sandbox.trial:serve_program", limits, settings, kind, readable)
-        self.tests = Sandbox("ascent.sandbox.trial:serve_tests", limits, settings, kind, readable)
+        self.limits = limits
+        self.programs = Sandbox("ascent.sandbox.trial:serve_program", limits, None, kind, readable, packages)
+        self.tests = Sandbox("ascent.sandbox.trial:serve_tests", limits, None, kind, readable, packages)
 
     def start(self) -> None:
         self.programs.start()

@@ -112,7 +112,9 @@ class TextTask(BaseTask):
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
     """Walls around code that is not trusted: auto (the best there are, else refused) | bubblewrap | landlock | none."""
     sandbox_read: tuple[str, ...] = ()
-    """Files and folders that code in the sandbox can read, beside Python and its packages."""
+    """Files and folders that code in the sandbox can read, beside Python."""
+    sandbox_packages: tuple[str, ...] = ()
+    """Installed packages that code in the sandbox can import, beside numpy, scipy, pandas, sympy and networkx."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call in its turns: a list of calculator, python (in a sandbox),
     python:FILE:FUNCTION,FUNCTION."""
@@ -202,7 +204,9 @@ class TextTask(BaseTask):
     @property
     def sandbox_settings(self) -> SandboxSettings:
         """The sandbox of rewards."""
-        return SandboxSettings(self.sandbox, self.reward_seconds, self.reward_memory, self.sandbox_read)
+        return SandboxSettings(
+            self.sandbox, self.reward_seconds, self.reward_memory, self.sandbox_read, self.sandbox_packages
+        )
 
     @property
     def tool_sandbox(self) -> SandboxSettings:
