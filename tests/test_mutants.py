@@ -71,6 +71,7 @@ def test_every_mutant_of_a_real_file_replaces_the_node_that_it_names() -> None:
     source = path.read_text()
     made = mutants_of("ascent/core/values.py", source)
     assert len(made) > 50 and len(dict(by_line(made))) > 20
+    assert len({mutant.key for mutant in made}) == len(made)
     for mutant in made[::7]:
         assert source[mutant.start : mutant.end] == mutant.old
         ast.parse(mutant.apply(source))
@@ -80,6 +81,10 @@ def test_what_is_left_out_has_a_reason() -> None:
     kept, why = mutants.draw(5, 10, ["ascent/engines/language/kernels/__init__.py", "ascent/core/kl.py"])
     assert len({(m.path, m.line) for m in kept}) == 10 and "runs on a GPU alone" in why
     assert mutants.draw(5, 10, ["ascent/core/kl.py"])[0] == mutants.draw(5, 10, ["ascent/core/kl.py"])[0]
+    for key in excluded.EQUIVALENT:
+        path = key.partition("::")[0]
+        known = {mutant.key for mutant in mutants_of(path, (mutants.ROOT / path).read_text())}
+        assert key in known, "it is there no more"
     one = mutants_of("ascent/a.py", "CHUNK = 3\n")[0]
     assert excluded.reason_to_exclude(one, "CHUNK = 3") == "a constant that decides time or memory alone"
     abstract = mutants_of("ascent/a.py", "def f():\n    raise NotImplementedError\n")[0]

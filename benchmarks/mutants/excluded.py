@@ -74,7 +74,12 @@ PERFORMANCE = {
     "BEAT", "WAIT",
 }  # fmt: skip
 """Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""
-EQUIVALENT: dict[str, str] = {}
+_BOUNDS = "ascent/core/losses.py::Loss.clipped: self.low is None or self.high is None"
+_BOTH = "both bounds are set, or neither: SequenceRatio refuses one alone, and other losses have both"
+EQUIVALENT: dict[str, str] = {
+    f"{_BOUNDS} -> ({new}) in `if self.low is None or self.high is None:`": _BOTH
+    for new in ("(self.low is None)", "(self.high is None)", "self.low is None and self.high is None")
+}
 """By key, single mutants that compute the same, and why."""
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 COMPARED: dict[type, tuple[type, ...]] = {
@@ -45,12 +46,17 @@ class Mutant:
     end: int
     old: str
     new: str
+    context: str
+    """The line that the change begins in."""
+    number: int = 0
+    """Which one it is of several with the same texts."""
 
     @property
     def key(self) -> str:
         """Names a mutant across changes elsewhere in the file."""
-        squeeze = " ".join
-        return f"{self.path}::{self.function}: {squeeze(self.old.split())} -> {squeeze(self.new.split())}"
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        where = "" if self.context in (self.old, old) else f" in `{self.context}`"
+        return f"{self.path}::{self.function}: {old} -> {new}{where}" + (f" #{self.number}" if self.number else "")
 
     def apply(self, source: str) -> str:
         return source[: self.start] + self.new + source[self.end :]
@@ -60,7 +66,12 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
     """Every mutant of a file. Some cannot be compiled (`compiles`)."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
-    return list({(m.start, m.end, m.new): m for m in finder.found if m.new != m.old}.values())
+    found = {(m.start, m.end, m.new): m for m in finder.found if m.new != m.old}
+    counts, named = Counter[str](), list[Mutant]()
+    for mutant in found.values():
+        named.append(replace(mutant, number=counts[mutant.key]))
+        counts[mutant.key] += 1
+    return named
 
 
 def compiles(source: str) -> bool:
@@ -107,7 +118,8 @@ class _Finder(ast.NodeVisitor):
     def add(self, operator: str, node: ast.AST, new: str) -> None:
         start, end = self.span(node)
         line = node.lineno  # type: ignore[attr-defined]
-        self.found.append(Mutant(self.path, self.function, line, operator, start, end, self.source[start:end], new))
+        old, context = self.source[start:end], self.lines[line - 1].strip()
+        self.found.append(Mutant(self.path, self.function, line, operator, start, end, old, new, context))
 
     def changed(self, operator: str, node: ast.expr, change: Callable[[Any], None]) -> None:
         """The node with one change, in brackets."""
