@@ -37,10 +37,6 @@ class Rule:
 
 GPU = "runs on a GPU alone"
 RULES = (
-    Rule(GPU, f"{KERNELS}/nvrtc.py"),
-    Rule(GPU, f"{KERNELS}/hopper.py", "hopper_product"),
-    Rule(GPU, f"{KERNELS}/hopper.py", "_kernel"),
-    Rule(GPU, f"{KERNELS}/hopper.py", "tiling_for"),
     Rule(GPU, f"{KERNELS}/__init__.py", "_works"),
     Rule(GPU, f"{KERNELS}/products.py", "early"),
     Rule(GPU, f"{KERNELS}/products.py", "_roomy"),
