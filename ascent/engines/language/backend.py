@@ -140,10 +140,10 @@ class LanguageBackend(Backend):
         return lm, notes
 
     def settled(self, config: Config, model: LanguageModel) -> Config:
-        """Where a precision was chosen the config says so; an earlier run, which says `auto`, continues as it began."""
+        """The config says which precision was chosen, so that a resumed run computes in it on any device."""
         if config.policy.dtype != "auto" or config.policy.model in GIVEN:
             return config
-        chosen = "mixed" if is_mixed(model.model) else "float16" if model.model.dtype == torch.float16 else "auto"
+        chosen: Any = "mixed" if is_mixed(model.model) else str(model.model.dtype).removeprefix("torch.")
         return replace(config, policy=replace(config.policy, dtype=chosen))
 
     def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
@@ -253,17 +253,13 @@ class LanguageBackend(Backend):
         return report
 
     def policy(self, config: Config, params: Params | None) -> LanguageModel:
-        """On a CPU, what was chosen for a GPU is asked in float32: the same parameters, and faster."""
-        policy, narrow = config.policy, config.policy.dtype in ("float16", "mixed")
-        if narrow and policy.model not in GIVEN and pick_device(policy.device).type == "cpu":
-            policy = replace(policy, dtype="float32")
-        return _filled(policy, config.seed, params)
+        return _filled(_in_float32_on_cpu(config.policy), config.seed, params)
 
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
         if device is not None:
             config = replace(config, policy=replace(config.policy, device=device))
         trains = config.algorithm.loss.trains
-        lm = add_head(config.policy.load(config.seed), trains == "steps")
+        lm = add_head(_in_float32_on_cpu(config.policy).load(config.seed), trains == "steps")
         load_params(lm.trained(), params)
         lm.model.requires_grad_(False)
         _check_sharing(lm, config)
@@ -277,14 +273,7 @@ class LanguageBackend(Backend):
 
     def export(self, config: Config, run: Path, params: Params, folder: Path) -> None:
         """An ordinary Hugging Face folder, in the precision in which the model was trained."""
-        policy = config.policy
-        if policy.dtype == "auto":
-            trained = policy.dtype_on(pick_device("auto"))
-            if not policy.lora:  # every parameter is in the checkpoint, as it was
-                trained = next(iter(params.values())).dtype
-            half = trained in (torch.bfloat16, torch.float16)
-            policy = replace(policy, dtype=str(trained).removeprefix("torch.") if half else "float32")
-        _filled(replace(policy, device="cpu"), config.seed, params).save(folder)
+        _filled(replace(config.policy, device="cpu"), config.seed, params).save(folder)
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
         def among(names: tuple[str, ...]) -> dict[str, Any]:
@@ -395,6 +384,13 @@ def check_temperature(config: Config) -> None:
             f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
             f"{coldest:g}. Set {coldest:g} or more, or --engine local"
         )
+
+
+def _in_float32_on_cpu(policy: Any) -> Any:
+    """The policy for inference: on a CPU half precision is slow, and float32 holds the same parameters."""
+    if policy.dtype == "auto" or policy.model in GIVEN or pick_device(policy.device).type != "cpu":
+        return policy
+    return replace(policy, optimizer_state="auto", dtype="float32")
 
 
 def _filled(policy: Any, seed: int, params: Params | None) -> LanguageModel:

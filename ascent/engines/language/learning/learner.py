@@ -35,7 +35,7 @@ from ascent.engines.language.learning.states import (
     targets,
     value_states,
 )
-from ascent.engines.learner import InProcessLearner
+from ascent.engines.learner import InProcessLearner, check_restored
 from ascent.engines.ranks.ranks import ALONE
 from ascent.policies.causal_lm import LanguageModel
 
@@ -85,7 +85,7 @@ class LanguageCritic(nn.Module):
         return {name: p.detach() for name, p in self._by_name().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
-        load_params(self._by_name(), state, partly=True)
+        load_params(self._by_name(), state)
         copy_rounded(self.working, self.stepped)
 
     def attention(self) -> AbstractContextManager[None]:
@@ -363,7 +363,7 @@ class LanguageLearner(InProcessLearner):
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = super().state()
         if self._trainable is not self._working:
-            groups["wide"] = dict(zip(self._params, self._trainable, strict=True))
+            groups["wide"] = self._masters()
         if self.kept is not None and self.moved:
             groups["reference"] = dict(zip(self._params, self._average or self.kept, strict=True))
         return groups
@@ -372,15 +372,20 @@ class LanguageLearner(InProcessLearner):
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         names = list(self._params)
         state = widened(state, names) if self.compact is None else compacted(state, names, self.compact)
-        load_params(self._params, state["params"])
-        if "wide" in state and self.compact is None:
-            load_params(dict(zip(self._params, self._trainable, strict=True)), state["wide"])
+        exact = state.get("wide", state["params"])
+        load_params(self._masters(), exact)
+        self._narrow()
         if "reference" in state and self.kept is not None:
             self.moved = True
             load_params(dict(zip(self._params, self.kept, strict=True)), state["reference"])
             if self._rounds:
                 self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
         super().restore(state)
+        check_restored(self._masters(), exact)
+
+    def _masters(self) -> dict[str, Tensor]:
+        """What the optimizer steps, by name: float32 copies of the parameters where there are any, else themselves."""
+        return dict(zip(self._params, self._trainable, strict=True))
 
 
 def fetched(stepped: Stepped, device: torch.device) -> Stepped:
@@ -407,17 +412,16 @@ def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
 
 
 @torch.no_grad()
-def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
+def load_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Trained parameters from a checkpoint; refused where they are another model's."""
-    check_params(own, given, partly)
+    check_params(own, given)
     for name, value in given.items():
         own[name].copy_(value)
 
 
-def check_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
+def check_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Refuse parameters that are another model's."""
-    same = own.keys() >= given.keys() if partly else own.keys() == given.keys()
-    if not same or any(own[k].shape != given[k].shape for k in given):
+    if own.keys() != given.keys() or any(own[k].shape != given[k].shape for k in given):
         raise Refused(
             "these parameters are not this model's: set the --model and --policy.lora that they were made with"
         )
