@@ -84,8 +84,8 @@ class OwnCritic(Critic):
         return Adam(self.lr, self.schedule, self.warmup, max_norm=self.max_norm)
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
-        first, *_ = [learner.fit(mini, self.loss) for _ in range(self.steps)]
-        return {"value/loss": first}
+        losses, norms = zip(*(learner.fit(mini, self.loss) for _ in range(self.steps)), strict=True)
+        return {"value/loss": losses[0], "value/grad_norm": torch.stack(norms).max() * mini.tokens}
 
 
 @dataclass(frozen=True)

@@ -192,19 +192,24 @@ class InProcessLearner(Learner, Protocol):
     def assign(self, params: list[Tensor]) -> None:
         torch._foreach_copy_(self.trainable(), params)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self.critic_optimizer is not None and self.critic_update is not None
+        total = self.value_gradient(mini, loss)
+        norm = self.critic_update.step(self.critic_optimizer, mini.progress)
+        torch.autograd.graph.increment_version(self.critic_optimizer.param_groups[0]["params"])
+        return self._summed(total), norm
+
+    def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
+        """∇(scale · the loss's token mean) into `.grad` of the critic; returns the sum over this rank's share."""
+        assert self.critic_optimizer is not None
         self.critic_optimizer.zero_grad()
         parts = []
         for micro in self.mine(mini):
             part = loss(micro, self.values(micro))
-            (part / max(mini.tokens, 1)).backward()
+            (part * scale / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
-        moved = self.critic_optimizer.param_groups[0]["params"]
-        self.sum_gradients(moved)
-        self.critic_update.step(self.critic_optimizer, mini.progress)
-        torch.autograd.graph.increment_version(moved)
-        return self._summed(torch.stack(parts).sum())
+        self.sum_gradients(self.critic_optimizer.param_groups[0]["params"])
+        return torch.stack(parts).sum()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"params": {name: p.detach() for name, p in self._params.items()}}

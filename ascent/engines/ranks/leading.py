@@ -44,7 +44,7 @@ class LeadingLearner:
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         return self._all("step", sent(mini), here=(objective, update))
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         return self._all("fit", sent(mini), here=(loss,))
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:

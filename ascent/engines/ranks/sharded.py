@@ -251,7 +251,7 @@ class ShardedLearner(LanguageLearner):
         self._stale = True
         return super().step(mini, objective, update)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self._critic_moved is not None
         self._critic_moved.forget()
         return super().fit(mini, loss)
@@ -340,7 +340,7 @@ class ShardedLearner(LanguageLearner):
 
     def part(self, group: str, name: str, value: Any) -> Any:
         """What this rank holds of a tensor of a checkpoint."""
-        if _is_cut(value):
+        if _is_cut(value) or group == "loss_scale":
             return value
         if group == "optimizer":
             return self._moved.part(name, value)
