@@ -33,7 +33,7 @@ from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import VisitedSampler
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.ranks.ranks import ALONE, Ranks, in_cluster
+from ascent.engines.ranks.ranks import ALONE, Ranks, in_cluster, launched
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
@@ -126,7 +126,8 @@ class LanguageBackend(Backend):
     ) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm, why = _loaded(config, fresh)
-        notes = why + _check_sharing(lm, config)
+        trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not launched())
+        notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.whole)
         trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
         if trains in LEARNED and rated:
             add_head(lm, trains == "steps")
@@ -346,10 +347,11 @@ class LanguageBackend(Backend):
         return f"preferences:{pairs.resolve()}", {"preset": "reward-model", **limits}
 
 
-def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
+def _check_sharing(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
     longest, share = config.task.max_prompt + config.task.room, config.policy.share_prompts
-    why = prove(lm, longest, share, sampled=config.algorithm.loss.trains == "policy" and config.task.data == "samples")
+    sampled = config.algorithm.loss.trains == "policy" and config.task.data == "samples"
+    why = prove(lm, longest, share, sampled, fused)
     if why is None or not share:
         return ()
     return (

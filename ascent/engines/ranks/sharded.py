@@ -203,7 +203,7 @@ class ShardedLearner(LanguageLearner):
     ):  # fmt: skip
         """`choice`: the critic of the algorithm, where there is one. `gather`: bytes that rank 0 may write alone."""
         on = choice is not None and choice.on
-        if whole.device.type == "cuda":
+        if whole.device.type == "cuda" and whole.fuses:
             fuse(whole.model)
         critic, step = (ShardedCritic(whole, choice.shared, ranks.size), choice.update) if on else (None, None)
         forward = shard(whole, ranks.size)

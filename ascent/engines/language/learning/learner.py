@@ -158,7 +158,7 @@ class LanguageLearner(InProcessLearner):
             raise Refused("--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16")
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
-        fits = lm.device.type == "cuda" or lm.model.dtype == torch.float32
+        fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
         if fits and self.alone and not update.whole:  # Fisher products differentiate twice
             fuse(lm.model)
             if critic is not None and critic.own is not None:
