@@ -31,7 +31,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down_proj, self.act_fn, self.limit = nn.Linear(inner, width, bias=False), nn.SiLU(), limit
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(5)
         for p in self.parameters():
             nn.init.normal_(p, std=std, generator=generator)
 
@@ -68,8 +68,9 @@ def test_the_clamps_of_transformers_own_mlps_are_kept(module: str, name: str, ar
     limits = {"swiglu_limit": 10.0, "swiglu_limits_shared": [16.0], "share_expert_dim": 96}
     config = {"hidden_size": 64, "intermediate_size": 96, "mlp_bias": False, "hidden_act": "silu"} | limits
     mlp = kind(SimpleNamespace(**config), *args)
+    generator = torch.Generator().manual_seed(5)
     for p in mlp.parameters():
-        nn.init.normal_(p, std=0.125, generator=torch.Generator().manual_seed(0))
+        nn.init.normal_(p, std=0.125, generator=generator)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) * 8
     with torch.no_grad():
         own = mlp(x)
