@@ -301,6 +301,23 @@ def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGr
             torch.testing.assert_close(found[group][name], value, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_reference_in_shards_has_the_policys_log_probs_before_the_first_step(
+    one_rank: RankGroup, mixed: bool
+) -> None:
+    """They are the same parameters, so a KL penalty is 0 to the bit."""
+
+    def prepare(lm: Any) -> Any:
+        mix(lm.model, mixed)
+        return lm
+
+    *learners, batch = both(one_rank, torch.bfloat16, prepare)
+    for learner in learners:
+        scores = learner.score(batch, frozenset({"logp_ref", "logp_old"}))
+        assert torch.equal(scores["logp_ref"], scores["logp_old"]), learner.placement
+
+
 @pytest.mark.smoke
 def test_adapters_of_a_model_in_bfloat16_are_whole_and_the_model_below_them_is_in_shards(one_rank: RankGroup) -> None:
     from benchmarks.ranks import adapt
