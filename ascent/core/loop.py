@@ -338,8 +338,7 @@ def stop_on_trouble(
 
     So does a sampler whose log-probs are far from the trainer's: it samples from another policy.
     """
-    checked = ("loss", "grad_norm", "value/loss", "value/grad_norm")
-    bad = [name for name in checked if not abs(metrics.get(name, 0.0)) < float("inf")]
+    bad = [k for k, v in metrics.items() if k.removeprefix("value/") in ("loss", "grad_norm") and not abs(v) < np.inf]
     if not bool(batch.logp_sampler.isfinite().all()):
         bad.append("the sampler's log-probs")
     params = list(learner.params().values())  # ‖θ‖² is quick, and may overflow; max |θ| does not

@@ -46,19 +46,14 @@ def prove(
     _refuse_rotary(lm, longest)
     windows = [size for size in attention_windows(lm) if size < longest]
     batch, dtype, head = _probe(lm, longest, windows), next(lm.model.parameters()).dtype, Head.of(lm.model)
-    tolerance, action = TOLERANCE.get(dtype, 2e-3), targets(batch, lm.device)[:, None]
+    action = targets(batch, lm.device)[:, None]
     own, early = (torch.log_softmax(logits, -1) for logits in _own_logits(lm, batch))
     exact = _float32_log_probs(lm, batch) if dtype in HALF else None
 
     def gap(logits: Tensor) -> float:
-        """How far log-probs are from the model's own, as a multiple of what rounding explains: 1 is the bound."""
         found = torch.log_softmax(logits, -1)
-        off = (found - own).gather(-1, action).abs()
-        apart = float(off.mean() if dtype in HALF else off.max()) / tolerance
-        if exact is None:
-            return apart
-        ours, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
-        return max(apart, float(ours / (theirs + 1e-4)) / EXCESS)  # a router may round to other experts at few tokens
+        apart = _apart(found.gather(-1, action), own.gather(-1, action), dtype)
+        return apart if exact is None else max(apart, _excess(found, own, exact))
 
     def learned() -> float:
         return gap(head.logits(hidden_states(lm, batch)))
@@ -82,12 +77,8 @@ def prove(
         return None if shared < 1 else f"log-probs would be {shared:.2g} times as far off as rounding explains"
 
     kind = type(lm.model).__name__
-    changed = (own[0] - early[0]).abs()
-    if not (ahead := float(changed.mean() if dtype in HALF else changed.max())) < tolerance:
-        raise Refused(
-            f"{kind}: the log-prob of a token depends on the tokens behind it ({ahead:.2g} apart), so it cannot be "
-            "sampled one token after the other"
-        )
+    if not _apart(own[0], early[0], dtype) < 1:
+        raise Refused(f"{kind}: the log-prob of a token depends on the tokens behind it, so it cannot be sampled")
     lm.shares = False
     if fused:
         _fuse_alike(lm, learned)
@@ -99,6 +90,21 @@ def prove(
         fault = f"{kind}: Ascent cannot sample from it: decoding with a cache does not give its log-probs"
         _insist(lambda: decoded(PlainDecoder), fault)
     return why
+
+
+def _apart(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
+    """How far log-probs of the same tokens are apart; 1 is what rounding explains."""
+    off = (a - b).abs()
+    return float(off.mean() if dtype in HALF else off.max()) / TOLERANCE.get(dtype, 2e-3)
+
+
+def _excess(found: Tensor, own: Tensor, exact: Tensor) -> float:
+    """How much farther from float32 log-probs are than the model's own; 1 is what rounding explains.
+
+    At the median of the tokens, because a router that rounds to other experts moves all log-probs of a few.
+    """
+    ours, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
+    return float(ours / (theirs + 1e-4)) / EXCESS
 
 
 def _fuse_alike(lm: LanguageModel, compare: Callable[[], float]) -> None:
@@ -146,23 +152,19 @@ def _float32_log_probs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
 
     A GPU may have no room for it, and some architectures mix types themselves.
     """
-    every, mixed = list(not_packed(lm.model)), is_mixed(lm.model)
-    packed = [module for module in lm.model.modules() if is_packed(module)]
-    kept = [p.data for p in every], [module.dtype for module in packed]
+    narrow: list[Any] = [(p, "data", p.data) for p in not_packed(lm.model)]
+    narrow += [(module, "dtype", module.dtype) for module in lm.model.modules() if is_packed(module)]
+    mixed = is_mixed(lm.model)
     mix(lm.model, False)
     try:
-        for p in every:
-            p.data = p.data.float()
-        for module in packed:
-            module.dtype = torch.float32
+        for owner, name, value in narrow:
+            setattr(owner, name, value.float() if name == "data" else torch.float32)
         return torch.log_softmax(_own_logits(lm, batch)[0], -1)
     except Exception:
         return None
     finally:
-        for p, data in zip(every, kept[0], strict=True):
-            p.data = data
-        for module, dtype in zip(packed, kept[1], strict=True):
-            module.dtype = dtype
+        for owner, name, value in narrow:
+            setattr(owner, name, value)
         mix(lm.model, mixed)
 
 
