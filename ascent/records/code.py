@@ -101,14 +101,10 @@ def _number_settings() -> frozenset[str]:
     return frozenset(name for name, setting in fields if {*setting.kinds} <= {int, float, bool, NoneType})
 
 
-_CODE_FILE = (
-    r"\s*(?:[^:]*[*+]\s*)?(?:(?:python|sandbox):(.+):[^:]+|judge:(.+?)\s*)|verifiers:([^:]+\.(?:py|toml))(?::.*)?"
-)
-
-
 def _code_file(text: str) -> Path | None:
     """The file of python:FILE:NAME, sandbox:FILE:NAME, judge:FILE or verifiers:FILE, also behind a weight."""
-    found = re.fullmatch(_CODE_FILE, text, re.DOTALL)
+    functions = r"\s*(?:[^:]*[*+]\s*)?(?:(?:python|sandbox):(.+):[^:]+|judge:(.+?)\s*)"
+    found = re.fullmatch(rf"(?s){functions}|verifiers:([^:]+\.(?:py|toml))(?::.*)?", text)
     return Path(absolute_path(found[1] or found[2] or found[3])) if found else None
 
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -91,11 +90,10 @@ def weights_folder(size: int) -> Path:
     """
     for removed in [folder for folder in HELD if not folder.exists()]:
         os.close(HELD.pop(removed))
-    for left in SHARED.glob(f"{PREFIX}*"):
-        if left not in HELD and re.fullmatch("[0-9a-f]{16}", left.name.removeprefix(PREFIX)):
-            with suppress(OSError):  # in use, or somebody else's
-                os.close(_locked(left))
-                shutil.rmtree(left, ignore_errors=True)
+    for left in SHARED.glob(PREFIX + "[0-9a-f]" * 16):
+        with suppress(OSError):  # in use, or somebody else's
+            os.close(_locked(left))
+            shutil.rmtree(left)
     where = Path(tempfile.gettempdir())
     with suppress(OSError):
         room = os.statvfs(SHARED)
@@ -103,10 +101,8 @@ def weights_folder(size: int) -> Path:
     name = f"{PREFIX}{secrets.token_hex(8)}"
     aside = where / f".{name}"  # it has its name once it is locked
     aside.mkdir(mode=0o700)
-    lock = _locked(aside)
-    folder = aside.rename(where / name)
-    HELD[folder] = lock
-    return folder
+    HELD[where / name] = _locked(aside)
+    return aside.rename(where / name)
 
 
 def _locked(folder: Path) -> int:

@@ -302,8 +302,9 @@ class Sort(SortingTask):
 
     @property
     def _count(self) -> int:
-        """How many prompts there are."""
-        return math.perm(self.numbers, self.length) if self.distinct else self.numbers**self.length
+        """How many prompts there are; of long ones, at least so many."""
+        length = min(self.length, 64)
+        return math.perm(self.numbers, length) if self.distinct else self.numbers**length
 
     def _every(self) -> Numbers:
         """All prompts, in the order of a dictionary."""
