@@ -21,7 +21,7 @@ from typing import Any
 
 from ascent.core.config import Config
 from ascent.core.types import Refused
-from ascent.engines.ranks.ranks import size_here
+from ascent.engines.ranks.ranks import rank_here, size_here
 from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records.display import printable
 from ascent.settings import CHOICES, canonical, flatten, settings_of
@@ -150,7 +150,8 @@ def check_trust(folder: Path, settings: Mapping[str, Any], recorded: Any = None,
     was = recorded if isinstance(recorded, Mapping) else {}
     changed = [path for path in used.values() if path and was.get(str(path), _hash(path)) != _hash(path)]
     lines = [*used, *(f"{path} has changed since the run was made" for path in changed)]
-    about = f"{folder}: this run is not known here, and its settings use more than plain data:\n  " + "\n  ".join(lines)
+    where = f"rank {rank_here()} of {size_here()}: {folder}" if rank_here() else f"{folder}"
+    about = f"{where}: this run is not known here, and its settings use more than plain data:\n  " + "\n  ".join(lines)
     if asking and size_here() == 1 and sys.stdin.isatty() and sys.stderr.isatty():
         sys.stderr.write(printable(f"{about}\nLook at it. Use all of it, now and later? [y/N] "))
         sys.stderr.flush()
