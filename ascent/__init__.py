@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ascent.core.reference import Every, Frozen, MovingAverage, NoReference, Reference
     from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Space, Trouble
     from ascent.core.update import Adam, TrustRegion, Update
-    from ascent.core.values import GAE, TD, KStep, MonteCarlo
+    from ascent.core.values import GAE, TD, KStep, MonteCarlo, VTrace
     from ascent.core.weights import FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
     from ascent.policies.causal_lm import CausalLM
     from ascent.policies.small import PerPosition, Policy, Transformer
@@ -101,7 +101,7 @@ _MODULES = {
     "core.groups": "Groups Shaping All WithSignal NoShaping Overlong",
     "core.critics": "Critic NoCritic OwnCritic SharedCritic",
     "core.update": "Update Adam TrustRegion",
-    "core.values": "TD KStep GAE MonteCarlo",
+    "core.values": "TD KStep GAE MonteCarlo VTrace",
     "core.preferences": "Likelihood Dpo BradleyTerry StepValue",
     "policies.causal_lm": "CausalLM",
     "tasks.small.lecture": "Lecture",

@@ -1,8 +1,10 @@
 """Ascent in Python: `run = ascent.train("sort", algorithm="grpo", seed=0)`."""
 
+import os
 import secrets
 import shutil
 import signal
+import stat
 import threading
 import time
 import traceback
@@ -247,7 +249,7 @@ def reopen(
         if chosen is not None:
             with naming(chosen):
                 parts.streams.restore(groups.pop("rng"))
-                parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []))
+                parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
                 parts.learner.restore(groups)
             check_ahead(parts.sampler.pending, first, config.ahead)
             if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
@@ -509,16 +511,25 @@ def _trouble(error: Exception, folder: Path) -> Exception:
 
 @contextmanager
 def interruptible(work: Any, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM sets `work.stop`, so that it can end in order; a second one interrupts it."""
+    """The first Ctrl-C, SIGTERM or SIGHUP sets `work.stop`, so that it can end in order; a second one interrupts it.
 
-    def handle(*_: Any) -> None:
+    A SIGHUP that is ignored (nohup) stays ignored.
+    """
+
+    def handle(number: int, _: Any) -> None:
+        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would be an error
+            for file in (1, 2):
+                if stat.S_ISCHR(os.fstat(file).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), file)
         if work.stop:
             raise KeyboardInterrupt
         work.stop = True
         announce()
 
     main = threading.current_thread() is threading.main_thread()
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM) if main}
+    ends = [signal.SIGINT, signal.SIGTERM]
+    ends += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    before = {s: signal.signal(s, handle) for s in ends if main}
     try:
         yield
     finally:

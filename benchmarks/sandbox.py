@@ -51,7 +51,7 @@ CHEATS = {
     "a printed verdict": f"import os\ndef f(x): print({SAYS!r}, flush=True); os._exit(0)",
     "a verdict on the line": "import os\ndef f(x):\n" + WRITES.format(words=f"{SAYS}\n".encode()) + "    os._exit(0)",
     "an answer before the question": "import os\nif 1:\n"
-    + WRITES.format(words=b'{"class": false}\n{"is": 4}\n')
+    + WRITES.format(words=b'{"loaded": true}\n{"is": 4}\n')
     + "def f(x): os._exit(0)",
     "exit in an import": "import sys\nsys.exit(0)\ndef f(x): return 0",
     "SystemExit": "def f(x): raise SystemExit(0)",

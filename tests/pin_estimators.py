@@ -21,13 +21,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ascent.core.advantages import ADVANTAGES, OptimalBaseline
+from ascent.core.advantages import ADVANTAGES, LeaveOneOut, OptimalBaseline, Raw
 from ascent.core.algorithms import Algorithm
+from ascent.core.correction import Masked, NoCorrection, Truncated
 from ascent.core.critics import OwnCritic
-from ascent.core.losses import LOSSES, LogProb, SequenceRatio
+from ascent.core.groups import All
+from ascent.core.losses import LOSSES, LogProb, Ratio, SequenceRatio
 from ascent.core.types import Rollouts, Scores, Space
-from ascent.core.values import GAE, TD, KStep, MonteCarlo, Valued
-from ascent.core.weights import WEIGHTS
+from ascent.core.values import GAE, TD, KStep, MonteCarlo, Valued, VTrace
+from ascent.core.weights import WEIGHTS, SequenceSum, TokenMean
 from ascent.oracle.estimator import enumerate_groups, estimate
 from ascent.oracle.exact import Table
 from ascent.policies import PerPosition, Policy, Transformer
@@ -126,11 +128,49 @@ def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions,
 
 def credits() -> list:
     """Every credit; those from a critic with the exact V, two steps of k being fewer than the longest response has."""
-    return [choice() for choice in ADVANTAGES] + [OptimalBaseline("length"), TD(), KStep(k=2), GAE(), MonteCarlo()]
+    valued = [TD(), KStep(k=2), GAE(), MonteCarlo(), VTrace()]
+    return [choice() for choice in ADVANTAGES] + [OptimalBaseline("length"), *valued]
 
 
 def losses() -> list:
-    return [choice() for choice in LOSSES] + [SequenceRatio("product", None, None), SequenceRatio("mean", None, None)]
+    more = [SequenceRatio("product", None, None), SequenceRatio("mean", None, None), Ratio("per-decision")]
+    return [choice() for choice in LOSSES] + more
+
+
+def corrections() -> list:
+    """Every way to weigh or to reject what another policy drew, with bounds that cut some of it."""
+    token = [Truncated(cap=1.2), Truncated(cap=1.2, floor=0.8), Masked(low=0.8, high=1.2)]
+    whole = [Truncated("sequence", 1e9), Truncated("sequence", 1.2, 0.8), Masked("sequence", 0.8, 1.2)]
+    none = Truncated(cap=1.0, floor=1.0, geometric=1.05)
+    normalized = [replace(choice, normalized=True) for choice in (token[0], token[2], whole[0])]
+    return [
+        *token,
+        *whole,
+        *normalized,
+        none,
+        replace(token[0], geometric=1.05),
+        replace(normalized[2], geometric=1.05),
+    ]
+
+
+def corrected() -> dict[str, Algorithm]:
+    """Algorithms on samples of another policy, and without truncated responses; by name."""
+    rows = {}
+    for credit, choice in itertools.product((Raw(), LeaveOneOut()), (NoCorrection(), *corrections())):
+        rows[f"{spell(credit)} / {spell(choice)}"] = Algorithm(credit, correction=choice)
+    for credit, choice in itertools.product((GAE(), VTrace(), VTrace(rho=1e9, c=1e9)), (Truncated(cap=1e9),)):
+        rows[f"{spell(credit)} / {spell(choice)}"] = Algorithm(credit, correction=choice, critic=OwnCritic())
+    for credit, weights in itertools.product((Raw(), LeaveOneOut()), (SequenceSum(), TokenMean())):
+        name = f"{spell(credit)} / {spell(weights)} / {spell(All(mask_truncated=True))}"
+        rows[name] = Algorithm(credit, weights=weights, groups=All(mask_truncated=True))
+    return rows
+
+
+@cache
+def sampled_elsewhere() -> Table:
+    """Every response of short ragged ones, drawn by another policy than the one that is trained, which is `old`."""
+    policy = policy_of(SHORT)
+    return Table(policy, prompt_of(SHORT), Tiny(SHORT, positions), old=policy, sampler=moved(policy, 1.0, 0.3))
 
 
 WORLDS = {
@@ -154,7 +194,7 @@ def measure(world: str, every: bool = True) -> dict[str, list[float]]:
         state = credit.start() | STATE
         groups = enumerate_groups(enumerated, Algorithm(credit, weights=weights(), **critic), SAMPLES, state)
         for k, loss in enumerate(losses() if "stale" in world else [LogProb()]):
-            if (valued and loss.sequence) or not (every or (i + k) % len(WEIGHTS) == j or "fresh" in world):
+            if not (every or (i + k) % len(WEIGHTS) == j or "fresh" in world):
                 continue
             e = estimate(enumerated, Algorithm(credit, loss, weights(), **critic), SAMPLES, state, groups=groups)
             name = f"{spell(credit)} / {spell(loss)} / {spell(weights())}"
@@ -162,13 +202,26 @@ def measure(world: str, every: bool = True) -> dict[str, list[float]]:
     return rows
 
 
+ELSEWHERE = "short, sampled by another policy"
+
+
+def measure_corrected() -> dict[str, list[float]]:
+    """Scale, cosine and variance of the algorithms of `corrected`, with groups of two."""
+    enumerated, rows = sampled_elsewhere(), {}
+    for name, algorithm in corrected().items():
+        e = estimate(enumerated, algorithm, 2)
+        rows[name] = [e.scale(enumerated.gradient), e.cosine(enumerated.gradient), e.variance]
+    return rows
+
+
 def main(anew: bool) -> None:
     torch.set_num_threads(1)
     pinned = {} if anew else json.loads(PINS.read_text())
     lines = []
-    for world in WORLDS:
+    for world in (*WORLDS, ELSEWHERE):
         known = pinned.get(world, {})
-        rows = known | {name: row for name, row in measure(world).items() if name not in known}
+        measured = measure_corrected() if world == ELSEWHERE else measure(world)
+        rows = known | {name: row for name, row in measured.items() if name not in known}
         written = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         lines.append(f"{json.dumps(world)}: {{\n{written}\n}}")
         print(f"{world}: {len(rows)} rows, {len(rows) - len(known)} of them new")

@@ -281,6 +281,8 @@ def test_humanevals_own_solutions_pass_and_wrong_ones_do_not(kind: str) -> None:
             problem = CodeProblem(row["entry_point"], (row["test"],), (row["prompt"],))
             assert judge(problem, [row["prompt"] + row["canonical_solution"]]).why == "", row["task_id"]
             assert not judge(problem, [row["prompt"] + "    return None\n"]).right
+            agrees = "__init__ = lambda *a: None; __eq__ = __lt__ = lambda *a: True; __sub__ = __add__ = lambda *a: 0"
+            assert not judge(problem, [f"class {row['entry_point']}:\n    {agrees}"]).passed, row["task_id"]
 
 
 # ---- the task -------------------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ from scipy import stats
 from ascent.cli import train as training
 from ascent.cli.main import main
 from ascent.core.types import Refused
+from ascent.records.folder import is_locked
 from ascent.records.run import Run
 from ascent.records.statistics import interval, t_975
 from ascent.settings import configure
 from ascent.workflows import compare as comparison
 from tests.processes import Here, ascent_process, wait_after, write_sigint
+from tests.test_resume import bits, differing
 
 pytestmark = pytest.mark.unchecked  # whole trainings, whose shapes other tests check
 
@@ -258,3 +260,34 @@ def test_interrupted_on_all_cores_and_gone_on(
     assert main([*command, "--jobs", "1"]) == 0 and "grpo" in capsys.readouterr().out
     statuses = {path.name: Run(path).status for path in (tmp_path / "c").iterdir() if path.is_dir()}
     assert set(statuses.values()) == {"finished"} and len(statuses) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_a_killed_comparison_leaves_no_workers_and_resumes_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL reaches the command alone: its workers notice, and the runs can be resumed at once."""
+    monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr("ascent.records.plot.save_figure", lambda _, path: path)
+    command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--checkpoint-every", "3"]
+    command += ["--seeds", "1", "--steps", "12", "--jobs", "2", "--out"]
+    with monkeypatch.context() as patch:
+        wait_after(patch, 5)
+        process = ascent_process(tmp_path / "output", *command, tmp_path / "c")
+    runs = [tmp_path / "c" / f"{name}-s0" for name in ("reinforce", "grpo")]
+    deadline = time.monotonic() + 180
+    while not all((run / "metrics.jsonl").exists() and Run(run).metrics for run in runs):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    workers = [int((run / ".lock").read_text()) for run in runs]
+    process.kill()
+    process.wait()
+    while any(is_locked(run) for run in runs):
+        assert time.monotonic() < deadline, f"its workers {workers} go on without it"
+        time.sleep(0.01)
+    monkeypatch.setattr(comparison, "ProcessPoolExecutor", Here)
+    for out in ("c", "whole"):
+        assert main([*command, str(tmp_path / out)]) == 0
+    for run in runs:
+        assert not differing(run, bits(tmp_path / "whole" / run.name))

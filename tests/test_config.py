@@ -287,11 +287,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"algorithm": "gspo", "correction": "truncated", "old_logp": "learner"},
         r"--loss sequence-ratio has one term per response.*--correction\.level sequence",
     ),
-    "KL per token with a sequence ratio": (
+    "v-trace of nothing": (
         "sort",
-        {"algorithm": "gspo", "kl": "in-reward", "kl.per": "token", "reference": "frozen"},
-        r"--loss sequence-ratio needs one credit per response.*--kl\.per response",
+        {"advantage": "v-trace", "critic": "own-critic", "old_logp": "sampler"},
+        "--advantage v-trace with --old-logp sampler.*Set --old-logp learner",
     ),
+    "masked demonstrations": ("sort", {"algorithm": "sft", "groups.mask_truncated": True}, "--groups.mask-truncated"),
+    "a ratio of demonstrations": (
+        "sort",
+        {"algorithm": "sft", "kl": "in-loss", "kl.importance": True, "reference": "frozen"},
+        r"--loss likelihood with --kl\.importance",
+    ),
+    "geometric bound": (
+        "sort",
+        {"correction": "truncated", "correction.geometric": 0.9},
+        r"--correction\.geometric is 0\.9: it has to be at least 1",
+    ),
+    "floor above the cap": (
+        "sort",
+        {"correction": "truncated", "correction.floor": 3.0},
+        r"--correction\.cap is 2, the floor 3: set 0 ≤ floor ≤ cap",
+    ),
+    "v-trace bounds": ("sort", {"advantage": "v-trace", "advantage.rho": 0.0}, "rho and c above 0"),
     "lower bound": ("sort", {"loss": "clipped", "loss.low": 0.0}, r"--loss\.low is 0.*above 0"),
     "upper bound": ("sort", {"loss": "clipped", "loss.high": -1.0}, r"--loss\.high is -1.*above 0"),
     "half a bound": ("sort", {"loss": "sequence-ratio", "loss.low": None}, r"--loss\.low and --loss\.high: set both"),

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -465,7 +466,7 @@ NONSENSE: dict[str, Any] = {
     "a huge top_k": {"messages": HELLO, "top_k": 10**400},
     "half a top_k": {"messages": HELLO, "top_k": 1.5},
     "logprobs": {"messages": HELLO, "logprobs": "yes"},
-    "one call at most": {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": False},
+    "one call at most": {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": "no"},
     "functions": {"messages": HELLO, "functions": [{"name": "f"}]},
     "sound": {"messages": HELLO, "modalities": ["text", "audio"]},
     "json alone": {"messages": HELLO, "response_format": {"type": "json_object"}},
@@ -857,3 +858,106 @@ def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
 
     for count in (3, 2):  # a loop that has ended keeps nobody from the next one
         assert len(asyncio.run(hear(count))) == count
+
+
+# ---- one client cannot keep out the others, over real connections
+
+
+async def ask_by_socket(port: int, key: str, body: bytes, announced: int | None = None) -> tuple[int, dict[str, Any]]:
+    """One request over a connection of its own: its status and JSON."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    length = len(body) if announced is None else announced
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n"
+    )
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), LONG)
+    writer.close()
+    head_bytes, _, content = answer.partition(b"\r\n\r\n")
+    return int(head_bytes.split()[1]), json.loads(content)
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[int]:
+    from ascent.web.agents import ServerThread
+
+    server = ServerThread(app).start()
+    try:
+        yield server.port
+    finally:
+        server.close()
+
+
+def test_half_sent_requests_of_one_session_do_not_keep_out_another() -> None:
+    small = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+
+    async def go(made: Any, port: int) -> None:
+        attacker, _ = made.app.open(Session(1), rules_of(fixed=True))
+        other, _ = made.app.open(Session(2), rules_of(fixed=True))
+        half_sent = [asyncio.ensure_future(ask_by_socket(port, attacker, b"{", 500)) for _ in range(40)]
+        refused, _ = await asyncio.wait(half_sent, return_when=asyncio.FIRST_COMPLETED, timeout=LONG)
+        assert {task.result()[0] for task in refused} == {429}
+        for _ in range(4):
+            status, answer = await ask_by_socket(port, other, small)
+            assert status == 200, answer
+            other, _ = made.app.open(Session(3), rules_of(fixed=True))
+        for task in half_sent:
+            task.cancel()
+        await asyncio.gather(*half_sent, return_exceptions=True)
+
+    with served(key="", most=2) as made, listening(made.app) as port:
+        asyncio.run(go(made, port))
+
+
+@pytest.mark.parametrize("kind", ["chat", "tools", "text"])
+def test_other_clients_are_answered_while_a_large_request_is_tokenized(kind: str) -> None:
+    long, begun, go_on = "hello " * 5000, threading.Event(), threading.Event()
+    tool = ADD | {"function": ADD["function"] | {"description": long}}
+    bodies = {
+        "chat": ("chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        "tools": ("chat/completions", {"messages": HELLO, "tools": [tool]}),
+        "text": ("completions", {"prompt": long}),
+    }
+    path, body = bodies[kind]
+
+    async def go(made: Any) -> None:
+        tokenizer = type(made.lm.tokenizer)
+        encode = tokenizer.__call__
+
+        def slow(self: Any, text: Any, *args: Any, **more: Any) -> Any:
+            if len(text) > 16_384 and not go_on.is_set():
+                begun.set()
+                assert go_on.wait(LONG), "nobody else was answered"
+            return encode(self, text, *args, **more)
+
+        with patch.object(tokenizer, "__call__", slow):
+            async with client_of(made.app, **{"x-session-id": "large"}) as one, client_of(made.app) as other:
+                large = asyncio.ensure_future(post(one, f"/v1/{path}", max_tokens=2, **body))
+                while not begun.is_set():
+                    await asyncio.sleep(0.001)
+                assert (await post(one, "/v1/chat/completions", messages=HELLO)).status_code == 409
+                await chat(other, max_tokens=2)
+                go_on.set()
+                answer = await large
+                assert answer.status_code == 400 and "tokens" in answer.json()["error"]["message"]
+                assert (await chat(one, max_tokens=2))["choices"], (
+                    "the session goes on after a request that was refused"
+                )
+
+    with served(rules_of(context=1000), template="qwen3") as made:
+        asyncio.run(go(made))
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_oversized_body_gets_an_error_that_its_client_can_read(announced: bool) -> None:
+    """With a client of the standard library, which sends all of its body before it reads anything."""
+    with served() as made, listening(made.app) as port:
+        body = b" " * (24 * 2**20)  # more than the buffers of a connection hold
+        client = HTTPConnection("127.0.0.1", port, timeout=LONG)
+        sent: Any = body if announced else iter([body[:65_536]] * (len(body) // 65_536))
+        headers = {"authorization": f"Bearer {KEY}"}
+        client.request("POST", "/v1/chat/completions", sent, headers, encode_chunked=not announced)
+        answer = client.getresponse()
+        error = json.loads(answer.read())["error"]
+        assert answer.status == 413 and str(made.app.most_bytes) in error["message"]

@@ -34,7 +34,7 @@ from ascent.core.menu import name_of
 from ascent.core.reference import Frozen, MovingAverage
 from ascent.core.types import Batch, Outputs, Refused
 from ascent.core.update import Adam
-from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
+from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued, VTrace
 from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean
 from ascent.explain import explain as module
 from ascent.explain.about import ABOUT_ALGORITHMS, bias_of
@@ -84,7 +84,8 @@ def a_batch() -> Batch:
 def python(text: str) -> str:
     """The mathematics of a printed formula as a Python expression, symbol by symbol."""
     text = re.sub(r"1\[(\S+) ≤ w ≤ (\S+)\]", r"band(w, \1, \2)", text)
-    text = re.sub(r"\|(\w+)\|", r"abs(\1)", text)
+    text = text.replace("ρ_(t−1)", "before").replace("ρ_t", "ρ")
+    text = re.sub(r"\|(\w+)\|", r"size(\1)", text)
     text = re.sub(r"Σ_t (\w+)", r"tokens(\1)", text)
     text = re.sub(r"Σ_\(j≠i\) n_j·R_j / Σ_\(j≠i\) n_j", "weighted_others", text)
     text = re.sub(r"(R_[it]) where (R_[it]) = max_j R_j, else 0", r"where(\1, total)", text)
@@ -113,6 +114,7 @@ def symbols(algorithm: Algorithm, batch: Batch, logp: Tensor, entropy: Tensor) -
         "H": entropy,
         "w": log_w.exp(),
         "k1": ell,
+        "abs": ell.abs(),
         "k2": ell**2 / 2,
         "k3": torch.exp(-ell) - 1 + ell,
         "exact": batch.kl_full,
@@ -121,10 +123,10 @@ def symbols(algorithm: Algorithm, batch: Batch, logp: Tensor, entropy: Tensor) -
         "b": 0.7,
         "tokens": lambda term: torch.where(batch.mask, term, 0.0).sum(-1, keepdim=True),
         "min": lambda x, y: torch.minimum(x, torch.as_tensor(y)),
-        "max": lambda x, y: torch.maximum(x, torch.as_tensor(y)),
+        "max": lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
         "clip": torch.clamp,
         "sg": torch.detach,
-        "abs": torch.abs,
+        "size": torch.abs,
         "band": lambda w, low, high: ((w >= low) & (w <= high)).double(),
         "overlong": lambda _: soft_penalty(algorithm.shaping.margin, batch),
     }
@@ -179,6 +181,8 @@ def printed_credit(line: str, R: Tensor, names: dict[str, Any], batch: Batch, ch
 def printed_advantage(error: str, line: str, R: Tensor, batch: Batch) -> Tensor:
     """δ of a critic's credit from its two printed lines: d_t token by token, its direct sum A_t, then δ. R is to go."""
     error, total = error.split(";   A_t = ")
+    if ",  e_t = " in total:
+        return printed_trace(error, *total.split(",  e_t = "), R, batch)
     sums = re.fullmatch(r"Σ_\(j(≥0|<(\d+))\) ([\d.]+)\^j·d_\(t\+j\)", total)
     A = torch.zeros(2, 4, 6, dtype=torch.float64)
     for p, s in itertools.product(range(2), range(4)):
@@ -195,6 +199,27 @@ def printed_advantage(error: str, line: str, R: Tensor, batch: Batch) -> Tensor:
             A[p, s, t] = sum(float(sums[3]) ** j * d[t + j] for j in range(terms)) if sums else d[t]
     counted, rhs = A[batch.counted], line.split(";")[0].split(" = ", 1)[1]
     return eval(python(rhs.split(", ddof 1")[0]), {}, {"A_t": A, "mean": counted.mean(), "std": counted.std()})
+
+
+def printed_trace(error: str, credit: str, trace: str, R: Tensor, batch: Batch) -> Tensor:
+    """A_t of V-trace from its printed line, from the last token back."""
+    w = torch.exp(batch.logp_old - batch.logp_sampler) * batch.mass
+    A = torch.zeros(2, 4, 6, dtype=torch.float64)
+    for p, s in itertools.product(range(2), range(4)):
+        length, e = int(batch.mask[p, s].sum()), 0.0
+        to_go = [*R[p, s].expand(6)[:length].tolist(), 0.0]
+        if R.shape[-1] == 1:
+            to_go = [0.0] * (length - 1) + [float(R[p, s, 0]), 0.0]
+            rewards = to_go
+        else:
+            rewards = [to_go[t] - to_go[t + 1] for t in range(length)]
+        V = [*batch.value[p, s, :length].tolist(), 0.0]
+        for t in reversed(range(length)):
+            names = {"r_t": rewards[t], "V_t": V[t], "V_next": V[t + 1], "w_t": float(w[p, s, t]), "e_next": e}
+            names["d_t"] = eval(python(error.split(" = ")[1]).replace("V_(t+1)", "V_next"), {}, names)
+            A[p, s, t] = eval(python(credit).replace("e_(t+1)", "e_next"), {}, names)
+            e = eval(python(trace).replace("e_(t+1)", "e_next"), {"min": min}, names)
+    return A
 
 
 def printed_objective(line: str, names: dict[str, Any], counted: Tensor) -> Tensor:
@@ -230,15 +255,23 @@ def check_against_code(algorithm: Algorithm) -> None:
 
     mini = credited.add(weight=algorithm.weights(credited), **algorithm.scalars(state, 0.0))
     computed = algorithm.objective(mini, Outputs(logp, entropy, batch.kl_full)).objective
-    ratio = re.search(r"ρ_[ti] = exp\((.*)\)$", lines[-2])
+    ratio = re.search(r"ρ_[ti] = (?:sg\[)?exp\((.*?)\)(\]·exp\(logp_t − sg\[logp_t\]\))?$", lines[-2])
     if ratio is not None:
         gap = torch.where(batch.counted, logp - batch.logp_old, 0.0)
         by_hand = {
             "logp_t − logp_old_t": logp - batch.logp_old,
             "Σ_t (logp_t − logp_old_t)": gap.sum(-1, keepdim=True),
             "mean_t (logp_t − logp_old_t)": gap.sum(-1, keepdim=True) / names["L_i"],
+            "Σ_(u≤t) (logp_u − logp_old_u)": gap.cumsum(-1),
         }
         names["ρ"] = by_hand[ratio[1]].exp()
+        names["before"] = torch.exp(by_hand[ratio[1]] - gap)  # where ρ is a product up to a token
+        if ratio[2]:
+            names["ρ"] = names["ρ"].detach() * torch.exp(logp - logp.detach())
+    weight = torch.as_tensor(names["w"])
+    if getattr(algorithm.correction, "normalized", False):
+        bounded = replace(algorithm.correction, normalized=False)(batch)
+        names["mean_w"] = bounded[batch.counted if weight.shape[-1] > 1 else batch.valid.unsqueeze(-1)].mean()
     printed = printed_objective(lines[-1], {**names, "δ": credited.advantage}, batch.counted)
     torch.testing.assert_close(printed, computed)
     grads = [torch.autograd.grad(value, logp, retain_graph=True)[0] for value in (printed, computed)]
@@ -251,11 +284,26 @@ def test_the_printed_formula_of_a_row_is_what_the_code_computes(name: str) -> No
     check_against_code(replace(algorithm, shaping=Overlong(4)) if name == "dapo" else algorithm)
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, Clipped(0.1, 0.3, dual=1.5), SequenceRatio("product", None, None)], ids=str)
+MORE_LOSSES = [Clipped(0.1, 0.3, dual=1.5), SequenceRatio("product", None, None), Ratio("per-decision")]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, *MORE_LOSSES], ids=str)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_surrogate_with_every_weight(loss: Any, weights: type) -> None:
     loss = loss() if isinstance(loss, type) else loss
     check_against_code(Algorithm(Normalized(), loss, weights(), InLoss("k2", 0.3), Frozen(), Constant(0.2)))
+    with_ratio = InLoss("abs", 0.3, importance=True)
+    check_against_code(Algorithm(Normalized(), loss, weights(), with_ratio, Frozen(), Constant(0.2)))
+
+
+@pytest.mark.parametrize(
+    "loss", [SequenceRatio(), SequenceRatio("mean", 0.1, 0.2), SequenceRatio("product", None, None)]
+)
+@pytest.mark.parametrize("credit", [VTrace(), VTrace(0.9, 0.8, 1.3, 0.7), GAE(whitened=True)])
+def test_gspo_with_credit_per_token(loss: Any, credit: Any) -> None:
+    check_against_code(Algorithm(credit, loss, SequenceMean(), InLoss("k3", 0.2), Frozen(), critic=OwnCritic()))
+    per_token = InReward("k1", 0.5, "token")
+    check_against_code(Algorithm(Raw(), loss, TokenMean(), per_token, Frozen(), correction=Truncated("token", 1.1)))
 
 
 @pytest.mark.parametrize("credit", [*ADVANTAGES, OptimalBaseline("length"), Normalized(0.1, ddof=0)], ids=str)
@@ -285,7 +333,14 @@ def test_every_credit_from_a_critic(credit: Any, kl: Any) -> None:
     check_against_code(Algorithm(credit, Ratio(), TokenMean(), kl, Frozen(), shaping=Overlong(3), critic=OwnCritic()))
 
 
-@pytest.mark.parametrize("correction", [Truncated("token", 1.1), Masked("token", 0.8, 1.2), Truncated("sequence", 1.3)])
+@pytest.mark.parametrize(
+    "correction",
+    [
+        *(Truncated("token", 1.1), Masked("token", 0.8, 1.2), Truncated("sequence", 1.3)),
+        *(Truncated("token", 1.1, 0.9), Truncated("sequence", 1.3, 0.7, normalized=True)),
+        *(Masked("token", 0.8, 1.2, normalized=True), Truncated("token", 1.1, normalized=True)),
+    ],
+)
 def test_corrections_an_annealed_bonus_and_an_adaptive_kl(correction: Any) -> None:
     check_against_code(
         Algorithm(Centered(), LogProb(), FixedLength(), InLoss("k3", 0.3, target=0.1), Frozen(), Annealed(), correction)

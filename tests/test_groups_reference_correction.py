@@ -24,14 +24,17 @@ from conftest import (
 )
 from torch import Tensor
 
+from ascent.core.advantages import Centered
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.config import Config
 from ascent.core.correction import Masked, NoCorrection, Truncated, log_weight, mismatch
 from ascent.core.exploration import Annealed, Constant, NoBonus
 from ascent.core.groups import All, NoShaping, Overlong, WithSignal, without_signal
+from ascent.core.kl import InLoss, InReward
 from ascent.core.loop import Clock, Streams, collect, train
 from ascent.core.reference import Every, Frozen, MovingAverage, NoReference
 from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores, Trouble
+from ascent.core.weights import SequenceMean
 from ascent.engines.small import SmallSampler
 from ascent.policies import PerPosition
 from ascent.settings import configure
@@ -314,6 +317,14 @@ def mismatched(mass: Any = None) -> Batch:
         (Masked("token", 0.6, 2.0), [[[0, 0, 1], [1, 1.5, 1]]]),
         (Masked("token", 0.49, 4.01), [[[4, 0.5, 1], [1, 1.5, 1]]]),
         (Masked("sequence", 0.5, 1.8), [[[0], [1.5]]]),
+        (Truncated("token", 2.0, 0.8), [[[2, 0.8, 1], [1, 1.5, 1]]]),
+        (Truncated("token", 1.0, 1.0), [[[1, 1, 1], [1, 1, 1]]]),
+        # Normalized: over the mean of the four tokens that count, (2 + ½ + 1 + 1.5)/4 = 1.25; of both responses, 1.75.
+        (Truncated("token", 2.0, normalized=True), [[[1.6, 0.4, 0.8], [0.8, 1.2, 0.8]]]),
+        (Truncated("sequence", 10.0, normalized=True), [[[2 / 1.75], [1.5 / 1.75]]]),
+        # What is outside counts as 0 in the mean: (0 + 0 + 1 + 1.5)/4 = 0.625. If all is outside, nothing divides.
+        (Masked("token", 0.6, 2.0, normalized=True), [[[0, 0, 1.6], [1.6, 2.4, 1.6]]]),
+        (Masked("token", 7.0, 8.0, normalized=True), [[[0, 0, 0], [0, 0, 0]]]),
     ],
     ids=repr,
 )
@@ -327,6 +338,80 @@ def test_the_mass_of_a_cut_support_is_in_the_weight() -> None:
     batch = mismatched([[[0.5, 0.8, 0.0], [1.0, 0.9, 0.0]]])
     close(log_weight(batch.logp_old, batch).exp(), [[[2.0, 0.4, 1], [1.0, 1.35, 1]]])
     close(Truncated("sequence", 10.0)(batch), [[[0.8], [1.35]]])
+
+
+def test_rejection_golden() -> None:
+    """Geometric means of the token weights: √(4·½) = √2 and √1.5. At g = 1.3 the first is rejected, at 1.2 both."""
+    for g, expected in ((1.5, [False, False]), (1.3, [True, False]), (1.2, [True, True])):
+        for choice in (Truncated(geometric=g), Masked("sequence", geometric=g)):
+            assert choice.rejected(mismatched()).tolist() == [expected]
+    below = mismatched().add(logp_old=mismatched().logp_sampler - WEIGHTS.log())  # 1/√2 and 1/√1.5
+    assert Truncated(geometric=1.3).rejected(below).tolist() == [[True, False]]
+
+
+def test_what_is_rejected_or_truncated_is_in_no_denominator_but_in_its_group() -> None:
+    """Rewards 3 and 5, of which the first response is not trained on: credit is −1 and 1 for all that, N is 1."""
+    reject = {"correction": Truncated("token", 2.0, geometric=1.3)}
+    for choices in (reject, {"groups": All(mask_truncated=True)}, {"groups": WithSignal(mask_truncated=True)}):
+        algorithm = Algorithm(Centered(), weights=SequenceMean(), kl=InLoss("k2", 0.25), reference=Frozen(), **choices)
+        batch = mismatched().add(reward=f64([[[3.0], [5.0]]]), truncated=torch.tensor([[True, False]]))
+        batch = batch.add(logp_ref=torch.full((1, 2, 3), -5.0, dtype=F64))
+        batch, state = algorithm.credit(batch, algorithm.start())
+        assert batch.masked is not None and batch.masked.tolist() == [[True, False]] and batch.tokens == 2
+        close(batch.advantage, [[[-1.0], [1.0]]])
+        close(algorithm.weights(batch), [[[0, 0, 0], [0.5, 0.5, 0]]])
+        batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
+        x = f64([[[-1.0, -2.0, 0], [-3.0, -4.0, 0]]]).requires_grad_()
+        terms = algorithm.objective(batch, Outputs(x, torch.ones_like(x)))
+        (gradient,) = torch.autograd.grad(terms.objective, x)
+        assert not gradient[0, 0].any() and gradient[0, 1, :2].all()
+        close(terms.sums["entropy"], 2)
+        close(terms.sums["kl"], 0.5 * (2**2 + 1**2))
+
+
+def test_rejected_responses_are_in_the_mean_of_normalized_weights() -> None:
+    """As in verl, where the weights are normalized before anything is rejected."""
+    plain, rejecting = Truncated("token", 2.0, normalized=True), Truncated("token", 2.0, normalized=True, geometric=1.3)
+    credited = [Algorithm(correction=choice).credit(mismatched(), {})[0].correction for choice in (plain, rejecting)]
+    close(credited[0], credited[1])
+
+
+def test_a_masked_response_pays_no_kl_in_the_reward() -> None:
+    algorithm = Algorithm(kl=InReward("k1", 1.0), reference=Frozen(), groups=All(mask_truncated=True))
+    batch = mismatched().add(logp_ref=mismatched().logp_old - 1, truncated=torch.tensor([[True, False]]))
+    batch, _ = algorithm.credit(batch, algorithm.start())
+    close(batch.advantage, [[[0.0], [-2.0]]])
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_run_in_which_everything_is_masked_goes_on_and_says_so(minibatches: int) -> None:
+    """Where nothing is left to train on there is no update; the share that is masked is reported all the same."""
+    settings = {
+        "algorithm": "grpo",
+        "steps": 2,
+        "prompts": 4,
+        "samples": 4,
+        "length": 3,
+        "numbers": 4,
+    }
+    more = {"minibatches": minibatches, "groups.mask_truncated": True, "end": True}
+    records, learner = run(configure("sort", settings, more))
+    masked = [line["frac_masked"] for line in records.metrics]
+    cut = [line["completions/clipped_ratio"] for line in records.metrics]
+    assert masked == cut and max(masked) > 0
+    rejecting = {"correction": "truncated", "correction.geometric": 1.0, "minibatches": minibatches}
+    records, learner = run(configure("sort", settings, rejecting), sampler_class=Off)
+    assert [line["frac_masked"] for line in records.metrics] == [1.0, 1.0]
+    assert all("loss" not in line for line in records.metrics)
+    assert all(bool(p.isfinite().all()) for p in learner.trainable())
+
+
+class Off(SmallSampler):
+    """It says that its tokens are a little more likely than they are."""
+
+    def generate(self, *args: Any, **more: Any) -> Rollouts:
+        drawn = super().generate(*args, **more)
+        return replace(drawn, logp_sampler=drawn.logp_sampler + 0.01)
 
 
 def test_the_mass_makes_importance_weighting_exact() -> None:

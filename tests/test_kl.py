@@ -42,6 +42,7 @@ def test_estimate_takes_policy_minus_reference() -> None:
     """More likely under the policy than under the reference: ℓ > 0, and k1 says so."""
     logp, logp_ref = f64([[[-1.0]]]), f64([[[-3.0]]])
     close(estimate_kl("k1", logp, logp_ref, None), [[[2.0]]])
+    close(estimate_kl("abs", logp_ref, logp, None), [[[2.0]]])
     close(estimate_kl("k2", logp, logp_ref, None), [[[2.0]]])
     close(estimate_kl("k3", logp, logp_ref, None), [[[math.exp(-2) + 1]]])
     close(estimate_kl("exact", logp, logp_ref, f64([[[0.25]]])), [[[0.25]]])
@@ -160,7 +161,24 @@ def test_the_penalty_in_the_reward_is_a_constant() -> None:
 # ---- in the loss ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3", "exact"])
+def test_importance_golden() -> None:
+    """ρ = 2 and ℓ = log 2 at the one token that counts: β·ρ·k3 = 0.3·2·(½ + log 2 − 1).
+
+    ∂/∂logp of ρ·k3 is ρ·k3 + ρ·(1 − e^−ℓ) = ρ·ℓ = 2 log 2: k2's gradient times ρ.
+    """
+    algorithm = Algorithm(kl=InLoss("k3", 0.3, importance=True), reference=Frozen())
+    ref = torch.full((1, 1, 2), -1.0, dtype=F64)
+    batch = batch_of([[0]], [[1]], width=2, logp_ref=ref, logp_old=ref.clone(), kl_coef=0.3)
+    batch = batch.add(advantage=torch.zeros(1, 1, 1, dtype=F64), weight=SequenceMean()(batch))
+    x = (ref + LOG2).requires_grad_()
+    terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x)))
+    close(terms.objective.detach(), -0.3 * 2 * (0.5 + LOG2 - 1))
+    close(terms.sums["kl"], 2 * (0.5 + LOG2 - 1))
+    (gradient,) = torch.autograd.grad(terms.objective, x)
+    close(gradient, [[[-0.3 * 2 * LOG2, 0]]])
+
+
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "exact"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_in_the_loss_the_penalty_has_the_surrogates_weights(name: Any, weights: type) -> None:
     algorithm = Algorithm(kl=InLoss(name, 0.3), reference=Frozen(), weights=weights())

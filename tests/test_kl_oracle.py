@@ -19,6 +19,7 @@ from ascent.core import kl
 from ascent.core.advantages import Centered, LeaveOneOut, Raw
 from ascent.core.algorithms import Algorithm
 from ascent.core.kl import InLoss, InReward
+from ascent.core.losses import Ratio, SequenceRatio
 from ascent.core.reference import Frozen
 from ascent.core.types import Space
 from ascent.core.weights import FixedLength, SequenceMean, SequenceSum
@@ -129,6 +130,47 @@ def test_k2_and_exact_agree_per_token(ragged: Against) -> None:
     )
 
 
+@pytest.mark.parametrize("space", [ONE_TOKEN, INDEPENDENT], ids=["one token", "independent"])
+def test_abs_has_the_gradient_of_the_total_variation(space: Space) -> None:
+    """E[∇|ℓ|] = Σ_v sign(π − π_ref) ∇π = ∇Σ_v |π − π_ref|, position by position."""
+    against = Against(space)
+    reference = against.table.reference
+    assert reference is not None
+    with torch.no_grad():
+        q = log_probs(reference, against.table.batch).exp()
+    p = log_probs(against.table.policy, against.table.batch).exp()
+    variation = (p - q).abs()[0, 0].sum()  # the same states for every response
+    torch.testing.assert_close(
+        against.pushes(InLoss("abs", 1.0)), against.table.differentiate(variation), rtol=0, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_importance_gives_k1_and_k3_the_gradient_of_k2(against: Against, estimator: Any) -> None:
+    """On fresh samples ∇(ρ·k1) = (ℓ + 1)·∇logp and ∇(ρ·k3) = ℓ·∇logp; k2 and the exact KL stay as they are."""
+    found = against.pushes(InLoss(estimator, 1.0, importance=True))
+    torch.testing.assert_close(found, against.pushes(InLoss("k2", 1.0)), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", [Ratio("per-decision"), SequenceRatio("product", None, None)], ids=repr)
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+def test_with_the_ratio_of_all_that_led_there_importance_is_exact(loss: Any, estimator: Any) -> None:
+    """Samples of an older policy, autoregressive: E[Σ_t ρ_{1:t}·KL_t] is KL(π ‖ π_ref), and so is its gradient."""
+    policy = policy_of(RAGGED)
+    reference = moved(policy, 0.0, 0.2)
+    table = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, nothing), old=moved(policy, 1.0, 0.25), reference=reference)
+    exact = Against(RAGGED).forward
+    for importance in (True, False):
+        kl_ = InLoss(estimator, 1.0, importance=importance)
+        found = -estimate(table, Algorithm(Raw(), loss, kl=kl_, reference=Frozen()), 1).mean
+        assert (error(found, exact) < 1e-10) is importance
+
+
+def test_with_token_ratios_importance_is_off_by_the_states(ragged: Against) -> None:
+    found = ragged.pushes(InLoss("k3", 1.0, importance=True))
+    assert error(found, ragged.forward) == pytest.approx(0.0598167689, rel=1e-6)  # as k2
+
+
 def test_the_loss_has_the_surrogates_own_weights(ragged: Against) -> None:
     """Fixed length divides the penalty by L_max as it does the surrogate; sequence mean turns it."""
     whole = ragged.pushes(InLoss("k2", 1.0))
@@ -156,7 +198,8 @@ def test_in_the_reward_k1_is_exact_at_any_length(against: Against, per: Any) -> 
 
 @pytest.mark.parametrize("per", ["response", "token"])
 @pytest.mark.parametrize(
-    ("estimator", "along"), [("k2", -0.9401994996), ("k3", -0.9527370498), ("exact", -0.7253853199)]
+    ("estimator", "along"),
+    [("abs", -0.9416897694), ("k2", -0.9401994996), ("k3", -0.9527370498), ("exact", -0.7253853199)],
 )
 def test_in_the_reward_the_others_are_not_the_kls_gradient(
     ragged: Against, estimator: Any, along: float, per: Any

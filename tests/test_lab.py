@@ -294,8 +294,6 @@ def test_no_path_leads_out(client: TestClient, folder: Path, tmp_path: Path, pat
         ("steps=100000", "no such control"),
         ("out=/tmp/x", "no such control"),
         ("a.run=../../x", "a name has letters"),
-        ("a.loss=sequence-ratio&a.reward=process", "sequence-ratio needs one"),
-        ("a.loss=sequence-ratio&a.credit=gae", "sequence-ratio needs one"),
     ],
 )
 def test_a_training_that_cannot_be_is_refused_before_it_starts(
@@ -497,11 +495,7 @@ def test_every_control_of_a_training_is_the_setting_that_it_says() -> None:
 def test_every_choice_of_the_training_figure_can_be_a_run(world: str, credit: str) -> None:
     for loss in training.LOSS_LABELS:
         state = training.FIGURE.read({"world": world, "a.credit": credit, "a.loss": loss, "a.kl": "0.1"})
-        if credit == "gae" and loss == "sequence-ratio":
-            with pytest.raises(Refused, match="sequence-ratio needs one"):
-                training.config_of(state, "a")
-        else:
-            assert training.config_of(state, "a").threads == 1
+        assert training.config_of(state, "a").threads == 1
 
 
 # ---- runs as streams ------------------------------------------------------------------------------------

@@ -99,9 +99,59 @@ def test_sequence_ratio_golden(loss: SequenceRatio, advantage: float, value: flo
     assert sequence(loss, advantage) == (pytest.approx(value), pytest.approx(gradient))
 
 
-def test_sequence_ratio_refuses_credit_per_token() -> None:
-    with pytest.raises(Refused, match="one ratio per response"):
-        SequenceRatio()(f64(LOG_RATIO), f64(LOG_RATIO), f64(LOG_RATIO), TWO)
+@pytest.mark.parametrize(
+    ("loss", "ratio"),
+    [(SequenceRatio("mean", None, None), math.exp(0.2)), (SequenceRatio("product", None, None), math.exp(0.4))],
+)
+def test_gspo_token_golden(loss: SequenceRatio, ratio: float) -> None:
+    """δ = 2 and −3 on the two tokens: each has the value ρδ_t, and only its own log-prob has a gradient, also ρδ_t.
+
+    Clipped at 1 ± 0.1, ρ > 1.1 leaves the first no gradient; the second, whose δ is below 0, keeps its own.
+    """
+    δ, old = f64([[[2.0, -3.0, 5.0]]]), torch.zeros(1, 1, 3, dtype=F64)
+    for bounds in ({}, {"low": 0.1, "high": 0.1}):
+        logp = f64(LOG_RATIO).requires_grad_()
+        value = replace(loss, **bounds)(logp, old, δ, TWO)
+        (gradient,) = torch.autograd.grad(value[..., :2].sum(), logp)
+        first = (2 * 1.1, 0.0) if bounds else (2 * ratio, 2 * ratio)
+        close(value.detach()[..., :2], [[[first[0], -3 * ratio]]])
+        close(gradient, [[[first[1], -3 * ratio, 0]]])
+
+
+@pytest.mark.parametrize("form", ["product", "mean"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_one_credit_per_response_has_the_same_gradient_token_by_token(form: Any, weights: type) -> None:
+    """Through the objective, clipped and not: spreading δ over the tokens changes no gradient."""
+    logp, old, δ = drawn(3, 0.2)
+    for bounds in (None, 0.1):
+        found = []
+        for credit in (δ, δ.expand(-1, -1, 3)):
+            batch = batch_of(δ.squeeze(-1), LENGTHS, logp_old=old, advantage=credit)
+            x = logp.clone().requires_grad_()
+            terms = Algorithm(loss=SequenceRatio(form, bounds, bounds)).objective(
+                batch.add(weight=weights()(batch)), Outputs(x, torch.zeros_like(x))
+            )
+            found.append(torch.autograd.grad(terms.objective, x)[0])
+            sums = {name: float(value) for name, value in terms.sums.items()}
+            found.append(f64(list(sums.values())))
+        close(found[0], found[2])
+        close(found[1], found[3])
+
+
+def test_per_decision_golden() -> None:
+    """Ratios 2, ½, 3 on three tokens with a hole between the second and the third: ρ_t = 2, 1, 3, after ρ_0 = 1.
+
+    Values (ρ_t − ρ_{t−1})·δ_t = (2 − 1)·2, (1 − 2)·4, (3 − 1)·1. Their sum is Σ_t ρ_t·r_t − δ_1 with the rewards
+    r = δ_t − δ_{t+1} = −2, 3, 1: −4 + 3 + 3 − 2 = 0. ∂/∂logp_u = Σ_{t≥u} ρ_t·r_t = 2, 6, 3.
+    """
+    mask = torch.tensor([[[True, True, False, True]]])
+    logp = f64([[[math.log(2), -math.log(2), 9.0, math.log(3)]]]).requires_grad_()
+    loss, δ = Ratio("per-decision"), f64([[[2.0, 4.0, 7.0, 1.0]]])
+    value = loss(logp, torch.zeros_like(logp), δ, mask)
+    close(value.detach(), [[[2.0, -4.0, 0.0, 2.0]]])
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    close(gradient, [[[2.0, 6.0, 0.0, 3.0]]])
+    close(loss(logp, torch.zeros_like(logp), f64([[[2.0]]]), mask).sum().detach(), 2 * 3 - 2)  # an outcome: δ·ρ_L − δ
 
 
 # ---- gradients ------------------------------------------------------------------------------------
@@ -111,6 +161,7 @@ def variants() -> list[Any]:
     """Every surrogate on the menu, and the forms that its fields make of it."""
     more = [Clipped(0.2, 0.28), Clipped(0.2, 0.2, dual=3.0), SequenceRatio("product", 0.2, 0.2), Cispo(0.2, 0.28)]
     more += [SequenceRatio(form, None, None) for form in ("product", "mean")]  # type: ignore[arg-type]
+    more += [Ratio("per-decision")]
     return [cls() for cls in LOSSES] + more
 
 
@@ -161,7 +212,7 @@ def test_at_ratio_one_the_gradient_is_log_probs(loss: Any) -> None:
         close(gradient, torch.where(MASK, expected / LENGTHS.unsqueeze(-1), 0.0))
         assert not torch.allclose(gradient, torch.where(MASK, expected, 0.0))
     else:
-        close(gradient, expected)
+        close(gradient[MASK], expected[MASK])
 
 
 @pytest.mark.parametrize("loss", variants(), ids=repr)
@@ -278,6 +329,10 @@ def objectives() -> dict[str, Algorithm]:
     rows["ratio"] = Algorithm(loss=Ratio())
     rows["exact KL"] = Algorithm(kl=InLoss("exact", 0.1), reference=Frozen())
     rows["unclipped product"] = Algorithm(loss=SequenceRatio("product", None, None))
+    rows["per-decision"] = Algorithm(
+        loss=Ratio("per-decision"), kl=InLoss("k3", 0.1, importance=True), reference=Frozen()
+    )
+    rows["absolute KL"] = Algorithm(kl=InLoss("abs", 0.1, importance=True), reference=Frozen())
     return rows
 
 

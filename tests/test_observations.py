@@ -159,9 +159,9 @@ def test_weights_are_those_of_the_actions_alone(weights: Any, name: str) -> None
         close(weight[batch.mask], torch.full_like(weight[batch.mask], 1 / 48))
 
 
-def test_observations_take_room_below_the_limit() -> None:
-    """Margin 4 of 8: the penalty begins at 4 tokens, whoever wrote them. Lengths are 6, 3, 8 and 5, 8, 1."""
-    close(Overlong(4)(observed("in the middle")).squeeze(-1), f64([[-0.5, 0, -1], [-0.25, -1, 0]]))
+def test_overlong_shaping_counts_drawn_tokens_and_no_observations() -> None:
+    """Margin 6 of 8: the penalty begins at 2 drawn tokens. Drawn are 4, 2, 8 and 3, 3, 1."""
+    close(Overlong(6)(observed("in the middle")).squeeze(-1), f64([[-1 / 3, 0, -1], [-1 / 6, -1 / 6, 0]]))
 
 
 def test_a_reward_with_an_observation_is_the_last_actions() -> None:

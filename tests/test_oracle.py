@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pin_estimators import (
+    ELSEWHERE,
     INDEPENDENT,
     PINS,
     RAGGED,
@@ -21,11 +22,13 @@ from pin_estimators import (
     exactly,
     losses,
     measure,
+    measure_corrected,
     moved,
     nothing,
     policy_of,
     positions,
     prompt_of,
+    sampled_elsewhere,
     space_name,
     table,
 )
@@ -45,13 +48,14 @@ from ascent.core.algorithms import Algorithm
 from ascent.core.correction import Truncated
 from ascent.core.critics import NoCritic, OwnCritic
 from ascent.core.exploration import Constant
+from ascent.core.groups import All
 from ascent.core.losses import LogProb, Ratio, SequenceRatio
-from ascent.core.types import Space
+from ascent.core.types import Refused, Space
 from ascent.core.values import Valued
 from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
 from ascent.explain.about import fill_in
 from ascent.explain.explain import about_of
-from ascent.oracle.estimator import Estimate, enumerate_groups, estimate
+from ascent.oracle.estimator import Estimate, enumerate_groups, estimate, over_prompts
 from ascent.oracle.exact import Table, probability
 from tests.cases import mostly_smokes
 
@@ -102,6 +106,43 @@ def test_unbiased_with_rewards_per_token(space: Space, credit: object) -> None:
     found = table(space, a_point_each)
     for samples in (2, 3):
         exact_to(estimate(found, Algorithm(credit), samples, STATE), found.gradient)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("space", SPACES, ids=space_name)
+@pytest.mark.parametrize("reward", [positions, a_point_each])
+def test_per_decision_ratios_are_unbiased_and_vary_less_with_rewards_per_token(space: Space, reward: object) -> None:
+    """Samples of an older policy. An outcome lies on the last token, where ρ_t is the product over the response."""
+    policy, task = policy_of(space), Tiny(space, reward)
+    found = Table(policy, prompt_of(space), task, old=moved(policy, 1.0, 0.25))
+    for credit in (Raw(), LeaveOneOut()):
+        each, whole = (estimate(found, Algorithm(credit, loss), 2) for loss in (Ratio("per-decision"), PRODUCT))
+        exact_to(each, found.gradient)
+        exact_to(whole, found.gradient)  # with rewards per token in the form of GSPO-token
+        assert (each.variance < 0.999 * whole.variance) is (reward is a_point_each)
+        if reward is positions:
+            assert each.variance == pytest.approx(whole.variance, rel=1e-9)
+
+
+def test_normalized_weights_are_less_biased_in_larger_batches() -> None:
+    found = sampled_elsewhere()
+    choice = Truncated("sequence", 1e9, normalized=True)
+    biases = [estimate(found, Algorithm(LeaveOneOut(), correction=choice), n).bias(found.gradient) for n in (2, 3, 4)]
+    assert biases[0] > biases[1] > biases[2] > 1e-3
+    with pytest.raises(Refused, match="look across groups"):
+        over_prompts([estimate(found, Algorithm(Raw(), correction=choice), 2)] * 2)
+
+
+def test_masking_is_no_bias_where_nothing_is_truncated() -> None:
+    found = table(INDEPENDENT)
+    exact_to(estimate(found, Algorithm(LeaveOneOut(), groups=All(mask_truncated=True)), 2), found.gradient)
+
+
+def test_corrections_and_masks_are_pinned() -> None:
+    pinned, measured = json.loads(PINS.read_text())[ELSEWHERE], measure_corrected()
+    assert pinned.keys() == measured.keys()
+    for name, row in measured.items():
+        assert row == pytest.approx(pinned[name], rel=1e-9, abs=1e-9), name
 
 
 @pytest.mark.long

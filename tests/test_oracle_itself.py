@@ -20,10 +20,12 @@ from pin_estimators import (
     STATE,
     Tiny,
     a_point_each,
+    corrected,
     nothing,
     policy_of,
     positions,
     prompt_of,
+    sampled_elsewhere,
     space_name,
     table,
 )
@@ -42,7 +44,7 @@ from ascent.core.advantages import (
 )
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.exploration import Constant
-from ascent.core.groups import Overlong, WithSignal
+from ascent.core.groups import All, Overlong, WithSignal
 from ascent.core.kl import InLoss, InReward
 from ascent.core.losses import Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.core.reference import Frozen
@@ -160,8 +162,28 @@ BRUTE = {
     "exact KL in the loss": Algorithm(
         Centered(), Ratio(), FixedLength(), InLoss("exact", 0.3), Frozen(), exploration=Constant(0.1)
     ),
+    "per-decision": Algorithm(LeaveOneOut(), Ratio("per-decision"), TokenMean()),
+    "a KL with the ratio on it": Algorithm(
+        Centered(), Clipped(0.1, 0.1), SequenceMean(), InLoss("k3", 0.3, importance=True), Frozen()
+    ),
+    "GSPO, a KL per token": Algorithm(
+        LeaveOneOut(), SequenceRatio("mean", 0.05, 0.05), kl=InReward("abs", 0.3, "token"), reference=Frozen()
+    ),
+    "truncated are masked": Algorithm(LeaveOneOut(), Clipped(0.1, 0.1), groups=All(mask_truncated=True)),
     "exact KL in the reward": Algorithm(BestOnly(), Ratio(), kl=InReward("exact", 0.3), reference=Frozen()),
 }
+
+
+@pytest.mark.long
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", [name for name in corrected() if "no-correction" not in name])
+def test_corrections_and_masks_agree_with_brute_force(name: str) -> None:
+    """On samples of another policy; weights over their mean see the other responses of the group."""
+    found, algorithm = sampled_elsewhere(), corrected()[name]
+    mean, variance = brute_force(found, algorithm, 2, {})
+    e = estimate(found, algorithm, 2, {}, progress=0.25)
+    torch.testing.assert_close(e.mean, mean, rtol=0, atol=1e-12)
+    assert e.variance == pytest.approx(variance, rel=1e-10)
 
 
 BRUTE_AND_SPACE = [(name, SHORT) for name in BRUTE] + [(n, INDEPENDENT) for n in ("grpo", "token mean, dual clip")]

@@ -34,6 +34,7 @@ from tests.chats import chat_tokenizer, stop_ids
 from tests.language import sampler_of, write_tiny
 from tests.processes import ascent_process
 from tests.test_resume import bits
+from tests.test_templates import OWN
 
 pytestmark = pytest.mark.long
 WORLDS = """
@@ -75,6 +76,11 @@ class Waits(Talk):
                 open(f"{place}/waits", "w").close()
                 time.sleep(0.01)
         return super().step(action)
+
+
+class Switches(Talk):
+    def begin(self, problem, rng):
+        return "/no_think " + super().begin(problem, rng)
 
 
 class NeverBegins(Environment):
@@ -413,6 +419,34 @@ def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
             assert len(episodes.answers(wait=False)) == 1, "begun and answered"
 
 
+@pytest.mark.parametrize(
+    ("template", "world", "system", "behind"),
+    [
+        ("a switch in the system message", "Talk", "Be brief. /no_think", "<think>\n\n</think>\n"),
+        ("a switch in the system message", "Switches", "Be brief.", ""),
+        ("the last switch of any message", "Talk", "Be brief. /no_think", "<think></think>"),
+        ("the last switch of any message", "Switches", "", "<think></think>"),
+        ("the last switch of any message", "Talk", "", "<think>\n"),
+    ],
+)
+def test_later_turns_are_prompted_as_the_first_one(
+    place: Path, model: Any, monkeypatch: pytest.MonkeyPatch, template: str, world: str, system: str, behind: str
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", OWN[template])
+    (rollouts, _), _ = play(place, model, world, samples=2, prompts=2, system=system, max_prompt=90, max_context=250)
+    end = model.tokenize(f"assistant\n{behind}")
+    observations = 0
+    for i, prompt in enumerate(rollouts.prompt):
+        assert prompt[prompt >= 0].tolist()[-len(end) :] == end
+        for k in range(2):
+            present = rollouts.present[i, k]
+            tokens, drawn = rollouts.response[i, k][present].tolist(), rollouts.mask[i, k][present].tolist()
+            begins = [t for t in range(1, len(tokens)) if drawn[t] and not drawn[t - 1]]
+            assert all(tokens[t - len(end) : t] == end for t in begins)
+            observations += len(begins)
+    assert observations >= 6
+
+
 def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place: Path, model: Any) -> None:
     class Odd(ascent.Environment):
         def step(self, action: str) -> ascent.Step:
@@ -425,7 +459,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
             episodes.ask(0, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)
-            bound.player.words = lambda _: "a"
+            bound.player.words = lambda *_: "a"
             episodes.ask(1, [0])
             ((_, answer),) = episodes.answers(wait=True)
             assert "cannot be shown" in str(answer.error)
@@ -525,8 +559,8 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
     player = Player(
         LocalEpisodes(Echo),
         lambda *_: Problem("?"),
-        lambda turn: lm.decode(turn[:-1]),
-        tokens=lambda step, turn: tail.answer(turn, step.observation),
+        lambda turn, _: lm.decode(turn[:-1]),
+        tokens=lambda step, turn, history: tail.answer(turn, step.observation, history),
     )
     prompt = lm.encode([{"role": "user", "content": "How high is it?"}])
     prompts = replace(Prompts.of(torch.tensor([prompt])), play=player)

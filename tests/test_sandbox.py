@@ -25,6 +25,7 @@ from ascent.sandbox.filter import (
     KILL,
     KILL_PROCESS,
     MACHINES,
+    NOTIFY,
     REFUSE,
     SOCKETPAIR,
     UNKNOWN,
@@ -140,7 +141,8 @@ def test_bubblewrap_that_may_make_no_namespace_is_no_wall(monkeypatch: pytest.Mo
 def test_bubblewrap_holds_without_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
     need_walls("bubblewrap")
     monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
-    kept = tuple(each for each in ATTEMPTS if each.kind in ("files", "neighbours"))
+    closed = {"read Ascent"}  # only Landlock closes what the fork server itself has read
+    kept = tuple(each for each in ATTEMPTS if each.kind in ("files", "neighbours") and each.name not in closed)
     words, results = try_all("bubblewrap", kept)
     assert "Landlock" not in words and all(result.held for result in results)
 
@@ -182,11 +184,12 @@ def test_the_filter_allows_what_python_needs_and_refuses_the_rest(machine: str) 
     for name, pair in CALLS.items():
         assert decide(job, machine, pair[column], 1) in (REFUSE, UNKNOWN), name
     clone, kill, socketpair, ioctl = (pair[column] for pair in (CLONE, KILL, SOCKETPAIR, IOCTL))
-    assert decide(job, machine, clone, 0x3D0F00) == ALLOW and decide(job, machine, clone, 0x01200011) == REFUSE
+    assert decide(job, machine, clone, 0x3D0F00) == NOTIFY and decide(job, machine, clone, 0x01200011) == REFUSE
     assert decide(warm, machine, clone, 0x01200011) == ALLOW and decide(warm, machine, clone, 0x10000011) == REFUSE
     assert decide(job, machine, kill, 77) == ALLOW and decide(job, machine, kill, 78) == REFUSE
     assert decide(job, machine, socketpair, 1, 0x80001) == ALLOW and decide(job, machine, socketpair, 1, 2) == REFUSE
-    assert decide(job, machine, ioctl, 0, 0x5401) == ALLOW and decide(job, machine, ioctl, 0, 0x5412) == REFUSE
+    allowed = {request for request in range(0x10000) if decide(job, machine, ioctl, 0, request) != REFUSE}
+    assert allowed == {0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451}  # neither attributes nor terminals
     assert decide(job, machine, CLONE3[column]) == UNKNOWN and decide(job, machine, 463) == UNKNOWN
     writing = call_numbers(WRITING, column)
     assert {decide(job, machine, number) for number in writing} == {REFUSE}

@@ -30,10 +30,12 @@ from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.correction import Masked, Truncated
 from ascent.core.critics import SharedCritic
 from ascent.core.exploration import Constant
-from ascent.core.groups import Overlong
+from ascent.core.groups import All, Overlong
 from ascent.core.kl import InLoss
+from ascent.core.losses import Ratio, SequenceRatio
 from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Outputs, Terms
+from ascent.core.values import VTrace
 from ascent.core.weights import WEIGHTS, SequenceMean, TokenMean
 from ascent.engines.small.engine import SmallLearner, score_small_responses, score_small_steps
 from tests.cases import mostly_smokes
@@ -110,8 +112,18 @@ def test_every_row_with_every_weight(row: str, weights: type) -> None:
         replace(ALGORITHMS["gspo"], correction=Masked("sequence", 0.1, 10.0)),
         replace(ALGORITHMS["grpo"], kl=InLoss("exact", 0.3), exploration=Constant(0.1)),
         Algorithm(advantage=OptimalBaseline("exact"), reference=Frozen(), weights=SequenceMean()),
+        Algorithm(correction=Truncated(cap=1.0, floor=0.9, normalized=True, geometric=1.01), weights=TokenMean()),
+        replace(ALGORITHMS["gspo"], correction=Masked("sequence", 0.1, 10.0, normalized=True)),
+        replace(ALGORITHMS["grpo"], kl=InLoss("k3", 0.3, importance=True), groups=All(mask_truncated=True)),
+        replace(ALGORITHMS["gspo"], kl=InLoss("abs", 0.3, importance=True), reference=Frozen()),
+        Algorithm(loss=Ratio("per-decision"), kl=InLoss("k1", 0.3, importance=True), reference=Frozen()),
+        Algorithm(VTrace(), SequenceRatio(), TokenMean(), critic=SharedCritic(clip=0.01), correction=Truncated()),
     ],
-    ids=["token correction", "sequence correction", "exact KL and entropy", "optimal baseline"],
+    ids=[
+        *("token correction", "sequence correction", "exact KL and entropy", "optimal baseline"),
+        *("normalized, floor, rejection", "normalized sequences", "k3 times the ratio, masked", "abs times GSPO's"),
+        *("per-decision", "v-trace, GSPO-token, a clipped value"),
+    ],
 )
 def test_what_no_row_has(algorithm: Algorithm) -> None:
     check_split(algorithm)
@@ -218,7 +230,7 @@ def numbers_of(learner: Any, mini: Batch, algorithm: Algorithm, vector: list[Ten
     if algorithm.loss.trains == "policy" and not algorithm.critic.shared:
         parts += [part.flatten() for part in learner.fisher(mini)(vector)] + [learner.kl_from(mini, old).view(1)]
     if algorithm.critic.on and not algorithm.critic.shared:  # a shared critic is in the objective
-        parts.append(learner.fit(mini, algorithm.critic.loss).view(1))
+        parts.append(learner.fit(mini, algorithm.critic.loss))
         parts += [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in learner.critic.trained()]
     return torch.cat([part.to(torch.float64) for part in parts]).detach()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -49,8 +50,6 @@ NO_CALLS = ("deepseek_r1_distill", "lfm2", "llama3", "qwen2_5_vl")
 """Templates that show messages of tools, and no calls: those are words of the turn."""
 ONE_CALL = ("gptoss", "llama3_1", "llama3_2")
 """Templates that take one call in a turn."""
-FORGETFUL = ("deepseekv3",)
-"""Templates that open the outputs of tools once in a conversation, and not in each turn."""
 
 
 def conversation(kind: str, turns: int, shift: int, as_text: bool, one: bool) -> list[list[dict[str, Any]]]:
@@ -86,7 +85,7 @@ def check_tail(tokenizer: Any, tail: Tail, name: str, kind: str, shift: int, tur
         chat += [said, *new]
         text = tokenizer.apply_chat_template(chat, tools=TOOLS, add_generation_prompt=True, tokenize=False)
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = tail(new)
+        ids = tail(new, history=chat[: -1 - len(new)])
         assert whole[len(whole) - len(ids) :] == ids, (name, kind, new, tokenizer.decode(ids))
         before = tokenizer.decode(whole[: len(whole) - len(ids)])
         behind = before[before.rindex(f"words of turn {turn}!") :]
@@ -105,7 +104,90 @@ def test_a_tail_is_the_templates_own(name: str) -> None:
                 tail([{"role": "tool", "name": "search", "content": "12"}])
         elif kind == "user" or name not in NO_CALLS:
             for shift in (0, 5, 10):
-                check_tail(tokenizer, tail, name, kind, shift, turns=1 if name in FORGETFUL and kind != "user" else 3)
+                check_tail(tokenizer, tail, name, kind, shift)
+
+
+CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+OWN = {
+    "a switch in the system message": (  # SmolLM3
+        "{% set off = messages[0].role == 'system' and '/no_think' in messages[0].content %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | replace('/no_think', '') }}<|im_end|>\n"
+        "{% endfor %}" + ASKED + "{% if add_generation_prompt and off %}<think>\n\n</think>\n{% endif %}"
+    ),
+    "the last switch of any message": (  # Nemotron Nano 2
+        "{% set ns = namespace(think=true) %}{% for m in messages %}{% if m.role in ['user', 'system'] %}"
+        "{% if '/think' in m.content %}{% set ns.think = true %}"
+        "{% elif '/no_think' in m.content %}{% set ns.think = false %}{% endif %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{{ m.content }}{% else %}"
+        "{{ m.content.replace('/think', '').replace('/no_think', '').strip() }}{% endif %}<|im_end|>\n{% endfor %}"
+        + ASKED
+        + "{% if add_generation_prompt %}{{ '<think>\n' if ns.think else '<think></think>' }}{% endif %}"
+    ),
+    "the system message before the last question": (  # Mistral
+        "{% set said = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
+        "{% if m.role == 'user' %}<|im_start|>user\n{{ said + '\n' if loop.last and said else '' }}{{ m.content }}"
+        "<|im_end|>\n{% elif m.role == 'assistant' %}" + CHATML + "{% endif %}{% endfor %}" + ASKED
+    ),
+    "numbered rounds": (  # ChatGLM2
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>\n"
+        "{% else %}[Round {{ loop.index }}] {{ m.role }} {{ m.content }}\n\nA:{% endif %}{% endfor %}"
+    ),
+}
+SAID = ("", "Be brief.", "Be brief. /no_think", "/think well")
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OWN])
+def test_a_tail_behind_a_conversation_is_that_of_the_whole_conversation_rendered_from_scratch(name: str) -> None:
+    tokenizer = chat_tokenizer.__wrapped__("qwen3" if name in OWN else name)
+    tokenizer.chat_template = OWN.get(name, tokenizer.chat_template)
+    family, luck = "qwen3" if name in OWN else name, random.Random(name)
+    tail = Tail(tokenizer, TOOLS, stop_ids(family, tokenizer))
+    results = name not in (*USER_ONLY, *NO_CALLS, *OWN)
+    compared = 0
+    for case in range(24):
+        chat: list[Any] = [{"role": "user", "content": luck.choice(["Begin.", "Begin. /no_think", "Begin /think"])}]
+        if system := luck.choice(SAID):
+            chat.insert(0, {"role": "system", "content": system})
+        for _ in range(luck.randint(1, 4)):
+            kind = luck.choice(["user", "tool", "tools"][: 3 if results else 1])
+            ((said, *new),) = conversation(kind, 1, luck.randrange(16), name.startswith("deepseek"), name in ONE_CALL)
+            if luck.random() < 0.5:
+                new[-1]["content"] = luck.choice(["higher /no_think", "/think", "a <b> /no_think\n", "", "x"])
+            history, chat = chat, [*chat, said, *new]
+            try:
+                text = tokenizer.apply_chat_template(chat, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+            except Exception:  # it takes no system message, or nothing behind a result but a turn of the assistant
+                break
+            ids, whole = tail(new, history=history), tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert whole[len(whole) - len(ids) :] == ids, (case, chat, tokenizer.decode(ids))
+            assert whole[len(whole) - len(ids) - 1] in tail.control, tokenizer.decode(ids)
+            compared += 1
+    assert compared > 10, compared
+
+
+def test_a_conversation_is_rendered_once_for_all_whose_messages_the_template_does_not_tell_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tail = Tail(tokenizer, TOOLS)
+
+    def history(question: str, answer: str, system: str = "Be kind.") -> list[Any]:
+        roles = {"system": system, "user": question, "assistant": "I say " + answer}
+        return [*({"role": role, "content": content} for role, content in roles.items()), said(answer)]
+
+    def said(content: str) -> Any:
+        return {"role": "user", "content": content}
+
+    tail([said("higher")], history=history("Begin.", "lower"))
+    rendered = []
+    apply = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *a, **k: rendered.append(1) or apply(*a, **k))
+    for i in range(5):
+        tail([said(f"higher than {i}")], history=history(f"Begin with {i}.", f"lower than {i}"))
+    assert not rendered
+    tail([said("higher")], history=history("Begin.", "lower", "Be strict."))
+    assert rendered
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "llama3_2", "gptoss"])

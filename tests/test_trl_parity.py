@@ -30,6 +30,7 @@ from ascent.core.groups import NoShaping, Overlong
 from ascent.core.kl import InLoss, k3
 from ascent.core.loop import describe
 from ascent.core.losses import Clipped, SequenceRatio
+from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Outputs
 from ascent.core.weights import SequenceSum, TokenMean
 
@@ -93,9 +94,9 @@ def case(moved: float = 0.3, failed: bool = False, seed: int = 0) -> Case:
     return Case(batch, now.requires_grad_(), noise(0.5).abs().requires_grad_())
 
 
-def without_truncated(given: Case) -> Case:
-    """What mask_truncated_completions means, said as a mask: the reward stays in its group, the tokens do not count."""
-    return replace(given, batch=given.batch.add(mask=given.batch.mask & ~given.batch.truncated.unsqueeze(-1)))
+def without_truncated(algorithm: Algorithm) -> Algorithm:
+    """TRL's mask_truncated_completions: the reward stays in its group, the tokens do not count."""
+    return replace(algorithm, groups=replace(algorithm.groups, mask_truncated=True))
 
 
 @dataclass
@@ -318,11 +319,8 @@ def test_a_row_is_trls(row: str, moved: float, model: Path) -> None:
 def test_masked_truncated_completions_count_in_trls_number_of_responses(row: str, model: Path) -> None:
     """TRL divides by all responses, ours by those with a token that counts. Denominators of tokens are the same."""
     algorithm, settings = ROWS[row]
-    masked = without_truncated(case())
     theirs = by_trl(case(), model, mask_truncated_completions=True, **settings)
-    counted = int((masked.batch.length > 0).sum())
-    assert counted == ROWS_IN_ALL - 1
-    ours = by_us(masked, algorithm) * (1 if row in BY_TOKENS else counted / ROWS_IN_ALL)
+    ours = by_us(case(), without_truncated(algorithm)) * (1 if row in BY_TOKENS else (ROWS_IN_ALL - 1) / ROWS_IN_ALL)
     agree(theirs, ours)
     assert not theirs.gradient[CUT].any()
 
@@ -428,15 +426,26 @@ def test_overlong_shaping_is_trls_reward(model: Path) -> None:
 # ---- the KL in the loss ---------------------------------------------------------------------------
 
 
-def test_trls_default_kl_has_the_ratio_on_it(model: Path) -> None:
-    """use_bias_correction_kl, on by default, makes the term ρ·k3: ours plus β·Σ weight·(ρ − 1)·k3."""
-    given = case()
-    theirs = by_trl(given, model, loss_type="grpo", beta=0.04)
-    ours = by_us(given, GRPO)
-    assert (theirs.gradient - ours.gradient).abs().max() > 1e-4
-    ρ = torch.exp(given.logp - given.batch.logp_old)
-    more = (GRPO.weights(given.batch) * (ρ - 1) * k3(given.logp - given.batch.logp_ref)).sum()
-    agree(theirs, ours.plus(0.04 * more, given))
+WITH_RATIO = InLoss("k3", 0.04, importance=True)
+DEFAULT_KL: dict[str, tuple[Algorithm, dict[str, Any]]] = {
+    "grpo": (replace(GRPO, kl=WITH_RATIO), {"loss_type": "grpo"}),
+    "dapo": (replace(PLAIN, kl=WITH_RATIO, reference=Frozen()), {"loss_type": "dapo"}),
+    "cispo": (replace(ALGORITHMS["cispo"], kl=WITH_RATIO, reference=Frozen()), ROWS["cispo"][1]),
+    "gspo": (replace(ALGORITHMS["gspo"], kl=WITH_RATIO, reference=Frozen()), ROWS["gspo"][1]),
+}
+
+
+@pytest.mark.parametrize("row", DEFAULT_KL)
+@pytest.mark.parametrize("moved", [0.0, 0.3], ids=["fresh", "moved"])
+def test_trls_default_kl_is_ours_with_importance(row: str, moved: float, model: Path) -> None:
+    """use_bias_correction_kl, on by default, makes the term ρ·k3, with the ratio of the loss: per token, or GSPO's."""
+    given = case(moved)
+    algorithm, settings = DEFAULT_KL[row]
+    theirs, ours = by_trl(given, model, beta=0.04, **settings), by_us(given, algorithm)
+    agree(theirs, ours)
+    close(theirs.metrics["kl"], ours.metrics["kl"], 1e-6)
+    plain = by_us(given, replace(algorithm, kl=InLoss("k3", 0.04)))
+    assert (theirs.gradient - plain.gradient).abs().max() > 1e-4
 
 
 def test_trls_default_kl_pushes_as_k2_does_on_a_fresh_batch(model: Path) -> None:
@@ -454,6 +463,8 @@ def test_trls_default_kl_pushes_as_k2_does_on_a_fresh_batch(model: Path) -> None
     ("mode", "low", "high", "correction"),
     [
         ("token_truncate", None, 1.2, Truncated("token", 1.2)),
+        ("token_truncate", 0.9, 1.2, Truncated("token", 1.2, 0.9)),
+        ("sequence_truncate", 0.9, 1.2, Truncated("sequence", 1.2, 0.9)),
         ("sequence_truncate", None, 1.2, Truncated("sequence", 1.2)),
         ("token_mask", 0.8, 1.2, Masked("token", 0.8, 1.2)),
         ("sequence_mask", 0.8, 1.2, Masked("sequence", 0.8, 1.2)),
@@ -537,9 +548,8 @@ def test_rloos_log_prob_becomes_trls_with_the_ratio(model: Path) -> None:
 
 def test_rloo_with_masked_truncated_completions(model: Path) -> None:
     """The masked response pays no KL, keeps its place in the mean, and adds −δ/N to TRL's loss as a constant."""
-    masked = without_truncated(case())
     theirs = by_trl(case(), model, rloo=True, mask_truncated_completions=True)
-    ours = by_us(masked, TRL_RLOO) * ((ROWS_IN_ALL - 1) / ROWS_IN_ALL)
+    ours = by_us(case(), without_truncated(TRL_RLOO)) * ((ROWS_IN_ALL - 1) / ROWS_IN_ALL)
     agree(theirs, replace(ours, loss=ours.loss - ours.advantage[CUT] / ROWS_IN_ALL))
 
 

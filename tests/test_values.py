@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +20,14 @@ from torch import Tensor
 
 from ascent.core.advantages import Centered, LeaveOneOut, whiten
 from ascent.core.algorithms import ALGORITHMS, Algorithm
+from ascent.core.correction import Correction, Truncated, log_weight
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.kl import InReward
-from ascent.core.losses import Clipped, SequenceRatio
+from ascent.core.losses import Clipped
 from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Refused, Space
 from ascent.core.update import Adam, TrustRegion
-from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued
+from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued, VTrace
 from ascent.core.weights import SequenceSum, TokenMean
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
@@ -144,6 +145,87 @@ def test_a_process_reward_lands_on_the_tokens_that_earned_it() -> None:
     close(MonteCarlo()(batch, {}), [[[2, 1, 1], [1, 1, 1]]])
 
 
+def off_policy(seed: int, per_token: bool = False, holes: bool = False) -> Batch:
+    """A batch whose sampler was another policy."""
+    g = torch.Generator().manual_seed(seed)
+    batch = random_batch(seed, per_token, holes)
+    old = -torch.rand(batch.mask.shape, generator=g, dtype=F64)
+    return batch.add(logp_old=old, logp_sampler=old + 0.7 * torch.randn(batch.mask.shape, generator=g, dtype=F64))
+
+
+def test_v_trace_by_hand() -> None:
+    """γ = 0.5, λ = 1, ρ̄ = 1, c̄ = ¾, r = (0, 0, 2), V = (1, 2, 4), weights w = (3, ½, 2): ρ = (1, ½, 1), c = (¾, ½, ¾).
+
+    d = (0 + 1 − 1, 0 + 2 − 2, 2 − 4) = (0, 0, −2). e_3 = −2, e_2 = ½·0 + ½·½·(−2) = −½, e_1 = 0 + ½·¾·(−½) = −0.1875.
+    A = d_t + ½·e_{t+1} = (−0.25, −1, −2); returns V + e = (0.8125, 1.5, 2).
+    """
+    batch = batch_of([[2.0]], [[3]], value=f64([[[1.0, 2, 4, 6]]]), logp_old=f64([[[3.0, 0.5, 2.0]]]).log())
+    credit = VTrace(0.5, 1.0, 1.0, 0.75)
+    close(credit(batch, {}), [[[-0.25, -1.0, -2.0]]])
+    close(credit.returns(batch), [[[0.8125, 1.5, 2.0]]])
+
+
+@pytest.mark.long
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 3), st.floats(0.1, 3), st.booleans())
+def test_v_trace_is_its_direct_sum(seed: int, gamma: float, lam: float, rho: float, c: float, holes: bool) -> None:
+    """Σ_t γ^(t−s) λ^(t−s) (Π_{s≤i<t} c_i) ρ_t d_t over the actions alone, written out; and with w = 1 it is GAE."""
+    batch = off_policy(seed, per_token=True, holes=holes)
+    batch = batch.add(valid=torch.ones_like(batch.valid))
+    credit = VTrace(gamma, lam, rho, c, bootstrap=seed % 2 == 0)
+    d = replace(TD(gamma), bootstrap=credit.bootstrap).advantage(batch)
+    w = torch.exp(batch.logp_old - batch.logp_sampler)
+    found, returns = credit.advantage(batch), credit.returns(batch)
+    for p, s in itertools.product(*map(range, batch.valid.shape)):
+        at = batch.mask[p, s].nonzero().flatten().tolist()
+        e = [0.0] * (len(at) + 1)
+        for i in range(len(at)):
+            reach = 1.0
+            for j in range(i, len(at)):
+                e[i] += reach * min(float(w[p, s, at[j]]), rho) * float(d[p, s, at[j]])
+                reach *= gamma * lam * min(float(w[p, s, at[j]]), c)
+        for i, t in enumerate(at):
+            assert float(found[p, s, t]) == pytest.approx(float(d[p, s, t]) + gamma * lam * e[i + 1], abs=1e-9)
+            assert float(returns[p, s, t]) == pytest.approx(float(batch.value[p, s, t]) + e[i], abs=1e-9)
+    assert not found[~batch.mask].any()
+    same, plain = batch.add(logp_old=batch.logp_sampler), GAE(gamma, lam, bootstrap=credit.bootstrap)
+    bounds = replace(credit, rho=1.0, c=1.0)
+    close(bounds(same, {}), plain(same, {}))
+    close(bounds.returns(same), plain.returns(same))
+
+
+def test_v_trace_per_turn_decays_at_the_ends_of_turns_alone() -> None:
+    batch = off_policy(4, holes=True)
+    turns = batch.add(turn=torch.arange(6).expand_as(batch.response), valid=torch.ones_like(batch.valid))
+    close(VTrace(0.5, 0.5, per="turn")(turns, {}), VTrace(0.5, 0.5)(turns, {}))
+    one = turns.add(turn=torch.zeros_like(batch.response))
+    close(VTrace(0.5, 0.5, per="turn").advantage(one), VTrace(1.0, 1.0).advantage(one))
+
+
+@pytest.mark.long
+def test_v_trace_is_torchrls() -> None:
+    """torchrl 0.14's functional form at λ = 1: the same returns; its advantage has min(w, ρ̄) as a factor."""
+    functional = pytest.importorskip("torchrl.objectives.value.functional")
+    batch = off_policy(3, per_token=True)
+    batch = batch.add(valid=torch.ones_like(batch.valid))
+    credit = VTrace(0.9, 1.0, 1.3, 0.8)
+    ours, returns = credit.advantage(batch), credit.returns(batch)
+    for p, s in itertools.product(*map(range, batch.valid.shape)):
+        length = int(batch.mask[p, s].sum())
+
+        def column(values: Tensor, length: int = length, p: int = p, s: int = s) -> Tensor:
+            return values[p, s, :length].unsqueeze(-1)
+
+        done = torch.zeros(length, 1, dtype=torch.bool)
+        done[-1] = True
+        following = torch.nn.functional.pad(batch.value[p, s, 1:length], (0, 1)).unsqueeze(-1)
+        logps = column(batch.logp_old), column(batch.logp_sampler)
+        theirs, target = functional.vtrace_advantage_estimate(
+            0.9, *logps, column(batch.value), following, column(batch.reward), done, done, 1.3, 0.8
+        )
+        close(column(ours) * torch.exp(logps[0] - logps[1]).clamp(max=1.3), theirs, 1e-6)
+        close(column(returns), target, 1e-6)
+
+
 # ---- whitening, the value loss and the critic's worth: by hand ----------------------------------------
 
 
@@ -163,13 +245,15 @@ def test_value_loss_by_hand() -> None:
 
     Unclipped: ½·(0.25 + 1 + 2.25) = 1.75. Held to ±0.2: 0.2, 0.2, 0.2, errors 0.64, 0.64, 1.44; the larger of each:
     0.64, 1, 2.25, half their sum 1.945. The second token moves away from a return that it has passed: not clipped.
+    One token of the three counts in the clip fraction; those of a failed response and without a clip do not.
     """
     batch = batch_of([[0.0, 0]], [[3, 3]], valid=[[True, False]], value=torch.zeros(1, 2, 4, dtype=F64))
     batch = batch.add(returns=f64([[[1.0, 1, -1], [9, 9, 9]]]))
     V = f64([[[0.5, 2, 0.5, 77], [1, 1, 1, 1]]]).requires_grad_()
-    close(OwnCritic().loss(batch, V).detach(), 1.75)
-    loss = OwnCritic(clip=0.2).loss(batch, V)
+    close(OwnCritic().loss(batch, V).detach(), [1.75, 0])
+    loss, clipped = OwnCritic(clip=0.2).loss(batch, V)
     close(loss.detach(), 1.945)
+    assert clipped == 1
     (slope,) = torch.autograd.grad(loss, V)
     close(slope, [[[0, 1, 1.5, 0], [0, 0, 0, 0]]])  # the first has moved further than it may: no gradient
 
@@ -216,6 +300,54 @@ def test_with_the_exact_v_every_credit_is_unbiased_and_with_a_wrong_one_only_mon
     assert biases[repr(TD())] > biases[repr(GAE(1.0, 0.3))] > biases[repr(GAE())]
     if space is RAGGED:
         assert estimate(wrong, of(MonteCarlo(bootstrap=True)), 1).bias(exact.gradient) > 1e-3
+
+
+def test_v_trace_follows_the_trainer_where_gae_follows_the_sampler() -> None:
+    """Unbounded, λ = 1, for any V: given a state and a token, the mean of A_t over what the sampler drew next is
+    Q^π(s_t, a_t) − V(s_t), Q^π of the policy that trains; GAE's is that of the sampler. Enumerated, token by token."""
+    policy = oracle_policy(RAGGED)
+    exact = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each))
+    found = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each), old=policy, sampler=moved(policy, 1.0, 0.5))
+    response, mask = found.batch.response[0], found.batch.mask[0]
+    so_far = torch.nn.functional.pad(response.cumsum(-1), (1, 0)).double()
+    batch = found.filled(frozenset({"value", "logp_old"})).add(value=torch.sin(1 + so_far).unsqueeze(0))
+    to_go = batch.reward[0].flip(-1).cumsum(-1).flip(-1)
+    off = {}
+    for credit in (VTrace(1.0, 1.0, 1e9, 1e9), GAE(1.0, 1.0)):
+        A, gaps = credit.advantage(batch)[0], []
+        for row, t in itertools.product(range(len(response)), range(mask.shape[1])):
+            if mask[row, t]:
+                same = (response[:, : t + 1] == response[row, : t + 1]).all(-1) & mask[:, t]
+                p, q = found.probability * same, exact.probability * same
+                gaps.append((p @ A[:, t]) / p.sum() - ((q @ to_go[:, t]) / q.sum() - batch.value[0, row, t]))
+        off[type(credit)] = float(torch.stack(gaps).abs().max())
+    assert off[VTrace] < 1e-10 and off[GAE] > 1e-2
+
+
+@dataclass(frozen=True)
+class UpToHere(Correction):
+    """The product of the token weights up to each token, never cut: it makes up for the sampler's earlier tokens."""
+
+    on = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return log_weight(batch.logp_old, batch).cumsum(-1).exp()
+
+
+def test_v_trace_is_exact_where_nothing_is_cut_and_states_are_weighted_too() -> None:
+    """On another policy's samples with any V. With token weights, as in the paper, the states stay the sampler's."""
+    policy, prompt, task = oracle_policy(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, a_point_each)
+    gradient = Table(policy, prompt, task).gradient
+    so_far = torch.nn.functional.pad(Table(policy, prompt, task).batch.response[0].cumsum(-1), (1, 0)).double()
+    found = Table(policy, prompt, task, old=policy, sampler=moved(policy, 1.0, 0.5), value=torch.sin(1 + so_far))
+
+    def bias(credit: Any, correction: Any) -> float:
+        return estimate(found, Algorithm(credit, critic=OwnCritic(), correction=correction), 1).bias(gradient)
+
+    assert bias(VTrace(1.0, 1.0, 1e9, 1e9), UpToHere()) < 1e-10
+    assert bias(MonteCarlo(), UpToHere()) > 1e-2, "the rewards to come are the sampler's"
+    assert bias(VTrace(1.0, 1.0, 1e9, 1e9), Truncated("token", 1e9)) > 1e-2, "and so are the states here"
+    assert bias(VTrace(1.0, 1.0, 0.9, 0.9), UpToHere()) > 1e-2, "returns between the two policies"
 
 
 def test_the_exact_v_by_hand() -> None:
@@ -381,7 +513,7 @@ def test_a_shared_critic_is_in_the_objective(policy: Policy, clip: float | None)
         learner.micro_batch = micro_batch
         terms = learner.gradient(batch, algorithm.objective)
         found.append([p.grad.clone() for p in learner.trainable()])
-    loss = choice.loss(batch, learner.values(batch)) / batch.tokens
+    loss = choice.loss(batch, learner.values(batch))[0] / batch.tokens
     value = torch.autograd.grad(loss, learner.trainable(), materialize_grads=True)
     close(terms.sums["value/loss"] / batch.tokens, loss)
     learner.outputs = frozenset()  # the policy alone
@@ -418,7 +550,7 @@ def test_the_value_loss_is_a_token_mean_whatever_the_weights_and_the_split(size:
         batch = credited(algorithm, learner, policy)
         learner.fit(batch, algorithm.critic.loss)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.critic.trained() if p.grad is not None]))
-        mean = algorithm.critic.loss(batch, learner.values(batch)) / batch.tokens
+        mean = algorithm.critic.loss(batch, learner.values(batch))[0] / batch.tokens
     assert mean > 0 and gradients[0].abs().max() > 1e-4
     close(gradients[1], gradients[0])
 
@@ -443,7 +575,6 @@ def test_returns_hold_the_kl_of_the_reward_and_are_not_whitened() -> None:
     [
         (lambda: Algorithm(GAE()), "credit from values needs a critic"),
         (lambda: Algorithm(Centered(), critic=OwnCritic()), "does not use one"),
-        (lambda: Algorithm(GAE(), SequenceRatio(), critic=OwnCritic()), "--advantage gae makes it differ"),
         (lambda: Algorithm(GAE(), critic=SharedCritic(), update=TrustRegion()), "out of the region"),
         (lambda: GAE(1.5), "between 0 and 1"),
         (lambda: GAE(1.0, -0.1), "between 0 and 1"),

@@ -19,7 +19,7 @@ from ascent.core.types import Prompts, Refused, Trouble
 from ascent.engines.backends import backend_of
 from ascent.environments.choose import instruction_of
 from ascent.environments.episode import Source
-from ascent.environments.play import GLANCE, Pool, environment_source, shared_seed
+from ascent.environments.play import GLANCE, OUT_OF_TURNS, Pool, environment_source, shared_seed
 from ascent.environments.processes import Episodes, LocalEpisodes
 from ascent.environments.tools import Tools, load_tool, read_counts, schemas_of
 from ascent.records.conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
@@ -334,7 +334,8 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
         batch = unscored(rollouts)
         (talk,) = conversations(bound, batch)
     said = [speech for speech in talk["turns"] if speech["who"] == POLICY]
-    if bool(rollouts.truncated.any()) and said:  # nobody was asked about the last turn
+    answered = OUT_OF_TURNS.search(talk["ended"]) or not bool(rollouts.truncated.any())
+    if said and not answered:  # a limit of tokens cut off the last turn
         terminal.say(POLICY, said[-1]["text"])
     if not bool(batch.valid.all()):
         raise Trouble(f"the episode failed: {talk['ended']}")

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ascent.core import advantages as credit_
 from ascent.core.advantages import ADVANTAGES, Advantage
 from ascent.core.correction import CORRECTIONS, Correction, NoCorrection
-from ascent.core.critics import CRITICS, Critic, NoCritic, OwnCritic
+from ascent.core.critics import CRITICS, VALUE_SUMS, Critic, NoCritic, OwnCritic
 from ascent.core.exploration import EXPLORATIONS, Exploration, NoBonus
 from ascent.core.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
 from ascent.core.kl import KL, KLS, InLoss, InReward, NoKL, adapt, estimate_kl
@@ -70,18 +71,12 @@ class Algorithm:
                 f"--kl {name_of(self.kl)} with --reference {name_of(self.reference)}: a KL needs a "
                 "reference policy. Set --reference frozen (or every, moving-average), or --kl no-kl"
             )
-        if self.loss.sequence and self.correction.on and self.correction.level == "token":
+        if self.sequence and self.correction.on and self.correction.level == "token":
             raise Refused(
                 f"--loss {name_of(self.loss)} has one term per response, but --correction {name_of(self.correction)} "
                 "weighs single tokens. Set --correction.level sequence"
             )
         valued = "value" in self.advantage.needs
-        if self.loss.sequence and (valued or (self.kl.where == "reward" and self.kl.per == "token")):
-            why = f"--advantage {name_of(self.advantage)}" if valued else "--kl.per token"
-            raise Refused(
-                f"--loss {name_of(self.loss)} needs one credit per response, but {why} makes it differ from token to "
-                "token. Set --kl.per response and a group credit, or --loss clipped"
-            )
         critic = f"with --critic {name_of(self.critic)}"
         if valued != self.critic.on:
             raise Refused(
@@ -94,10 +89,17 @@ class Algorithm:
         self.loss.check(self)
 
     @property
+    def sequence(self) -> bool:
+        """Has its surrogate one term per response? Credit per token makes it one per token."""
+        per_token = "value" in self.advantage.needs or (self.kl.where == "reward" and self.kl.per == "token")
+        return self.loss.sequence and not per_token
+
+    @property
     def needs(self) -> frozenset[str]:
         """The batch fields that these choices read beyond tokens, mask, reward and logp."""
         exact = self.kl.where == "reward" and self.kl.estimator == "exact"
-        return self.advantage.needs.union(["logp_ref"] * self.reference.kept, ["kl_full"] * exact)
+        old = ["logp_old"] * self.correction.on
+        return self.advantage.needs.union(["logp_ref"] * self.reference.kept, ["kl_full"] * exact, old)
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -109,6 +111,12 @@ class Algorithm:
     def start(self) -> State:
         """What the choices remember, before the first step."""
         return self.advantage.start() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
+
+    def masked(self, batch: Batch) -> Batch:
+        """The batch with the responses marked that are not trained on: truncated, or rejected by the correction."""
+        found = [batch.truncated] if self.groups.mask_truncated else []
+        found += [self.correction.rejected(batch)] if self.correction.geometric is not None else []
+        return batch.add(masked=found[0] | found[-1]) if found else batch
 
     def credited(self, batch: Batch, state: State) -> Batch:
         """The batch with the reward that credit is computed from: shaped by length, minus the KL."""
@@ -123,6 +131,7 @@ class Algorithm:
 
     def credit(self, batch: Batch, state: State) -> tuple[Batch, State]:
         """δ for every response, and the factor for the gap between sampler and trainer."""
+        weighed, batch = batch, self.masked(batch)
         credited = self.credited(batch, state)
         δ = self.advantage(credited, state)
         if δ.shape[:-1] != batch.valid.shape or δ.shape[-1] not in (1, batch.mask.shape[-1]):
@@ -131,7 +140,7 @@ class Algorithm:
                 f"[prompt sample token], here {[*batch.valid.shape, 1]} or {list(batch.mask.shape)}"
             )
         returns = self.advantage.returns(credited) if isinstance(self.advantage, Valued) else None
-        batch = batch.add(advantage=δ, returns=returns, correction=self.correction(batch))
+        batch = batch.add(advantage=δ, returns=returns, correction=self.correction(weighed))
         return batch, self.advantage.after(credited, state)
 
     def scalars(self, state: State, progress: float) -> dict[str, float]:
@@ -156,15 +165,17 @@ class Algorithm:
         if mini.logp_ref is not None:
             full = out.kl_full if out.kl_full is not None else mini.kl_full
             kl = estimate_kl(self.kl.estimator, out.logp, mini.logp_ref.where(counted, now), full)
+            if self.kl.importance:
+                kl = torch.exp(self.loss.log_ratio(out.logp - logp_old, counted)) * kl
             if self.kl.where == "loss":
                 objective = objective - mini.kl_coef * _total(mini.weight, kl)
             sums["kl"] = (kl.detach() * counted).sum()
         if mini.entropy_coef:
             objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
         if out.value is not None:
-            value_loss = self.critic.loss(mini, out.value)
-            objective = objective - self.critic.coef / max(mini.tokens, 1) * value_loss
-            sums["value/loss"] = value_loss.detach()
+            values = self.critic.loss(mini, out.value).flatten()
+            objective = objective - self.critic.coef / max(mini.tokens, 1) * values[0]
+            sums |= zip(VALUE_SUMS, values.detach(), strict=False)
         clips = self.loss.clipped(now, logp_old, mini.advantage, counted)
         if clips is not None:
             sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()

@@ -112,12 +112,13 @@ class Config:
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
             )
-        if self.old_logp == "auto" and (self.algorithm.correction.on or self.task.plays):
+        if self.old_logp == "auto" and ("logp_old" in self.algorithm.needs or self.task.plays):
             # A correction weighs the gap between the two. Who is decoded beside whom depends on who answers first.
             object.__setattr__(self, "old_logp", "learner")
-        if self.old_logp == "sampler" and self.algorithm.correction.on:
+        if self.old_logp == "sampler" and "logp_old" in self.algorithm.needs:
+            axis = "correction" if self.algorithm.correction.on else "advantage"
             raise Refused(
-                f"--correction {name_of(self.algorithm.correction)} with --old-logp sampler: it weighs the gap between "
+                f"--{axis} {name_of(getattr(self.algorithm, axis))} with --old-logp sampler: it weighs the gap between "
                 "the two, which is then 0 by definition. Set --old-logp learner"
             )
         if self.ahead:

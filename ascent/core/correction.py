@@ -8,7 +8,8 @@ differ, and both are always measured, apart from one another: the mismatch is th
 with one version of the parameters (kernels, precisions), and the lag is that between two versions.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ascent.core.metric_names import LAG, MISMATCH
-from ascent.core.types import Batch, PerToken, Refused
+from ascent.core.types import Batch, PerToken, Refused, check_counts
 
 Factor = Float[Tensor, "prompt sample #token"]
 Level = Literal["token", "sequence"]
@@ -70,9 +71,17 @@ class Correction:
 
     on: ClassVar[bool] = False
     level: Level = "token"
+    normalized: bool = False
+    geometric: float | None = None
 
     def __call__(self, batch: Batch) -> Factor | None:
         return None
+
+    def rejected(self, batch: Batch) -> Bool[Tensor, "prompt sample"]:
+        """The responses that are not trained on: |mean log w_t| > log g."""
+        assert batch.logp_old is not None and self.geometric is not None
+        mean = log_weight(batch.logp_old, batch).sum(-1) / batch.counted.sum(-1).clamp(min=1)
+        return mean.abs() > math.log(self.geometric)
 
 
 @dataclass(frozen=True)
@@ -81,52 +90,72 @@ class NoCorrection(Correction):
 
 
 @dataclass(frozen=True)
-class Truncated(Correction):
-    """The weight, cut off at c.
-
-    min(w, c), w per token or its product over the response
-    Ionides 2008; for language models, Yao et al. 2025. Bias: where w > c; per token also because
-    the sampler chose the earlier tokens. The product is exact up to c.
-    """
+class Weighted(Correction):
+    """What the corrections share: the mean of the weights, and the rejection of whole responses."""
 
     level: Level = "token"
     """One weight per token, or their product over the response."""
-    cap: float = 2.0
-    """c: the largest weight."""
+    normalized: bool = field(default=False, kw_only=True)
+    """Divide the weights by their mean over the tokens, or the responses, of the rollout batch."""
+    geometric: float | None = field(default=None, kw_only=True)
+    """g: do not train on responses whose token weights have a geometric mean outside 1/g to g. None: on all."""
     on = True
 
-    def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise Refused(f"--correction.cap is {self.cap:g}: no weight would be above 0; set a cap above 0")
-
-    def __call__(self, batch: Batch) -> Factor:
-        return _weight(batch, self.level).clamp(max=self.cap)
+    def scaled(self, w: Factor, batch: Batch) -> Factor:
+        """The weights, over their mean if they are normalized."""
+        counted = batch.counted if self.level == "token" else batch.counted.any(-1, keepdim=True)
+        mean = torch.where(counted, w, 0.0).sum() / counted.sum()
+        return w / mean if self.normalized and mean > 0 else w
 
 
 @dataclass(frozen=True)
-class Masked(Correction):
+class Truncated(Weighted):
+    """The weight, cut off at c.
+
+    clip(w, floor, c), w per token or its product over the response
+    Ionides 2008; for language models, Yao et al. 2025. Bias: where w is cut; per token also because
+    the sampler chose the earlier tokens. The product is exact up to c. Normalized weights add a bias
+    that falls as the batch grows, `geometric` (Liu et al. 2025) that of leaving responses out.
+    Degenerate case: floor = c = 1 is no weight, and leaves only the rejection.
+    """
+
+    cap: float = 2.0
+    """c: the largest weight."""
+    floor: float = 0.0
+    """The smallest weight."""
+
+    def __post_init__(self) -> None:
+        check_counts(1, **{"correction.geometric": self.geometric})
+        if not (self.cap > 0 and 0 <= self.floor <= self.cap):
+            raise Refused(
+                f"--correction.cap is {self.cap:g}, the floor {self.floor:g}: set 0 ≤ floor ≤ cap, cap above 0"
+            )
+
+    def __call__(self, batch: Batch) -> Factor:
+        return self.scaled(_weight(batch, self.level).clamp(self.floor, self.cap), batch)
+
+
+@dataclass(frozen=True)
+class Masked(Weighted):
     """The weight inside a band; 0 outside, so that tokens that are too far off are not trained on.
 
     w if low ≤ w ≤ high else 0, w per token or its product over the response
     Bias: what is outside is dropped; per token also because the sampler chose the earlier tokens.
     """
 
-    level: Level = "token"
-    """One weight per token, or their product over the response."""
     low: float = 0.5
     """Below it, 0."""
     high: float = 2.0
     """Above it, 0."""
-    on = True
 
     def __post_init__(self) -> None:
+        check_counts(1, **{"correction.geometric": self.geometric})
         if not 0 <= self.low <= self.high:
             raise Refused(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
 
     def __call__(self, batch: Batch) -> Factor:
         w = _weight(batch, self.level)
-        inside: Bool[Tensor, "prompt sample #token"] = (w >= self.low) & (w <= self.high)
-        return torch.where(inside, w, 0.0)
+        return self.scaled(torch.where((w >= self.low) & (w <= self.high), w, 0.0), batch)
 
 
 CORRECTIONS = (NoCorrection, Truncated, Masked)

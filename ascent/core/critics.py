@@ -11,6 +11,9 @@ from ascent.core.protocols import Learner
 from ascent.core.types import Batch, Refused
 from ascent.core.update import Adam, Schedule
 
+VALUE_SUMS = ("value/loss", "value/clip_ratio")
+"""The metrics of what a critic's loss returns."""
+
 
 class Critic:
     """A value function, or none: called with the learner after each update of the policy, it is trained."""
@@ -26,14 +29,13 @@ class Critic:
         """Train on a mini-batch; return sums over its tokens to report."""
         return {}
 
-    def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, ""]:
-        """Its sum over the counted tokens."""
+    def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, "2"]:
+        """Its sum over the counted tokens, and how many of them the clip leaves without a gradient."""
         assert mini.returns is not None and mini.value is not None
-        V, old = value[..., :-1], mini.value[..., :-1]
-        error = (V - mini.returns) ** 2
-        if self.clip is not None:
-            error = torch.maximum(error, (old + (V - old).clamp(-self.clip, self.clip) - mini.returns) ** 2)
-        return 0.5 * torch.where(mini.counted, error, 0.0).sum()
+        V, old, clip = value[..., :-1], mini.value[..., :-1], torch.inf if self.clip is None else self.clip
+        free, held = (V - mini.returns) ** 2, (V.clamp(old - clip, old + clip) - mini.returns) ** 2
+        parts = 0.5 * torch.maximum(free, held), (held > free).to(free.dtype)
+        return torch.stack([torch.where(mini.counted, part, 0.0).sum() for part in parts])
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         """1 − Var(return − V) / Var(return) over counted tokens, before any update; 0 where all returns are equal."""
@@ -85,7 +87,7 @@ class OwnCritic(Critic):
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
         first, *_ = [learner.fit(mini, self.loss) for _ in range(self.steps)]
-        return {"value/loss": first}
+        return dict(zip(VALUE_SUMS, first.flatten(), strict=False))
 
 
 @dataclass(frozen=True)

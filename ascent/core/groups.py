@@ -1,6 +1,6 @@
 """Which groups are trained on, and what a response's length does to its reward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,10 +16,13 @@ def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
     return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
 
 
+@dataclass(frozen=True)
 class Groups:
     """A choice of groups: called with a batch, it says which to keep; the rest are drawn again."""
 
-    rounds: int = 1
+    mask_truncated: bool = field(default=False, kw_only=True)
+    """Do not train on truncated responses; their rewards stay in their groups (DAPO's overlong filtering)."""
+    rounds = 1
 
     def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
         return torch.ones(batch.mask.shape[0], dtype=torch.bool)
@@ -67,7 +70,7 @@ class NoShaping(Shaping):
 class Overlong(Shaping):
     """A soft penalty before the length limit, instead of a cliff at the limit (DAPO).
 
-    with limit L and margin c: 0 up to L − c tokens, then (L − c − length)/c, −1 if truncated
+    with limit L and margin c: 0 up to L − c drawn tokens, then (L − c − length)/c, −1 if truncated
     Yu et al. 2025. Bias: it changes the reward, so responses near the limit earn less, even right
     ones. Degenerate case: without an end token no response is too long, and nothing is added.
     """
@@ -82,7 +85,7 @@ class Overlong(Shaping):
     def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
         if not batch.ends:
             return None
-        length = batch.present.sum(-1).to(batch.reward.dtype)  # observations take room too
+        length = batch.length.to(batch.reward.dtype)
         limit = batch.limit if batch.limits is None else batch.limits.unsqueeze(-1)
         over = (limit - self.margin - length) / self.margin
         return torch.where(batch.truncated, -1.0, over.clamp(-1.0, 0.0)).unsqueeze(-1)

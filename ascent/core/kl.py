@@ -3,6 +3,7 @@
 With ℓ = log π − log π_ref of a token drawn from π:
 
     k1 = ℓ                  unbiased as a value, high variance
+    abs = |ℓ|               biased as a value, never negative
     k2 = ½ ℓ²               biased as a value, low variance
     k3 = e^−ℓ + ℓ − 1       unbiased as a value, never negative      (Schulman 2020)
     exact                   Σ_v π(v) (log π(v) − log π_ref(v)) over the whole vocabulary
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ascent.core.types import Batch, PerToken, Refused, add_outcome, at_last
 
-Estimator = Literal["k1", "k2", "k3", "exact"]
+Estimator = Literal["k1", "abs", "k2", "k3", "exact"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+ESTIMATORS = {"k1": k1, "abs": Tensor.abs, "k2": k2, "k3": k3}
 
 
 def estimate_kl(name: Estimator, logp: PerToken, logp_ref: PerToken | None, kl_full: PerToken | None) -> PerToken:
@@ -62,6 +63,7 @@ class KL:
     coef: float = 0.0
     target: float | None = None
     per: Literal["response", "token"] = "response"
+    importance: bool = False
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
@@ -84,18 +86,22 @@ class NoKL(KL):
 class InLoss(KL):
     """The KL of each token, differentiated, with the surrogate's own weights.
 
-    objective = Σ weight · (surrogate − β · KL_t)
-    GRPO's place for it (Shao et al. 2024). Bias: it moves the optimum from E[R] to E[R] − β·KL. In
-    expectation k1 pushes nowhere, k2 and exact almost along ∇KL(π ‖ π_ref), k3 along ∇KL(π_ref ‖ π):
-    they hold the visited states fixed and miss what a token does to the KL of later ones.
+    objective = Σ weight · (surrogate − β · KL_t); with `importance` ρ_t · KL_t, ρ_t the surrogate's
+    GRPO's place for it (Shao et al. 2024); with ρ, DeepSeek-V3.2 2025. Bias: it moves the optimum
+    from E[R] to E[R] − β·KL. In expectation k1 pushes nowhere, k2 and exact almost along
+    ∇KL(π ‖ π_ref), k3 along ∇KL(π_ref ‖ π), abs along ∇Σ|π − π_ref|: they hold the visited states
+    fixed and miss what a token does to the KL of later ones. With ρ, k1 and k3 push as k2 does, and a
+    per-decision or product ratio makes that ∇KL(π ‖ π_ref) itself, even once the policy has moved.
     """
 
     estimator: Estimator = "k3"
-    """k1 | k2 | k3 | exact"""
+    """k1 | abs | k2 | k3 | exact"""
     coef: float = 0.04
     """β, or where an adaptive β starts."""
     target: float | None = None
     """KL per token that β is steered to. None: β stays fixed."""
+    importance: bool = False
+    """Multiply by the ratio ρ of the surrogate, with its gradient (TRL's use_bias_correction_kl)."""
     where = "loss"
 
 
@@ -109,7 +115,7 @@ class InReward(KL):
     """
 
     estimator: Estimator = "k1"
-    """k1 | k2 | k3 | exact"""
+    """k1 | abs | k2 | k3 | exact"""
     coef: float = 0.05
     """β, or where an adaptive β starts."""
     per: Literal["response", "token"] = "response"

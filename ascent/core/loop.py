@@ -70,7 +70,7 @@ def train(
 ) -> Iterator[int]:
     """Steps `start` … `config.steps` from this state, or the first; each is yielded, and a config sent back is used."""
     algorithm = config.algorithm
-    reads_old = algorithm.correction.on or algorithm.kl.where == "reward" or algorithm.update.whole
+    reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.whole
     fresh = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old  # so ρ is 1
     needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" and not fresh else frozenset())
     check_needs(needs, sampler, learner)
@@ -298,10 +298,11 @@ def describe(batch: Batch) -> Metrics:
 def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
     """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them.
 
-    A step without an update measures nothing: what it leaves out is null in its records.
+    A step without an update measures only what is masked: what it leaves out is null in its records.
     """
+    masked = {} if batch.masked is None else {"frac_masked": batch.masked.double().mean().item()}
     if not updates:
-        return {}
+        return masked
     whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
     values = [value for u in updates for value in (*u.metrics.values(), *u.sums.values())]
     rows = torch.stack(values).view(-1, len(names)).tolist()
@@ -318,7 +319,7 @@ def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped
     else:
         gap = mismatch(updates[0].logp, minis[0], step)
     gap |= config.algorithm.critic.measure(batch)
-    return metrics | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
+    return metrics | masked | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
 
 
 def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> None:

@@ -24,7 +24,7 @@ class Loss:
     """A surrogate: called with log-probs and δ, it returns what is to be maximised."""
 
     sequence: ClassVar[bool] = False
-    """Does it return one number per response?"""
+    """Does it return one number per response, given one δ per response?"""
     data: ClassVar[Literal["samples", "demonstrations", "pairs", "steps"]] = "samples"
     """What it learns from: the policy's own samples, or offline data (preferences.py)."""
     trains: ClassVar[Literal["policy", "rewards", "steps"]] = "policy"
@@ -76,14 +76,25 @@ class LogProb(Loss):
 class Ratio(Loss):
     """Importance-weighted credit, one ratio per token, never clipped.
 
-    ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
-    Kakade and Langford 2002, and TRPO's objective. Bias: none at ρ = 1. After that a token ratio
-    ignores that earlier tokens came from the old policy: at a KL of 0.03 27 % of the gradient is
-    bias, as much as with no ratio. Only the product over the response is the exact weight.
+    token:         ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
+    per-decision:  (ρ_t − ρ_{t−1}) · δ_t,  ρ_t = exp(Σ_{u≤t} (logp_u − logp_old_u)), ρ_0 = 1
+    Kakade and Langford 2002, and TRPO's objective; Precup et al. 2000, whose Σ_t ρ_t r_t it is up to
+    a constant, with r_t = δ_t − δ_{t+1}. Bias: none at ρ = 1. After that a token ratio ignores that
+    earlier tokens came from the old policy: at a KL of 0.03 27 % of the gradient is bias, as much as
+    with no ratio. Per-decision stays exact, as the product over the response does, but varies less
+    where rewards come per token. Degenerate case: with an outcome reward the two are the same.
     """
 
+    form: Literal["token", "per-decision"] = "token"
+    """One ratio for each token, or the product of the ratios up to it."""
+
+    def log_ratio(self, log_ratio: PerToken, mask: Tensor) -> PerToken:
+        return log_ratio if self.form == "token" else torch.where(mask, log_ratio, 0.0).cumsum(-1)
+
     def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
-        return torch.exp(logp - logp_old) * advantage
+        ρ = torch.exp(self.log_ratio(logp - logp_old, mask))
+        before = torch.nn.functional.pad(ρ[..., :-1], (1, 0), value=1.0) if self.form == "per-decision" else 0.0
+        return (ρ - before) * advantage
 
 
 @dataclass(frozen=True)
@@ -123,11 +134,11 @@ class SequenceRatio(Loss):
     product:  ρ = exp(Σ_t (logp_t − logp_old_t)), the exact importance weight (TRL's RLOO)
     mean:     ρ = exp(mean_t (logp_t − logp_old_t)), length-normalised (GSPO, Zheng et al. 2025)
     min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ), or ρ δ with no bounds set; the product's over L
-    Needs an outcome reward: one δ per response. A response's term takes the sum of its tokens'
-    weights. The product's gradient is a sum over its L tokens already, hence its 1/L: at ρ = 1 both
-    forms have the log-prob surrogate's gradient. Bias: none at ρ = 1 with sequence-sum. After that
-    17 % of the gradient of `mean` is bias at a KL of 0.03; `product` stays exact while unclipped, but
-    its variance grows with length.
+    with a δ_t per token (GSPO-token): the same of ρ_t = sg[ρ] · exp(logp_t − sg[logp_t]), not over L
+    A response's term takes the sum of its tokens' weights. The product's gradient is a sum over its
+    L tokens already, hence its 1/L: at ρ = 1 all forms have the log-prob surrogate's gradient. Bias:
+    none at ρ = 1 with sequence-sum. After that 17 % of the gradient of `mean` is bias at a KL of
+    0.03; `product` stays exact while unclipped, but its variance grows with length.
     """
 
     form: Literal["product", "mean"] = "mean"
@@ -147,19 +158,15 @@ class SequenceRatio(Loss):
         total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
         return total if self.form == "product" else total / mask.sum(-1, keepdim=True).clamp(min=1)
 
-    def __call__(
-        self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor
-    ) -> Float[Tensor, "prompt sample 1"]:
-        if advantage.shape[-1] != 1:
-            raise Refused(
-                f"{type(self).__name__} has one ratio per response, but the credit differs from token to token "
-                "(a reward or a KL per token): use an outcome reward, or --loss clipped"
-            )
+    def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
         ρ = torch.exp(self.log_ratio(logp - logp_old, mask))
+        if advantage.shape[-1] != 1:
+            ρ = ρ.detach() * torch.exp(logp - logp.detach())
         surrogate = ρ * advantage
         if self.low is not None and self.high is not None:
             surrogate = torch.minimum(surrogate, ρ.clamp(1 - self.low, 1 + self.high) * advantage)
-        return surrogate / mask.sum(-1, keepdim=True).clamp(min=1) if self.form == "product" else surrogate
+        product = self.form == "product" and advantage.shape[-1] == 1
+        return surrogate / mask.sum(-1, keepdim=True).clamp(min=1) if product else surrogate
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,9 @@ def _refuse_others(row: Any, loss: Loss, **wanted: type) -> None:
                 f"--loss {name_of(loss)} with --{axis} {name_of(getattr(row, axis))}: it learns from {loss.data}, "
                 f"which the policy did not sample, so --{axis} has no effect. Set --{axis} {name_of(kind)}"
             )
-    if row.critic.on or row.kl.where == "reward":
-        what = f"--critic {name_of(row.critic)}" if row.critic.on else f"--kl {name_of(row.kl)}"
+    given = {f"--critic {name_of(row.critic)}": row.critic.on, f"--kl {name_of(row.kl)}": row.kl.where == "reward"}
+    given |= {"--kl.importance": row.kl.importance, "--groups.mask-truncated": row.groups.mask_truncated}
+    for what in (what for what, on in given.items() if on):
         raise Refused(f"--loss {name_of(loss)} with {what}: {loss.data} have no reward; leave it at its default")
 
 

@@ -226,7 +226,7 @@ class Learner(Protocol):
         """Set the trainable parameters."""
 
     def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        """One step of the critic's optimizer on the loss's token mean; returns the loss's sum before it."""
+        """One step of the critic's optimizer on the loss's token mean; returns its sum before, and others behind it."""
 
     def mix_reference(self, rate: float) -> None:
         """π_ref ← (1 − rate) · π_ref + rate · π, parameter by parameter; rate 1 copies."""

@@ -44,7 +44,7 @@ class Trouble(RuntimeError):
 def check_counts(least: int = 1, **counts: Any) -> None:
     """Refuse a count below the least that makes sense, by the name of its flag."""
     for name, count in counts.items():
-        if count is not None and count < least:
+        if count is not None and not count >= least:
             raise Refused(f"--{name.replace('_', '-')} is {count}: it has to be at least {least}")
 
 
@@ -108,7 +108,7 @@ class Prompts:
     epoch: float | None = None
     """Passes over the task's rows once these are drawn; None: it has no rows, or they were drawn anew."""
     limits: Int[Tensor, "prompt"] | None = None
-    """The most tokens of a response to each of them, where the task has limits of several sizes."""
+    """The most tokens of a response to each of them that are drawn, where the task has limits of several sizes."""
     play: Callable[[Prompts, int, list[int]], Any] | None = None
     """Makes what answers the turns of their responses, from prompts, samples and a seed for each; None: one turn."""
 
@@ -141,9 +141,9 @@ class Rollouts:
     mask: Bool[Tensor, "prompt sample token"]
     logp_sampler: PerToken
     limit: int
-    """The generation limit: the most tokens that any response may have, observations counted."""
+    """The generation limit: the most tokens of a response that are drawn (small tasks count observations too)."""
     truncated: Bool[Tensor, "prompt sample"]
-    """True where its limit cut a response off before it ended, by an end token or a stop string."""
+    """True where a limit of tokens or turns ended a response: no end token, no stop string, no environment."""
     limits: Int[Tensor, "prompt"] | None = None
     """Each prompt's own limit, where they differ."""
     ends: bool = True
@@ -242,6 +242,8 @@ class Batch(Rollouts):
     advantage: Float[Tensor, "prompt sample #token"] | None = None
     returns: PerToken | None = None
     correction: Float[Tensor, "prompt sample #token"] | None = None
+    masked: Bool[Tensor, "prompt sample"] | None = None
+    """True where a response is not trained on, although its reward counts in its group; None: nowhere."""
     weight: PerToken | None = None
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -252,8 +254,8 @@ class Batch(Rollouts):
 
     @cached_property
     def counted(self) -> Bool[Tensor, "prompt sample token"]:
-        """The tokens that count: unmasked, in a response whose reward did not fail."""
-        return self.mask & self.valid.unsqueeze(-1)
+        """The tokens that count: unmasked, in a response that is trained on and whose reward did not fail."""
+        return self.mask & (self.valid if self.masked is None else self.valid & ~self.masked).unsqueeze(-1)
 
     @cached_property
     def tokens(self) -> int:

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ascent.core.advantages import Advantage, whiten
+from ascent.core.correction import log_weight
 from ascent.core.types import Batch, PerToken, Refused, State, at_last
 
 
@@ -73,25 +74,30 @@ class Valued(Advantage):
     needs = frozenset({"value"})
 
     def __post_init__(self) -> None:
-        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1 and getattr(self, "k", 1) >= 1):
-            raise Refused(f"--advantage {self}: γ and λ must be between 0 and 1, and k must be 1 or more")
+        counts = getattr(self, "k", 1) >= 1 and min(getattr(self, "rho", 1), getattr(self, "c", 1)) > 0
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1 and counts):
+            raise Refused(f"--advantage {self}: γ, λ must be between 0 and 1, k must be 1 or more, rho and c above 0")
 
-    def spread(self, d: PerToken, factor: float | PerToken) -> PerToken:
-        return discounted_sum(d, factor)
+    def spread(self, d: PerToken, factor: float | PerToken, batch: Batch, order: Tensor) -> tuple[PerToken, PerToken]:
+        """A_t, and the return minus V(s_t), with the actions moved to the front."""
+        return (discounted_sum(d, factor),) * 2
 
-    def advantage(self, batch: Batch) -> PerToken:
-        """A_t of every action, before any whitening; 0 elsewhere."""
+    def traces(self, batch: Batch) -> list[PerToken]:
+        """A_t of every action, before any whitening, and its return minus V(s_t); 0 elsewhere."""
         gamma: float | PerToken = self.gamma
         factor: float | PerToken = self.gamma * self.lam
         if self.per == "turn":
             gamma, factor = gamma ** turn_ends(batch), factor ** turn_ends(batch)
         d, order = td_errors(batch, gamma, self.bootstrap)
-        return torch.zeros_like(d).scatter(-1, order, self.spread(d, factor))
+        return [torch.zeros_like(d).scatter(-1, order, x) for x in self.spread(d, factor, batch, order)]
+
+    def advantage(self, batch: Batch) -> PerToken:
+        return self.traces(batch)[0]
 
     def returns(self, batch: Batch) -> PerToken:
-        """What the critic is trained on: A_t + V(s_t)."""
+        """What the critic is trained on: A_t + V(s_t), or what `spread` has in place of A_t."""
         assert batch.value is not None
-        return self.advantage(batch) + batch.value[..., :-1]
+        return self.traces(batch)[1] + batch.value[..., :-1]
 
     def __call__(self, batch: Batch, state: State) -> PerToken:
         δ = self.advantage(batch)
@@ -129,9 +135,9 @@ class KStep(Valued):
         if self.per == "turn":
             raise Refused("--advantage.per turn with --advantage k-step: its k counts tokens. Set --advantage gae")
 
-    def spread(self, d: PerToken, factor: float | PerToken) -> PerToken:
+    def spread(self, d: PerToken, factor: float | PerToken, batch: Batch, order: Tensor) -> tuple[PerToken, PerToken]:
         later = torch.nn.functional.pad(d, (0, self.k))[..., self.k :]
-        return discounted_sum(d - self.gamma**self.k * later, factor)
+        return super().spread(d - self.gamma**self.k * later, factor, batch, order)
 
 
 @dataclass(frozen=True)
@@ -160,4 +166,27 @@ class MonteCarlo(Valued):
     lam = 1.0
 
 
-VALUES = (TD, KStep, GAE, MonteCarlo)
+@dataclass(frozen=True)
+class VTrace(GAE):
+    """GAE on samples of another policy: later TD errors are weighted by the tokens that led to them.
+
+    A_t = d_t + γλ e_{t+1},  e_t = min(w_t, ρ̄) d_t + γλ min(w_t, c̄) e_{t+1},  return V(s_t) + e_t
+    Espeholt et al. 2018 (IMPALA). w is that of --correction; `truncated` with cap ρ̄ has the weight
+    of the gradient. Bias: gae's, what the bounds cut off, and that the sampler chose the earlier
+    tokens. Degenerate case: where sampler and trainer agree, w = 1 and it is gae.
+    """
+
+    rho: float = 1.0
+    """ρ̄: the largest weight of a TD error; it decides between which policies' values V lies."""
+    c: float = 1.0
+    """c̄: the largest weight of what comes after a TD error; it decides how far that reaches back."""
+    needs = frozenset({"value", "logp_old"})
+
+    def spread(self, d: PerToken, factor: float | PerToken, batch: Batch, order: Tensor) -> tuple[PerToken, PerToken]:
+        assert batch.logp_old is not None
+        w = log_weight(batch.logp_old, batch).exp().gather(-1, order)
+        e = discounted_sum(w.clamp(max=self.rho) * d, factor * w.clamp(max=self.c))
+        return d + factor * torch.nn.functional.pad(e[..., 1:], (0, 1)), e
+
+
+VALUES = (TD, KStep, GAE, MonteCarlo, VTrace)

@@ -77,7 +77,7 @@ class SequenceSum(Weights):
 class FixedLength(Weights):
     """The sum over a constant: ∇E[R]'s direction, at a size that does not grow with the limit.
 
-    weight = 1 / (N · L_max), L_max the generation limit, never the padded width
+    weight = 1 / (N · L_max), L_max the generation limit of drawn tokens, never the padded width
     Liu et al. 2025 (Dr. GRPO). Bias: in length only. It is ∇E[R] over the constant L_max.
     """
 

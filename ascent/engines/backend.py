@@ -32,6 +32,8 @@ class BoundTask(Task, Protocol):
     """The tokens that end a response."""
     passes: Any
     """Passes over its rows, a `tasks.passes.Passes`; None: it has no rows."""
+    player: Any
+    """What answers the turns of its responses (`Prompts.play`); None: there is one turn."""
 
     def words(self, ids: Sequence[int]) -> str:
         """A response as it is graded, without the token that ended it."""

@@ -198,13 +198,13 @@ class InProcessLearner(Learner, Protocol):
         parts = []
         for micro in self.mine(mini):
             part = loss(micro, self.values(micro))
-            (part / max(mini.tokens, 1)).backward()
+            (part.flatten()[0] / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
         moved = self.critic_optimizer.param_groups[0]["params"]
         self.sum_gradients(moved)
         self.critic_update.step(self.critic_optimizer, mini.progress)
         torch.autograd.graph.increment_version(moved)
-        return self._summed(torch.stack(parts).sum())
+        return self._summed(torch.stack(parts).sum(0))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"params": {name: p.detach() for name, p in self._params.items()}}

@@ -67,7 +67,7 @@ def can_matter(config: Config, dtype: torch.dtype) -> bool:
         return False
     one = torch.zeros(1, 1, 1)
     has_ratio = Effect.of(config.algorithm.loss, one, one - 1, one == 0).changed > 0
-    return config.algorithm.correction.on or (has_ratio and torch.finfo(dtype).bits < 32)
+    return "logp_old" in config.algorithm.needs or (has_ratio and torch.finfo(dtype).bits < 32)
 
 
 def measure_gap(config: Config, learner: Learner, sampler: Sampler, prompts: Prompts) -> Batch:
@@ -103,8 +103,10 @@ def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
 def _cut(config: Config, batch: Batch) -> str | None:
     """What the bounds of the correction do to the weights before any update; None: nothing."""
     correction, factor = config.algorithm.correction, config.algorithm.correction(batch)
-    if factor is None or batch.logp_old is None:
+    if factor is None or batch.logp_old is None or correction.normalized:
         return None
+    if correction.geometric is not None:
+        factor = factor.masked_fill(correction.rejected(batch).unsqueeze(-1), 0.0)
     what, log_w, counted = "tokens", log_weight(batch.logp_old, batch), batch.counted
     if correction.level == "sequence":
         what, log_w, counted = "responses", log_w.sum(-1, keepdim=True), batch.valid.unsqueeze(-1)

@@ -91,8 +91,11 @@ class Visits(Protocol):
     longest: int
     """The most tokens of a prompt."""
 
-    def begin(self, limits: list[int], temperature: float, support: Any, greedy: bool) -> None:
-        """Let them come to the desk; it is closed when all are over."""
+    def begin(self, limits: list[int], room: int, temperature: float, support: Any, greedy: bool) -> None:
+        """Let them come to the desk; it is closed when all are over.
+
+        `limits`: tokens of each that are drawn. `room`: tokens behind a prompt.
+        """
 
     def records(self) -> list[Recorded]: ...
 

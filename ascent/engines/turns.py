@@ -26,6 +26,10 @@ class Answer(Protocol):
         """Why the environment failed: then the response is not valid, whatever it has earned."""
 
     @property
+    def cut(self) -> bool:
+        """Did a limit of turns end the response, and not its environment?"""
+
+    @property
     def note(self) -> str:
         """What is to be said of the turn, in words."""
 
@@ -58,10 +62,10 @@ class Episodes(Protocol):
 class Turns:
     """What was asked and answered in one call: how far each response may go, and the fields that rollouts get."""
 
-    def __init__(self, episodes: Episodes, limits: Tensor, most: int, width: int):
-        """`limits`: tokens of each response, observations counted. `most`: tokens of one that are drawn; 0: any."""
+    def __init__(self, episodes: Episodes, limits: Tensor, width: int):
+        """`limits`: tokens of each response that are drawn. `width`: tokens of any, observations counted."""
         count = len(limits)
-        self.episodes, self.room, self.most = episodes, limits.tolist(), most or width
+        self.episodes, self.limits, self.room = episodes, limits.tolist(), width
         self.observed = np.zeros((count, width), dtype=bool)
         """Tokens that nobody drew."""
         self.turn = np.zeros((count, width), dtype=np.int64)
@@ -73,13 +77,13 @@ class Turns:
         self.asked: dict[int, int] = {}
         """Responses that wait for an answer, and how many tokens they have."""
         self.over: set[int] = set()
-        """Responses whose environment has ended them."""
+        """Responses whose environment has ended them; others that are over were truncated by a limit."""
         self.errors: dict[int, str] = {}
         self.notes: dict[int, list[str]] = {}
 
     def end(self, response: int) -> int:
         """How many tokens a response may have for good, if nothing more is given to it."""
-        return min(self.room[response], self.given[response] + self.most)
+        return min(self.room, self.given[response] + self.limits[response])
 
     def limit(self, response: int) -> int:
         """Where its latest turn ends at the latest."""
@@ -103,9 +107,9 @@ class Turns:
             tokens = answer.tokens
             if answer.error is not None:
                 self.errors[response], tokens = answer.error, []
-            if not tokens:
+            if not tokens and not answer.cut:
                 self.over.add(response)
-            elif end + len(tokens) >= min(self.room[response], self.given[response] + len(tokens) + self.most):
+            elif end + len(tokens) >= min(self.room, self.given[response] + len(tokens) + self.limits[response]):
                 tokens = []
             self.given[response] += len(tokens)
             self.begin[response] = behind = end + len(tokens)

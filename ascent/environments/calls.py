@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+OPEN, CLOSED = "<think>", "</think>"
+"""Around thoughts."""
 LONGEST = 20_000
 """Characters of a call that are read."""
 _SHOWN = 120
@@ -58,8 +60,8 @@ class Format:
     """Whose messages the results are."""
 
     def read(self, words: str, types: Types | None = None) -> list[ToolCall]:
-        """The calls of a turn, in order. What a model thinks before `</think>` is not read."""
-        words = words.rpartition("</think>")[2].partition("<think>")[0]
+        """The calls of a turn, in order. Thoughts, with which a turn may begin, are not read."""
+        words = words.partition(CLOSED)[2] if words.lstrip().startswith(OPEN) else words
         calls: list[ToolCall] = []
         try:
             for block in self.blocks(words):
@@ -85,9 +87,13 @@ class Format:
 # ---- finding calls ------------------------------------------------------------------------------------------
 
 
+STRINGS = r'"(?:[^"\\]|\\.)*(?P<end>"|\Z)'
+"""Strings of JSON. `end` is empty in one that goes on."""
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """Where calls stand in the words of a turn: behind each `opening`, up to the `closing`."""
+    """Where calls stand in the words of a turn: behind each `opening`, up to the `closing` behind its arguments."""
 
     opening: str = ""
     """Without one, the words of the whole turn decide."""
@@ -97,24 +103,32 @@ class Blocks:
     """Finds them in a whole turn, where there is no opening."""
     starts: tuple[str, ...] = ()
     """How such a turn with calls begins; empty: in any way."""
+    argument: str = STRINGS
+    """Finds the arguments of a call that are text, which may have the closing in it."""
 
     def __call__(self, words: str) -> Iterator[str]:
-        if self.find is not None:
-            yield from self.find(words)
-        elif not self.closing:
-            yield from words.split(self.opening)[1:]
-        else:
-            yield from self._between(words)
+        yield from self.find(words) if self.find is not None else self._between(words)
 
     def _between(self, words: str) -> Iterator[str]:
         at = words.find(self.opening)
         while at >= 0:
             start = at + len(self.opening)
-            end = words.find(self.closing, start)
-            if end < 0:
+            end = self.end(words, start, start, len(words))
+            end = words.find(self.closing, start) if end < 0 and self.closing else end
+            if end < 0 and self.closing:
                 raise Unreadable(f"{self.opening} is not followed by {self.closing}")
-            yield words[start:end]
-            at = words.find(self.opening, end + len(self.closing))
+            yield words[start : end if end >= 0 else len(words)]
+            at = words.find(self.opening, end + len(self.closing)) if end >= 0 else -1
+
+    def end(self, words: str, start: int, searched: int, limit: int) -> int:
+        """Where the call from `start` on ends, looked for from `searched` on; −1: not before the limit."""
+        mark = self.closing or self.opening
+        end = words.find(mark, searched, limit)
+        while 0 <= end <= start + LONGEST:
+            if all(match["end"] for match in re.finditer(self.argument, words[start:end], re.DOTALL)):
+                break
+            end = words.find(mark, end + 1, limit)
+        return end
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -364,14 +378,14 @@ FORMATS = {
         Format(
             "qwen3-coder",
             "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-            Blocks("<tool_call>", "</tool_call>"),
+            Blocks("<tool_call>", "</tool_call>", argument=r"<parameter=[^\n>]+>.*?(?P<end></parameter>|\Z)"),
             _Tagged(r"<function=([^\n>]+)>", r"(?s)<parameter=(?P<key>[^\n>]+)>\n?(?P<value>.*?)\n?</parameter>"),
             typed=False,
         ),
         Format(
             "glm",
             "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-            Blocks("<tool_call>", "</tool_call>"),
+            Blocks("<tool_call>", "</tool_call>", argument=r"<arg_value>.*?(?P<end></arg_value>|\Z)"),
             _Tagged(r"^\s*([^\s<{]+)", r"(?s)<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
             typed=False,
         ),
@@ -397,14 +411,19 @@ FORMATS = {
         Format(
             "pythonic",
             "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
-            Blocks("<|tool_call_start|>", "<|tool_call_end|>"),
+            Blocks("<|tool_call_start|>", "<|tool_call_end|>", argument=r"""(['"])(?:(?!\1|\\).|\\.)*(?P<end>\1|\Z)"""),
             _pythonic,
         ),
-        Format("gemma", "<|tool_call>call:add{a:1}<tool_call|>", Blocks("<|tool_call>", "<tool_call|>"), _gemma),
+        Format(
+            "gemma",
+            "<|tool_call>call:add{a:1}<tool_call|>",
+            Blocks("<|tool_call>", "<tool_call|>", argument=r'<\|"\|>.*?(?P<end><\|"\|>|\Z)'),
+            _gemma,
+        ),
         Format(
             "atem",
             '<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>',
-            Blocks("<atem:invoke ", "</atem:invoke>"),
+            Blocks("<atem:invoke ", "</atem:invoke>", argument=r"<atem:parameter .*?(?P<end></atem:parameter>|\Z)"),
             _Tagged(
                 r'^name="([^"\n]+)">', r'(?s)<atem:parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</atem:parameter>'
             ),

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ascent.environments.calls import FORMATS, PLAIN, Format, Schema, ToolCall, kinds_of, types_of
+from ascent.environments.calls import FORMATS, OPEN, PLAIN, Format, Schema, ToolCall, kinds_of, types_of
 from ascent.environments.template import Tail
 from ascent.tasks.base import refuse
 from ascent.tasks.text.base import Message
@@ -49,15 +49,18 @@ class ToolChat:
         self.instruction = instruction_of(tools) if plain else ""
         self.system = plain and self._takes_system()
 
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages of a conversation as the template gets them: with the instruction, if there is one."""
+        return with_instruction(messages, self.instruction, self.system) if self.instruction else list(messages)
+
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a prompt, ready for the first turn."""
-        if self.instruction:
-            messages = with_instruction(messages, self.instruction, self.system)
-        return self.tail.first(messages)
+        return self.tail.first(self.messages(messages))
 
-    def words(self, turn: Sequence[int]) -> str:
-        """A turn as `Tools` reads it: with its special tokens, because calls stand between them."""
-        return self.tail.tokenizer.decode(list(turn), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def words(self, turn: Sequence[int], before: Sequence[int] = ()) -> str:
+        """A turn behind these tokens as `Tools` reads it: with its special tokens, because calls stand between them."""
+        opened = OPEN if self.tail.opens_thoughts(before) else ""
+        return opened + self.tail.decode(turn)
 
     def _takes_system(self) -> bool:
         chat = [{"role": "system", "content": "some words"}, {"role": "user", "content": "x"}]

@@ -165,7 +165,7 @@ def keep_warm(control: int, lifeline: int, parent: int, memory: int) -> None:
 def serve_episodes(control: socket.socket, ends: Sequence[int]) -> None:
     """The warm process: it imports the environment's file, and forks for every socket that the parent sends."""
     try:
-        source, code = pickle.loads(receive(control))
+        *source, code = pickle.loads(receive(control))
         CODE.update(code)
         make = load_environment(Source(*source))
         if others := [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]:

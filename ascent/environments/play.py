@@ -6,6 +6,7 @@ hold no process. Answers are handed on in the order in which they come.
 
 import functools
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from ascent.core.types import Prompts, Refused, Rollouts, Scores
 from ascent.environments.choose import ToolChat
 from ascent.environments.episode import Source
 from ascent.environments.processes import Episodes, LocalEpisodes, Reply
-from ascent.environments.template import Tail
+from ascent.environments.template import Tail, as_messages
 from ascent.environments.tools import COUNTED, Tools, load_tool, prepare_tools, read_counts, schemas_of
 from ascent.tasks.base import BoundBase
 from ascent.tasks.environment import Step
@@ -28,8 +29,12 @@ from ascent.tasks.text.base import TEXTARENA, Message, Problem
 
 CUT, FAILED = "cut off at ", "failed: "
 """How notes begin: of a turn that its limit of tokens ended, and of one whose environment failed."""
+OUT_OF_TURNS = re.compile(r"the limit of \d+ turns")
+"""What the note on a response says that --max-turns truncated."""
 GLANCE = 1.0
 """Seconds of one wait for environments; those that miss their own deadline answer with an error."""
+OPENINGS = 10_000
+"""Openings of environments that are remembered."""
 
 
 class Pool(Protocol):
@@ -49,10 +54,12 @@ class Player:
     pool: Pool
     problem: Callable[[Any, int], Problem]
     """The problem at a place of a batch of prompts."""
-    words: Callable[[list[int]], str]
-    """A turn as its environment reads it."""
-    tokens: Callable[[Step, list[int]], list[int]]
-    """What the policy is given of an answer to the turn with these tokens."""
+    words: Callable[[list[int], list[int]], str]
+    """A turn as its environment reads it, given the tokens before it: the prompt, or the latest observation."""
+    tokens: Callable[[Step, list[int], list[Message]], list[int]]
+    """What the policy is given of an answer to the turn with these tokens, behind these messages."""
+    messages: Callable[[Problem], list[Message]] = lambda problem: [{"role": "user", "content": str(problem.prompt)}]
+    """The messages of a prompt."""
     turn_tokens: int = 0
     ends: Collection[int] = ()
     """Tokens that end a turn; none: a turn always has as many tokens as it may."""
@@ -66,6 +73,8 @@ class Player:
     """Replies that nobody has asked for yet: several calls may be under way."""
     unopened: dict[str, str] = field(default_factory=dict)
     """Problems that the environment could not begin with, and why: their prompts lack what it would have said."""
+    opened: dict[str, str] = field(default_factory=dict)
+    """What it said before the first turn, by problem."""
 
     def replies(self, episodes: range, wait: float) -> list[Reply]:
         """What was replied to these episodes; waits so long for the first reply, if there is none."""
@@ -87,6 +96,8 @@ class Player:
 
         Nothing, if it cannot begin with this problem: then all responses to it have failed, in this run for good.
         """
+        if (known := self.opened.get(repr(problem))) is not None:
+            return known
         episode = self.numbered
         self.numbered += 1
         self.pool.begin(episode, problem, shared_seed(problem), 0)
@@ -97,7 +108,9 @@ class Player:
             why = f"its environment cannot begin with the problem {problem.prompt!r:.80}: {replies[0].error}"
             self.unopened.setdefault(repr(problem), why)
             return ""
-        return str(replies[0].step.observation)
+        if len(self.opened) >= OPENINGS:
+            self.opened.clear()
+        return self.opened.setdefault(repr(problem), str(replies[0].step.observation))
 
     def __call__(
         self, prompts: Prompts, samples: int, seeds: list[int], problems: Sequence[Problem] | None = None
@@ -106,7 +119,7 @@ class Player:
         first = self.numbered
         self.numbered += len(seeds)
         every = problems or [self.problem(prompts, place) for place in range(len(prompts))]
-        return Conversations(self, every, samples, seeds, first)
+        return Conversations(self, every, prompts, seeds, first)
 
     def close(self) -> None:
         self.pool.close()
@@ -125,19 +138,25 @@ class Answer(NamedTuple):
     error: str | None = None
     note: str = ""
     seconds: float = 0.0
+    cut: bool = False
 
 
 class Conversations:
     """The episodes of one call of a sampler (`engines.turns.Episodes`)."""
 
-    def __init__(self, player: Player, problems: Sequence[Problem], samples: int, seeds: list[int], first: int):
-        self.player, self.problems, self.samples, self.seeds, self.first = player, problems, samples, seeds, first
+    def __init__(self, player: Player, problems: Sequence[Problem], prompts: Prompts, seeds: list[int], first: int):
+        self.player, self.problems, self.seeds, self.first = player, problems, seeds, first
+        self.samples = len(seeds) // len(problems)
         self.episodes = range(first, first + len(seeds))
         self.turn_tokens, self.pays = player.turn_tokens, player.pays
         self.turns: dict[int, int] = {}
         """Turns of each response that has begun."""
         self.latest: dict[int, list[int]] = {}
         """The turn that each response waits with."""
+        self.before = [row[row >= 0].tolist() for row in prompts.prompt for _ in range(self.samples)]
+        """The tokens before the latest turn of each response: its prompt, or what it was given last."""
+        self.history: dict[int, list[Message]] = {}
+        """All messages before the latest turn of each response that has had another."""
         self.beginning: set[int] = set()
         self.seconds: dict[int, float] = {}
         """How long the environment of each response has worked on its latest turn."""
@@ -145,13 +164,17 @@ class Conversations:
     def ask(self, response: int, turn: list[int]) -> None:
         self.latest[response] = turn
         if response in self.turns:
-            return self.player.pool.step(self.first + response, self.player.words(turn))
+            return self._step(response)
         self.turns[response] = 0
         self.beginning.add(response)
         problem, episode = self.problems[response // self.samples], self.first + response
         if (why := self.player.unopened.get(repr(problem))) is not None:
             return self.player.mail.append(Reply(episode, None, why, 0.0))
         self.player.pool.begin(episode, problem, shared_seed(problem), self.seeds[response])
+
+    def _step(self, response: int) -> None:
+        words = self.player.words(self.latest[response], self.before[response])
+        self.player.pool.step(self.first + response, words)
 
     def answers(self, wait: bool) -> list[tuple[int, Answer]]:
         arrived: list[tuple[int, Answer]] = []
@@ -162,7 +185,7 @@ class Conversations:
                 self.seconds[response] = self.seconds.get(response, 0.0) + reply.seconds
                 if response in self.beginning and reply.error is None:
                     self.beginning.remove(response)
-                    self.player.pool.step(reply.episode, self.player.words(self.latest[response]))
+                    self._step(response)
                 else:
                     arrived.append((response, self._answer(response, reply)))
             if not wait and not replies:
@@ -173,17 +196,17 @@ class Conversations:
         """An episode that failed, is over, or has had all its turns needs no process any more."""
         turn, most, step = self.latest.pop(response), self.player.max_turns, reply.step
         self.turns[response] += 1
-        tokens, reward, error, note = list[int](), 0.0, reply.error, ""
+        tokens, reward, error, note, cut = list[int](), 0.0, reply.error, "", False
         if step is not None:
             reward, more, limit = step.reward, not step.done, self.player.turn_tokens
             notes = [step.reason] if step.reason else []
             if self.player.ends and 0 < limit <= len(turn) and turn[-1] not in self.player.ends:
                 notes.append(f"{CUT}{limit} tokens")
             if more and self.turns[response] == most:
-                more, notes = False, [*notes, f"the limit of {most} turns"]
+                more, cut, notes = False, True, [*notes, f"the limit of {most} turns"]
             note = "; ".join(notes)
             try:
-                tokens = self.player.tokens(step, turn) if more else []
+                tokens = self._observe(response, step, turn) if more else []
             except (Refused, ValueError) as refused:  # a template that does not take such messages
                 error = f"its observation cannot be shown: {refused}"
             if more and not tokens and error is None:
@@ -192,7 +215,15 @@ class Conversations:
             self.player.end([reply.episode])
         name = f"turn {self.turns[response]}: "
         error = None if error is None else f"{name}{FAILED}{error}"
-        return Answer(tokens, reward, error, f"{name}{note}" if note else "", self.seconds.pop(response))
+        return Answer(tokens, reward, error, f"{name}{note}" if note else "", self.seconds.pop(response), cut)
+
+    def _observe(self, response: int, step: Step, turn: list[int]) -> list[int]:
+        """The tokens of an observation, which goes to the history."""
+        if response not in self.history:
+            self.history[response] = list(self.player.messages(self.problems[response // self.samples]))
+        tokens = self.before[response] = self.player.tokens(step, turn, self.history[response])
+        self.history[response] += [{"role": "assistant", "content": ""}, *as_messages(step.observation)]
+        return tokens
 
     def close(self) -> None:
         self.player.end([self.first + response for response in self.turns])
@@ -231,8 +262,7 @@ class PlayedTask(BoundBase):
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
         measures, correct = {**scores.measures, "turns": turns, **count_calls(rollouts.notes, turns)}, scores.correct
         if self.in_words and rollouts.notes is not None and rollouts.waited is not None:
-            cut = turns.new_tensor([note.count(CUT) for note in rollouts.notes.flat]).view(turns.shape)
-            measures |= {"turns/cut": cut + rollouts.truncated, "time/environment": rollouts.waited.sum(-1)}
+            measures |= {"turns/cut": count_cut(rollouts), "time/environment": rollouts.waited.sum(-1)}
         if self.in_words and correct is not None and rollouts.reward is not None:
             unanswered = [self.player.problem(rollouts, place).answer is None for place in range(len(rollouts.prompt))]
             earned = scores.reward.sum(-1) + rollouts.reward.sum(-1) > 1 - 1e-5
@@ -243,6 +273,14 @@ class PlayedTask(BoundBase):
     def close(self) -> None:
         self.player.close()
         self.task.close()
+
+
+def count_cut(rollouts: Rollouts) -> torch.Tensor:
+    """Turns of each response that a limit of tokens cut off: those that notes name, and the last of a truncated one."""
+    assert rollouts.notes is not None
+    notes, last = list(rollouts.notes.flat), rollouts.truncated.flatten().tolist()
+    cut = [note.count(CUT) + (end and not OUT_OF_TURNS.search(note)) for note, end in zip(notes, last, strict=True)]
+    return torch.tensor(cut, dtype=torch.float32).view(rollouts.truncated.shape)
 
 
 def count_calls(notes: Any, like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -264,8 +302,8 @@ def play_small(task: Any) -> Any:
     player = Player(
         LocalEpisodes(task.episode),
         task.problem,
-        words=lambda turn: " ".join(map(str, turn)),
-        tokens=lambda step, _: [int(number) for number in str(step.observation).split()],
+        words=lambda turn, _: " ".join(map(str, turn)),
+        tokens=lambda step, *_: [int(number) for number in str(step.observation).split()],
         turn_tokens=task.turn_tokens,
     )
     return PlayedTask(task, player, words=False)
@@ -282,11 +320,11 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     if task.tools:
         functions = [load_tool(source) for source in task.tools]
         chat = ToolChat(model.tokenizer, schemas_of(functions), model.ends)
-        bound, words, tail = bind(PromptEncoder(model, chat.first)), chat.words, chat.tail
+        bound, tail = bind(PromptEncoder(model, chat.first)), chat.tail
         source = tools_source(task.tools, functions, chat, task.tool_sandbox)
     else:
         bound, tail = bind(model), Tail(model.tokenizer, (), model.ends)
-        words, source = bound.words, environment_source(task.environment)
+        source = environment_source(task.environment)
 
     def problem(prompts: Any, place: int) -> Problem:
         return bound.problem(int(prompts.problem[place]))
@@ -294,8 +332,9 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     player = Player(
         Episodes(source, limits, task.turn_workers),
         problem,
-        words,
-        tokens=lambda step, turn: tail.answer(turn, step.observation),
+        words=chat.words if task.tools else lambda turn, _: bound.words(turn),
+        tokens=lambda step, turn, history: tail.answer(turn, step.observation, history),
+        messages=lambda problem: chat.messages(bound.messages(problem)) if task.tools else bound.messages(problem),
         turn_tokens=task.turn_tokens,
         ends=model.ends,
         max_turns=task.max_turns,

@@ -59,7 +59,7 @@ class Episodes:
     def __init__(self, source: Source, limits: Limits, most: int = 64, what: str = "environment"):
         """`what` plays the episodes, in the words of errors."""
         self.what = what
-        self.source = pickle.dumps(((source.source, dict(source.settings), source.sent), CODE))
+        self.source = pickle.dumps((source.source, dict(source.settings), source.sent, CODE))
         self.limits, self.most, self.owner = limits, most, os.getpid()
         self.rows: dict[int, _Row] = {}
         self.queue: deque[int] = deque()

@@ -7,22 +7,11 @@ crashes its session or takes too long ends it; the model reads so, and its next 
 import functools
 import time
 
-from ascent.sandbox.box import BoxJob, BoxLimits, Ended, Sandbox
+from ascent.sandbox.box import BoxJob, BoxLimits, Broken, Ended, Sandbox
 from ascent.tasks.sandboxed import SHARE, SandboxSettings
 
 GUEST = "ascent.sandbox.session:serve_session"
-LOADED = [
-    "math",
-    "random",
-    "re",
-    "collections",
-    "itertools",
-    "functools",
-    "statistics",
-    "fractions",
-    "datetime",
-    "json",
-]
+LOADED = "math random re collections itertools functools statistics fractions datetime json"
 CALLS = 20
 """Calls of an episode that may take as long as one may: more computing ends its session."""
 
@@ -41,7 +30,7 @@ def shared_box(settings: SandboxSettings) -> Sandbox:
     """The sandbox of all sessions. Episodes are forks of the process that has started it."""
     seconds = settings.seconds * SHARE
     limits = BoxLimits(seconds, settings.memory, cpu=CALLS * seconds)
-    return Sandbox(GUEST, limits, {"imports": LOADED}, settings.kind, settings.readable)
+    return Sandbox(GUEST, limits, {"imports": LOADED.split()}, settings.kind, settings.readable, settings.packages)
 
 
 class PythonSession:
@@ -62,9 +51,9 @@ class PythonSession:
         try:
             answer = self.job.ask({"code": code}, max(0.0, self.until - time.monotonic()))
             return str(answer["text"]) or "(nothing was printed)"
-        except (Ended, KeyError, TypeError) as error:
+        except (Ended, Broken, KeyError, TypeError) as error:
             self.close()
-            why = str(error) if isinstance(error, Ended) else "what it sent is no answer"
+            why = str(error) if isinstance(error, Ended | Broken) else "what it sent is no answer"
             return f"error: {why}. The session is over: names are gone, and the next call begins a new one"
 
     def close(self) -> None:

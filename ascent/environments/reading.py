@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ascent.environments.calls import Format, ToolCall, Types
+from ascent.environments.calls import CLOSED, OPEN, Format, ToolCall, Types
 
-OPEN, CLOSED = "<think>", "</think>"
 TORN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -30,7 +29,7 @@ class TurnReader:
     """Reads a turn as its text comes.
 
     `thinking`: the prompt has opened the thoughts; None: there are only words. `format`: that of calls; None: there are
-    no tools.
+    no tools. `one_call`: whatever follows the first call is left out.
     """
 
     def __init__(
@@ -39,8 +38,9 @@ class TurnReader:
         thinking: bool | None = False,
         format: Format | None = None,
         types: Types | None = None,
+        one_call: bool = False,
     ):
-        self.stops, self.format, self.types = stops, format, types
+        self.stops, self.format, self.types, self.one_call = stops, format, types, one_call
         self.text, self.at, self.ended = "", 0, False
         """What has come, how much of it was told or left out, and whether no more is read."""
         self.whole = AssistantTurn()
@@ -150,7 +150,7 @@ class TurnReader:
         assert self.format is not None
         blocks = self.format.blocks
         begin, closing = self.at + len(blocks.opening), blocks.closing or blocks.opening
-        end = self.text.find(closing, self._from, limit)
+        end = blocks.end(self.text, begin, self._from, limit)
         if end < 0 and not self.ended:
             self._from = max(begin, limit - len(closing) + 1)
             return False
@@ -167,7 +167,7 @@ class TurnReader:
         """Words between calls and behind them are left out."""
         assert self.format is not None
         opening = self.format.blocks.opening
-        begin = self.text.find(opening, self.at, limit)
+        begin = -1 if self.one_call else self.text.find(opening, self.at, limit)
         if begin >= 0:
             self.at, self._from = begin, begin + len(opening)
             return self._become(self._call)
@@ -192,7 +192,7 @@ class TurnReader:
         """The calls of these blocks; none where one of them does not parse."""
         assert self.format is not None
         calls = [call for block in blocks for call in self.format.read_block(block, self.types)]
-        return () if any(call.error for call in calls) else tuple(calls)
+        return () if any(call.error for call in calls) else tuple(calls[:1] if self.one_call else calls)
 
     def _place(self, at: int) -> int:
         """Where a character of the text without special tokens stands in the text."""

@@ -6,23 +6,23 @@ decoding and encoding do not give back what was drawn. Of an assistant's message
 reasoning, the ids of calls and the spacing of JSON do not.
 """
 
+import copy
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ascent.environments.calls import PLAIN, Schema, ToolCall, kinds_of, types_of
 from ascent.environments.choose import ToolChat
-from ascent.environments.reading import CLOSED, OPEN, AssistantTurn, TokenReader, TurnReader
+from ascent.environments.reading import AssistantTurn, TokenReader, TurnReader
 from ascent.environments.template import Tail
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT = 32
 """Lists of tools whose format is remembered."""
-PROMPT_END = 16
-"""Tokens of a prompt that say whether it ends with thoughts that are open."""
 
 
 class Nonsense(Exception):
@@ -155,7 +155,14 @@ class ChatWriter:
 
     def __init__(self, tokenizer: Any, ends: Collection[int]):
         self.tokenizer, self.ends = tokenizer, ends
+        self._decoder = tokenizer
         self._chats: OrderedDict[str, tuple[ToolChat | None, Tail]] = OrderedDict()
+
+    def for_thread(self) -> "ChatWriter":
+        """A writer for another thread: it encodes with a tokenizer of its own and decodes with this one's."""
+        writer = ChatWriter(copy.deepcopy(self.tokenizer), self.ends)
+        writer._decoder = self._decoder
+        return writer
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -176,14 +183,18 @@ class ChatWriter:
 
     def first(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[int]:
         """The ids of a prompt."""
-        chat, tail = self._chat(tools)
-        plain = chat is None or chat.format is PLAIN
         try:
-            return (chat or tail).first([_plain(m) for m in messages] if plain else messages)  # type: ignore
+            return self._chat(tools)[1].first(self._written(messages, tools))
         except ValueError:
             raise
         except Exception as error:  # a template says in its own way what it does not take
             raise Nonsense(f"the chat template does not take these messages: {str(error)[:200]}") from None
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[Any]:
+        """A conversation as the template gets it."""
+        chat = self._chat(tools)[0]
+        written: list[Any] = _plain(messages) if chat is None or chat.format is PLAIN else list(messages)
+        return written if chat is None else chat.messages(written)
 
     def tail(
         self,
@@ -192,31 +203,39 @@ class ChatWriter:
         messages: Sequence[Mapping[str, Any]],
         tools: Any,
         ids: Sequence[str] = (),
+        history: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """The ids between a turn, which made these calls, and the next one: of messages that answer it.
 
         A result belongs to the call that it names by its id, of these `ids`; or else to the one in its place.
+        `history`: the conversation before the turn.
         """
         chat, tail = self._chat(tools)
         places = iter(range(len(messages)))
         answers: list[dict[str, str]] = []
-        for message in messages:
+        for message in _plain(messages) if chat is None or chat.format is PLAIN else messages:
             answer = {"role": message["role"], "content": message["content"]}
-            if message["role"] == "tool" and (chat is None or chat.format is PLAIN):
-                answer["role"] = "user"
-            elif message["role"] == "tool":
+            if message["role"] == "tool":
                 place, named = next(places), message["tool_call_id"]
                 place = ids.index(named) if named and list(ids).count(named) == 1 else place
                 call = calls[place] if place < len(calls) else ToolCall("", {})
                 answer |= {"name": message["name"] or call.name, "tool_call_id": call.id}
             answers.append(answer)
-        return tail.answer(turn, answers)
+        return tail.answer(turn, answers, self._written(history, tools) if history else ())
 
     def words(self, tokens: Sequence[int], special: bool = False) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self._decoder.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str | list[int]) -> list[int]:
+        """The ids of a text that the policy continues, without an end token that the tokenizer puts behind it."""
+        if isinstance(text, list):
+            return text
+        ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
+        ends, own = (len(list(takewhile(self.ends.__contains__, reversed(each)))) for each in (ids, plain))
+        return ids[: len(ids) - max(0, ends - own)]
 
     def reader(
-        self, tools: Sequence[Schema] = (), stops: Sequence[str] = (), prompt: Sequence[int] | None = ()
+        self, tools: Sequence[Schema] = (), stops: Any = (), prompt: Sequence[int] | None = (), one_call: bool = False
     ) -> TokenReader:
         """Reads a turn behind a prompt, of which the last tokens count; None: only words are read.
 
@@ -224,10 +243,10 @@ class ChatWriter:
         """
         if prompt is None:
             return TokenReader(TurnReader(stops, None), self.words, {}, self.ends)
-        chat = self._chat(tools)[0] if tools else None
-        before = self.words(prompt[-PROMPT_END:], special=True)
-        thinking = before.rfind(OPEN) > before.rfind(CLOSED)
-        reader = TurnReader(stops, thinking, chat.format, types_of(tools)) if chat else TurnReader(stops, thinking)
+        chat, tail = self._chat(tools)
+        thinking = tail.opens_thoughts(prompt)
+        how = (chat.format, types_of(tools), one_call) if chat else ()
+        reader = TurnReader(stops, thinking, *how)
         return TokenReader(reader, self.words, self._special if chat else {}, self.ends)
 
     def read(self, turn: Sequence[int], *how: Any) -> AssistantTurn:
@@ -237,13 +256,23 @@ class ChatWriter:
         return reader.whole
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, str]:
-    """A message for a template that knows neither calls nor results."""
-    content = message["content"]
-    for call in message.get("tool_calls", ()):
-        about = call["function"]
-        content += f"<call>{about['name']} {json.dumps(about['arguments'], ensure_ascii=False)}</call>"
-    return {"role": "user" if message["role"] == "tool" else message["role"], "content": content}
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Messages for a template that knows neither calls nor results.
+
+    Results become messages of the user. Those in a row, and what the user says beside them, are one message: many
+    templates take one at a time.
+    """
+    plain: list[dict[str, str]] = []
+    for before, message in zip([None, *messages], messages, strict=False):
+        content, roles = message["content"], {message["role"], before["role"] if before else ""}
+        for call in message.get("tool_calls", ()):
+            about = call["function"]
+            content += f"<call>{about['name']} {json.dumps(about['arguments'], ensure_ascii=False)}</call>"
+        if "tool" in roles and roles <= {"tool", "user"}:
+            plain[-1]["content"] += f"\n{content}"
+        else:
+            plain.append({"role": "user" if message["role"] == "tool" else message["role"], "content": content})
+    return plain
 
 
 # ---- a session -------------------------------------------------------------------------------------------------
@@ -299,7 +328,7 @@ class Session:
         if any(message["role"] == "assistant" for message in new):
             raise Rewritten("an assistant's message that the policy did not say")
         ids = [call["id"] for call in messages[len(self.said) - 1].get("tool_calls", ())]  # as the client has them
-        return writer.tail(self.latest, self.calls, new, tools, ids)
+        return writer.tail(self.latest, self.calls, new, tools, ids, messages[: len(self.said) - 1])
 
     def read_tokens(self, ids: Sequence[int]) -> list[int]:
         """The same, where the whole history comes as ids."""

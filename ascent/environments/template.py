@@ -7,8 +7,10 @@ system prompt, a missing newline). So a chat is rendered once with a sentinel in
     <|im_start|>user\\nx<|im_end|>\\n<|im_start|>assistant\\nSENTINEL<|im_end|>\\n<|im_start|>user\\nCONTENT<|im_end|>…
                                                                             ╰──────── the tail ────────
 
-The tail begins behind the first stop token that follows the last sentinel. It is kept per shape (roles and names of
-the messages), with a second sentinel where the content of each message goes. So a turn costs one encoding and no
+The tail begins behind the first stop token that follows the last sentinel. It is rendered behind the conversation so
+far, because templates look there: at the system message, at a switch such as `/no_think`, at the number of the turn.
+It is cached by what a template depends on: roles and names of all messages, the system message, and each content that
+has a string of the template in it. A sentinel stands for any other new content. So most turns cost one encoding and no
 rendering. A template may trim or JSON-encode a content. Which of them it does is tried out on a list of contents.
 Where it does something else, the content is rendered each time.
 
@@ -19,10 +21,13 @@ token.
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from ascent.environments.calls import Schema
+import jinja2
+
+from ascent.environments.calls import CLOSED, OPEN, Schema
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.text.base import Message
 
@@ -46,16 +51,8 @@ _WRITES: tuple[Write, ...] = (
     str.rstrip,
 )
 _TRIED = (
-    "12",
-    " 12\n",
-    "\n\n\t12  ",
-    "a\nb\n\n  c",
-    "he said \"no\" \\ 'never'",
-    '{"a": [1, null, "é"]}',
-    "<b>1 < 2 & 3</b>",
-    "naïve 漢字 🙂",
-    "[1, 2]",
-    "true",
+    *("12", " 12\n", "\n\n\t12  ", "a\nb\n\n  c", "he said \"no\" \\ 'never'", '{"a": [1, null, "é"]}'),
+    *("<b>1 < 2 & 3</b>", "naïve 漢字 🙂", "[1, 2]", "true"),
 )
 """Contents on which a way of writing has to agree with the template."""
 
@@ -99,8 +96,15 @@ class Tail:
         marks |= {token: tokenizer.convert_tokens_to_ids(token) for token in special} | self.stops
         self.control = frozenset(marks.values()) - {tokenizer.unk_token_id}  # which any unknown letter gives
         """Ids that belong to the template: special tokens, and added ones that its text spells."""
+        self._borders = self.control.difference(map(tokenizer.convert_tokens_to_ids, (OPEN, CLOSED)))
+        lexed = jinja2.Environment().lexer.tokenize(tokenizer.get_chat_template(None, self.tools or None))
+        strings = {str(token.value) for token in lexed if token.type == "string"}
+        self._strings = [text for text in strings if re.search(r"\w\w", text) and not text.isidentifier()]
+        """What the template's code may look for in a content: its strings but for keys, roles and spacing."""
         self._spelled = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._frames: dict[Any, _Frame] = {}
+        self._writes: dict[Any, tuple[Write, ...] | None] = {}
+        """How contents are written between the same texts of the template, whatever came before."""
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The prompt: these messages and the tools in the template, ready for the first turn."""
@@ -110,21 +114,42 @@ class Tail:
             )
         )
 
-    def answer(self, turn: Sequence[int], observation: str | Sequence[Message]) -> list[int]:
-        """The ids that follow a turn of these ids: what a `Step` observes, words being the user's."""
-        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        stop = turn[-1] if turn and turn[-1] in self.stops.values() else None
-        return self(messages, ended=stop is not None, stop=stop)
+    def opens_thoughts(self, prompt: Sequence[int]) -> bool:
+        """Does a prompt end with thoughts that the template has opened? What contents spell does not count."""
+        last = next((i for i in reversed(range(len(prompt))) if prompt[i] in self._borders), -1)
+        text = self.decode(prompt[last + 1 :]) if self._prompted is None else self._prompted
+        return text.rfind(OPEN) > text.rfind(CLOSED)
 
-    def __call__(self, messages: Sequence[Message], ended: bool = True, stop: int | None = None) -> list[int]:
+    @cached_property
+    def _prompted(self) -> str | None:
+        """What the template writes behind the last content, if it has no control token; otherwise None."""
+        try:
+            text = self._apply([{"role": "user", "content": WORDS}]).rpartition(WORDS)[2]
+        except Exception:  # it takes no chat of one message
+            return None
+        return None if self._borders.intersection(self._ids(text)) else text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, control tokens included."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def answer(self, turn: Sequence[int], observation: str | Sequence[Message], history: Any = ()) -> list[int]:
+        """The ids that follow a turn of these ids: what a `Step` observes, words being the user's."""
+        stop = turn[-1] if turn and turn[-1] in self.stops.values() else None
+        return self(as_messages(observation), stop is not None, stop, history)
+
+    def __call__(
+        self, messages: Sequence[Message], ended: bool = True, stop: int | None = None, history: Sequence[Message] = ()
+    ) -> list[int]:
         """The ids between a turn of the assistant and the next one, which these messages answer.
 
         A message of a tool answers the call in its place. `ended`: the turn has its stop token. Otherwise the tail
         begins with it. `stop`: which one, if that is known. Where the template has another one (GLM's stop tokens
-        name the next role), that one follows.
+        name the next role), that one follows. `history`: all messages before the turn.
         """
         ids_of_calls = [m.get("tool_call_id", "") for m in messages if m["role"] == "tool"]
-        messages = _clean(messages, self.names)
+        turn = {"role": "assistant", "content": ""}
+        messages = [*self._reduced(history), turn, *_clean(messages, self.names)]
         frame = self._frame(messages)
         if any(ids_of_calls):  # Mistral's results name the ids that the model gave its calls
             frame = frame._replace(texts=tuple(_with_ids(text, ids_of_calls) for text in frame.texts))
@@ -135,23 +160,40 @@ class Tail:
         other = stop is not None and stop != frame.end_id and frame.end in self.stops
         return [frame.end_id, *ids] if other else ids
 
-    # ---- the frame of a shape -------------------------------------------------------------------------------
+    # ---- the frame of a shape: messages are the whole chat, in which the last turn of the assistant is empty ---
+
+    def _reduced(self, history: Sequence[Message]) -> list[Message]:
+        """The history with x for what the template does not depend on, and for the assistant's words."""
+        reduced = _clean(history or [{"role": "user", "content": "x"}], self.names)
+        for message in reduced:
+            kept = message["role"] == "system" or not message["content"].strip() or self._decides(message["content"])
+            message["content"] = message["content"] if kept and message["role"] != "assistant" else "x"
+        return reduced
+
+    def _decides(self, content: str) -> bool:
+        """May the template write something else because of this content?"""
+        return any(string in content for string in self._strings)
 
     def _frame(self, messages: Sequence[Message]) -> _Frame:
-        blank = [not m["content"].strip() for m in messages]  # templates may leave such a message out
+        start = _last_turn(messages) + 1
+        contents = [m["content"] for m in messages[start:]]
+        whole = any(map(self._decides, contents)) and not any(map(self._spells, contents))
+        # Templates may leave out a message without words.
+        fixed = [True] * start + [whole or not content.strip() for content in contents]
         key = tuple(
-            (m["role"], m.get("name"), m["content"] if b else None) for m, b in zip(messages, blank, strict=True)
+            (m["role"], m.get("name"), m["content"] if f else None) for m, f in zip(messages, fixed, strict=True)
         )
         if key not in self._frames:
-            if any(blank):
-                self._frame([m | {"content": "x"} for m in messages])  # refused if the role is swallowed
+            if any(fixed[start:]):  # refused if the role is swallowed
+                self._frame([*messages[:start], *(m | {"content": "x"} for m in messages[start:])])
             if len(self._frames) >= _KEPT:
                 self._frames.clear()
-            self._frames[key] = self._make(messages, blank)
+                self._writes.clear()
+            self._frames[key] = self._make(messages, fixed)
         return self._frames[key]
 
-    def _make(self, messages: Sequence[Message], blank: Sequence[bool]) -> _Frame:
-        holes = [i for i, b in enumerate(blank) if not b]
+    def _make(self, messages: Sequence[Message], fixed: Sequence[bool]) -> _Frame:
+        holes = [i for i, f in enumerate(fixed) if not f]
         shown = [m | {"content": _content(i)} if i in holes else m for i, m in enumerate(messages)]
         opening, end, text = self._tail(shown)
         found = [text.count(_content(i)) for i in holes]
@@ -164,16 +206,22 @@ class Tail:
         slots = tuple(sorted(holes, key=lambda i: text.index(_content(i))))
         texts = tuple(re.split("|".join(_content(i) for i in slots), text)) if slots else (text,)
         frame = _Frame(opening, end, self.tokenizer.convert_tokens_to_ids(end), texts, slots, None, ())
-        frame = frame._replace(writes=self._find_writes(messages, frame))
+        key = texts, *(messages[i]["role"] for i in slots)
+        if key not in self._writes:
+            self._writes[key] = self._find_writes(messages, frame)
+        frame = frame._replace(writes=self._writes[key])
         plain = self._ids(end + _joined(texts, ["x"] * len(slots)))
         if plain[:1] != [frame.end_id]:
             refuse(f"the token {end!r}, which ends a turn in this chat template, is not one token of the tokenizer")
         return frame._replace(marks=tuple(i for i in plain[1:] if i in self.control))
 
-    def _tail(self, messages: Sequence[Message], words: str = WORDS) -> tuple[str, str, str]:
+    def _tail(self, messages: Sequence[Message]) -> tuple[str, str, str]:
         """What stands behind the assistant's words: up to the token that ends the turn, that token, and the tail."""
-        answered = [m["name"] for m in messages if m["role"] == "tool"]
-        rendered = self._render(messages, answered, words)
+        words = WORDS
+        while any(words in message["content"] for message in messages):
+            words += "q"
+        answered = any(m["role"] == "tool" for m in messages[_last_turn(messages) :])
+        rendered = self._render(messages, words)
         behind = rendered[rendered.rindex(words) + len(words) :]
         ends = [(behind.index(token), token) for token in self.stops if token in behind]
         first = self._spelled.search(behind)
@@ -190,28 +238,21 @@ class Tail:
         at, end = min(ends)
         return "" if answered else behind[:at], end, behind[at + len(end) :]
 
-    def _render(self, messages: Sequence[Message], answered: Sequence[str], words: str) -> str:
-        """A chat that these messages end, with the sentinel as the assistant's words or as arguments of its calls."""
+    def _render(self, messages: Sequence[Message], words: str) -> str:
+        """The chat with the sentinel as the assistant's last words or as arguments of its calls."""
         error: Exception | None = None
-        user = {"role": "user", "content": "x"}
         # No words beside calls: Gemma 4 writes them behind the results. Others write words only (LFM2), take arguments
         # as a string (DeepSeek), or one call per turn (Llama 3).
-        ways = product(("", words), ({"x": words}, json.dumps({"x": words})), dict.fromkeys([len(answered), 1]))
-        for content, arguments, count in ways if answered else [(words, {}, 0)]:
-            turn: dict[str, Any] = {"role": "assistant", "content": content}
-            if answered:
-                turn["tool_calls"] = [
-                    {"id": _id(i), "type": "function", "function": {"name": name, "arguments": arguments}}
-                    for i, name in enumerate(answered[:count])
-                ]
+        ways = product(("", words), ({"x": words}, json.dumps({"x": words})), (len(messages), 1))
+        for way in ways if any(m["role"] == "tool" for m in messages) else [("", {}, 0)]:
             try:
-                text = self._apply([user, turn, *messages])
+                text = self._apply(_with_turns(messages, words, *way))
             except Exception as raised:
                 error = error or raised
                 continue
             if words in text:
                 return text
-        roles = ", ".join(dict.fromkeys(m["role"] for m in messages))
+        roles = ", ".join(dict.fromkeys(m["role"] for m in messages[_last_turn(messages) + 1 :]))
         said = f": {error_line(error)}" if error else ""
         return refuse(f"the chat template of this model does not take an answer by {roles} behind the assistant{said}")
 
@@ -225,7 +266,7 @@ class Tail:
         """How the template writes the content of each hole, one way per role; None: in none of the known ways."""
         roles = sorted({messages[i]["role"] for i in frame.slots})
         left = list(product(_WRITES, repeat=len(roles)))
-        for content in _TRIED:
+        for content in _TRIED if roles else ():
             chat = [m | {"content": content} if i in frame.slots else m for i, m in enumerate(messages)]
             text = self._tail_of(chat)
             left = [
@@ -236,11 +277,8 @@ class Tail:
         return tuple(left[0][roles.index(messages[i]["role"])] for i in frame.slots) if left else None
 
     def _tail_of(self, chat: Sequence[Message]) -> str | None:
-        words = WORDS
-        while any(words in message["content"] for message in chat):
-            words += "q"
         try:
-            return self._tail(chat, words)[2]
+            return self._tail(chat)[2]
         except ValueError:
             return None
 
@@ -274,6 +312,10 @@ class Tail:
             ids += self._plain(written[slot]) if slot < len(written) else []
         return ids
 
+    def _spells(self, content: str) -> bool:
+        """Does a content spell a control token, in any letters that the tokenizer takes for it?"""
+        return bool(self._spelled.search(content) or self.control.intersection(self._ids(content)))
+
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -303,6 +345,7 @@ def _clean(messages: Sequence[Message], names: Collection[str]) -> list[Message]
     clean: list[Message] = []
     tools = 0
     for message in messages:
+        tools = 0 if message["role"] == "assistant" else tools
         content = str(message.get("content") or "").encode("utf-8", "replace").decode()
         clean.append({"role": message["role"], "content": content})
         if message["role"] == "tool":
@@ -312,10 +355,34 @@ def _clean(messages: Sequence[Message], names: Collection[str]) -> list[Message]
     return clean
 
 
+def as_messages(observation: str | Sequence[Message]) -> Sequence[Message]:
+    """An observation as messages; text is a message of the user."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+
+def _last_turn(messages: Sequence[Message]) -> int:
+    return max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+
+
+def _with_turns(messages: Sequence[Message], words: str, beside: str, arguments: Any, count: int) -> list[Any]:
+    """The chat with words in the assistant's turns; in those that tools answer, calls with words `beside` them."""
+    chat: list[Any] = [dict(message) for message in messages]
+    turn: dict[str, Any] = {}
+    for message in chat:
+        if message["role"] == "assistant":
+            turn, message["content"] = message, words
+        elif message["role"] == "tool":
+            calls = turn.setdefault("tool_calls", [])
+            function = {"name": message["name"], "arguments": arguments}
+            calls += [{"id": _id(len(calls)), "type": "function", "function": function}][: count - len(calls)]
+            turn["content"] = beside
+    return chat
+
+
 def _with_ids(text: str, ids: Sequence[str]) -> str:
-    for index, own in enumerate(ids):
-        text = text.replace(_id(index), own) if re.fullmatch("[A-Za-z0-9_-]{1,64}", own) else text
-    return text
+    """The text with the model's own ids of calls, all of them at once: one may be spelled as a placeholder is."""
+    own = {_id(i): name for i, name in enumerate(ids) if re.fullmatch("[A-Za-z0-9_-]{1,64}", name)}
+    return re.sub(r"call\d{5}", lambda match: own.get(match[0], match[0]), text)
 
 
 def _content(index: int) -> str:

@@ -23,6 +23,8 @@ from ascent.explain.mathematics import unicode_of
 
 GROUP = "over the G scored responses to the same prompt"
 TOKEN_RATIO = r"\rho_t = \exp(\text{logp}_t - \text{logp\_old}_t)"
+PREFIX_RATIO = r"\rho_t = \exp(\sum_{u\le{t}} (\text{logp}_u - \text{logp\_old}_u))"
+W_T = r"\exp(\text{logp\_old}_t - \text{logp\_sampler}_t)\cdot{m_t}"
 ONE_PER_PAIR = " The one term of a pair takes the sum of its responses' weights, which is 1/pairs."
 CHOSEN = "$w$ is the chosen and $l$ the rejected response to a prompt"
 LOG_RATIO = r"$\ell = \log \pi - \log \pi_{\text{ref}}$"
@@ -30,7 +32,7 @@ DDOF = r"\text{ddof }"
 COUNTED = "counted over the mini-batch of one optimizer step, however it is split into micro-batches"
 
 
-def _from_critic(total: str, words: str, gradient: Gradient = "critic", **texts: Any) -> About:
+def _from_critic(total: str, words: str, gradient: Gradient = "critic", more: str = "", **texts: Any) -> About:
     """A credit from a critic: a sum of TD errors, discounted or not, whitened or not."""
 
     def definitions(c: Any) -> str:
@@ -46,7 +48,7 @@ def _from_critic(total: str, words: str, gradient: Gradient = "critic", **texts:
         formula=lambda c: rf"\frac{{A_t - \text{{mean}}}}{{\text{{std}} + 1e-08}}, {DDOF}1" if c.whitened else "A_t",
         definitions=definitions,
         statistics="$V_t$ is the critic's value of the state before token $t$, 0 after the end; an outcome reward "
-        "is on the last token; mean and std, where there are any, are over all unmasked tokens of the batch",
+        "is on the last token; mean and std, where there are any, are over all unmasked tokens of the batch" + more,
         words=in_words,
         gradient=lambda c: "other" if c.gamma != 1 or c.whitened or c.bootstrap else gradient,
         **{"trl": "none: TRL 1.16 has no critic."} | texts,
@@ -90,6 +92,11 @@ ABOUT_ESTIMATORS = {
         loss="its expected gradient is 0: the penalty only adds noise",
         reward="its gradient is exactly −β ∇KL(π ‖ π_ref), at any length: use this one in the reward",
     ),
+    "abs": Estimator(
+        r"$|\ell|$",
+        loss="its gradient is that of Σ_v |π(v) − π_ref(v)| at each visited state, held fixed",
+        reward="its gradient is not the KL's; it can even raise the KL",
+    ),
     "k2": Estimator(
         r"$\tfrac{1}{2} \ell^2$",
         loss="its gradient is ∇KL(π ‖ π_ref) for one token or a whole response; per token on an autoregressive "
@@ -112,8 +119,8 @@ ABOUT_ESTIMATORS = {
 
 
 def coefficient(c: Any) -> str:
-    """β of a penalty in a formula: its number, or the letter if it is adaptive."""
-    return f"{c.coef:g}" if c.target is None else r"\beta"
+    """β of a penalty in a formula: its number, or the letter if it is adaptive; times ρ with `importance`."""
+    return (f"{c.coef:g}" if c.target is None else r"\beta") + (r"\cdot\rho" if c.importance else "")
 
 
 def _statistics(c: Any) -> str:
@@ -130,8 +137,14 @@ def _words(c: Any) -> str:
 
 
 def _importance(c: Any) -> str:
-    product = "" if c.level == "token" else r"\prod_t "
-    return rf"$w = {product}\exp(\text{{logp\_old}}_t - \text{{logp\_sampler}}_t)\cdot{{m_t}}$"
+    product, over = ("", "tokens") if c.level == "token" else (r"\prod_t ", "responses")
+    mean = f"\n$\\text{{mean}}_w$ is over the {over} of the rollout batch" if c.normalized else ""
+    outside = "\nresponses whose weights per token have a geometric mean outside 1/g to g are not trained on, g = "
+    return rf"$w = {product}{W_T}$" + mean + (f"{outside}{c.geometric:g}" if c.geometric is not None else "")
+
+
+def _weight(c: Any, w: str) -> str:
+    return (rf"\frac{{{w}}}{{\text{{mean}}_w}}" if c.normalized else w) + r"\cdot{}"
 
 
 ABOUTS: dict[type, About] = {
@@ -243,6 +256,13 @@ ABOUTS: dict[type, About] = {
         gradient="exact",
         verl="gae with lam=1, its default.",
     ),
+    values.VTrace: _from_critic(
+        r"d_t + {decay:g}\cdot{e_{t+1}},\quad{e_t} = \min(w_t, {rho:g})\cdot{d_t} + "
+        r"{decay:g}\cdot\min(w_t, {c:g})\cdot{e_{t+1}}",
+        "the V-trace advantage (λ {lam:g}, weights up to {rho:g} and {c:g}) of a critic",
+        more=rf"; $w_t = {W_T}$, $e_t$ is the return minus $V_t$",
+        paper="Espeholt et al. 2018: λ 1, both bounds 1, and min(w, ρ̄) on the gradient too: --correction truncated.",
+    ),
     losses.LogProb: About(
         formula=r"\delta\cdot\text{logp}",
         words="log π times",
@@ -251,9 +271,11 @@ ABOUTS: dict[type, About] = {
         verl='loss_mode "gpg" is −δ·log π.',
     ),
     losses.Ratio: About(
-        formula=r"\rho\cdot\delta",
-        definitions=TOKEN_RATIO,
-        words="the ratio of new to old probability times",
+        formula=lambda c: r"\rho\cdot\delta" if c.form == "token" else r"(\rho_t - \rho_{t-1})\cdot\delta",
+        definitions=lambda c: TOKEN_RATIO if c.form == "token" else PREFIX_RATIO,
+        words=lambda c: (
+            f"the ratio of new to old probability{'' if c.form == 'token' else ', up to each token,'} times"
+        ),
         label="ratio, never clipped",
         trl="not alone: its losses clip the ratio or gate it.",
         verl='not alone: "vanilla" clips; "kl_cov" leaves it unclipped but adds a KL on some tokens.',
@@ -277,7 +299,7 @@ ABOUTS: dict[type, About] = {
         denominator=" The one term of a response takes the sum of its tokens' weights.",
         trl='importance_sampling_level="sequence" is the length-normalised form, ε 0.2 unless set; RLOOTrainer has the '
         "product, clipped at 0.2.",
-        verl='loss_mode "gspo": length-normalised, with the gradient taken token by token; ε 0.2 unless set.',
+        verl='loss_mode "gspo": length-normalised, always in the form for a δ per token; ε 0.2 unless set.',
     ),
     losses.Cispo: About(
         formula=lambda c: rf"\operatorname{{sg}}[{_bounded(c)}]\cdot\delta\cdot\text{{logp}}",
@@ -377,8 +399,9 @@ ABOUTS: dict[type, About] = {
         formula=lambda c: rf"{coefficient(c)}\cdot\text{{{c.estimator}}}",
         statistics=_statistics,
         words=_words,
-        trl="k3, times ρ by default (use_bias_correction_kl): at ρ = 1 that has k2's gradient, not k3's. beta is 0.",
-        verl="use_kl_loss, off by default; 0.001, k3 clamped to ±10; `k3+` has k3's value and k2's gradient.",
+        trl="k3 with `importance` by default (use_bias_correction_kl): at ρ = 1 that has k2's gradient. beta is 0.",
+        verl="use_kl_loss, off by default; 0.001; k1, abs, k2 (mse) or k3 clamped to ±10 (low_var_kl); no ρ, but `k3+` "
+        "has k3's value and k2's gradient.",
     ),
     kl.InReward: About(
         formula=lambda c: (
@@ -419,20 +442,21 @@ ABOUTS: dict[type, About] = {
     ),
     correction.NoCorrection: replace(OFF, trl="", verl="the default (rollout_is null)."),
     correction.Truncated: About(
-        formula=r"\min(w, {cap:g})\cdot{}",
+        formula=lambda c: _weight(c, rf"\max({c.floor:g}, \min(w, {c.cap:g}))" if c.floor else rf"\min(w, {c.cap:g})"),
         statistics=_importance,
         words="weighted by how much likelier the trainer finds it, at most {cap:g}",
-        trl="with vLLM: token_truncate or sequence_truncate, up to 3.0.",
-        verl="rollout_is token or sequence, up to 2.0.",
+        trl="with vLLM: token_truncate or sequence_truncate, up to 3.0; clip_min is `floor`. No mean, no rejection.",
+        verl="rollout_is token or sequence, up to 2.0, no floor; rollout_is_batch_normalize is `normalized`, and "
+        "rollout_rs=seq_mean_k1 is `geometric`, there with any two bounds.",
     ),
     correction.Masked: About(
-        formula=r"w\cdot\mathbf{1}[{low:g} \le w \le {high:g}]\cdot{}",
+        formula=lambda c: _weight(c, rf"w\cdot\mathbf{{1}}[{c.low:g} \le w \le {c.high:g}]"),
         statistics=_importance,
         words="weighted by how much likelier the trainer finds it, and by 0 outside {low:g} to {high:g}",
         trl="with vLLM the default: sequence_mask, 0 where the response's weight exceeds 3.0, no lower bound.",
         verl='a threshold "low_high" sets weights outside the band to 0.',
     ),
-    groups.All: replace(OFF, trl="always."),
+    groups.All: replace(OFF, trl="always; mask_truncated_completions masks, but N stays.", verl="always; masks none."),
     groups.WithSignal: About(
         words="Groups of equal rewards are replaced by new prompts, in at most {rounds} draws per step",
         trl="none in GRPOTrainer.",
@@ -441,7 +465,7 @@ ABOUTS: dict[type, About] = {
     groups.NoShaping: OFF,
     groups.Overlong: About(
         formula=r"\operatorname{overlong}(L_i)",
-        statistics=r"overlong: with the response's limit $L$ and $c = {margin}$: 0 up to $L - c$ tokens, then "
+        statistics=r"overlong: with the response's limit $L$ and $c = {margin}$: 0 up to $L - c$ drawn tokens, then "
         r"$(L - c - \text{length})/c$, $-1$ if truncated",
         words="falls by up to 1 over the last {margin} tokens before the length limit",
         trl="a reward function, get_soft_overlong_punishment.",

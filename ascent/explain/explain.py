@@ -18,7 +18,7 @@ from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
 from ascent.core.values import Valued
 from ascent.explain.about import ABOUT_ALGORITHMS, OWN, About, bias_of, fill_in, first_line
-from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS, LOG_RATIO
+from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS, LOG_RATIO, TOKEN_RATIO
 from ascent.explain.mathematics import unicode_in, unicode_of
 from ascent.policies import POLICIES
 from ascent.settings import field_docs, spell
@@ -88,13 +88,17 @@ def latex(algorithm: Algorithm) -> list[str]:
     lines += [str(credit.definitions)] if credit.definitions else []
     delta = str(credit.formula).replace("R_i", "R_t") if per_token else str(credit.formula)
     by_token = "R_t" in delta or "value" in algorithm.advantage.needs
-    ratio = rf";\quad {surrogate.definitions}" if surrogate.definitions else ""
+    ratio, term = str(surrogate.definitions) or TOKEN_RATIO * kl.importance, str(surrogate.formula)
+    if loss.sequence and not algorithm.sequence:  # GSPO-token
+        own = r"]\cdot\exp(\text{logp}_t - \operatorname{sg}[\text{logp}_t])"
+        ratio, term = ratio.replace(r"i = ", r"t = \operatorname{sg}[") + own, term.removesuffix("/L_i")
+    ratio = rf";\quad {ratio}" if ratio else ""
     lines.append(rf"\delta_{'t' if by_token else 'i'} = {delta}{ratio}")
-    main = f"{parts['correction'].formula}{surrogate.formula}"
+    main = f"{parts['correction'].formula}{term}"
     terms = f" - {penalty}" if kl.where == "loss" else ""
     terms += f" + {parts['exploration'].formula}" if parts["exploration"].formula else ""
     weight, tokens = parts["weights"], r"\sum_i \sum_t "
-    if loss.sequence:
+    if algorithm.sequence:
         rest = rf" + {tokens}{weight.formula}\,\cdot\,[{terms} ]" if terms else ""
         objective = rf"\sum_i {weight.response_formula}\,\cdot\,{main}{rest}"
     else:
@@ -117,7 +121,7 @@ def objective_in_words(algorithm: Algorithm) -> str:
     if loss.data in ("pairs", "steps"):
         return f"{parts['loss'].words}."
     words = {axis: str(part.words) for axis, part in parts.items()}
-    mean = parts["weights"].response_words if loss.sequence else words["weights"]
+    mean = parts["weights"].response_words if algorithm.sequence else words["weights"]
     credit = f" {words['advantage']}" if loss.data == "samples" else ""
     first = f"Maximise the {mean} {words['loss']}{credit}"
     penalty = f"{words['kl']} to {words['reference']}"
@@ -133,6 +137,7 @@ def objective_in_words(algorithm: Algorithm) -> str:
         f"The reward {' and '.join(reward)}" if reward else "",
         f"Each {each} is {words['correction']}" if words["correction"] else "",
         words["groups"],
+        "Truncated responses are not trained on" if algorithm.groups.mask_truncated else "",
     ]
     return ". ".join(filter(None, sentences)) + "."
 
@@ -148,7 +153,7 @@ def verdict(algorithm: Algorithm) -> str:
         return f"Not known: {', '.join(unknown)} is not part of this library. The exact oracle can tell."
     if algorithm.loss.data != "samples":
         return f"Not a policy gradient, because nothing is sampled. {bias_of(type(algorithm.loss))}"
-    gradients = {parts[axis].gradient for axis in decisive}
+    gradients = {parts[axis].gradient for axis in decisive} | ({"other"} if algorithm.groups.mask_truncated else set())
     length = "times a constant" if "scaled" in gradients else "itself"
     if "other" in gradients:
         return f"Biased even on the policy's own samples: the expected gradient is not along {goal}. Axis by axis:"

@@ -115,7 +115,8 @@ def estimate(
     state = algorithm.start() if state is None else state
     groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
     batch = table.filled(algorithm.needs)
-    batch = batch.add(correction=algorithm.correction(batch), **algorithm.scalars(state, progress))
+    correction = None if algorithm.correction.normalized else algorithm.correction(batch)  # else it is in the credit
+    batch = algorithm.masked(batch).add(correction=correction, **algorithm.scalars(state, progress))
     outputs = table.outputs(algorithm.outputs)
     total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
     scatter = groups.weight.new_zeros(len(groups.chance))
@@ -132,9 +133,12 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     """Every multiset of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its credit and its weights."""
     batch = table.filled(algorithm.needs)
     seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
+    if "logp_old" in seen or algorithm.correction.normalized:
+        seen += ["logp_old", "logp_sampler"]
     key = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
     key += [] if batch.turn is None else [batch.turn, batch.mask]
     key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
+    key += [] if (masked := algorithm.masked(batch).masked) is None else [masked.unsqueeze(-1)]
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
     if samples < 1:
@@ -178,18 +182,21 @@ def credit_groups(
     def credited(some: Batch, which: list[int]) -> list[Batch]:
         return [algorithm.credit(some.select(slice(c, c + 1)), state)[0] for c in which]
 
+    def credit_of(one: Batch) -> Tensor:
+        """δ, times a weight that depends on the whole group: surrogates are proportional to δ."""
+        return one.advantage * one.correction if algorithm.correction.normalized else one.advantage  # type: ignore
+
     count = len(everything.mask)
     probed = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
     alone, (whole, _) = credited(everything, probed), algorithm.credit(everything, state)
-    assert whole.advantage is not None
     weight = algorithm.weights(whole) * count
-    if agree([one.advantage for one in alone], whole.advantage[probed]):  # type: ignore[misc]
+    if agree([credit_of(one) for one in alone], credit_of(whole)[probed]):
         if agree([algorithm.weights(one) for one in alone], weight[probed]):
-            return whole.advantage, weight, False
+            return credit_of(whole), weight, False
         single = [whole.select(slice(c, c + 1)) for c in range(count)]
     else:
         single = credited(everything, list(range(count)))
-    return torch.cat([one.advantage for one in single]), torch.cat([algorithm.weights(one) for one in single]), True  # type: ignore[misc]
+    return torch.cat([credit_of(one) for one in single]), torch.cat([algorithm.weights(one) for one in single]), True
 
 
 def class_moments(

@@ -17,10 +17,7 @@ OF_TICKET = ("step", "samples", "greedy", "seed")
 
 
 def take_apart(pending: Sequence[Open]) -> tuple[dict[str, Tensor], list[Plain]]:
-    """Open tickets as named tensors, and what of each is no tensor.
-
-    What answers the turns of a conversation is left out: such responses are drawn whole, so nobody asks it again.
-    """
+    """Open tickets as named tensors, and what of each is no tensor. `play` is left out: the task brings it again."""
     tensors: dict[str, Tensor] = {}
     plain: list[Plain] = []
     for i, one in enumerate(pending):
@@ -32,13 +29,13 @@ def take_apart(pending: Sequence[Open]) -> tuple[dict[str, Tensor], list[Plain]]
     return tensors, plain
 
 
-def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain]) -> tuple[Open, ...]:
-    """The open tickets that `take_apart` took apart."""
+def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain], play: Any = None) -> tuple[Open, ...]:
+    """The open tickets that `take_apart` took apart. `play`: what answers the turns of their responses, if any."""
     pending = []
     for i, own in enumerate(plain):
         if type(own["step"]) is not int:
             raise ValueError(f"a ticket of step {own['step']!r}")
-        prompts = Prompts(**together(own["prompts"], f"{i}.prompts.", tensors))
+        prompts = Prompts(**together(own["prompts"], f"{i}.prompts.", tensors) | {"play": play})
         drawn = None if own["drawn"] is None else Rollouts(**together(own["drawn"], f"{i}.drawn.", tensors))
         ticket = Ticket(prompts=prompts, **{name: own[name] for name in OF_TICKET})
         pending.append(Open(ticket, drawn, tensors.get(f"{i}.going"), tensors.get(f"{i}.seeds")))

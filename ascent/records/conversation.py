@@ -13,15 +13,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ascent.environments.play import CUT, FAILED
+from ascent.environments.play import CUT, FAILED, OUT_OF_TURNS
 from ascent.environments.tools import COUNTED, read_counts
 from ascent.records.display import printable, width
+from ascent.tasks.text.tokenized import observed_words
 
 TURN_REWARD, TURN_SECONDS = OF_TURNS = ("turn_reward", "time/turns")
 """The columns with a number per turn: what it earned, and how long the environment took to answer it."""
 POLICY, ENVIRONMENT, TOOL = SPEAKERS = ("policy", "environment", "tool")
-ROLES = frozenset({"user", "tool", "assistant", "model", "system", "ipython", "environment", "observation", "function"})
-"""Words by which chat templates name who speaks; behind a control token they are no part of what is said."""
 WAITED = 0.01
 """Seconds of waiting that are worth a word."""
 _NOTE = re.compile(r"(?:^|; )turn (\d{1,9}): ")
@@ -95,24 +94,6 @@ def _at(row: Mapping[str, Any], name: str, place: int) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def observed_words(pieces: Sequence[str]) -> str:
-    """An observation without what the chat template writes around it.
-
-    Control tokens have no text. What stands between two of them may begin with a line that names the speaker.
-    """
-    parts: list[str] = [""]
-    for piece in pieces:
-        if piece:
-            parts[-1] += piece
-        elif parts[-1]:
-            parts.append("")
-    if len(parts) > 1:
-        for i, part in enumerate(parts):
-            first, _, rest = part.lstrip().partition("\n")
-            parts[i] = rest if first.strip() in ROLES else part
-    return "".join(parts).strip() or "".join(pieces).strip()
-
-
 def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
     """What the reason of a response says of each turn, by its number; with the last one, the rest of the reason."""
     _, *parts = _NOTE.split(str(row.get("reason") or ""))
@@ -129,7 +110,8 @@ def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:
     last = next((speech for speech in reversed(speeches) if speech.who == POLICY), None)
     notes = last.note.split("; ") if last and last.note else []
     said = [part for part in notes if not (read_counts(part) or part.startswith(CUT))]
-    if row.get("truncated") is True and row.get("status") != "failed":
+    out_of_turns = any(OUT_OF_TURNS.search(part) for part in said)
+    if row.get("truncated") is True and row.get("status") != "failed" and not out_of_turns:
         said.insert(0, "a limit of tokens")
     return "; ".join(said) or "its environment ended it"
 

@@ -104,12 +104,12 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[R
 
 
 def _by_turn(turns: list[int], values: list[float], mask: list[bool]) -> list[float]:
-    """Numbers of tokens, summed over each turn; a number of the whole response is its last turn's."""
+    """Sum per-token numbers over each turn that has drawn tokens; a number of the whole response is its last turn's."""
     sums = [0.0] * (1 + max(compress(turns, mask), default=-1))
-    if len(values) == 1 and sums:
-        sums[-1] = values[0]
-    for turn, value, drawn in zip(turns, values, mask, strict=False):
-        sums[turn] += value if drawn and len(values) > 1 else 0.0
+    if len(values) == 1:
+        return [*sums[:-1], values[0]] if sums else []
+    for turn, value in compress(zip(turns, values, strict=True), mask):
+        sums[turn] += value
     return sums
 
 

@@ -11,13 +11,14 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascent.sandbox.box import BoxLimits, Ended, Sandbox
 from ascent.sandbox.line import Closed, Line
 
-LIMITS = BoxLimits(seconds=1.0, memory=0.5, disk=4 << 20)
+LIMITS = BoxLimits(seconds=1.0, memory=0.5, disk=4 << 20, inodes=500)
 PATIENCE = 60.0
 """Seconds for an attempt that is not about time: one that has not ended by then has not been held."""
 SECRET = "ascent-secret-7c1d"
@@ -87,6 +88,11 @@ _KINDS: dict[str, dict[str, str]] = {
         "list home folders": "got(os.listdir('/root') + os.listdir('/home'))",
         "change Python": "opened(os.__file__, os.O_WRONLY)",
         "change Ascent": "opened(sys.modules['ascent.sandbox.attempts'].__file__, os.O_RDWR)",
+        "read Ascent": "opened(sys.modules['ascent.sandbox.attempts'].__file__)",
+        "read an installed package": "opened(HOST['package'])",
+        "list installed packages": "got(os.listdir(os.path.dirname(HOST['package'])))",
+        "read attributes of a file": "import fcntl; fcntl.ioctl(open(os.__file__), 0x80086601, bytes(8)); got('read')",
+        "a lease on a file": "import fcntl; fcntl.fcntl(open(os.__file__), 1024, fcntl.F_UNLCK); got('set')",
         "leave a file for others": "opened('../left', os.O_WRONLY | os.O_CREAT)",
         **{f"read {path}": f"opened({path!r})" for path in _READ},
         **{f"open {path} for writing": f"opened({path!r}, os.O_WRONLY)" for path in _WRITE},
@@ -185,6 +191,10 @@ _KINDS: dict[str, dict[str, str]] = {
         "ignore signals": "for n in {*range(1, 31)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
         "a file without end": "with open('big', 'wb') as f: [f.write(bytes(1 << 20)) for _ in range(64)]\ngot('all')",
         "files without end": "for n in range(1000):\n    open(f'f{n}', 'wb').write(bytes(1 << 20))\ngot('written')",
+        "empty files without end": "for n in range(1000): open(f'f{n}', 'wb').close()\ngot('made')",
+        "locks without end": "import fcntl; fcntl.lockf(open(os.__file__, 'rb'), fcntl.LOCK_SH, 1, 9); got('locked')",
+        "small threads without end": "libc.mallopt(-8, 1); threading.stack_size(1 << 15)\n"
+        "for _ in range(500): threading.Thread(target=time.sleep, args=[99]).start()\ngot('begun')",
         "open files without end": "held = [open('/dev/null') for _ in range(500)]; got(len(held))",
         "words without end": "SAY(b'x' * (64 << 20) + b'\\n'); got('said')",
         "threads without end": "for _ in range(5000): threading.Thread(target=time.sleep, args=[99]).start()\ngot(1)",
@@ -283,6 +293,7 @@ def make_attempt(box: Sandbox, host: dict[str, Any], each: Attempt) -> Result:
 def bait() -> Iterator[dict[str, Any]]:
     """What there is to be got at on this machine, made for the purpose."""
     os.environ["ASCENT_SECRET"] = SECRET
+    installed = find_spec("pip")
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as tcp:
         secret, empty = Path(folder, "secret"), Path(folder, "empty")
         secret.write_text(SECRET)
@@ -302,6 +313,7 @@ def bait() -> Iterator[dict[str, Any]]:
                 "size": len(SECRET),
                 "secret_word": SECRET,
                 "empty": str(empty),
+                "package": installed.origin if installed else __file__,
                 "folder": folder,
                 "pid": os.getpid(),
                 "port": tcp.getsockname()[1],

@@ -16,12 +16,16 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 from ascent.sandbox import walls as walls_module
+from ascent.sandbox.packages import allowed_packages
 from ascent.sandbox.walls import Walls, choose
+from ascent.sandbox.warm import BEGUN
 
 START = 60.0
 """Seconds that a sandbox may take to start and to load its guest."""
 ENDING = 10.0
 """Seconds that it may take to end a job or itself; then it is killed."""
+CLOSING = 100
+"""Milliseconds between the ends of two sockets of a process that dies."""
 GIB = 1 << 30
 
 
@@ -36,8 +40,12 @@ class BoxLimits(NamedTuple):
     """Seconds of computing of the whole job; 0: as many as one answer may take, and one more."""
     disk: int = 16 << 20
     """Bytes of its folder, where it has one."""
+    inodes: int = 4096
+    """Files and folders in it."""
     files: int = 64
     """Files that are open at once."""
+    threads: int = 128
+    """Threads at once, beside the first."""
     output: int = 1 << 20
     """Bytes of one answer."""
 
@@ -60,9 +68,12 @@ class Sandbox:
         settings: Mapping[str, Any] | None = None,
         kind: str = "auto",
         readable: Sequence[str] = (),
+        packages: Sequence[str] = (),
     ):
+        """`readable`: files and folders; `packages`: installed packages beside `DEFAULT_PACKAGES`."""
         self.guest, self.limits, self.settings = guest, limits or BoxLimits(), dict(settings or {})
         self.kind, self.readable = kind, tuple(os.path.realpath(path) for path in readable)
+        self.packages = tuple(packages)
         self.walls: Walls | None = None
         self._control: socket.socket | None = None
         self._ends: list[Any] = []
@@ -76,7 +87,8 @@ class Sandbox:
         walls = choose(self.kind)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            process = walls_module.start_warm(walls, theirs, self.readable, 4 * self.limits.disk)
+            entries = allowed_packages(self.packages)
+            process = walls_module.start_warm(walls, theirs, self.guest, entries, self.readable)
         self._ends[:] = [(ours, process, os.getpid())]
         ours.settimeout(START)
         try:
@@ -90,15 +102,17 @@ class Sandbox:
         self._control, self.walls = ours, walls
 
     def _setup(self, walls: Walls) -> dict[str, Any]:
-        limits = self.limits
+        limits, entries, system = self.limits, allowed_packages(self.packages), walls_module.system_readable()
         cpu = int(limits.cpu or limits.seconds) + 1
         return {
             "kind": walls.kind,
             "landlock": walls.landlock,
             "folder": walls.folder,
-            "readable": walls_module.readable_paths(self.readable),
+            "readable": [*system, *entries, *self.readable],
             "devices": walls_module.filter_existing(walls_module.DEVICES),
-            "paths": walls_module.library_paths(),
+            "packages": [*entries, *(path for path in system if path.startswith(walls_module.STANDARD))],
+            "space": [limits.disk, limits.inodes],
+            "threads": limits.threads,
             "limits": [int(limits.memory * GIB), cpu, limits.disk, limits.files],
             "guest": self.guest,
             "settings": self.settings,
@@ -155,8 +169,8 @@ class BoxJob:
     def __init__(self, line: socket.socket, limits: BoxLimits, control: socket.socket):
         line.setblocking(False)
         self.line, self.limits, self.control = line, limits, control
-        self.read = b""
-        """What it has said of an answer that is not complete."""
+        self.begun, self.read = False, b""
+        """Whether its walls are up, and what it has said of an answer that is not complete."""
 
     def ask(self, question: Any, seconds: float | None = None) -> Any:
         """What it answers. `Ended`, and the job is over: it took too long, it died, or what it said is not JSON."""
@@ -206,21 +220,23 @@ class BoxJob:
             if not part:
                 if self._orphaned():
                     raise Broken("the sandbox ended while a job was in it")
+                if not self.begun:
+                    raise Broken("the sandbox cannot begin a job: this machine has no process, file or memory for it")
                 raise Ended("it closed its line")
-            self.read += part
+            self.read += part if self.begun else part.removeprefix(BEGUN)
+            self.begun = True
             if len(self.read) > self.limits.output:
                 raise Ended(f"sent more than {self.limits.output:,} bytes")
         line, _, self.read = self.read.partition(b"\n")
         return self._alive(line)
 
     def _orphaned(self) -> bool:
-        """Has the warm process ended? It says nothing, so that all that can be read is that it is no more."""
-        try:
-            return not self.control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
+        """Has the warm process ended? Its end of the control socket is closed then, perhaps a moment after the line."""
+        if self.control.fileno() < 0:
             return True
+        poll = select.poll()
+        poll.register(self.control, 0)
+        return bool(poll.poll(CLOSING))
 
     def _alive(self, line: bytes) -> bytes | None:
         """The line, unless it is that of the warm process, after the job has ended: a blank line and how."""

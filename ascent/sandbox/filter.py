@@ -34,7 +34,7 @@ clock_gettime 113 228, clock_getres 114 229, clock_nanosleep 115 230, nanosleep 
 time - 201, getitimer 102 36, setitimer 103 38, alarm - 37, pause - 34, arch_prctl - 158, getrlimit 163 97,
 setrlimit 164 160, rt_sigaction 134 13, rt_sigprocmask 135 14, rt_sigreturn 139 15, sigaltstack 132 131,
 rt_sigpending 136 127, rt_sigtimedwait 137 128, rt_sigsuspend 133 130, restart_syscall 128 219, wait4 260 61,
-waitid 95 247, exit 93 60, exit_group 94 231
+waitid 95 247, exit_group 94 231
 """
 """Name, number on aarch64, number on x86-64; - where there is none."""
 WRITING = """
@@ -47,18 +47,23 @@ llistxattr 12 195, flistxattr 13 196, getxattr 8 191, lgetxattr 9 192, fgetxattr
 WARM = """
 fork - 57, vfork - 58, kill 129 62, pidfd_open 434 434, prctl 167 157,
 prlimit64 261 302, seccomp 277 317, landlock_create_ruleset 444 444, landlock_add_rule 445 445,
-landlock_restrict_self 446 446, setsid 157 112
+landlock_restrict_self 446 446, setsid 157 112, exit 93 60, mount 40 165, umount2 39 166, capset 91 126
 """
 """What the process needs that forks for each job, and that walls the job in."""
-CLONE, CLONE3, PRCTL, PRLIMIT = (220, 56), (435, 435), (167, 157), (261, 302)
+EXIT, CLONE, CLONE3, PRCTL, PRLIMIT = (93, 60), (220, 56), (435, 435), (167, 157), (261, 302)
 KILL, TGKILL, SOCKETPAIR, IOCTL, FCNTL, OPENAT = (129, 62), (131, 234), (199, 53), (29, 16), (25, 72), (56, 257)
 NEW_NAMESPACE, THREAD, STREAM, TRUNCATE = 0x7E020080, 0x00010000, 1, 0o1000
-TTY_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: to type on a terminal
-OWNERS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP; with F_SETOWN, F_SETSIG, F_SETOWN_EX: a signal to somebody else
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: they change nothing but a file descriptor."""
+NOTICES = (0xC0502100, 0xC0182101)
+"""Of the fork server alone: calls that wait for its answer."""
+FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)
+"""Copies and flags of a descriptor, the size of a pipe. Not: signals to others, leases, and locks on parts of a file,
+which use memory of the kernel without a limit."""
 OWN_PID = 0x7FEDCBA9
 """Stands for the process's own number, which is put in its place when it is known."""
-ALLOW, REFUSE, UNKNOWN, KILL_PROCESS = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-"""Actions: allow, EPERM, ENOSYS (so that libraries try an older call), end the process."""
+ALLOW, REFUSE, UNKNOWN, KILL_PROCESS, NOTIFY = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000, 0x7FC00000
+"""Actions: allow, EPERM, ENOSYS (so that libraries try an older call), end the process, let the fork server decide."""
 LOAD, EQUAL, LARGER, BITS, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 
 
@@ -103,13 +108,14 @@ def filter_program(warm: bool, writes: bool, truncates: bool = True, machine: st
     kinds = ALLOWED + ("," + WRITING if writes else "") + ("," + WARM if warm else "")
     for number in call_numbers(kinds, column):
         code += _call(number, [(RETURN, 0, 0, ALLOW)])
-    threads = [(BITS, 0, 1, THREAD), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
+    threads = [(BITS, 0, 1, THREAD), (RETURN, 0, 0, NOTIFY), (RETURN, 0, 0, REFUSE)]
     new = [_argument(0), (BITS, 0, 1, NEW_NAMESPACE), (RETURN, 0, 0, REFUSE)]
     code += _call(CLONE[column], [*new, *([(RETURN, 0, 0, ALLOW)] if warm else threads)])
+    code += _call(EXIT[column], [(RETURN, 0, 0, NOTIFY)])  # the end of a thread
     code += _call(CLONE3[column], [(RETURN, 0, 0, UNKNOWN)])  # its flags cannot be seen: libraries go back to clone
     code += _call(SOCKETPAIR[column], _masked(1, 0xF, STREAM))  # a datagram could be sent to any address
-    code += _call(IOCTL[column], _one_of(1, (*TTY_INPUT, *OWNERS), REFUSE, ALLOW))
-    code += _call(FCNTL[column], _one_of(1, (8, 10, 15), REFUSE, ALLOW))
+    code += _call(IOCTL[column], _one_of(1, (*IOCTLS, *(NOTICES if warm else ())), ALLOW, REFUSE))
+    code += _call(FCNTL[column], _one_of(1, FCNTLS, ALLOW, REFUSE))
     code += _call(PRLIMIT[column], _one_of(0, (0,), ALLOW, REFUSE))
     code += _call(PRCTL[column], _one_of(0, (15, 16, 0x53564D41), ALLOW, REFUSE))  # names of threads and of memory
     for own in (KILL, TGKILL):

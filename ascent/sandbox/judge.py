@@ -5,9 +5,10 @@ tests that are left.
 """
 
 import json
+import re
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,18 +48,30 @@ class CodeProblem:
     tests: tuple[str, ...]
     prelude: tuple[str, ...] = ()
     """Code that both the program and the tests have: imports, helpers, classes."""
+    is_class: bool | None = None
+    """Whether the entry point is a class. None: what the prelude says (`entry_is_class`)."""
+
+
+def entry_is_class(entry: str, codes: Iterable[str]) -> bool:
+    """What the first of these pieces of a problem to define it says; otherwise its name, which has capitals (PEP 8).
+
+    The program is never asked: a class in place of a function could say that it equals whatever is expected.
+    """
+    found = (re.search(rf"^(async def|def|class)\s+{entry}\b", code, re.MULTILINE) for code in codes)
+    first = next(filter(None, found), None)
+    return first[1] == "class" if first else re.fullmatch("_*[A-Z][A-Za-z0-9]*", entry) is not None
 
 
 class ProgramJudge:
     """Two sandboxes, for programs and for tests."""
 
     def __init__(
-        self, limits: BoxLimits, kind: str = "auto", readable: Sequence[str] = (), imports: Sequence[str] = ()
+        self, limits: BoxLimits, kind: str = "auto", readable: Sequence[str] = (), packages: Sequence[str] = ()
     ):
         """`limits.seconds` is the time of all tests of a program together."""
-        settings, self.limits = {"imports": list(imports)}, limits
-        self.programs = Sandbox("ascent.sandbox.trial:serve_program", limits, settings, kind, readable)
-        self.tests = Sandbox("ascent.sandbox.trial:serve_tests", limits, settings, kind, readable)
+        self.limits = limits
+        self.programs = Sandbox("ascent.sandbox.trial:serve_program", limits, None, kind, readable, packages)
+        self.tests = Sandbox("ascent.sandbox.trial:serve_tests", limits, None, kind, readable, packages)
 
     def start(self) -> None:
         self.programs.start()
@@ -72,19 +85,19 @@ class ProgramJudge:
         """The verdict on the first of these programs that is Python and defines the entry point."""
         until = time.monotonic() + self.limits.seconds
         with self.programs.job() as program, self.tests.job() as tests:
-            given = {"prelude": problem.prelude, "programs": list(programs), "entry": problem.entry}
-            asked = {"prelude": problem.prelude, "tests": problem.tests, "entry": problem.entry}
+            known = problem.is_class
+            is_class = entry_is_class(problem.entry, problem.prelude) if known is None else known
+            both = {"prelude": problem.prelude, "entry": problem.entry, "class": is_class}
+            asked = json.dumps(both | {"tests": problem.tests}).encode()
             try:
-                loaded, wrong = program.ask(given, until - time.monotonic()), "it said nothing"
-                if isinstance(loaded, dict) and "class" in loaded:
-                    return _Relay(program, tests, until)(
-                        json.dumps(asked | {"class": loaded["class"] is True}).encode()
-                    )
-                wrong = str(loaded.get("error", wrong))[:300] if isinstance(loaded, dict) else wrong
-                wrong = f"the program does not run: {wrong}"
+                loaded = program.ask(both | {"programs": list(programs)}, until - time.monotonic())
+                if isinstance(loaded, dict) and "loaded" in loaded:
+                    return _Relay(program, tests, until)(asked)
+                wrong = str(loaded.get("error", ""))[:300] if isinstance(loaded, dict) else ""
+                wrong = f"the program does not run: {wrong or 'it said nothing'}"
             except Ended as ended:
                 wrong = f"the program {ended}"
-            return Verdict(0, self._count(tests, json.dumps(asked | {"class": False}).encode()), wrong)
+            return Verdict(0, self._count(tests, asked), wrong)
 
     def _count(self, tests: BoxJob, asked: bytes) -> int:
         """How many tests there are, for a program that none is run on; `BrokenTests` if they would not run either."""

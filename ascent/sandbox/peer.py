@@ -3,15 +3,21 @@
 The tests have a stub in place of the entry point. What it is called with goes to the program as plain data, and what
 the program returns comes back as plain data. So the tests' own assertions judge it, in a process where nothing of the
 program runs, and the program never sees a test. Of what is no data, iterators and functions stay where they are: the
-tests iterate or call them. Where the entry point is a class, its objects stay too, and answer for themselves. Any other
-object is refused, for it could say yes to whatever it is asked.
+tests iterate or call them. Where the problem asks for a class, objects stay too: the tests call their methods, and
+compare them with each other, but not with data. Elsewhere an object is refused: it could say yes to any question.
 
-Functions that tests pass are called back. Objects of classes that the problem itself defines are copied. Lists and the
-like that the program changed are changed in the tests too. Exceptions are raised again, by the name of their class.
+Functions that tests pass are called back. Objects of classes that the problem itself defines are copied: their data is
+the program's, their methods the problem's. What the program changed of its arguments is changed in the tests too.
+Exceptions are raised again, by the name of their class; `StopIteration` only where the tests asked for the next item.
+Nothing at the program's end is trusted, this module included: the tests' end refuses what must not be.
 """
 
 import builtins
+import functools
+import inspect
+import operator
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,31 +26,36 @@ from ascent.sandbox.values import NotData, decode, encode
 
 WORDS = 300
 """Characters of an error that are kept."""
-OPERATORS = (
-    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__add__", "__radd__", "__sub__", "__rsub__"),
-    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__", "__mod__", "__pow__", "__matmul__"),
-    *("__and__", "__or__", "__xor__", "__neg__", "__abs__", "__enter__", "__exit__"),
-)
-"""Asked of the program only for objects that a test itself has made by calling the entry point, which is a class."""
+PAIRS = (("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"), ("eq", "ne"), ("ne", "eq"))
+COMPARISONS = {f"__{name}__": f"__{other}__" for name, other in PAIRS}
+"""Asked of the program for two of its objects, never for an object and data. Each has another that can stand for it."""
+NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+BINARY = [f"__{name}__" for name in NAMES]
+"""With data they are asked only of objects that a test itself has made by calling the entry point, which is a class."""
+SPECIAL: dict[str, tuple[Callable[..., Any], type]] = {
+    **{"__len__": (len, int), "__bool__": (bool, bool), "__hash__": (hash, int), "__str__": (str, str)},
+    **{"__repr__": (repr, str), "__iter__": (iter, object), "__next__": (next, object)},
+    "__enter__": (lambda target: type(target).__enter__(target), object),
+    **{name: (getattr(operator, name), object) for name in ("__getitem__", "__setitem__", "__neg__", "__abs__")},
+}
+"""Asked of any object, and the type that the answer has to have."""
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *args, **named: target(*args, **named),
     "get": getattr,
     "set": setattr,
-    "len": len,
-    "bool": bool,
-    "iter": iter,
-    "next": next,
-    "in": lambda target, item: item in target,
-    "item": lambda target, key: target[key],
-    "set item": lambda target, key, value: target.__setitem__(key, value),
-    "str": str,
-    "repr": repr,
-    "hash": hash,
-    **{name: lambda target, *args, name=name: getattr(target, name)(*args) for name in OPERATORS},
+    "data": lambda target: dict(vars(target)),
+    "__instancecheck__": lambda target, value: isinstance(value, target),
+    "__exit__": lambda target, *error: type(target).__exit__(target, *error),
+    **{name: function for name, (function, _) in SPECIAL.items()},
+    **{name: getattr(operator, name) for name in (*COMPARISONS, *BINARY, "__contains__")},
+    **{f"__r{name[2:]}": lambda target, left, name=name: getattr(operator, name)(left, target) for name in BINARY},
 }
-CALLED_BACK = ("call", "iter", "next")
+CALLED_BACK = ("call", "__iter__", "__next__")
 """All that a program may do with what a test passes."""
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FUNCTIONS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType),
+    *(types.MethodWrapperType, functools.partial, type(functools.lru_cache(len)), operator.itemgetter),
+)
 
 
 class Peer:
@@ -60,6 +71,8 @@ class Peer:
         """Objects that the other end knows by their numbers. The first is the entry point."""
         self.classes: dict[str, type] = {}
         """Classes that the problem defines, by name: both ends have them."""
+        self.compares: type = object
+        """What the problem itself defines of the entry point, if that is a class: it may say how objects compare."""
 
     # ---- values
 
@@ -69,7 +82,7 @@ class Peer:
     def _pack_other(self, value: Any) -> Any:
         cls = type(value)
         if isinstance(value, Proxy):
-            return {"~": "yours", "v": _number(value)}
+            return {"~": "yours", "v": value._number}
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and value is getattr(builtins, name, self):
             return {"~": "builtin", "v": name}
@@ -99,9 +112,7 @@ class Peer:
             case {"~": "builtin", "v": str(name)} if not self.prefix or isinstance(getattr(builtins, name, 0), type):
                 return getattr(builtins, name)
             case {"~": "copy", "c": str(name), "v": held} if name in self.classes:
-                made: Any = object.__new__(self.classes[name])
-                vars(made).update(self.unpack(held))
-                return made
+                return _copy(self.classes[name], self.unpack(held))
         raise NotData(f"it sent what is not a value: a tag {tagged.get('~')!r:.20}")
 
     # ---- questions and answers
@@ -114,18 +125,18 @@ class Peer:
         while True:
             try:
                 reply = self.line.read()
-                if not isinstance(reply, dict):
+                if not isinstance(reply, dict) or not reply.keys() & {"ask", "raises", "is"}:
                     raise NotData("it sent what is neither a question nor an answer")
             except (ValueError, RecursionError):
                 raise RuntimeError("the program sent what is not JSON") from None
             if "ask" in reply:
                 self.answer(reply)
             elif "raises" in reply:
-                raise self._error(reply)
+                raise self._error(reply, what)
             else:
                 for value, changed in zip(args, reply.get("changed", ()), strict=False):
                     _change(value, self.unpack(changed))
-                return self.unpack(reply.get("is"))
+                return self.unpack(reply["is"])
 
     def answer(self, question: Mapping[str, Any]) -> None:
         """Do what the other end asks."""
@@ -137,7 +148,8 @@ class Peer:
             if what in ("get", "set") and str(args[0]).startswith("_"):
                 raise AttributeError(f"{args[0]} is not public")
             result = self.pack(QUESTIONS[what](target, *args, **self.unpack(question["named"])))
-            changed = [self.pack(value) if isinstance(value, list | dict | set) else None for value in args]
+            kinds = (list, dict, set, bytearray, deque, *self.classes.values())
+            changed = [self.pack(value) if isinstance(value, kinds) else None for value in args]
             other = any(c is not None and c != q for c, q in zip(changed, question["args"], strict=True))
             reply: dict[str, Any] = {"is": result, "changed": changed} if other else {"is": result}
         except Closed:
@@ -146,17 +158,21 @@ class Peer:
             reply = _raised(error)
         self.line.write(reply, self.prefix)
 
-    def _error(self, reply: Mapping[str, Any]) -> Exception:
-        """The exception of the other end, as one of Python's own or of the problem's."""
+    def _error(self, reply: Mapping[str, Any], what: str) -> Exception:
+        """The exception of the other end, as one of Python's own or of the problem's.
+
+        `StopIteration` would end what iterates in the tests, `all(map(f, cases))`, as if all were well.
+        """
         try:
             arguments = self.unpack(reply.get("args"))
             for name in reply["raises"]:
                 cls = self.classes.get(name, getattr(builtins, name, None))
                 if isinstance(cls, type) and issubclass(cls, Exception):
-                    return cls(*arguments)
+                    ends = issubclass(cls, StopIteration | StopAsyncIteration) and self.prefix and what != "__next__"
+                    return RuntimeError(f"it raised {name}") if ends else cls(*arguments)
         except Exception:
             pass
-        return RuntimeError(f"{reply.get('raises')!s:.100}")
+        return RuntimeError(f"it raised {reply.get('raises')!s:.100}")
 
 
 def _raised(error: BaseException) -> dict[str, Any]:
@@ -176,13 +192,23 @@ def exception_words(error: BaseException) -> str:
 
 def _change(value: Any, changed: Any) -> None:
     """What the program did to an argument, done to the original."""
-    if changed is None or type(value) is not type(changed) or value == changed:
+    if changed is None or value is changed or type(value) is not type(changed):
         return
-    if isinstance(value, list):
-        value[:] = changed
-    elif isinstance(value, dict | set):
+    if not isinstance(value, list | dict | set | bytearray | deque):
+        vars(value).update(vars(changed))
+    elif value != changed:
         value.clear()
-        value.update(changed)
+        (value.update if isinstance(value, dict | set) else value.extend)(changed)
+
+
+def _copy(cls: type, data: dict[str, Any]) -> Any:
+    """An object of a class that the problem defines, with this data. No attribute hides a method or a special name."""
+    made: Any = object.__new__(cls)
+    for name, value in data.items():
+        of_class = inspect.getattr_static(cls, name, None)
+        if not (name.startswith("__") or callable(of_class) or hasattr(of_class, "__get__")):
+            vars(made)[name] = value
+    return made
 
 
 # ---- an object that stays at the other end --------------------------------------------------------------------
@@ -191,8 +217,13 @@ def _change(value: Any, changed: Any) -> None:
 class Proxy:
     """What is at the other end. It is equal to nothing but itself."""
 
-    def __init__(self, peer: Peer, number: int, made: bool = False, is_class: bool = False):
-        object.__setattr__(self, "_of", (peer, number, made, is_class))
+    _peer: Peer
+    _number: int
+    _made: bool
+
+    def __init__(self, peer: Peer, number: int, made: bool = False):
+        """`made`: by a test, which called the entry point."""
+        vars(self).update(_peer=peer, _number=number, _made=made)
 
 
 class FunctionProxy(Proxy):
@@ -205,16 +236,16 @@ class IteratorProxy(Proxy):
         return self
 
     def __next__(self) -> Any:
-        return _ask(self, "next")
+        return _ask(self, "__next__")
 
 
 class ObjectProxy(Proxy):
-    """The entry point, if it is a class, or an object of the program. Only one that the test has made is compared."""
+    """The entry point, if the problem asks for a class, or an object of the program."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        peer, number, _, is_class = object.__getattribute__(self, "_of")
-        result = peer.ask("call", number, *args, **named)
-        return ObjectProxy(peer, _number(result), made=True) if is_class and type(result) is ObjectProxy else result
+        result = _ask(self, "call", *args, **named)
+        made = self._number == 0 and type(result) is ObjectProxy  # 0 is the entry point
+        return ObjectProxy(self._peer, result._number, made=True) if made else result
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -224,64 +255,52 @@ class ObjectProxy(Proxy):
     def __setattr__(self, name: str, value: Any) -> None:
         _ask(self, "set", name, value)
 
-    def __len__(self) -> int:
-        return _of_type(int, _ask(self, "len"))
-
-    def __bool__(self) -> bool:
-        return _of_type(bool, _ask(self, "bool"))
-
-    def __iter__(self) -> Iterator[Any]:
-        return _ask(self, "iter")
-
     def __contains__(self, item: Any) -> bool:
-        return _of_type(bool, _ask(self, "in", item))
+        if self._made:
+            return _of_type(bool, _ask(self, "__contains__", item))
+        return any(item == each for each in iter(self))
 
-    def __getitem__(self, key: Any) -> Any:
-        return _ask(self, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _ask(self, "set item", key, value)
-
-    def __str__(self) -> str:
-        return _of_type(str, _ask(self, "str"))
-
-    def __repr__(self) -> str:
-        return _of_type(str, _ask(self, "repr"))
-
-    def __hash__(self) -> int:
-        return _of_type(int, _ask(self, "hash"))
+    def __exit__(self, cls: type | None, *_: object) -> None:
+        """The program hears that there was an error. It has no say in whether that is raised."""
+        _ask(self, "__exit__", Exception if cls else None, None, None)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return type(value) is ObjectProxy and object.__getattribute__(value, "_of")[2]
-
-
-def _number(proxy: Proxy) -> int:
-    return object.__getattribute__(proxy, "_of")[1]
+        mine = type(value) is ObjectProxy
+        return mine and (value._made or _of_type(bool, _ask(self, "__instancecheck__", value)))
 
 
 def _ask(proxy: Proxy, what: str, *args: Any, **named: Any) -> Any:
-    peer, number, *_ = object.__getattribute__(proxy, "_of")
-    return peer.ask(what, number, *args, **named)
+    return proxy._peer.ask(what, proxy._number, *args, **named)
 
 
 def _of_type(cls: type, value: Any) -> Any:
     """What the program answered, if it is what it was asked for."""
-    if type(value) is not cls:
+    if cls is not object and type(value) is not cls:
         raise TypeError(f"the program returned no {cls.__name__}")
     return value
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def ask(self: Proxy, *args: Any) -> Any:
-        if not object.__getattribute__(self, "_of")[2]:
-            return NotImplemented
-        return _ask(self, name, *args)
+def _compare(name: str, left: ObjectProxy, right: Any) -> Any:
+    """By the problem's own class, on copies, if that says how: a method which reads nothing is yet to be written."""
+    if type(right) is not ObjectProxy:
+        return NotImplemented
+    cls = left._peer.compares
+    own = [getattr(getattr(cls, each), "__code__", None) for each in (name, COMPARISONS[name])]
+    if any(code and set(code.co_names) - {"NotImplementedError"} for code in own):
+        return getattr(operator, name)(_copy(cls, _ask(left, "data")), _copy(cls, _ask(right, "data")))
+    return _of_type(bool, _ask(left, name, right))
 
-    return ask
+
+def _operate(name: str, left: ObjectProxy, right: Any) -> Any:
+    return _ask(left, name, right) if left._made or type(right) is ObjectProxy else NotImplemented
 
 
-for _name in OPERATORS:
-    setattr(ObjectProxy, _name, _operator(_name))
+for _name in COMPARISONS:
+    setattr(ObjectProxy, _name, lambda self, other, name=_name: _compare(name, self, other))
+for _name in (*BINARY, *(f"__r{name[2:]}" for name in BINARY)):
+    setattr(ObjectProxy, _name, lambda self, other, name=_name: _operate(name, self, other))
+for _name, (_, _type) in SPECIAL.items():
+    setattr(ObjectProxy, _name, lambda self, *args, name=_name, cls=_type: _of_type(cls, _ask(self, name, *args)))
 
 
 def define(codes: list[str], name: str) -> dict[str, Any]:
@@ -296,7 +315,7 @@ def define(codes: list[str], name: str) -> dict[str, Any]:
     return scope
 
 
-def classes_of(scope: Mapping[str, Any], entry: str) -> dict[str, type]:
-    """The classes that the problem itself defines, but for what is to be judged."""
-    found = {name: value for name, value in scope.items() if isinstance(value, type) and name != entry}
-    return {name: value for name, value in found.items() if value.__module__ == scope["__name__"]}
+def classes_of(scope: Mapping[str, Any]) -> dict[str, type]:
+    """The classes that the problem itself defines."""
+    own = scope["__name__"]
+    return {name: cls for name, cls in scope.items() if isinstance(cls, type) and cls.__module__ == own}

@@ -17,6 +17,7 @@ from typing import Any
 
 from ascent.sandbox.line import Closed, Line
 from ascent.sandbox.peer import CALLED_BACK, ObjectProxy, Peer, classes_of, define, exception_words
+from ascent.sandbox.values import NO_DATA
 
 TO_PROGRAM, SO_FAR, VERDICT = b"P", b"S", b"V"
 """How lines of the tests begin: a question for the program, the count up to now, and the end."""
@@ -43,12 +44,12 @@ def serve_program(settings: dict[str, Any]) -> Callable[[Line], None]:
 
 
 def run_program(line: Line) -> None:
-    """Load the program, say what its entry point is, and answer calls of it until the line is closed."""
+    """Load the program, and answer calls of its entry point until the line is closed."""
     given = line.read()
     try:
         scope = define(given["prelude"], PROBLEM)
-        shared = classes_of(scope, given["entry"])
         scope.pop(given["entry"], None)
+        shared = classes_of(scope)
         exec(choose_program(given["programs"], given["entry"]), scope)
         entry = scope.get(given["entry"])
         if not callable(entry):
@@ -58,8 +59,9 @@ def run_program(line: Line) -> None:
         return
     peer = Peer(line)
     peer.held.append(entry)
+    NO_DATA.extend([entry] if given["class"] and isinstance(entry, type) else [])
     peer.classes = {name: cls for name in shared if isinstance(cls := scope.get(name), type)}
-    line.write({"class": isinstance(entry, type)})
+    line.write({"loaded": True})
     while True:
         try:
             question = line.read()
@@ -112,7 +114,8 @@ def run_tests(line: Line) -> None:
     trial = Trial(line)
     try:
         scope = define(given["prelude"], PROBLEM)
-        trial.peer.classes = classes_of(scope, given["entry"])
+        trial.peer.classes = classes_of(scope)
+        trial.peer.compares = trial.peer.classes.pop(given["entry"], object)
         scope[given["entry"]] = scope["candidate"] = trial.stub(given["entry"], given["class"])
         sources = [ast.parse(source, "<tests>") for source in given["tests"]]
         units = [split_tests(tree) for tree in sources]
@@ -148,7 +151,7 @@ class Trial:
         """What stands for the entry point."""
         if is_class:
             self.peer.objects = True
-            return ObjectProxy(self.peer, 0, is_class=True)
+            return ObjectProxy(self.peer, 0)
 
         def stub(*args: Any, **named: Any) -> Any:
             return self.peer.ask("call", 0, *args, **named)

@@ -33,6 +33,8 @@ _CLASSES: dict[str, tuple[type, Callable[[Any], list[Any]]]] = {
     "timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds]),
 }
 """Classes of the library that are data: how each is made again."""
+NO_DATA: list[type] = []
+"""Classes whose objects are no data, though they may derive from it: what a program was asked to write."""
 _SIZED = (list, tuple, set, frozenset, dict, str, bytes)
 _TAGS: dict[type, str] = {tuple: "t", set: "s", frozenset: "f"}
 _KINDS: dict[type, str] = {cls: name for name, (cls, _) in _CLASSES.items()}
@@ -73,7 +75,7 @@ def encode(value: Any, other: Other | None = None, depth: int = 0) -> Any:
 def _encode_derived(value: Any, other: Other | None, depth: int) -> Any:
     """What derives from data as that data: a named tuple, a defaultdict, a number of an enumeration or of NumPy."""
     for cls, plain in _PLAIN.items():
-        if isinstance(value, cls):
+        if isinstance(value, cls) and not isinstance(value, tuple(NO_DATA)):
             return encode(plain(value), other, depth)
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         held = encode(value.tolist(), other, depth + 1)

@@ -1,15 +1,16 @@
 """Which walls this machine has: bubblewrap, else Landlock with seccomp, else none, and then nothing is run.
 
-bubblewrap   namespaces of its own: other processes, the network and the host's files are not there at all; a small
-             folder in memory to write in. Landlock is put on top, where the kernel has it.
-landlock     the files of Python can be read, and nothing written; other processes cannot be signalled. Where user
-             namespaces are forbidden: in most containers, for example.
+bubblewrap   namespaces of its own: other processes, the network and the host's files are not there at all; each job
+             has a small file system in memory. Landlock is put on top, where the kernel has it.
+landlock     Python and the packages that are allowed can be read, and nothing written; other processes cannot be
+             signalled. Where user namespaces are forbidden: in most containers, for example.
 none         limits of time and memory only. Never chosen by itself.
 
 Both have the filter of system calls (`filter.py`).
 """
 
 import functools
+import glob
 import os
 import platform
 import shutil
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ ENVIRONMENT = {
 }
 """All that code in a sandbox sees of an environment."""
 FOLDER = "/sandbox"
-"""Where the folder in memory is, in a file system of its own."""
+"""Where the folders of jobs are mounted."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 TRIAL = 20.0
 """Seconds that bubblewrap may take to show that it works here."""
@@ -63,7 +64,7 @@ class Walls:
     def folder(self) -> str:
         """Where the folders of jobs are; empty: there is nothing to write in.
 
-        Behind walls it has to be limited in size (it is in memory) and closed to other jobs (by Landlock).
+        In bubblewrap each is a file system in memory, with limits, and closed to other jobs by Landlock.
         """
         if self.kind == "none":
             return tempfile.gettempdir()
@@ -98,7 +99,8 @@ def bubblewrap_trouble() -> str:
     """Why bubblewrap does not work here; empty: it does."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed (Debian: apt-get install bubblewrap)"
-    command = [*bubblewrap((), 1 << 20), "--", os.path.realpath(sys.executable), *FLAGS, "-c", "pass"]
+    code = f"import ctypes, sys; ctypes.CDLL(None).mount(b'', b'{FOLDER}', b'tmpfs', 0, 0) and sys.exit('mount fails')"
+    command = [*bubblewrap("", (), (), True), "--", os.path.realpath(sys.executable), *FLAGS, "-c", code]
     try:
         tried = subprocess.run(command, env={}, capture_output=True, stdin=subprocess.DEVNULL, timeout=TRIAL)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -109,41 +111,62 @@ def bubblewrap_trouble() -> str:
 
 FLAGS = ("-P", "-s", "-S", "-B")
 """Of Python: no path and no start-up file that somebody could have changed, and no bytecode written."""
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+LIBRARIES = ("/usr/local/lib", os.path.join(sys.base_prefix, "lib"))
+"""Folders whose shared libraries can be read, and nothing else in them."""
+STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
+"""The standard library."""
 
 
-def library_paths() -> list[str]:
-    """Where the packages of this Python are."""
-    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    return [path for path in dict.fromkeys(map(os.path.realpath, filter(None, paths))) if os.path.isdir(path)]
+@functools.cache
+def system_paths() -> tuple[list[str], list[str]]:
+    """What Python itself needs; and below it the folders of installed packages, which are hidden."""
+    folders = [os.path.realpath(path) for path in (*SYSTEM, STANDARD) if os.path.exists(path)]
+    folders = [path for path in dict.fromkeys(folders) if not any(path.startswith(f"{other}/") for other in folders)]
+    packages = [f"{folder}{part}" for folder in (*folders, STANDARD) for part in ("", "/*")]
+    hidden = [path for name in ("site", "dist") for at in packages for path in glob.glob(f"{at}/{name}-packages")]
+    shared = [path for folder in LIBRARIES for path in glob.glob(f"{glob.escape(folder)}/*.so*")]
+    return [*folders, *filter_existing(shared)], list(dict.fromkeys(hidden))
 
 
-def readable_paths(named: Sequence[str] = ()) -> list[str]:
-    """The files and folders that can be read: Python, its packages, Ascent itself, and those that were named."""
-    system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix]
-    own = [sysconfig.get_path("stdlib"), *library_paths(), PACKAGE]
-    paths = [os.path.realpath(path) for path in (*system, *own, *named) if os.path.exists(path)]
-    return [path for path in dict.fromkeys(paths) if not any(path.startswith(f"{other}/") for other in paths)]
+def paths_around(path: str, hidden: Sequence[str]) -> Iterator[str]:
+    """What covers this folder but for the hidden folders in it."""
+    if not any(other.startswith(f"{path}/") for other in hidden):
+        yield path
+    elif path not in hidden:
+        for entry in os.scandir(path):
+            if entry.path not in hidden and not entry.is_symlink():
+                yield from paths_around(entry.path, hidden)
 
 
-def bubblewrap(named: Sequence[str], disk: int) -> list[str]:
-    """The command up to `--`. Everything that is mounted is read-only, but for the folder in memory."""
-    args = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--new-session",
-        "--as-pid-1",
-    ]
-    args += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
-    for path in ("/bin", "/lib", "/lib64"):
+def system_readable() -> list[str]:
+    """What a job can read of Python and its libraries."""
+    system, hidden = system_paths()
+    return [part for path in system for part in paths_around(path, hidden)]
+
+
+def bubblewrap(guest: str, entries: Sequence[str], named: Sequence[str], folders: bool) -> list[str]:
+    """The command up to `--`. Everything that is mounted is read-only, but for what the folders of jobs are made in."""
+    args = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    args += ["--as-pid-1", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    args += ["--clearenv", "--chdir", "/"]
+    for path in ("/lib", "/lib64"):
         if os.path.islink(path):
             args += ["--symlink", os.readlink(path), path]
-    for path in readable_paths(named):
+    system, hidden = system_paths()
+    for path in system:
+        args += ["--ro-bind", path, path]
+    for path in hidden:
+        args += ["--tmpfs", path]
+    own = [os.path.join(PACKAGE, name) for name in ("__init__.py", "sandbox", *guest.split(".")[1:2])]
+    for path in filter_existing([os.path.realpath(sys.executable), *own, *entries, *named]):
         args += ["--ro-bind", path, path]
     for path in filter_existing(DEVICES):
         args += ["--dev-bind", path, path]
-    args += ["--size", str(disk), "--tmpfs", FOLDER, "--remount-ro", "/", "--chdir", "/"]
+    if folders:  # the fork server mounts each of them, with limits of its own
+        args += ["--cap-add", "CAP_SYS_ADMIN", "--size", str(1 << 20), "--tmpfs", FOLDER]
+    for path in (*hidden, "/"):
+        args += ["--remount-ro", path]
     for name, value in ENVIRONMENT.items():
         args += ["--setenv", name, value]
     return args
@@ -153,7 +176,9 @@ def filter_existing(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if os.path.exists(path)]
 
 
-def start_warm(walls: Walls, control: socket.socket, named: Sequence[str], disk: int) -> subprocess.Popen[bytes]:
+def start_warm(
+    walls: Walls, control: socket.socket, guest: str, entries: Sequence[str], named: Sequence[str]
+) -> subprocess.Popen[bytes]:
     """The warm process of a sandbox, which reads its settings from `control` and walls itself in."""
     code = (
         f"import sys; sys.path.append({os.path.dirname(PACKAGE)!r}); "
@@ -161,7 +186,7 @@ def start_warm(walls: Walls, control: socket.socket, named: Sequence[str], disk:
     )
     command = [os.path.realpath(sys.executable), *FLAGS, "-c", code]
     if walls.kind == "bubblewrap":
-        command = [*bubblewrap(named, disk), "--", *command]
+        command = [*bubblewrap(guest, entries, named, bool(walls.folder)), "--", *command]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

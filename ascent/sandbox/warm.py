@@ -9,8 +9,10 @@ killed, its folder is wiped, and the line is closed: that is how its owner knows
 """
 
 import gc
+import itertools
 import json
 import os
+import platform
 import random
 import select
 import signal
@@ -20,27 +22,35 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ascent.sandbox import filter as filters
 from ascent.sandbox import kernel
 from ascent.sandbox.line import Line
+from ascent.sandbox.packages import AllowedFinder
 
 SETUP = 1 << 20
 """The most bytes of the settings."""
+BEGUN = b"+"
+"""The first byte on a job's line, from the fork server: its walls are up."""
+OPEN_FILES = 4096
+"""The most files that the fork server has open: three for each job."""
+RDHUP: int = getattr(select, "POLLRDHUP", 0)
 Guest = Callable[[Line], object]
 
 
-class _Job(NamedTuple):
+class _Job:
     """A job that is under way."""
 
-    pid: int
-    ended: int
-    """A file that tells when its process has ended."""
-    line: socket.socket
-    folder: str
-    wiping: bool = False
-    """It is over, and this process wipes its folder."""
+    def __init__(self, line: socket.socket):
+        self.line, self.folder, self.begun = line, "", False
+        self.pid, self.ended = 0, -1
+        """Its process, and a file that tells when that has ended."""
+        self.threads, self.listener = 0, -1
+        """Its threads beside the first, and a file that tells when one begins or ends; -1: then none can begin."""
+
+    def files(self) -> list[int]:
+        return [file for file in (self.ended, self.line.fileno(), self.listener) if file >= 0]
 
 
 def be_warm(control: int) -> NoReturn:
@@ -61,134 +71,164 @@ def be_warm(control: int) -> NoReturn:
 
 
 def wall_in(setup: dict[str, Any]) -> Guest:
-    """Wall this process in, and load what jobs need."""
+    """Wall this process in, and load what jobs need. Ascent's own files are read before, and cannot be read behind."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sys.path[:] = [*sys.path[:-1], *setup["paths"]]
-    if setup["kind"] != "none":
-        kernel.renounce()
-        if setup["landlock"]:
-            kernel.landlock(setup["readable"], [setup["folder"]] if setup["folder"] else [], setup["devices"])
-        kept = setup["landlock"] >= 3 or setup["kind"] == "bubblewrap"
-        setup["filter"] = filters.filter_program(False, bool(setup["folder"]), kept)
-        kernel.install_filter(filters.filter_program(True, bool(setup["folder"]), kept))
+    sys.path.pop()
+    sys.meta_path.append(AllowedFinder(setup["packages"]))
     module, name = setup["guest"].split(":")
     make: Any = reduce(getattr, name.split("."), import_module(module))
+    if setup["kind"] != "none":
+        isolate_server(setup)
     guest: Guest = make(setup["settings"])
     gc.collect()
     gc.freeze()  # pages that a collection would write to stay shared
     return guest
 
 
+def isolate_server(setup: dict[str, Any]) -> None:
+    """Close this process in. It runs no code of a job, and keeps the capability to mount, where jobs have folders."""
+    kernel.close_memory()
+    folder = [setup["folder"]] if setup["folder"] else []
+    if not folder:
+        kernel.drop_capabilities()
+    setup["tops"] = [f"/{name}" for name in os.listdir("/") if f"/{name}" not in folder]
+    if setup["landlock"]:
+        setup["rules"] = kernel.make_ruleset(setup["readable"], folder, setup["devices"])
+    kept = setup["landlock"] >= 3 or setup["kind"] == "bubblewrap"
+    setup["filter"] = filters.filter_program(False, bool(folder), kept)
+    kernel.install_filter(filters.filter_program(True, bool(folder), kept))
+
+
 def fork_jobs(owner: socket.socket, guest: Guest, setup: dict[str, Any]) -> None:
-    """Fork for every line that comes, and end what is over, until the owner has gone."""
+    """Fork for every line that comes, count threads, and end what is over, until the owner has gone."""
     jobs: dict[int, _Job] = {}
-    """Each by the number of its line, and by the file that tells of its end."""
+    """Each by its files."""
+    starts, ends = (pair[filters.MACHINES[platform.machine()][0]] for pair in (filters.CLONE, filters.EXIT))
     poll = select.poll()
     poll.register(owner, select.POLLIN)
     while True:
-        for file, _ in poll.poll():
+        for file, event in poll.poll():
             if file == owner.fileno():
-                _, files, *_ = socket.recv_fds(owner, 1, 1)
-                if not files:
+                word, files, *_ = socket.recv_fds(owner, 1, 1)
+                if not word:
                     return
-                job = begin_job(socket.socket(fileno=files[0]), owner, guest, setup)
-                for place in (job.ended, job.line.fileno()):
-                    jobs[place] = job
-                poll.register(job.ended, select.POLLIN)
-                poll.register(job.line, getattr(select, "POLLRDHUP", 0))
+                job = _Job(socket.socket(fileno=files[0])) if files else None
+                if job is not None and begin_job(job, guest, setup):
+                    for each in job.files():
+                        jobs[each] = job
+                        poll.register(each, RDHUP if each == job.line.fileno() else select.POLLIN)
             elif file in jobs:
                 job = jobs[file]
-                for place in (job.ended, *([] if job.wiping else [job.line.fileno()])):
-                    poll.unregister(place)
-                    del jobs[place]
-                if (wiper := end_job(job)) is not None:
-                    jobs[wiper.ended] = wiper
-                    poll.register(wiper.ended, select.POLLIN)
+                if file == job.listener and event & select.POLLIN:
+                    call = kernel.answer_call(file, [starts] if job.threads >= setup["threads"] else [])
+                    job.threads += (call == starts) - (call == ends)
+                    continue
+                for each in job.files():
+                    poll.unregister(each)
+                    del jobs[each]
+                end_job(job, setup["kind"])
 
 
-def begin_job(line: socket.socket, owner: socket.socket, guest: Guest, setup: dict[str, Any]) -> _Job:
-    folder = os.path.join(setup["folder"], f"ascent-{os.urandom(12).hex()}") if setup["folder"] else ""
-    if folder:
-        os.mkdir(folder, 0o700)
-    warm, pid = os.getpid(), os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.setsid()
-            if os.getppid() == warm:
-                owner.close()
-                enter(line, folder, setup)
-                guest(Line(line))
-                status = 0
-        finally:
-            os._exit(status)
-    return _Job(pid, os.pidfd_open(pid), line, folder)
+def begin_job(job: _Job, guest: Guest, setup: dict[str, Any]) -> bool:
+    """Fork it. Where that fails, its line is closed without `BEGUN`."""
+    try:
+        job.folder = make_folder(setup) if setup["folder"] else ""
+        server, own = socket.socketpair()
+        with server, own:
+            warm, job.pid = os.getpid(), os.fork()
+            if job.pid == 0:
+                status = 1
+                try:
+                    os.setsid()
+                    if os.getppid() == warm:
+                        enter(job, own, setup)
+                        guest(Line(job.line))
+                        status = 0
+                finally:
+                    os._exit(status)
+            own.close()
+            job.ended = os.pidfd_open(job.pid)
+            word, files, flags, _ = socket.recv_fds(server, 1, 1)  # its walls are up, and no code of its own has run
+            job.listener = files[0] if files else -1
+            job.begun = bool(word and not flags & socket.MSG_CTRUNC and job.line.send(BEGUN))
+    except OSError:
+        job.begun = False
+    if not job.begun:
+        end_job(job, setup["kind"])
+    return job.begun
 
 
-def enter(line: socket.socket, folder: str, setup: dict[str, Any]) -> None:
+def enter(job: _Job, server: socket.socket, setup: dict[str, Any]) -> None:
     """The walls of a job. Where they cannot be put up, it does not run."""
     signal.set_wakeup_fd(-1)
-    os.closerange(3, line.fileno())
-    os.closerange(line.fileno() + 1, 4096)
-    os.chdir(folder or "/")
-    os.environ["TMPDIR"] = folder or "/"
+    if setup["landlock"]:
+        kernel.restrict(setup["rules"])
+    for last, file in itertools.pairwise([2, *sorted((job.line.fileno(), server.fileno())), OPEN_FILES]):
+        os.closerange(last + 1, file)
+    os.chdir(job.folder or "/")
+    os.environ["TMPDIR"] = job.folder or "/"
     random.seed(0)
     kernel.limit(*setup["limits"])
+    listeners = []
     if setup["kind"] != "none":
         kernel.set_option(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if folder:
-            kernel.landlock(setup["readable"], [folder], setup["devices"])
-        kernel.install_filter(filters.for_process(setup["filter"], os.getpid()))
+        if job.folder:  # not those of other jobs
+            kernel.restrict(kernel.make_ruleset(setup["tops"], [job.folder], setup["devices"]))
+        kernel.drop_capabilities()
+        listeners = kernel.install_filter(filters.for_process(setup["filter"], os.getpid()), listens=True)
+    with server:
+        socket.send_fds(server, [b"."], listeners)
+        for listener in listeners:
+            os.close(listener)
+        server.recv(1)  # until it has said that the job has begun
 
 
-def end_job(job: _Job) -> _Job | None:
-    """Kill it, and say how it ended. A folder that is not empty is wiped by a process of its own, which is returned."""
-    with suppress(ProcessLookupError):
-        os.kill(job.pid, signal.SIGKILL)
-    _, status = os.waitpid(job.pid, 0)
-    os.close(job.ended)
-    if not job.wiping:
-        code = os.waitstatus_to_exitcode(status)
-        words = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-        job.line.setblocking(False)
+def end_job(job: _Job, kind: str) -> None:
+    """Kill it, say how it ended, and remove its folder. Nothing that a job does makes this raise."""
+    status = 0
+    with suppress(OSError):
+        if job.pid:
+            os.kill(job.pid, signal.SIGKILL)
+            _, status = os.waitpid(job.pid, 0)
+    job.line.setblocking(False)
+    with suppress(OSError):
+        if job.begun:
+            job.line.send(b"\n" + json.dumps({"ended": end_words(status)}).encode() + b"\n")
+    if job.folder:
+        remove_folder(job.folder, kind)
+    for file in job.files():
+        os.close(file)
+    job.line.detach()
+
+
+def end_words(status: int) -> str:
+    """How a process ended. Real-time signals have no name."""
+    if not os.WIFSIGNALED(status):
+        return f"exit status {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
+
+
+def make_folder(setup: dict[str, Any]) -> str:
+    """The folder of a job: a file system of its own, in memory, except where there are no walls."""
+    folder = os.path.join(setup["folder"], f"ascent-{os.urandom(12).hex()}")
+    os.mkdir(folder, 0o700)
+    if setup["kind"] != "none":
+        kernel.mount_folder(folder, *setup["space"])
+    return folder
+
+
+def remove_folder(folder: str, kind: str) -> None:
+    """Remove it with all that is in it."""
+    if kind != "none":
+        kernel.unmount_folder(folder)
         with suppress(OSError):
-            job.line.send(b"\n" + json.dumps({"ended": words}).encode() + b"\n")
-    if job.folder and not job.wiping:
-        try:
-            os.rmdir(job.folder)
-        except OSError:
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    wipe(job.folder)
-                finally:
-                    os._exit(0)
-            return _Job(pid, os.pidfd_open(pid), job.line, job.folder, wiping=True)
-    job.line.close()
-    return None
+            return os.rmdir(folder)
+    import shutil  # it would make every fork slower
 
+    def unlock(_: Any, path: str, __: Any) -> None:
+        with suppress(OSError, RecursionError):
+            os.chmod(path, 0o700)
+            shutil.rmtree(path, ignore_errors=True)
 
-def wipe(folder: str) -> None:
-    """Remove a job's folder, whatever modes it has set and however deep it is: without recursion, and without paths."""
-    os.chmod(folder, 0o700)
-    os.chdir(folder)
-    below: list[str] = []
-    while True:
-        inner = None
-        with os.scandir(".") as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    inner = entry.name
-                    break
-                os.unlink(entry.name)
-        if inner is not None:
-            os.chmod(inner, 0o700)
-            os.chdir(inner)
-            below.append(inner)
-        elif below:
-            os.chdir("..")
-            os.rmdir(below.pop())
-        else:
-            break
-    os.chdir("/")
-    os.rmdir(folder)
+    shutil.rmtree(folder, onerror=unlock)

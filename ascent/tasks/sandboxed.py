@@ -1,19 +1,25 @@
 """Rewards in a sandbox, sandbox:FILE:NAME: neither the file nor what it runs is trusted.
 
-The file is run in the sandbox alone, also to read how its function is called. Each call of it is a job of its own, so
-nothing is kept from one to the next. Graders import this, so it does without torch.
+The file is run in the sandbox alone, also to read how its function is called. Each call is a job of its own, which runs
+the file first: the limits of a job hold for that too, and nothing is kept from one call to the next. Graders import
+this, so it does without torch.
 """
 
 import base64
 import functools
 import os
 import pickle
+import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascent.sandbox.box import BoxLimits, Broken, Ended, Sandbox
 from ascent.sandbox.line import Closed, Line
+from ascent.sandbox.packages import PackageError, allowed_packages
 from ascent.sandbox.walls import NoWalls, Walls, choose
 from ascent.tasks.base import refuse
 from ascent.tasks.calls import REASON, Call, Job, Wrong, compute, error_words, new_loop, read_call
@@ -32,10 +38,11 @@ class SandboxSettings(NamedTuple):
     memory: float = 4.0
     """GiB; 0: as much as there is."""
     readable: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
 
     def make(self, guest: str, settings: dict[str, Any], *readable: str) -> Sandbox:
         limits = BoxLimits(self.seconds * SHARE, self.memory)
-        return Sandbox(guest, limits, settings, self.kind, (*self.readable, *readable))
+        return Sandbox(guest, limits, settings, self.kind, (*self.readable, *readable), self.packages)
 
 
 def check_walls(settings: SandboxSettings) -> Walls:
@@ -51,6 +58,10 @@ def check_walls(settings: SandboxSettings) -> Walls:
     missing = [path for path in settings.readable if not os.path.exists(path)]
     if missing:
         refuse(f"--sandbox-read {missing[0]}: there is no such file or folder")
+    try:
+        allowed_packages(settings.packages)
+    except PackageError as error:
+        refuse(f"--sandbox-packages: {error}")
     return walls
 
 
@@ -62,6 +73,7 @@ class SandboxedReward:
 
     def __init__(self, source: str, settings: SandboxSettings):
         file, name = source.removeprefix("sandbox:").rsplit(":", 1)
+        file = os.path.realpath(file)
         self.box = settings.make(GUEST, {"file": file, "name": name}, file)
         self.box.start()
 
@@ -92,7 +104,10 @@ def _describe(source: str, settings: SandboxSettings, changed: int) -> Call:  # 
         raise Wrong(str(error)) from None
     try:
         with reward.box, reward.box.job() as job:
-            form, placed, names, required, awaited = job.ask({"describe": True})["call"]
+            described = job.ask({"describe": True})
+            if "error" in described:
+                raise Wrong(str(described["error"])[:REASON])
+            form, placed, names, required, awaited = described["call"]
     except (Ended, ValueError, KeyError, TypeError) as error:
         raise Wrong(f"it cannot be asked how it is called: {error}") from None
     known = None if names is None else frozenset(map(str, names))
@@ -108,27 +123,27 @@ def _never(*_: Any, **__: Any) -> Any:
 
 
 def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
-    """The guest: it has run the file when the first job comes."""
-    call = read_call(load_code(f"python:{settings['file']}:{settings['name']}"))
-    described = [
-        call.form,
-        call.placed,
-        None if call.names is None else sorted(call.names),
-        call.required,
-        call.awaited,
-    ]
+    """The guest. Installed packages that the file imports are loaded here, once; the file itself runs in each job."""
+    text = Path(settings["file"]).read_text(errors="replace")
+    for name in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+(\w[\w.]*)", text, re.MULTILINE)):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "ascent"}:
+            with suppress(BaseException):  # the job that runs the file will tell
+                import_module(name)
 
     def answer(line: Line) -> None:
         with suppress(Closed):
             while True:
-                question = line.read()
-                line.write({"call": described} if "describe" in question else _compute(call, question))
+                line.write(_answer(settings, line.read()))
 
     return answer
 
 
-def _compute(call: Call, question: dict[str, Any]) -> dict[str, Any]:
+def _answer(settings: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
     try:
+        call = read_call(load_code(f"python:{settings['file']}:{settings['name']}"))
+        if "describe" in question:
+            names = None if call.names is None else sorted(call.names)
+            return {"call": [call.form, call.placed, names, call.required, call.awaited]}
         jobs = [Job(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
         return {"answers": compute(call, jobs, new_loop(call), question["seconds"])}
     except BaseException as error:

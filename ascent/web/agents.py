@@ -15,15 +15,16 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
 import uvicorn
 
-from ascent.core.types import Prompts, Rollouts, Scores
+from ascent.core.types import Prompts, Rollouts, Scores, at_last
 from ascent.engines.requests import Desk, Recorded
 from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
-from ascent.environments.play import CUT, FAILED, PlayedTask
+from ascent.environments.play import FAILED, PlayedTask, count_cut
 from ascent.environments.sessions import ChatWriter, Session
 from ascent.tasks.keeper import START, Limits
 from ascent.tasks.text.base import Problem
@@ -125,13 +126,13 @@ class AgentEpisodes:
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
 
-    def begin(self, limits: list[int], temperature: float, support: Any, greedy: bool) -> None:
-        """Open a session for each response, and start their agents. `limits`: tokens behind each prompt."""
+    def begin(self, limits: list[int], room: int, temperature: float, support: Any, greedy: bool) -> None:
+        """Open a session for each response, and start their agents."""
         endpoint, url = self.player.listen(self.desk)
         assignments = []
-        settings = {"temperature": temperature, "support": support, "greedy": greedy}
+        settings = {"behind": room, "temperature": temperature, "support": support, "greedy": greedy}
         for i, (seed, limit) in enumerate(zip(self.seeds, limits, strict=True)):
-            problem, rules = self.problems[i // self.samples], replace(self.player.rules, behind=limit, **settings)
+            problem, rules = self.problems[i // self.samples], replace(self.player.rules, drawn=limit, **settings)
             key, live = endpoint.open(Session(seed), rules)
             self.keys.append(key)
             self.live.append(live)
@@ -220,26 +221,26 @@ class AgentTask(PlayedTask):
         scores = Scores(reward, torch.ones_like(paid), right, measures={"lenient": lenient})
         if not bool(paid.all()):
             own = self.task.score(rollouts)
-            left = int((~own.valid & ~paid).sum())
-            part = torch.where(paid.unsqueeze(-1), reward, own.reward)
+            errors = tuple(compress(own.errors, (~paid[~own.valid]).tolist()))
+            outcome = reward if own.reward.shape[-1] == 1 else at_last(rollouts, reward)
+            part = torch.where(paid.unsqueeze(-1), outcome, own.reward)
             correct = None if own.correct is None else torch.where(paid, right, own.correct)
             measures = own.measures | {"lenient": torch.where(paid, lenient, own.measures["lenient"])}
-            scores = replace(own, reward=part, valid=own.valid | paid, correct=correct, errors=own.errors[:left])
+            scores = replace(own, reward=part, valid=own.valid | paid, correct=correct, errors=errors)
             scores = replace(scores, measures=measures)
-        return replace(scores, measures=scores.measures | self._measures(rollouts, notes, outcomes))
+        return replace(scores, measures=scores.measures | self._measures(rollouts, outcomes))
 
-    def _measures(self, rollouts: Rollouts, notes: list[str], outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
+    def _measures(self, rollouts: Rollouts, outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
         shape = rollouts.mask.shape[:2]
-        if rollouts.turn is None or rollouts.waited is None:
+        if rollouts.turn is None or rollouts.waited is None or rollouts.notes is None:
             return {}
         names = dict.fromkeys(name for outcome in outcomes for name in outcome.metrics)
         values = {
             f"agent/{name}": torch.tensor([float(o.metrics.get(name, math.nan)) for o in outcomes]).view(shape)
             for name in names
         }
-        cut = torch.tensor([float(note.count(CUT)) for note in notes]).view(shape) + rollouts.truncated
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).float()
-        return {"turns": turns, "turns/cut": cut, "time/environment": rollouts.waited.sum(-1), **values}
+        return {"turns": turns, "turns/cut": count_cut(rollouts), "time/environment": rollouts.waited.sum(-1), **values}
 
 
 def play_agents(task: Any, model: Any, bound: Any) -> Any:

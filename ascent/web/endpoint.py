@@ -16,8 +16,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -42,9 +44,15 @@ ESCAPED, FRAME = 6, 2**18
 """The most bytes of a character in JSON; bytes of a request beside its text. No request of more can be read."""
 CALL = 32
 """Characters of a call beside its name and arguments."""
+REQUESTS_PER_SESSION = 4
+"""Requests of one session at once, most of which are answered with 409: a conversation has one turn at a time."""
+LARGE_REQUEST = 16_384
+"""Characters from which a request is rendered and tokenized in a worker thread, so that other clients do not wait."""
 COLDEST = 1e-4
 """Below this temperature the likeliest token is taken."""
 CONTEXT = "context_length_exceeded"
+ReadPrompt = Callable[[Session, ChatWriter], list[int]]
+"""Renders and tokenizes what a request adds to its session."""
 Events = asyncio.Queue[Drew | Done | None]
 """What the sampler tells of a turn; None: the client has left."""
 
@@ -87,6 +95,8 @@ class Endpoint:
         self.counts = {"requests": 0, "refused": 0, "rewritten": 0, "cancelled": 0}
         self.most_bytes = min(BODY, FRAME + ESCAPED * CHARACTERS * rules.context)
         self._reading = 0
+        self._large_writer = writer.for_thread()
+        self._large_worker = ThreadPoolExecutor(1, "ascent tokenizer")
         self._post = Post()
         self._routes: dict[tuple[str, str], Callable[[Asked, OpenSession | None], Awaitable[Response | None]]] = {
             ("GET", "/v1/models"): self._models,
@@ -139,9 +149,13 @@ class Endpoint:
             if allowed := [method for method, path in self._routes if path == scope["path"]]:
                 raise Denied(405, f"{what}: only {allowed[0]} is answered here", headers={"allow": allowed[0]})
             raise Denied(404, f"{what}: there is nothing here")
-        if self._reading >= 4 * self.desk.most:
+        if live is not None and live.reading >= REQUESTS_PER_SESSION:
+            raise Denied(429, "too many requests of this session at once", "rate_limit", {"retry-after": "1"})
+        if self._reading >= REQUESTS_PER_SESSION * self.desk.most:
             raise Denied(429, "too many requests at once", "rate_limit", {"retry-after": "1"})
         self._reading += 1
+        if live is not None:
+            live.reading += 1
         try:
             return await route(asked, live)
         except (Nonsense, Refused) as error:
@@ -153,6 +167,8 @@ class Endpoint:
             raise Denied(503, str(error)) from None
         finally:
             self._reading -= 1
+            if live is not None:
+                live.reading -= 1
 
     # ---- routes
 
@@ -173,9 +189,9 @@ class Endpoint:
         tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"), TOOLS)
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise Nonsense("tool_choice: auto or none. What the policy draws cannot be forced")
-        self._fits(sum(map(length_of, messages)) + len(json.dumps(tools)))
+        size = self._fits(sum(map(length_of, messages)) + len(json.dumps(tools)))
         wish, frame = read_wish(body), Frame(self.name, "chatcmpl", "chat.completion")
-        turn = self._begin(live, wish, lambda session: session.read_chat(messages, tools, self.writer), tools)
+        turn = await self._begin(live, wish, size, lambda s, writer: s.read_chat(messages, tools, writer), tools)
 
         def say(reply: AssistantTurn) -> None:
             turn.live.session.say(messages, tools, reply)
@@ -190,8 +206,9 @@ class Endpoint:
 
     async def _complete(self, asked: Asked, live: OpenSession | None) -> Response | None:
         body = await read_body(asked, self.most_bytes)
-        ids, wish = self._prompt(body.get("prompt")), read_wish(body, plain=True)
-        turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
+        prompt, wish = self._prompt(body.get("prompt")), read_wish(body, plain=True)
+        size = len(prompt) if isinstance(prompt, str) else 0
+        turn = await self._begin(live, wish, size, lambda s, writer: s.read_tokens(writer.encode(prompt)))
         frame, say = Frame(self.name, "cmpl", "text_completion"), self._say_nothing(turn)
         if wish.stream:
             stream = TurnStream(asked._send, frame, wish, turn.reader, self._plain_logprobs)
@@ -210,7 +227,7 @@ class Endpoint:
         if body.get("stream"):
             raise Nonsense("stream: tokens come whole here")
         ids, wish = self._tokens(body.get("token_ids"), "token_ids"), read_wish(settings, plain=True)
-        turn = self._begin(live, wish, lambda session: session.read_tokens(ids))
+        turn = await self._begin(live, wish, 0, lambda s, _: s.read_tokens(ids))
         done, _ = await self._draw(asked, turn, self._say_nothing(turn), reads=False)
         choice = {"index": 0, "token_ids": done.tokens, "finish_reason": reason_of(done), "logprobs": None}
         if wish.logprobs:
@@ -230,48 +247,63 @@ class Endpoint:
 
     # ---- a turn
 
-    def _begin(
+    async def _begin(
         self,
         live: OpenSession | None,
         wish: Wish,
-        read: Callable[[Session], list[int]],
+        size: int,
+        read: ReadPrompt,
         tools: Sequence[Schema] | None = None,
     ) -> PendingTurn:
-        """Hand a turn to the sampler, or say why not. `tools`: those of a chat; None: only words are read."""
+        """Submit a turn, or raise. `size`: characters to tokenize. `tools`: those of a chat; None: plain text."""
         once = live is None
         live = live or self.sessions.new()
-        if live.busy is not None:
+        if live.busy is not None or live.preparing:
             raise Denied(409, "this session has a request under way: a conversation has one turn at a time")
         live.check_open()
-        before = live.session
+        before, live.preparing = live.session, True
+        loop, large = asyncio.get_running_loop(), size > LARGE_REQUEST
+        writer = self._large_writer if large else self.writer
+        prepare = partial(self._prepare, loop, live, once, wish, writer, read, tools)
         try:
-            return self._hand_over(live, once, wish, read, tools)
+            turn = await loop.run_in_executor(self._large_worker, prepare) if large else prepare()
+            self.desk.submit(turn.request)
+            live.busy = turn.request
         except BaseException:
             live.session = before  # a request that is refused begins no session anew
             raise
+        finally:
+            live.preparing = False
+        if live.closed:  # meanwhile, by a thread that saw no request to end
+            self._abandon(turn)
+            live.check_open()
+        return turn
 
-    def _hand_over(
+    def _prepare(
         self,
+        loop: asyncio.AbstractEventLoop,
         live: OpenSession,
         once: bool,
         wish: Wish,
-        read: Callable[[Session], list[int]],
+        writer: ChatWriter,
+        read: ReadPrompt,
         tools: Sequence[Schema] | None,
     ) -> PendingTurn:
+        """Render and tokenize a turn and check its limits. Runs in a worker thread for large requests."""
         begun = "extended" if live.session.turns else "new"
         try:
             if live.session.rewritten:
                 raise Rewritten(live.session.rewritten)
-            new = read(live.session)
+            new = read(live.session, writer)
         except Rewritten as error:
-            new, begun = self._rewritten(live, error, read), "rewritten"
+            new, begun = self._rewritten(live, error, writer, read), "rewritten"
         session, rules = live.session, live.rules
         session.asked.update(wish.noted if rules.fixed else {})
         if not session.turns and wish.seed is not None and not rules.fixed:
             session.seed = wish.seed
         prompt, response = (session.prompt, session.response + new) if session.turns else (new, [])
         limit = self._limit(live, prompt, response, wish)
-        loop, events = asyncio.get_running_loop(), Events()
+        events = Events()
         own = {} if rules.fixed else own_settings(wish, rules)
         request = TurnRequest(
             prompt,
@@ -284,16 +316,11 @@ class Endpoint:
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
             watched=wish.stream,
         )
-        reader = self.writer.reader(tools or (), request.stop, None if tools is None else prompt + response)
-        self.desk.submit(request)
-        live.busy = request
-        turn = PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
-        if live.closed:  # meanwhile, by a thread that saw no request to end
-            self._abandon(turn)
-            live.check_open()
-        return turn
+        before = None if tools is None else prompt + response
+        reader = writer.reader(tools or (), request.stop, before, wish.one_call)
+        return PendingTurn(live, new, request, reader, events, time.monotonic() - live.answered, begun)
 
-    def _rewritten(self, live: OpenSession, error: Rewritten, read: Callable[[Session], list[int]]) -> list[int]:
+    def _rewritten(self, live: OpenSession, error: Rewritten, writer: ChatWriter, read: ReadPrompt) -> list[int]:
         """In a run the episode is invalid from here on; a server begins anew."""
         if not live.session.rewritten:
             self.counts["rewritten"] += 1
@@ -304,7 +331,7 @@ class Endpoint:
             ) from None
         self.desk.forget(live)
         live.anew()
-        return read(live.session)
+        return read(live.session, writer)
 
     def _limit(self, live: OpenSession, prompt: list[int], response: list[int], wish: Wish) -> int:
         """The most tokens of the next turn."""
@@ -391,18 +418,19 @@ class Endpoint:
 
     # ---- tokens and words
 
-    def _fits(self, characters: int) -> None:
+    def _fits(self, characters: int) -> int:
         if characters > CHARACTERS * self.rules.context:
             raise Denied(400, f"{characters} characters do not fit a context of {self.rules.context} tokens", CONTEXT)
+        return characters
 
-    def _prompt(self, prompt: Any) -> list[int]:
+    def _prompt(self, prompt: Any) -> str | list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
             raise Nonsense("prompt: one prompt per request")
         if isinstance(prompt, str):
             self._fits(len(prompt))
-            return list(self.writer.tokenizer(prompt)["input_ids"])
+            return prompt
         return self._tokens(prompt, "prompt")
 
     def _tokens(self, ids: Any, name: str) -> list[int]:

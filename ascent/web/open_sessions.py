@@ -56,6 +56,10 @@ class OpenSession:
     session: Session
     rules: Rules
     busy: TurnRequest | None = None
+    preparing: bool = False
+    """A request is being rendered and tokenized."""
+    reading: int = 0
+    """Requests that are being read or answered."""
     closed: str = ""
     """Why nothing more is answered."""
     cut: str = ""

@@ -4,17 +4,22 @@ It lies in the user's state folder (XDG_STATE_HOME, ~/.local/state), by the fold
 does not lie in that folder: what came with a folder from elsewhere is known to others.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import secrets
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 from ascent.records.code import state_folder
 
 LENGTH = 32
+LOCK_SECONDS = 60.0
+"""How long to wait for a file that another process has locked."""
 
 
 def kept_secret(runs: Path) -> tuple[bytes, str]:
@@ -22,10 +27,22 @@ def kept_secret(runs: Path) -> tuple[bytes, str]:
     try:
         folder = state_folder("lab")
         with open(folder / "lock", "w", opener=_private) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed: two first starts at once make one secret
+            lock_file(lock)  # until it is closed: two first starts at once make one secret
             return _read_or_make(folder / hashlib.sha256(os.fsencode(runs.resolve())).hexdigest()[:32]), ""
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
         return secrets.token_bytes(LENGTH), str(error)
+
+
+def lock_file(file: IO[Any]) -> None:
+    """Lock a file exclusively until it is closed; OSError if another process keeps it locked."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise BlockingIOError(errno.EAGAIN, f"another process has locked it for {LOCK_SECONDS:g} s") from None
+        time.sleep(0.02)
 
 
 def _read_or_make(path: Path) -> bytes:

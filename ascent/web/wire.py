@@ -16,6 +16,8 @@ from ascent.environments.sessions import Nonsense
 
 BODY = 8 * 2**20
 """Bytes of a request."""
+DISCARDED = 64 * 2**20
+"""Bytes of an oversized request that are received and discarded, so that its client can read the error."""
 NOTED = 100
 """Characters of a value that are noted."""
 STOPS = 16
@@ -42,6 +44,8 @@ class Wish(NamedTuple):
     usage: bool
     logprobs: bool
     ids: bool
+    one_call: bool
+    """At most one call of a tool is read."""
     noted: dict[str, Any]
     """All that differs from what a request says by default."""
 
@@ -63,13 +67,16 @@ class Frame:
 async def read_body(asked: Asked, most: int = BODY) -> dict[str, Any]:
     """The body of a request: a JSON object, of limited size."""
     length = asked.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
-        raise Denied(413, f"a request has at most {most} bytes")
-    body = bytearray()
-    async for piece in asked.stream():
-        body += piece
-        if len(body) > most:
-            raise Denied(413, f"a request has at most {most} bytes")
+    body, size = bytearray(), 0
+    if not length.isdecimal() or int(length) <= DISCARDED:
+        async for piece in asked.stream():  # to its end: a client that is still sending cannot read an error
+            size += len(piece)
+            if size <= most:
+                body += piece
+            elif size > DISCARDED:
+                break
+    if size > most or (length.isdecimal() and int(length) > most):
+        raise Denied(413, f"the request body has more than {most} bytes, the limit for this context length")
     try:
         value = json.loads(bytes(body))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, and no half characters
@@ -92,7 +99,6 @@ IGNORED = {
     "min_tokens": (0,),
     "guided_json": (),
     "best_of": (1,),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -130,6 +136,8 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         temperature = _number(body, "temperature", 1.0, 0.0, 100.0)
     if seed is not None and type(seed) is not int:
         raise Nonsense("seed: a whole number")
+    if type(parallel := body.get("parallel_tool_calls", True)) not in (bool, type(None)):
+        raise Nonsense("parallel_tool_calls: true or false")
     stream, options = body.get("stream") or False, body.get("stream_options") or {}
     if type(stream) is not bool or not isinstance(options, Mapping):
         raise Nonsense("stream: true or false")
@@ -150,6 +158,7 @@ def read_wish(body: Mapping[str, Any], plain: bool = False) -> Wish:
         bool(options.get("include_usage")),
         logprobs is not None and logprobs is not False if plain else bool(logprobs),
         bool(body.get("return_token_ids")),
+        parallel is False,
         {name: _noted(value) for name, value in {**asked, **noted}.items()},
     )
 

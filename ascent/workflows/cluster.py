@@ -231,7 +231,7 @@ class Launch:
         for attempt in range(self.restarts + 1):
             meet = self._ready()
             words, here = [*self.args, *(f"--trust={digest}" for digest in TRUSTED)], os.getcwd()
-            self.ray.get([rank.start.remote(words, meet, where, here, attempt) for rank in self.ranks])
+            self.ray.get([rank.start.remote(words, meet, where, here, attempt) for rank in self.ranks], timeout=PLACED)
             status = self._follow()
             if status in (0, REFUSED) or self.heard or attempt == self.restarts:
                 break
@@ -244,8 +244,8 @@ class Launch:
         until = time.monotonic() + PLACED
         while True:
             try:
-                return self.ray.get([rank.place.remote() for rank in self.ranks])[0]
-            except self.ray.exceptions.RayActorError as error:
+                return self.ray.get([rank.place.remote() for rank in self.ranks], timeout=PLACED)[0]
+            except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
                 if time.monotonic() > until:
                     raise Trouble(f"a learner does not come back: {str(error).splitlines()[0]}") from None
             time.sleep(POLL)
@@ -278,9 +278,9 @@ class Launch:
         try:
             while self.asked and rank is self.ranks[0]:
                 self.heard = True
-                self.ray.get(rank.interrupt.remote(self.asked.pop()))
-            words, status, wanted = self.ray.get(rank.poll.remote())
-        except self.ray.exceptions.RayActorError:
+                self.ray.get(rank.interrupt.remote(self.asked.pop()), timeout=PLACED)
+            words, status, wanted = self.ray.get(rank.poll.remote(), timeout=PLACED)
+        except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError):
             return 1
         for stream, data in words:
             self.say(stream, data)
@@ -329,7 +329,7 @@ def add_samplers(address: str | None, run: str | None, count: int) -> str:
     """Have so many more samplers started; the name of the run."""
     with joined(address) as ray:
         run = _only_run(ray, run)
-        ray.get(ray.get_actor("learner-0", namespace=run).want.remote(count))
+        ray.get(ray.get_actor("learner-0", namespace=run).want.remote(count), timeout=PLACED)
         return run
 
 
@@ -343,8 +343,8 @@ def remove_sampler(address: str | None, run: str | None, name: str) -> str:
         if len(names) == 1:
             raise Refused(f"{name} is the last sampler of {run}. To end the run, press Ctrl-C where it was started")
         actor = ray.get_actor(name, namespace=run)
-        with suppress(ray.exceptions.RayActorError):
-            ray.get(actor.leave.remote())
+        with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(actor.leave.remote(), timeout=PLACED)
         ray.kill(actor, no_restart=True)
         return run
 

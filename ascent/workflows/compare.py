@@ -1,12 +1,14 @@
 """Several settings over several seeds on all cores, paired by seed. One that was stopped resumes where it was."""
 
 import itertools
+import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
         raise Refused(f"--out {out}: cannot write there ({error.strerror})") from None
     configs = backend_of(next(iter(configs.values()))).comparable(configs)
     folders = {(name, seed): out / f"{_slug(name)}-s{seed}" for seed in seeds for name in configs}
-    with progress(len(folders), "runs") as advance, ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    workers = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
+    with progress(len(folders), "runs") as advance, workers as pool:
         # Workers ignore Ctrl-C except inside a run, which then saves and ends.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         waiting = [
@@ -49,6 +52,18 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     for (name, _), folder in folders.items():
         recognize(folder, configs[name])
     return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
+
+
+def end_with_parent() -> None:
+    """Let this worker end when the process that started it is killed: nobody else would end it."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_one(settings: dict[str, Any], folder: str) -> None:

@@ -7,7 +7,8 @@ All of it happens on loopback and in temporary folders. Each attack is tried twi
 own: against the library as it is, where it has to fail, and with the defence against it switched off, where it has to
 succeed. Besides, runs are killed at 100 moments, and have to end in the same bits as a run that nobody killed. And
 1,000 folders, damaged as a seed says, are shown, reported, sampled from, resumed, and opened in the lab by every
-route: without a traceback, a status of 500, a hang, or a byte written outside.
+route: without a traceback, a status of 500, a hang, or a byte written outside. Programs that cheat on their verdict
+are generated (`cheats.py`), too, and judged in batches; programs that are right have to pass beside them.
 
 `value` is the share of all tries that were held. `real` counts the attacks that succeed without their defence.
 """
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.attacks import folders, judges, lab, lives, looking, rewards, text
+from benchmarks.attacks import folders, judges, lab, lives, looking, rewards, text, verdicts
 from benchmarks.attacks.attempt import DEADLINE, Attack, Fork, outcome, scratch
 from benchmarks.attacks.stage import build_stage
 from benchmarks.common import close, show
@@ -102,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folders", type=int, default=1000, help="damaged folders")
     parser.add_argument("--kills", type=int, default=100, help="kills")
+    parser.add_argument("--cheats", type=int, default=1800, help="programs that cheat on their verdict")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="attacks with these words in their kind or name")
     parser.add_argument("--trial", action="store_true", help="a few of each, in seconds")
@@ -120,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 def attack_all(stage: Path, args: Any, count: int, kills: int) -> int:
     began = time.monotonic()
     attacks = [attack for module in MODULES for attack in module.attacks(stage)]
+    attacks += verdicts.attacks(stage, args.seed, args.cheats)
     attacks = [a for a in attacks if args.only in f"{a.kind} {a.name}" and (not args.trial or a.name in TRIAL)]
     print(f"{len(attacks)} attacks, each with its defence and without it …", flush=True)
     results = try_all(attacks)

@@ -52,18 +52,27 @@ POSTED = {
     "/api/view/notes": {"id": "bad", "text": "seen", "tags": ["x"], "revision": ""},
     "/api/trainings": {"sides": [], "steps": 1},
 }
+SMALL_POLICY = ("--length", "2", "--numbers", "3", "--policy.width", "8", "--policy.layers", "1", "--policy.heads", "2")
 COMMANDS = (
-    ("show",),
-    ("show", "--json"),
-    ("show", "--step", "1"),
-    ("report", "--out", "{out}"),
-    ("report",),
-    ("sample", "1 0"),
-    ("resume",),
-    ("resume", "--from", "4"),
+    ("show", "{run}"),
+    ("show", "{run}", "--json"),
+    ("show", "{run}", "--step", "1"),
+    ("report", "{run}", "--out", "{out}"),
+    ("report", "{run}"),
+    ("sample", "{run}", "1 0"),
+    ("eval", "{run}", "--prompts", "2"),
+    ("pairs", "{run}", "{out}.pairs.jsonl", "--count", "2"),
+    ("label-steps", "{run}", "{out}.steps.jsonl", "--prompts", "1"),
+    ("export", "{run}", "{out}.model"),
+    ("serve", "{run}"),
+    ("play", "{run}"),
+    ("train", "--config", "{run}/config.json", "--steps", "1", "--out", "{out}.again"),
+    ("train", "sort", "--init", "{run}", "--steps", "1", "--out", "{out}.next", *SMALL_POLICY),
+    ("resume", "{run}"),
+    ("resume", "{run}", "--from", "4"),
 )
-"""The commands that read a run. The first report and the pictures of a comparison are only part of a thorough tour."""
-THOROUGH = ("report --out {out}", "/api/view/compare.svg")
+"""Every command that loads a run. The first report, and pictures of a comparison, are part of a thorough tour only."""
+THOROUGH = ("report {run} --out {out}", "/api/view/compare.svg")
 FEW = 2
 """Charts that the report of a tour has that is not thorough: each takes a tenth of a second to draw."""
 
@@ -86,9 +95,9 @@ def tour(root: Path, ours: bool, out: Path, complain: Callable[[str], None], tho
             if path == "/api/view/runs" and "good" not in {row["id"] for row in answer.json()["runs"]}:
                 complain("the run beside it has lost its row")
     training.plot = lambda _: None  # a second each, and it reads what the curves have read
-    for name, *flags in COMMANDS:
-        if (ours or name == "report") and (thorough or " ".join((name, *flags)) not in THOROUGH):
-            run_command([name, str(root / "bad"), *(flag.format(out=out) for flag in flags)], complain)
+    for command in COMMANDS:
+        if (ours or command[0] == "report") and (thorough or " ".join(command) not in THOROUGH):
+            run_command([word.format(run=root / "bad", out=out) for word in command], complain)
 
 
 def draw_few_charts() -> None:

@@ -162,7 +162,7 @@ def share_out(parts: Any, ranks: RankGroup) -> None:
 
 def follow(parts: Any, ranks: RankGroup) -> None:
     """Do what rank 0 orders until it ends the run. It alone hears of Ctrl-C, and decides what is saved."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     algorithm, learner = parts.config.algorithm, parts.learner
     own = {"step": (algorithm.objective, algorithm.update), "fit": (getattr(algorithm.critic, "loss", None),)}

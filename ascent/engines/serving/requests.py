@@ -15,11 +15,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ascent.core.protocols import Open, Sampler, Ticket
-from ascent.core.types import Prompts, Rollouts, Trouble
-from ascent.engines.language.sampling.draw import response_seeds
+from ascent.core.types import Rollouts, Trouble
 from ascent.engines.language.sampling.requests import conversations_drawn
 from ascent.engines.language.sampling.stops import Stops
 from ascent.engines.requests import Desk, Done, Drew, TurnRequest
@@ -196,37 +195,26 @@ class VisitedServers(ServedSampler):
 
     latest = Timeline()
 
-    def submit(self, tickets: list[Ticket]) -> None:
-        Sampler.submit(self, tickets)
-
-    def held(self) -> tuple[Open, ...]:
-        return Sampler.held(self)
-
     def finished(self, step: int, deadline: float) -> Any:
         return Sampler.finished(self, step, deadline)
 
     def _whole(self, one: Open) -> Rollouts:
-        rollouts = super()._whole(one)
-        if rollouts is not one.drawn:
-            self.timeline.add(self.latest)
+        if one.drawn is not None:
+            return one.drawn
+        rollouts = self._now(one.ticket, self._seeds(one.ticket) if one.seeds is None else one.seeds, None)
+        self.timeline.add(self.latest)
         return rollouts
 
-    def generate(
-        self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
-    ) -> Rollouts:
+    def _now(self, ticket: Ticket, seeds: Tensor, limit: int | None) -> Rollouts:
+        prompts, samples, limit = ticket.prompts, ticket.samples, limit or self.limit
         if prompts.play is None:
-            return super().generate(prompts, samples, greedy, limit=limit, seed=seed)
-        if self.fleet.version != self.version:
-            self._send()
-        count, limit = len(prompts) * samples, limit or self.limit
-        seeds = list(range(count))
-        if not greedy:
-            seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
-        limits = torch.full((len(prompts),), limit) if prompts.limits is None else prompts.limits.clamp(max=limit)
-        with closing(prompts.play(prompts, samples, seeds)) as visits:
-            visits.begin(limits.repeat_interleave(samples).tolist(), self.temperature, None, greedy)
+            return super()._now(ticket, seeds, limit)
+        luck = list(range(seeds.numel())) if ticket.greedy else seeds.flatten().tolist()
+        with closing(prompts.play(prompts, samples, luck)) as visits:
+            limits = self._limits(prompts, limit).repeat_interleave(samples).tolist()
+            visits.begin(limits, limit, self.temperature, None, ticket.greedy)
             serve = ServedDesk(visits.desk, self.fleet, self.lm, self.version, self.look)
             serve()
             self.latest = serve.timeline
-            temperature = 1.0 if greedy else self.temperature
-            return conversations_drawn(prompts, samples, limit, visits.records(), temperature, self.version, True)
+            most, temperature = min(limit, self.most or limit), 1.0 if ticket.greedy else self.temperature
+            return conversations_drawn(prompts, samples, most, visits.records(), temperature, self.version, True)

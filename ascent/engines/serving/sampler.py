@@ -198,6 +198,11 @@ class ServedSampler(Sampler):
             return torch.zeros(shape, dtype=torch.long)
         return response_seeds(*shape, self.generator, ticket.seed)
 
+    def _limits(self, prompts: Prompts, limit: int) -> Tensor:
+        """The most tokens of a response to each prompt that are drawn."""
+        most = min(limit, self.most or limit)
+        return torch.full((len(prompts),), most) if prompts.limits is None else prompts.limits.clamp(max=most)
+
     def _begin_all(self, step: int = -1) -> None:
         """All that is not begun; conversations only of this step."""
         for one in self.pending:
@@ -209,11 +214,11 @@ class ServedSampler(Sampler):
         assert one.seeds is not None
         prompts, each, ends = one.ticket.prompts, UnderWay(one.ticket, limit, one.seeds), tuple(sorted(self.lm.ends))
         self._open[one.ticket] = each
-        limits = torch.full((len(prompts),), limit) if prompts.limits is None else prompts.limits.clamp(max=limit)
+        limits = self._limits(prompts, limit)
         if prompts.play is not None:
             luck = list(range(one.seeds.numel())) if one.ticket.greedy else one.seeds.flatten().tolist()
             episodes = prompts.play(prompts, one.ticket.samples, luck)
-            each.turns = Turns(episodes, limits.repeat_interleave(one.ticket.samples), self.most, limit)
+            each.turns = Turns(episodes, limits.repeat_interleave(one.ticket.samples), limit)
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()
             most = int(limits[i]) if each.turns is None else each.turns.limit(i * one.ticket.samples)
@@ -250,7 +255,8 @@ class ServedSampler(Sampler):
                 timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
                 for each in wanted:
                     self._hear(each)
-                self._receive(until, POLL if any(each.waiting for each in wanted) else self.look)
+                if not any(each.ready for each in wanted):
+                    self._receive(until, POLL if any(each.waiting for each in wanted) else self.look)
         finally:
             timeline.stop()
             for each in wanted:
@@ -373,7 +379,7 @@ class ServedSampler(Sampler):
             problem=prompts.problem,
             response=padded("tokens", torch.long),
             logp_sampler=padded("logp", torch.float32),
-            limit=each.limit,
+            limit=min(each.limit, self.most or each.limit),
             limits=prompts.limits,
             truncated=~torch.tensor([[answer.ended for answer in group] for group in groups]),
             temperature=1.0 if ticket.greedy else self.temperature,  # the engine's greedy log-probs have none

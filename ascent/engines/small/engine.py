@@ -109,7 +109,7 @@ class SmallSampler(Sampler):
         count = shape[0] * shape[1]
         seeds = torch.arange(count) if greedy else torch.randint(2**62, (count,), generator=stream)
         with closing(prompts.play(prompts, samples, seeds.tolist())) as episodes:
-            turns = Turns(episodes, torch.full((count,), self.limit), 0, self.limit)
+            turns = Turns(episodes, torch.full((count,), self.limit), self.limit)
             follow = Conversation(turns, count, self.policy.space.end)
             random = None if greedy else stream
             drawn = self.policy.sample_turns(prompts.prompt, samples, self.temperature, random, follow)

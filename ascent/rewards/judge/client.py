@@ -6,7 +6,6 @@ any other refusal (400: the text is too long, …)    this question fails, the o
 """
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from ascent.core.types import Refused, Trouble
 from ascent.rewards.judge.patterns import Searches
 from ascent.rewards.judge.settings import SHORTEST_SECRET, Judge
 from ascent.tasks.text.base import Message
+from ascent.web.secret import lock_file
 
 Messages = list[Message]
 Answer = dict[str, Any]
@@ -338,7 +338,7 @@ class Answers:
         line = json.dumps({"key": key, **answer}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
             with open(self.path, "a+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                lock_file(file)
                 incomplete = self._catch_up(file)
                 file.write(b"\n" + line if incomplete else line)
                 file.flush()

@@ -112,7 +112,9 @@ class TextTask(BaseTask):
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
     """Walls around code that is not trusted: auto (the best there are, else refused) | bubblewrap | landlock | none."""
     sandbox_read: tuple[str, ...] = ()
-    """Files and folders that code in the sandbox can read, beside Python and its packages."""
+    """Files and folders that code in the sandbox can read, beside Python."""
+    sandbox_packages: tuple[str, ...] = ()
+    """Installed packages that code in the sandbox can import, beside numpy, scipy, pandas, sympy and networkx."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call in its turns: a list of calculator, python (in a sandbox),
     python:FILE:FUNCTION,FUNCTION."""
@@ -202,7 +204,9 @@ class TextTask(BaseTask):
     @property
     def sandbox_settings(self) -> SandboxSettings:
         """The sandbox of rewards."""
-        return SandboxSettings(self.sandbox, self.reward_seconds, self.reward_memory, self.sandbox_read)
+        return SandboxSettings(
+            self.sandbox, self.reward_seconds, self.reward_memory, self.sandbox_read, self.sandbox_packages
+        )
 
     @property
     def tool_sandbox(self) -> SandboxSettings:
@@ -294,11 +298,11 @@ class TextTask(BaseTask):
         return [{"role": "system", "content": self.system}, *chat] if self.system is not None else chat
 
     def limit(self, problem: Problem) -> int:
-        """The most tokens of a response to this problem, in a conversation with those that are observed."""
+        """The most tokens of a response to this problem that are drawn."""
         own = self.max_tokens if problem.max_tokens is None else min(problem.max_tokens, self.max_tokens)
         if own < max(self.min_tokens, 1):
             refuse(f"a problem has max_tokens {own}: it has to be at least {max(self.min_tokens, 1)} (--min-tokens)")
-        return own + self.room - self.max_tokens
+        return own
 
     def graded(self, strict: bool, lenient: bool, reason: str = "") -> Graded:
         """The grade of a response that is right or not, in the right form or not."""

@@ -16,12 +16,13 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascent.sandbox.box import BoxLimits
-from ascent.sandbox.judge import CodeProblem, ProgramJudge
+from ascent.sandbox.box import BoxLimits, Broken
+from ascent.sandbox.judge import CodeProblem, ProgramJudge, Verdict, entry_is_class
 from ascent.tasks.base import refuse
 from ascent.tasks.files import absolute_path, file_stamp, read_jsonl, require_columns
 from ascent.tasks.text.base import Graded, Problem
@@ -112,14 +113,15 @@ class Code(TableTask):
         if not given and not re.search(rf"\b{entry}\b", prompt):
             words = f"{prompt.rstrip()}\nCall it `{entry}`."
         columns = {"entry_point": entry, "tests": tests, "setup": setup, "given": given, "solution": solution}
+        columns["is_class"] = entry_is_class(entry, (setup, prompt, solution or ""))
         return Problem(words, solution, columns)
 
     def grade(self, problem: Problem, response: str) -> Graded:
         columns = problem.columns
         prelude = tuple(filter(None, (columns["setup"], columns["given"])))
-        code = CodeProblem(columns["entry_point"], tuple(columns["tests"]), prelude)
-        judge = _judge(self.sandbox, self.code_seconds, self.code_memory, self.sandbox_read)
-        verdict = judge(code, programs_of(response, columns["given"]))
+        code = CodeProblem(columns["entry_point"], tuple(columns["tests"]), prelude, columns["is_class"])
+        judge = _judge(self.sandbox, self.code_seconds, self.code_memory, self.sandbox_read, self.sandbox_packages)
+        verdict = judge_twice(judge, code, programs_of(response, columns["given"]))
         formed = in_form(response, columns["entry_point"])
         worth = verdict.share if self.partial and not verdict.right else float(verdict.right)
         reason = verdict.why or f"{verdict.passed} of {verdict.total} tests pass"
@@ -128,7 +130,7 @@ class Code(TableTask):
         return Graded(worth * (1.0 if formed else self.lenient), verdict.right and formed, verdict.right, reason)
 
     def prepare(self) -> None:
-        _judge(self.sandbox, self.code_seconds, self.code_memory, self.sandbox_read).start()
+        _judge(self.sandbox, self.code_seconds, self.code_memory, self.sandbox_read, self.sandbox_packages).start()
 
     def gold(self, problem: Problem) -> str | None:
         solution, entry = problem.columns["solution"], problem.columns["entry_point"]
@@ -145,9 +147,20 @@ class Code(TableTask):
 
 
 @functools.lru_cache(maxsize=4)
-def _judge(kind: str, seconds: float, memory: float, readable: tuple[str, ...]) -> ProgramJudge:
+def _judge(
+    kind: str, seconds: float, memory: float, readable: tuple[str, ...], packages: tuple[str, ...]
+) -> ProgramJudge:
     """The sandboxes of this process."""
-    return ProgramJudge(BoxLimits(seconds, memory), kind, readable)
+    return ProgramJudge(BoxLimits(seconds, memory), kind, readable, packages)
+
+
+def judge_twice(judge: ProgramJudge, problem: CodeProblem, programs: list[str]) -> Verdict:
+    """The verdict. Where a sandbox is killed under a program, it is judged again; it is wrong if that happens again."""
+    for _ in range(2):
+        with suppress(Broken):
+            return judge(problem, programs)
+    judge.start()  # raises `Broken` where the machine, and not the program, is at fault
+    return Verdict(0, 0, "the program ends its sandbox")
 
 
 def read_humaneval() -> Rows:

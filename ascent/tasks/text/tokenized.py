@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ from ascent.tasks.text.grading import Early, Grading
 
 PADDING = -1
 """Fills up short prompts; no token."""
+ROLES = frozenset({"user", "tool", "assistant", "model", "system", "ipython", "environment", "observation", "function"})
+"""Words by which chat templates name who speaks; behind a control token they are no part of what is said."""
 _REMEMBERED = 100_000
 """Problems that are remembered, so that those of an endless task are not made again to be graded."""
 _COUNTED = 10_000
@@ -234,20 +236,35 @@ class TokenizedTask(BoundBase):
         return scoring.add_process_rewards(scores, rollouts, parts)
 
     def _step_scores(self, model: Any, rollouts: Rollouts) -> tuple[scoring.PerToken, Tensor]:
-        """What a process reward gives at the last tokens of steps, and where those are."""
+        """What a process reward gives at the last tokens of steps, and where those are.
+
+        Each turn of a conversation is rated behind the chat before it, in which observations are the user's messages.
+        """
         score, ends = torch.zeros(rollouts.mask.shape), torch.zeros_like(rollouts.mask)
         responses: list[tuple[list[Message], list[str], bool]] = []
         places: list[tuple[int, int, Tensor]] = []
         for p, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
             chat = self.question(rollouts, p).chat
             for s, (response, mask) in enumerate(zip(group, masks, strict=True)):
-                ids = response[mask].tolist()
-                steps, last = self.cut_steps(ids, model.separator)
-                responses.append((chat, steps, bool(ids) and ids[-1] in self.ends))
-                places.append((p, s, mask.nonzero().flatten()[last]))
+                before, is_drawn = list(chat), mask.tolist().__getitem__
+                for drawn, run in groupby(rollouts.present[p, s].nonzero().flatten().tolist(), is_drawn):
+                    tokens = torch.tensor(list(run))
+                    ids = response[tokens].tolist()
+                    if drawn:
+                        steps, last = self.cut_steps(ids, model.separator)
+                        responses.append((before, steps, ids[-1] in self.ends))
+                        places.append((p, s, tokens[last]))
+                        before = [*before, {"role": "assistant", "content": self.words(ids)}]
+                    elif len(before) > len(chat):  # the rest of a prompt comes before the first turn
+                        before = [*before, {"role": "user", "content": self._observation(ids)}]
         for (p, s, tokens), values in zip(places, model.rate(responses), strict=True):
             score[p, s, tokens], ends[p, s, tokens] = torch.tensor(values), True
         return score, ends
+
+    def _observation(self, ids: list[int]) -> str:
+        """An observation in words; control tokens have none."""
+        runs = groupby(ids, key=lambda token: bool(self.encoder.decode([token])))
+        return observed_words([self.encoder.decode(list(run)) if words else "" for words, run in runs])
 
     def _responses(self, rollouts: Rollouts) -> list[tuple[Problem, str]]:
         """Every response in words, with its problem."""
@@ -368,6 +385,24 @@ def pad_prompts(rows: list[list[int]]) -> Int[Tensor, "prompt position"]:
 
 def _words(chat: list[Message]) -> str:
     return "\n\n".join(message["content"] for message in chat)
+
+
+def observed_words(pieces: Sequence[str]) -> str:
+    """An observation without what the chat template writes around it.
+
+    Control tokens have no text. What stands between two of them may begin with a line that names the speaker.
+    """
+    parts: list[str] = [""]
+    for piece in pieces:
+        if piece:
+            parts[-1] += piece
+        elif parts[-1]:
+            parts.append("")
+    if len(parts) > 1:
+        for i, part in enumerate(parts):
+            first, _, rest = part.lstrip().partition("\n")
+            parts[i] = rest if first.strip() in ROLES else part
+    return "".join(parts).strip() or "".join(pieces).strip()
 
 
 def split_steps(pieces: list[str], separator: str) -> tuple[list[str], list[int]]:

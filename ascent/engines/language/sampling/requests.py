@@ -285,10 +285,10 @@ class VisitedSampler(LanguageSampler):
         if not greedy:
             seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
         with closing(prompts.play(prompts, samples, seeds)) as visits:
-            visits.begin(self.limits(prompts, samples, limit).tolist(), self.temperature, self.support, greedy)
+            visits.begin(self.limits(prompts, samples, limit).tolist(), limit, self.temperature, self.support, greedy)
             self.latest = serve_requests(self, visits.desk, count, limit, visits.longest)
-            how = (self.temperature, self.version, self.support.whole)
-            return conversations_drawn(prompts, samples, limit, visits.records(), *how)
+            most, how = min(limit, self.most or limit), (self.temperature, self.version, self.support.whole)
+            return conversations_drawn(prompts, samples, most, visits.records(), *how)
 
 
 def conversations_drawn(

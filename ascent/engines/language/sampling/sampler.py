@@ -115,10 +115,11 @@ class LanguageSampler(Sampler):
         return lambda responses, tokens: tell([identities[response // samples] for response in responses], tokens)
 
     def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
-        """The most tokens of each response."""
+        """The most tokens of each response that are drawn."""
+        most = min(limit, self.most or limit)
         if prompts.limits is None:
-            return torch.full((len(prompts) * samples,), limit)
-        return prompts.limits.clamp(max=limit).repeat_interleave(samples)
+            return torch.full((len(prompts) * samples,), most)
+        return prompts.limits.clamp(max=most).repeat_interleave(samples)
 
     # ---- ahead of a step: responses of later steps fill the lanes that its own leave free
 
@@ -203,7 +204,7 @@ class LanguageSampler(Sampler):
         count = len(prompts) * samples
         luck = list(range(count)) if seeds is None else seeds.tolist()
         with closing(prompts.play(prompts, samples, luck)) as episodes:
-            yield Turns(episodes, limits, self.most, limit)
+            yield Turns(episodes, limits, limit)
 
     @contextmanager
     def prepared(self) -> Iterator[Head]:
@@ -252,7 +253,7 @@ class LanguageSampler(Sampler):
             problem=prompts.problem,
             response=part(drawn.token),
             logp_sampler=part(drawn.logp),
-            limit=drawn.limit,
+            limit=min(drawn.limit, self.most or drawn.limit),
             limits=prompts.limits,
             truncated=~drawn.ended[rows].view(shape),
             temperature=self.temperature,

@@ -82,13 +82,7 @@ def side_settings(state: ControlState, side: str) -> tuple[str, dict[str, Any]]:
 
 def config_of(state: ControlState, side: str) -> Config:
     """Checked by the library's own validator: what cannot be is refused with its reason."""
-    config = configure(*side_settings(state, side))
-    if config.algorithm.loss.sequence and config.task.reward == "process":
-        raise Refused(
-            "--loss sequence-ratio needs one advantage per response, but --reward process gives one per token: "
-            "choose another reward"
-        )
-    return config
+    return configure(*side_settings(state, side))
 
 
 def _command(state: ControlState, side: str) -> str:

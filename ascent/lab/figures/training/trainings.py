@@ -12,7 +12,6 @@ runs/.lab/<run>/exit     its exit code, written by the shell that waits for it, 
 runs/.lab/lock           is held while one is started
 """
 
-import fcntl
 import itertools
 import json
 import os
@@ -36,6 +35,7 @@ from ascent.records.plot import plot_runs
 from ascent.records.reading import is_metrics, open_regular, parse_json, read_regular
 from ascent.records.run import Run, run_label
 from ascent.settings import configure
+from ascent.web.secret import lock_file
 
 MOST = 4
 """Trainings at a time: more would only slow one another down."""
@@ -81,7 +81,7 @@ class Trainings:
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(folder / "lock", flags, 0o600)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            lock_file(lock)
             yield
 
     def _start(self, config: Config, task: str, settings: dict[str, Any], side: str, steps: int) -> str:

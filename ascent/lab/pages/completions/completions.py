@@ -369,7 +369,7 @@ def _clips(loss: Any, logp: list[float], logp_old: list[float], advantage: list[
     made: Row = {}
     if loss.sequence:
         made["sequence_ratio"] = json_number(float(torch.exp(loss.log_ratio(now - old, counted))))
-    clips = loss.clipped(now, old, δ[..., :1] if loss.sequence else δ, counted)
+    clips = loss.clipped(now, old, δ, counted)
     if clips is None:
         return made
     low, high = (side & counted for side in clips)

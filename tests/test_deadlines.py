@@ -1,0 +1,68 @@
+"""Waits end: for a lock that another process keeps, and for actors of a cluster that do not answer."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ascent.core.types import Trouble
+from ascent.rewards.judge.client import Answers
+from ascent.web import secret
+from ascent.workflows import cluster
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(cluster, "PLACED", 0.1)
+
+
+def test_a_lab_whose_secret_is_locked_starts_with_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    kept, why = secret.kept_secret(tmp_path)
+    assert not why and secret.kept_secret(tmp_path) == (kept, "")
+    with open(tmp_path / "ascent" / "lab" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other, why = secret.kept_secret(tmp_path)
+    assert other != kept and "another process has locked it" in why
+    assert secret.kept_secret(tmp_path) == (kept, "")
+
+
+def test_a_judges_cache_that_stays_locked_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    cache = Answers(tmp_path / "answers.jsonl")
+    cache.put("a", {"text": "1"})
+    with open(tmp_path / "answers.jsonl", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Trouble, match="another process has locked it"):
+            cache.put("b", {"text": "2"})
+    cache.put("b", {"text": "2"})
+    again = Answers(tmp_path / "answers.jsonl")
+    assert [again.get(key) for key in ("a", "b")] == [{"text": "1"}, {"text": "2"}]
+
+
+class SilentRay:
+    """A cluster whose actors are there and never answer: a call without a deadline would wait for good."""
+
+    class exceptions:
+        class RayActorError(Exception): ...
+
+        class GetTimeoutError(TimeoutError): ...
+
+    def get(self, call: Any, timeout: float | None = None) -> Any:
+        assert timeout is not None, "a wait without a deadline"
+        raise self.exceptions.GetTimeoutError("Get timed out")
+
+
+def silent_actor() -> Any:
+    return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_: None) for name in ("place", "poll", "interrupt")})
+
+
+def test_learners_of_a_cluster_that_do_not_answer_end_the_run() -> None:
+    run: Any = SimpleNamespace(ray=SilentRay(), ranks=[silent_actor()], asked=[], drawing=[], heard=False)
+    with pytest.raises(Trouble, match="a learner does not come back"):
+        cluster.Launch._ready(run)
+    assert cluster.Launch._hear(run, run.ranks[0]) == 1
