@@ -266,6 +266,7 @@ NEEDS: list[dict[str, Any]] = [
     {"sandbox": "none"},
     {"sandbox_read": ["/"]},
     {"sandbox-read": ["/"]},
+    {"sandbox_packages": ["requests"]},
     {"reward_env": ["SECRET"]},
     {"source": "/x/rows.jsonl"},
     {"source": "rows.jsonl"},

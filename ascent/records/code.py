@@ -40,12 +40,13 @@ _OBJECT = r"object:[^:]*"
 _NAME = rf"[\w.+-]*|{_OBJECT}"
 _FORMS = "old_logp dtype optimizer_state shard norm per form estimator level schedule check engine engine_transport"
 _TEXTS = "system instruction stop separator prompt_column answer_column response_column limit_column lora_targets"
-_NEEDED = "engine_url engine_python engine_args engine_key_env engine_key_file reward_env sandbox_read options judge"
+_ENGINE = ("engine_url", "engine_python", "engine_args", "engine_key_env", "engine_key_file")
+_NEEDED = (*_ENGINE, "reward_env", "sandbox_read", "sandbox_packages", "options", "judge")
 _FILES = ("source", "test_file", "path", "demonstrations", "pairs", "labels", "init", "model")
 PLAIN: dict[str, str] = {
     **dict.fromkeys(("task", "preset", "algorithm", *CHOICES, "eval", "record_rollouts", *_FORMS.split()), _NAME),
     **dict.fromkeys((*_TEXTS.split(), "subset", "split", "test_split"), r"(?s).*"),
-    **dict.fromkeys((*_FILES, *_NEEDED.split()), ""),
+    **dict.fromkeys((*_FILES, *_NEEDED), ""),
     **dict.fromkeys(("source", "agent"), _OBJECT),
     **dict.fromkeys(("device", "reward_device"), r"[\w:]*"),
     **dict.fromkeys(("reward", "tools"), rf"[^:]*|[^:]*\*?\s*{_OBJECT}"),
