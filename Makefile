@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo lab docs smollm2 browser sandbox compiler engines engines-test verifiers openenv bridges-test cluster-test wheel test smokes check clean
+.PHONY: setup demo lab docs smollm2 browser sandbox compiler engines engines-test verifiers openenv bridges-test cluster-test kernels-test wheel test smokes check clean
 
 # The demo needs the package alone, the lab its extra, and everything else needs the extras of the tests.
 setup: .venv/.installed
@@ -114,6 +114,15 @@ bridges-test: setup verifiers openenv
 
 cluster-test: setup .engines/ray/.installed
 	PYTHONPATH=$(CURDIR)/.engines/ray $(TESTS) -p no:cacheprovider tests/cluster_ray.py
+
+# The Triton kernels on a CPU, by Triton's interpreter, against their references in torch. Triton and a NumPy that its
+# interpreter works with lie beside the environment, for these tests alone: 700 MB. Two minutes.
+.engines/triton/.installed:
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(@D) triton==3.6.0 numpy==2.3.5
+	@touch $@
+
+kernels-test: setup .engines/triton/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/.engines/triton $(TESTS) -p no:cacheprovider -n 2 -m "not smoke" tests/test_kernels.py tests/test_cuda_decoder.py
 
 # The wheel, installed with no extras into an empty environment: the demo runs, and what needs an extra says so. Minutes.
 wheel: setup

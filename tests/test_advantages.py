@@ -24,7 +24,7 @@ from ascent.core.advantages import (
     Raw,
     RunningMean,
 )
-from ascent.core.types import Batch
+from ascent.core.types import Batch, Refused
 
 S3 = math.sqrt(3)
 
@@ -370,3 +370,9 @@ def test_running_mean_skips_failed_responses_and_keeps_other_memories() -> None:
 def test_running_mean_remembers_totals() -> None:
     """Per token, the step's mean is that of the whole responses: (6 + 4)/2 = 5."""
     assert RunningMean(0.5).after(batch_of(STEPS, ENDS), {"baseline": 0.0}) == {"baseline": 2.5}
+
+
+@pytest.mark.parametrize("wrong", [{"eps": -1e-3}, {"eps": float("nan")}, {"ddof": 2}, {"ddof": -1}])
+def test_a_normalization_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=r"--advantage\.eps is .*ddof 0 or 1"):
+        Normalized(**wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -267,6 +268,18 @@ def test_a_small_policy_is_drawn_whole_and_resumes_too(tmp_path: Path) -> None:
         assert [line.get("sampling/lag") or 0 for line in lines] == [0, 1, 2, 2, 2, 2]
         again = ascent.resume(run, from_step=3)
         assert numbers(again) == lines and (again.checkpoints[-1] / "params.safetensors").read_bytes() == kept
+
+
+def test_a_resume_refuses_responses_that_are_older_than_its_ahead_allows(tmp_path: Path) -> None:
+    """With --ahead 2 the checkpoint of step 3 holds responses for steps 3 and 4. With --ahead 1 step 4 is too early."""
+    given = {"steps": 5, "prompts": 2, "samples": 2, "checkpoint_every": 3, "keep": 9, "eval_every": 5, "ahead": 2}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, algorithm="dr-grpo", **given)
+    config = json.loads((run.folder / "config.json").read_text())
+    (run.folder / "config.json").write_text(json.dumps(config | {"ahead": 1}))
+    with pytest.raises(Refused, match=r"step 3 holds responses for step 4.*--ahead 1.*Set it to 2 or more"):
+        ascent.resume(run.folder, from_step=3)
+    (run.folder / "config.json").write_text(json.dumps(config))
+    assert numbers(ascent.resume(run.folder, from_step=3)) == numbers(run)
 
 
 def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ SMALL = (
     "lab_overlay",
     "lab_large",
     "attacks",
+    "mutants",
     "first_minutes",
     "plan",
 )

@@ -164,6 +164,30 @@ def test_sums_of_gradients_are_unbiased() -> None:
     assert float(off.abs().max()) < 4.5 and abs(float(off.mean())) < 0.3
 
 
+def test_both_moments_and_every_micro_batch_are_rounded_by_bits_of_their_own() -> None:
+    """With m = v = g the exact moments are equal, so that the same bits would round them alike everywhere."""
+    p = torch.zeros(4000, dtype=torch.bfloat16)
+    optimizer = CompactAdamW([p], [p.float()], torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.9)), 0)
+    m, v = (optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq"))
+    m.fill_(1.0), v.fill_(1.0)
+    p.grad = torch.full_like(p, 1.0078125)  # 1 + 2⁻⁷: m becomes 1 + 2⁻⁷/10, and v 1 + 2⁻⁷/5 + 2⁻¹⁴/10
+    optimizer.step()
+    up = [moment > 1 for moment in (m, v)]
+    assert [float(x.float().mean()) for x in up] == pytest.approx([0.1, 0.2], abs=0.03)
+    assert float((up[0] & up[1]).float().mean()) == pytest.approx(0.1 * 0.2, abs=0.012), "independent, and not nested"
+
+    q = torch.ones(4000, dtype=torch.bfloat16, requires_grad=True)
+    summing = CompactAdamW([q], [q.detach().float()], torch.optim.AdamW([q], lr=1e-3), 0)
+    part = torch.full((4000,), 2.0**-9, dtype=torch.bfloat16)  # a quarter of the distance from 1 to the next number
+    with summing.summing():
+        (q * torch.ones_like(part)).sum().backward()
+        for _ in range(3):
+            (q * part).sum().backward()
+    steps = ((q.grad - 1) * 128).int()  # type: ignore[operator]
+    counts = torch.bincount(steps.flatten(), minlength=4).double() / 4000
+    assert counts.tolist() == pytest.approx([27 / 64, 27 / 64, 9 / 64, 1 / 64], abs=0.04), "three independent draws"
+
+
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for chunk in (2**22, 7):

@@ -202,6 +202,15 @@ def test_draws(kernels: ctypes.CDLL, words: int, temperature: float) -> None:
     assert torch.allclose(logp.double(), own.log(), atol=1e-5)
 
 
+def test_a_draw_at_0_passes_over_blocks_without_probability(kernels: ctypes.CDLL) -> None:
+    """Words are added up in blocks of 256. Where the first ones have no probability, u = 0 draws the first that has."""
+    z = torch.full((3, 1000), float("-inf"))
+    z[0, 300:], z[1, 999], z[2, 256:] = 0.0, 1.0, torch.linspace(0, 1, 744)
+    word, logp = cpu.draw_rows(z, 1.0, torch.zeros(3, dtype=torch.float64))
+    assert word.tolist() == [300, 999, 256]
+    assert torch.allclose(logp, torch.log_softmax(z, -1).gather(-1, word[:, None])[:, 0], atol=1e-5)
+
+
 def test_logits_that_are_no_numbers_draw_a_word_whose_log_prob_is_none(kernels: ctypes.CDLL) -> None:
     z = torch.zeros(3, 300)
     z[0, 5], z[1] = float("nan"), float("-inf")

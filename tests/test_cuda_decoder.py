@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts, Rollouts
-from ascent.engines.language.kernels import hopper, nvrtc
 from ascent.engines.language.learning.learner import LanguageLearner
 from ascent.engines.language.sampling import cuda, model, step
 from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
@@ -528,109 +526,6 @@ def test_every_tile_fits_into_the_memory_of_a_multiprocessor() -> None:
         if tile is not None:
             assert (tile.rows + tile.width * (1 + gate)) * tile.depth * 2 * tile.stages < MEMORY
             assert tile.splits == 1 or depth // tile.splits >= 512
-
-
-MEASURED = [(512, 960, 576, False, False), (512, 576, 576, False, True), (512, 3072, 576, True, False)]
-MEASURED += [(512, 576, 1536, False, True), (256, 17_920, 1536, True, False), (256, 2048, 1536, False, False)]
-TILINGS = [(64, 64, 9, 1, 9), (64, 40, 9, 1, 9), (128, 96, 9, 1, 7), (64, 72, 12, 2, 9), (256, 136, 24, 1, 4), None]
-"""Products of two models (rows, rows of the matrix, numbers in a sum, gate, parts), and what was fastest on an H200."""
-
-
-@pytest.mark.parametrize(("size", "tiling"), list(zip(MEASURED, TILINGS, strict=True)), ids=str)
-def test_the_tiling_of_a_product_is_the_one_that_was_fastest(size: Any, tiling: Any) -> None:
-    assert hopper.tiling_of(*size, places=132) == tiling
-
-
-@pytest.mark.parametrize("places", [132, 114, 78])
-@pytest.mark.parametrize(("gate", "parts"), [(False, False), (False, True), (True, False)])
-def test_programs_of_a_tiling_cover_a_product_at_once(places: int, gate: bool, parts: bool) -> None:
-    found = 0
-    for rows in (65, 100, 128, 200, 256, 512, 1024):
-        for width, depth in itertools.product((64, 576, 960, 3072, 17_920), (72, 576, 1536, 8960)):
-            tiling = hopper.tiling_of(rows, width, depth, gate, parts, places)
-            if tiling is None:
-                continue
-            found += 1
-            blocks = -(-depth // hopper.BLOCK)
-            assert -(-rows // tiling.rows) * -(-width // tiling.wide) * tiling.splits <= places
-            assert (
-                (tiling.splits - 1) * tiling.blocks < blocks <= tiling.splits * tiling.blocks
-            )  # none is left without a sum
-            assert tiling.splits == 1 or parts
-            assert tiling.wide % 8 == 0 and tiling.wide <= hopper.WIDEST[tiling.rows]
-            assert tiling.memory(gate) <= hopper.MEMORY
-            assert min(3, tiling.blocks) <= tiling.stages <= tiling.blocks
-            assert tiling.threads == {64: 160, 128: 288, 256: 288}[tiling.rows]
-    assert found > 20
-
-
-def test_rows_of_graphs_have_tilings_of_their_own_and_others_share_them() -> None:
-    assert [hopper.ceiling(rows) for rows in cuda.BUCKETS] == list(cuda.BUCKETS)
-    assert [hopper.ceiling(rows) for rows in (65, 97, 129, 193, 257, 385, 1000)] == [96, 128, 192, 256, 384, 512, 1024]
-
-
-def test_gate_and_up_are_read_in_turns() -> None:
-    both = torch.arange(16 * 24.0).view(16, 24)[:, :16]  # rows that are apart
-    gate, up = both[:8], both[8:]
-    assert torch.equal(
-        both.as_strided(*hopper.in_turns(both)).reshape(16, 16), torch.cat([gate[:4], up[:4], gate[4:], up[4:]])
-    )
-
-
-def test_a_source_names_every_operand_of_its_instruction() -> None:
-    text = hopper.source_of(hopper.Tiling(128, 24, 5, 2, 4), True, 0, torch.float16)
-    lines = dict(line.split(maxsplit=2)[1:] for line in text.splitlines() if line.startswith("#define"))
-    assert lines["SUMS"].strip('"').split(", ") == [f"%{i}" for i in range(12)]
-    assert lines["OUTPUTS"].split(", ") == [f'"+f"(sum[{i}])' for i in range(12)]
-    assert [lines[name] for name in ("A", "B", "ADD")] == ['"12"', '"13"', '"14"']
-    assert (lines["TYPE"], lines["FLOAT16"]) == ('"f16"', "1")
-    assert [lines[name] for name in ("GROUPS", "HIGH", "PARTS", "BIAS", "GATE")] == ["2", "1", "1", "1", "0"]
-    assert "wgmma" in text
-
-
-def test_other_products_are_computed_where_there_is_no_hopper_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.zeros(512, 576, dtype=torch.bfloat16), torch.zeros(960, 576, dtype=torch.bfloat16)
-    assert hopper.tiling_for(x, weight) is None
-    hopper.works.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with warnings.catch_warnings(action="error"):
-        assert not hopper.works()
-    hopper.works.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(nvrtc, "_library", lambda: 1 / 0)
-    monkeypatch.setattr(torch, "ones", lambda *size, **_: torch.zeros(*size) + 1)
-    with pytest.warns(UserWarning, match="Triton computes the same"):
-        assert not hopper.works()
-    hopper.works.cache_clear()
-
-
-HOPPER = [(65, 72, 200, (64, 24, 4, 1, 3)), (300, 88, 576, (128, 56, 5, 2, 4)), (100, 64, 64, (64, 40, 1, 1, 1))]
-HOPPER += [(300, 136, 640, (256, 136, 10, 1, 3)), (130, 200, 72, (128, 96, 2, 1, 2))]
-"""Rows, rows of the matrix, numbers in a sum, and the tiling: none divides them."""
-
-
-@needs_triton
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "width", "depth", "tiling"), HOPPER, ids=str)
-def test_products_on_hopper_compute_their_formulas(
-    rows: int, width: int, depth: int, tiling: Any, dtype: torch.dtype
-) -> None:
-    if not hopper.works():
-        pytest.skip("needs a Hopper card")
-    torch.manual_seed(0)
-    x = torch.randn(rows, depth + 8).to(DEVICE, dtype)[:, :depth]
-    weight, b = (torch.randn(*size).to(DEVICE, dtype) for size in ((width, depth), (width,)))
-    tiling = hopper.Tiling(*tiling)
-    assert tiling.memory(False) <= hopper.MEMORY
-    for bias in (None, b):
-        got = hopper.hopper_product(x, weight, bias, tiling)
-        assert (got.ndim == 3) == (tiling.splits > 1)
-        near(got.sum(0).to(x.dtype) if tiling.splits > 1 else got, step.linear(x, weight, bias))
-        assert torch.equal(hopper.hopper_product(x[:1], weight, bias, tiling), got[..., :1, :])  # whoever is beside it
-    for gelu in (False, True) if tiling.splits == 1 else ():
-        got = hopper.hopper_product(x, weight, None, tiling, "gelu" if gelu else "silu")
-        near(got, step.gated_linear(x, weight, None, gelu))
 
 
 @needs_triton

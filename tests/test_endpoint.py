@@ -390,6 +390,21 @@ def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew()
         asyncio.run(asked(made))
 
 
+def test_a_history_that_is_sent_again_without_anything_new_is_refused() -> None:
+    """The conversation ends with the policy's own turn: nothing asks for another one."""
+
+    async def go(made: Any) -> None:
+        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        async with client_of(made.app, key) as client:
+            *said, _ = await converse(client, 1)
+            again = await post(client, "/v1/chat/completions", messages=said)
+        assert again.status_code == 400 and again.json()["error"]["code"] == "rewritten"
+        assert live.session.turns == 1 and live.session.rewritten
+
+    with served(key="") as made:
+        asyncio.run(go(made))
+
+
 def test_tokens_extend_a_session_only_if_they_are_its_own() -> None:
     async def go(made: Any) -> None:
         key, live = made.app.open(Session(9), rules_of(fixed=True))

@@ -172,6 +172,18 @@ def test_a_reward_with_an_observation_is_the_last_actions() -> None:
     close(at_actions(batch, reward), f64([[[0, 3, 12, 0, 16, 0, 0, 0]]]))
 
 
+def test_a_response_without_actions_has_no_reward_per_token() -> None:
+    """Nothing that the policy did earned it; what is paid for the other response stays whole."""
+    batch = observed("in the middle").select(slice(1, 2), slice(0, 2))
+    mask = batch.mask.clone()
+    mask[0, 1] = False
+    batch = batch.add(mask=mask, present=batch.present.clone())
+    assert batch.present[0, 1].any()
+    reward = torch.where(batch.present, 3.0, 0.0).double()
+    moved = at_actions(batch, reward)
+    assert not moved[0, 1].any() and moved[0, 0].sum() == reward[0, 0].sum()
+
+
 def test_join_keeps_what_is_present_and_who_drew_it() -> None:
     first = observed("in the middle", version=torch.full((2, 3, 1), 4), turn=torch.ones(2, 3, 8, dtype=torch.long))
     wide = observed("with gaps", version=torch.arange(48).view(2, 3, 8), turn=torch.zeros(2, 3, 8, dtype=torch.long))

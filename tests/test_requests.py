@@ -333,6 +333,23 @@ def test_stop_strings_are_prepared_once_however_many_requests_have_their_own(mon
     assert len(prepared) == 20
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_the_end_of_a_turn_is_its_own_and_not_that_of_the_turn_before_in_its_slot(
+    decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request ends at a stop string. The second takes its slot and is cut off at its limit."""
+    stops = SimpleNamespace(may_complete=bytes([1] * VOCAB), end=lambda tokens, _: 2 if len(tokens) >= 2 else 0)
+    monkeypatch.setattr(requests, "Stops", lambda *_: stops)
+    sampler = ready(decoder, min_tokens=2)
+    sampler.lm.tokenizer = None
+    never = Support(min_tokens=LIMIT)  # no end token
+    with serving(sampler, slots=1) as desk:
+        first = Asked(desk, [5, 6], [], 1, limit=4, stop=("x",)).done()
+        second = Asked(desk, [5, 6], [], 2, limit=4, support=never).done()
+    assert (len(first.tokens), first.ended) == (2, True)
+    assert (len(second.tokens), second.ended) == (4, False)
+
+
 def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
     desk, refused = Desk(2), list[str]()
 

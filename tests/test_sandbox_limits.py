@@ -231,6 +231,12 @@ def test_a_job_that_cannot_begin_is_no_fault_of_its_code() -> None:
         assert run(box, "2") == "2\n" and neighbour.ask({"code": "x"})["text"] == "1\n"
 
 
+def test_many_jobs_can_begin_at_once(session: Sandbox) -> None:
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(session.job()) for _ in range(100)]
+        assert [job.ask({"code": f"{n}"})["text"] for n, job in enumerate(jobs)] == [f"{n}\n" for n in range(100)]
+
+
 # ---- limits of a job ------------------------------------------------------------------------------------------------
 
 

@@ -482,6 +482,14 @@ def test_entries_that_a_resume_would_not_replay_are_dropped(tmp_path: Path) -> N
     assert not journal.folder.exists()
 
 
+def test_an_entry_of_the_first_step_that_is_drawn_anew_is_dropped(tmp_path: Path) -> None:
+    journal, batch = Journal(tmp_path), small_batch()
+    for step in (2, 3, 4, 5):
+        journal.write(step, batch, {})
+    journal.keep(3, 4)
+    assert entries(tmp_path) == ["step_000003"]
+
+
 @pytest.mark.parametrize("damage", ["a byte", "a file", "no batch", "another field", "words for numbers"])
 def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
     journal = Journal(tmp_path)

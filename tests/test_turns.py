@@ -196,6 +196,18 @@ def test_by_turn_compares_turns_and_not_places() -> None:
     assert torch.equal(ByTurn()(one, {}).expand(-1, -1, 4), LeaveOneOut()(one, {}).expand(-1, -1, 4))
 
 
+def test_by_turn_leaves_failed_responses_out_of_the_baseline() -> None:
+    """Of three responses the last has failed: the others are compared with each other alone, and it gets 0."""
+    batch = group(
+        mask=[[1, 0, 1], [1, 0, 1], [1, 0, 1]],
+        turn=[[0, 0, 1]] * 3,
+        reward=[[1.0, 0, 2], [4.0, 0, 8], [100.0, 0, 1000]],
+    )
+    batch = batch.add(valid=torch.tensor([[True, True, False]]))
+    δ = torch.where(batch.mask, ByTurn()(batch, {}), 0.0)
+    assert δ.tolist() == [[[3 - 12, 0, 2 - 8], [12 - 3, 0, 8 - 2], [0, 0, 0]]]
+
+
 def test_gamma_and_lambda_per_turn_leave_a_turn_whole() -> None:
     """Three actions in turn 0 and one in turn 1, all observations stepped over: discounted once, between the turns."""
     value = torch.tensor([[[1.0, 2, 3, 0, 4, 0]]])
@@ -206,6 +218,9 @@ def test_gamma_and_lambda_per_turn_leave_a_turn_whole() -> None:
     assert GAE(γ, λ, per="turn")(batch, {})[batch.mask].tolist() == pytest.approx(
         [2 - 1 + (3 - 2) + third, 3 - 2 + third, third, last]
     )
+    full = group([[1, 1, 1]], [[0, 1, 1]], [[0.0, 0, 10]], value=torch.tensor([[[1.0, 2, 4, 20]]]))
+    cut = full.add(truncated=torch.tensor([[True]]))
+    assert GAE(γ, λ, per="turn", bootstrap=True)(cut, {})[0, 0, 2] == 10 + γ * 20 - 4, "the last turn ended, too"
     with pytest.raises(Refused, match="its k counts tokens"):
         KStep(per="turn")
 

@@ -1,11 +1,11 @@
 """A sandbox seen from inside: a warm process that has loaded what jobs need, and forks for each.
 
-It walls itself in first, then loads. Its guest is a function that makes another: `guest(settings)` runs once, here, and
-what it returns runs in every job with the job's line. Jobs have walls of their own on top: no process can be made, no
-other process named, and each has its own folder, if there is one to write in.
+It runs code of Ascent and of allowed packages, never of a job. Its guest is a function that makes another:
+`guest(settings)` runs once, here, and what it returns runs in every job with the job's line, behind the walls of that
+job: no process can be made, no other process named, and each has its own folder, if there is one to write in.
 
 A job ends when its guest returns, when it dies, or when the other end of its line is closed. Then its process is
-killed, its folder is wiped, and the line is closed: that is how its owner knows that nothing of it is left.
+killed, its folder is removed, and the line is closed: that is how its owner knows that nothing of it is left.
 """
 
 import gc
@@ -168,7 +168,6 @@ def enter(job: _Job, server: socket.socket, setup: dict[str, Any]) -> None:
     os.chdir(job.folder or "/")
     os.environ["TMPDIR"] = job.folder or "/"
     random.seed(0)
-    kernel.limit(*setup["limits"])
     listeners = []
     if setup["kind"] != "none":
         kernel.set_option(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -181,6 +180,7 @@ def enter(job: _Job, server: socket.socket, setup: dict[str, Any]) -> None:
         for listener in listeners:
             os.close(listener)
         server.recv(1)  # until it has said that the job has begun
+    kernel.limit(*setup["limits"])  # not before: a limit on files is one on descriptors that any process is sending
 
 
 def end_job(job: _Job, kind: str) -> None:

@@ -1,7 +1,4 @@
-"""Kernels in Triton, one file for each module that uses them; that module says in plain torch what they compute.
-
-One of them is in CUDA C++ as well, for Hopper cards (hopper.py).
-"""
+"""Kernels in Triton, one file for each module that uses them; that module says in plain torch what they compute."""
 
 import warnings
 from functools import cache

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascent.engines.language.kernels.hopper import hopper_product, tiling_for
 from ascent.engines.language.kernels.norms import normed_sum
 from ascent.engines.language.kernels.paged import attend_pages, channels, cut_rows
 from ascent.engines.language.kernels.products import active, await_inputs, early, in_parts, tile_for, tiled_product
@@ -67,9 +66,6 @@ def _low_rank(h, b, there, inside, rank, RANK: tl.constexpr):
 def short_product(x: Tensor, weight: Tensor, bias: Tensor | None, parts: bool = False) -> Tensor:
     """With `parts`, what is to be added up, where that is faster: float32 `[part row column]`; `add_norm` takes it."""
     x = x.to(weight.dtype)
-    tiling = tiling_for(x, weight, parts=parts)
-    if tiling is not None:
-        return hopper_product(x, weight, bias, tiling)
     tile = tile_for(x, weight, parts=parts)
     if tile is not None:
         return tiled_product(x, weight, bias, tile)
@@ -79,9 +75,6 @@ def short_product(x: Tensor, weight: Tensor, bias: Tensor | None, parts: bool = 
 
 def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     x = x.to(weight.dtype)
-    tiling = tiling_for(x, weight, gate=True) if bias is None else None
-    if tiling is not None:
-        return hopper_product(x, weight, None, tiling, "gelu" if gelu else "silu")
     tile = tile_for(x, weight, gate=True)
     if tile is None:
         return gated(formulas.linear(x, weight, bias), gelu=gelu)

@@ -1,0 +1,91 @@
+"""Mutants that are left out of a draw, each with the reason: no test on this machine could tell them from the original.
+
+A rule names files, functions and a pattern of the changed text; the first that fits decides. `EQUIVALENT` holds single
+mutants that a person has looked at, by `Mutant.key`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from benchmarks.mutants.operators import Mutant
+
+KERNELS = "ascent/engines/language/kernels"
+TRITON = Path(".engines/triton/triton")
+TRITON_FILES = tuple(
+    f"{KERNELS}/{name}.py" for name in ("compact", "decoding", "elementwise", "head", "norms", "paged", "products")
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Leaves out mutants of these files and functions; with `old`, only those whose original text has this."""
+
+    reason: str
+    path: str = "*"
+    function: str = "*"
+    old: str = ""
+    operator: str = "*"
+
+    def fits(self, mutant: Mutant) -> bool:
+        named = fnmatch(mutant.path, self.path) and fnmatch(mutant.function, self.function)
+        return named and fnmatch(mutant.operator, self.operator) and bool(re.search(self.old, mutant.old))
+
+
+GPU = "runs on a GPU alone"
+RULES = (
+    Rule(GPU, f"{KERNELS}/__init__.py", "_works"),
+    Rule(GPU, f"{KERNELS}/products.py", "early"),
+    Rule(GPU, f"{KERNELS}/products.py", "_roomy"),
+    Rule(GPU, f"{KERNELS}/products.py", "in_parts"),
+    Rule(GPU, f"{KERNELS}/decoding.py", "*_product"),
+    Rule(GPU, "ascent/engines/language/sampling/graphs.py"),
+    Rule("chooses sizes of tiles, which decide speed alone", f"{KERNELS}/p*.py", "*tile*"),
+    Rule("chooses by the presence or the kind of a GPU", old=r"cuda|is_cpu|\.device\b"),
+    Rule("a number of warps or stages decides speed alone", f"{KERNELS}/*", old="num_warps|num_stages|warps"),
+    Rule("needs Ray, which `make cluster-test` installs", "ascent/engines/cluster/ray*.py"),
+    Rule("a method that every subclass replaces", old=r"^raise NotImplementedError"),
+    Rule(
+        "the argument checks what callers guarantee",
+        old=r"strict=|stacklevel=|slots=|kw_only=",
+        operator="drop argument",
+    ),
+    Rule(
+        "the argument changes neither results nor files",
+        old=r"flush=|daemon=|\bname=|encoding=|errors=|non_blocking=",
+        operator="drop argument",
+    ),
+    Rule("a warning or a line on the screen: wording and display", old=r"^(warnings\.)?warn\(|^print\(|\.print\("),
+    Rule("collects garbage or empties a cache: memory alone", old=r"gc\.|empty_cache|malloc_trim|cache_clear"),
+    Rule("draws pictures: styling", "ascent/records/plot.py", operator="constant"),
+    Rule("draws pictures: styling", "ascent/lab/*chart*.py", operator="constant"),
+    Rule("version of a package for its metadata", "ascent/__init__.py"),
+)  # fmt: skip
+PERFORMANCE = {
+    "CHUNK", "SWITCH", "KEPT", "PATIENCE", "DEADLINE", "BLOCK", "READ", "WRITE", "TILE", "MANY", "LEAST", "HEADS",
+    "KEYS", "MOST_RANK", "FETCHED", "LONG", "ROUND", "POLL", "PAUSE", "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
+    "BEAT", "WAIT",
+}  # fmt: skip
+"""Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""
+_BOUNDS = "ascent/core/losses.py::Loss.clipped: self.low is None or self.high is None"
+_BOTH = "both bounds are set, or neither: SequenceRatio refuses one alone, and other losses have both"
+EQUIVALENT: dict[str, str] = {
+    f"{_BOUNDS} -> ({new}) in `if self.low is None or self.high is None:`": _BOTH
+    for new in ("(self.low is None)", "(self.high is None)", "self.low is None and self.high is None")
+}
+"""By key, single mutants that compute the same, and why."""
+
+
+def reason_to_exclude(mutant: Mutant, line: str) -> str | None:
+    """Why a mutant is left out; None: it is not. `line`: the source line that it is in."""
+    if mutant.key in EQUIVALENT:
+        return EQUIVALENT[mutant.key]
+    if mutant.path in TRITON_FILES and not TRITON.exists():
+        return "Triton is not installed for its interpreter: make kernels-test"
+    assigned = re.match(r"([A-Z][A-Z_0-9]*(?:, [A-Z][A-Z_0-9]*)*) = ", line)
+    if assigned and not mutant.function and set(assigned[1].split(", ")) & PERFORMANCE:
+        return "a constant that decides time or memory alone"
+    return next((rule.reason for rule in RULES if rule.fits(mutant)), None)
