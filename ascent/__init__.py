@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from ascent.core.weights import FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
     from ascent.policies.causal_lm import CausalLM
     from ascent.policies.small import PerPosition, Policy, Transformer
-    from ascent.records.code import trust
-    from ascent.records.run import Run
+    from ascent.records.run import Run, trust
     from ascent.tasks.base import SmallTask
     from ascent.tasks.calls import Reward, batch
     from ascent.tasks.environment import Environment, Step
@@ -78,8 +77,7 @@ if os.uname().machine == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load steps",
-    "records.run": "Run",
-    "records.code": "trust",
+    "records.run": "Run trust",
     "workflows.evaluate": "evaluate",
     "workflows.labels": "make_pairs",
     "workflows.policy": "export sample",

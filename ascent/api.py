@@ -1,6 +1,7 @@
 """Ascent in Python: `run = ascent.train("sort", algorithm="grpo", seed=0)`."""
 
 import os
+import secrets
 import shutil
 import signal
 import stat
@@ -26,6 +27,7 @@ from ascent.launch import assemble_ranks
 from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.records import checkpoint
 from ascent.records.ahead import check_ahead, put_together
+from ascent.records.code import record_run
 from ascent.records.display import Display, numbers
 from ascent.records.folder import RunFolder, refuse_taken, vacated, write_json
 from ascent.records.journal import Journal
@@ -34,9 +36,11 @@ from ascent.records.places import memory_ran_out
 from ascent.records.reading import naming
 from ascent.records.responses import sampled_rows
 from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
+from ascent.records.run import trust as trust_run
 from ascent.records.trackers import Sinks, check_sinks
 from ascent.records.watch import findings
 from ascent.settings import PLAIN, check_length, config_from, configure
+from ascent.tasks.files import CODE
 from ascent.tasks.objects import about_objects, compare_objects, label_of, renamed
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
@@ -65,12 +69,18 @@ def train(
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
     check_length(settings)
+    CODE.clear()
     return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
 
 
-def load(folder: str | Path, **objects: Any) -> Run:
-    """A run from its folder. `objects`: those of Python that it was made with, to use them: loss=MyLoss, rows=rows."""
+def load(folder: str | Path, *, trust: bool = False, **objects: Any) -> Run:
+    """A run from its folder. `objects`: those of Python that it was made with, to use them: loss=MyLoss, rows=rows.
+
+    `trust`: use all that its settings name, code included, also where the run was made elsewhere (docs/runs.md).
+    """
     run = Run(folder)
+    if trust:
+        trust_run(folder)
     if objects:
         run.take_objects(objects)
     return run
@@ -120,7 +130,9 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
             "formula": formula(config.algorithm),
         }
         launch = {"launch": launch_here()} if launch_here() else {}
-        folder = RunFolder.create(path, config.to_dict() | words, about(config) | launch)
+        settings = config.to_dict() | {"id": secrets.token_hex(16)}
+        folder = RunFolder.create(path, settings | words, about(config) | launch)
+        parts.notes += tuple(filter(None, [record_run(path, settings)]))
         if given is not None:
             given.rename(path / "model")
     except BaseException:
@@ -159,6 +171,13 @@ def settled(config: Config) -> tuple[Config, str]:
     return replace(config, threads=threads, init=init), note
 
 
+def recognize(folder: Path, config: Config) -> None:
+    """Let this process load a run as far as it uses what this config does, which the user has given here."""
+    with suppress(Refused):  # it starts from a run that is gone
+        written = read_settings(folder / "config.json", people=True)
+        record_run(folder, settled(replace(config, threads=1))[0].to_dict() | {"id": written.get("id")})
+
+
 def _refuse_unreadable(config: Config) -> None:
     """Refuse a choice that lives only in this process: the run could be neither resumed nor loaded."""
     with suppress(Refused):
@@ -176,6 +195,7 @@ def resume(
     from_step: int | None = None,
     *,
     anyway: bool = False,
+    trust: bool = False,
     **objects: Any,
 ) -> Run:
     """Resume a run from its newest checkpoint (or that of `from_step`), to the same numbers.
@@ -185,8 +205,10 @@ def resume(
     A finished run is left as it is. The records are not touched before the checkpoint is known to be whole. `objects`:
     those of Python that the run was made with. One that differs is refused with the difference, or taken `anyway`: the
     run says so, and its numbers are others from there on. A model that was given may be given again (with `tokenizer`),
-    to be trained in place as before.
+    to be trained in place as before. `trust` is as in `load`.
     """
+    if trust:
+        trust_run(run)
     begun = reopen(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
     return Run(run) if begun is None else carry_out(begun)
 
@@ -393,6 +415,7 @@ def steps(
             )
         return Steps(begun)
     check_length(settings)
+    CODE.clear()
     return Steps(begin(configure(task, settings), out, display, preflight))
 
 

@@ -86,7 +86,7 @@ class Setting:
         for kind in self.kinds:
             try:
                 return _fit(value, kind, typed)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
         choices = [str(option) for kind in self.kinds if get_origin(kind) is Literal for option in get_args(kind)]
         wanted = f"one of {', '.join(choices)}" if choices else " or ".join(_in_words(k) for k in self.kinds[::-1])
@@ -322,11 +322,14 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat[key] = value["name"]
-            flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in value.items() if k != "name"}
-        else:
+        if key != "task" and key not in CHOICES:
             flat[key] = value
+            continue
+        fields = value if isinstance(value, Mapping) else {"name": value}
+        if not isinstance(fields.get("name"), str):
+            raise Refused(f"--{key} is {value!r:.80}: it has to be a name, or an object with a name and its fields")
+        flat[key] = fields["name"]
+        flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in fields.items() if k != "name"}
     return flat
 
 

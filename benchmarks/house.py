@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, Room] = {
     "explain": Room("what a choice computes: one About for each", _NUMBERS),
     "records": Room("the run folder, its metrics, the flags of a run, evaluation", _MADE),
     "web": Room("what listens: the guard of every route", ("core",)),
+    "web.secret": Room("the secret of a lab, in the user's state folder", ("core", "records")),
     "web.relay": Room("a relay beside a serving engine", ("core", "engines", "web")),
     "web.wire": Room("the wire format of OpenAI's API", ("environments", "engines")),
     "web.open_sessions": Room("whose request it is", ("environments", "engines", "web")),

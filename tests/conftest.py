@@ -68,8 +68,11 @@ def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     All workers share it, and what was written outlives a killed process without: only a power cut needs that.
     """
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    (root / "state").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
         patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
         yield
 

@@ -270,9 +270,9 @@ def test_an_outcome_goes_to_the_run_of_its_episode_though_another_has_heard_it(a
 
 def test_a_file_that_does_not_load_in_the_process_is_every_episodes_error(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
-    file.write_text("def agent(base_url, key, problem): ...")
+    only_there = f"import os\nif os.getpid() != {os.getpid()}:\n    import nowhere_to_be_found\n"
+    file.write_text(f"{only_there}def agent(base_url, key, problem): ...")
     with closing(read_agent(f"python:{file}:agent")) as agent:
-        file.write_text("import nowhere_to_be_found")
         made = outcomes(agent, [given("x"), given("y")])
     assert all(outcome.error.startswith("its agent cannot be loaded: ModuleNotFoundError") for outcome in made)
 

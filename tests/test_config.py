@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -501,3 +502,21 @@ class Elsewhere(Advantage):
 
 def test_a_choice_object_of_ones_own() -> None:
     assert configure("sort", {"advantage": Elsewhere()}).algorithm.advantage == Elsewhere()
+
+
+@pytest.mark.long
+def test_a_wrong_value_anywhere_in_a_config_file_is_refused_in_words(tmp_path: Path) -> None:
+    """Every field of a config.json, with values of JSON that no field takes: none is a traceback, none is taken."""
+    file = tmp_path / "config.json"
+    whole = json.loads(json.dumps(configure("sort", {"algorithm": "ppo"}).to_dict()))
+    places = [[key] for key in whole] + [[k, f] for k, v in whole.items() if isinstance(v, dict) for f in v]
+    for place in places:
+        for value, refused in (({}, True), ({"name": {}}, True), ([[1]], True), ([{}], True), (10**400, False)):
+            settings = json.loads(json.dumps(whole))
+            (settings if len(place) == 1 else settings[place[0]])[place[-1]] = value
+            with pytest.raises(Refused) if refused else suppress(Refused):
+                config_from(settings)
+    for words in ("{}", '{"name": {}}', "[]", '{"x": 1}', '"x"', "null"):
+        file.write_text(json.dumps(whole).replace('"top_p": 1.0', f'"top_p": {words}'))
+        with pytest.raises(Refused, match="--top-p is "):
+            parse_train(["--config", str(file)], "ascent train")

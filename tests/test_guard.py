@@ -30,11 +30,12 @@ from ascent.lab import server
 from ascent.lab.figures.training import figure as training
 from ascent.lab.figures.training import routes, trainings
 from ascent.lab.figures.training.trainings import MOST, Trainings
+from ascent.records.code import state_folder
 from ascent.records.folder import RunFolder
 from ascent.web import connections
 from ascent.web.connections import Connection
 from ascent.web.guard import Guard, host_names
-from ascent.web.secret import kept_secret, state_folder
+from ascent.web.secret import kept_secret
 from tests.browser import ThreadLab, until
 
 BASE = "http://127.0.0.1:8321"
@@ -120,14 +121,14 @@ def test_without_a_home_the_secret_holds_for_this_start_and_the_lab_says_so(
 
 
 def test_a_state_folder_of_someone_else_is_not_used(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state_folder()
+    state_folder("lab")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="not a folder of yours"):
-        state_folder()
+        state_folder("lab")
     monkeypatch.undo()
     monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the standard wants ignored
     monkeypatch.setenv("HOME", str(state))
-    assert state_folder() == state / ".local" / "state" / "ascent" / "lab"
+    assert state_folder("lab") == state / ".local" / "state" / "ascent" / "lab"
 
 
 # ---- opening a browser ----------------------------------------------------------------------------------

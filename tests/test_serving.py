@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ from ascent.policies import CausalLM, LanguageModel
 from ascent.settings import configure
 from tests.cases import mostly_smokes
 from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of, write_tiny
+from tests.processes import Forked
 from tests.stand_in import STAND_INS, StandIn, serving
 
 SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_layers": 2}
@@ -268,11 +270,33 @@ def test_weights_leave_nothing_behind_and_what_a_killed_process_left_is_removed(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "SHARED", tmp_path)
-    gone, ours = tmp_path / "ascent-weights-4194305-x", tmp_path / f"ascent-weights-{os.getpid()}-y"
-    gone.mkdir(), ours.mkdir()
+    Forked(lambda: weights.weights_folder(1) and 0, tmp_path / "out").wait(60)
+    (left,) = tmp_path.glob("ascent-weights-*")
+    ours = weights.weights_folder(1)
+    assert not left.exists() and ours.exists()
     world = World(stack)
     world.load(0)
-    assert [path.name for path in tmp_path.iterdir()] == [ours.name]
+    assert list(tmp_path.glob("*weights*")) == [ours]
+    ours.rmdir()
+
+
+def test_weights_in_use_are_not_removed_by_a_process_that_cannot_see_their_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers that share /dev/shm: none sees the other's processes, and the same pid may be in both."""
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    folder = weights.weights_folder(1)
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and exists(path))
+
+    def elsewhere() -> int:
+        weights.HELD.clear()
+        shutil.rmtree(weights.weights_folder(1))
+        return 0
+
+    assert Forked(elsewhere, tmp_path / "out").wait(60) == 0
+    assert folder.exists()
+    folder.rmdir()
 
 
 def test_where_shared_memory_has_no_room_weights_go_through_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

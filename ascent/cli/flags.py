@@ -21,8 +21,8 @@ from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.types import Refused
 from ascent.engines.backends import backend_of
 from ascent.explain.about import first_line
-from ascent.records.code import check_code
-from ascent.records.reading import read_json
+from ascent.records.code import DESCRIPTION, check_trust
+from ascent.records.reading import naming, read_json
 from ascent.records.run import read_settings
 from ascent.rewards.reward_models import check_rewards
 from ascent.settings import (
@@ -43,6 +43,7 @@ from ascent.settings import (
     settings_of,
 )
 from ascent.tasks import TASKS
+from ascent.tasks.files import CODE
 
 Group = tuple[str, Iterable[Setting]]
 """A heading in help, and the settings below it."""
@@ -260,6 +261,7 @@ def parse_train(
     `shared`: settings of all rows of a comparison, except of those that need another value. Without `verify` nothing
     that the task or its rewards name is read.
     """
+    CODE.clear()
     task, args = leading(args)
     call, args = take(args, settings_of(TrainOptions).values())
     options = TrainOptions(**call)
@@ -329,10 +331,11 @@ def _read_config(path: Path, task: str | None) -> tuple[str | None, dict[str, An
         named = layer.pop("task", None)
         check_length(layer)
         return task or named, layer
-    settings = read_settings(path)
-    if (path.parent / "run.json").exists():  # of a run, which may have come from elsewhere
-        check_code(path.parent, settings, read_json(path.parent / "run.json").get("code", {}))
-    layer = flatten(settings)
+    settings, run = read_settings(path, people=True), path.parent / "run.json"
+    if "id" in settings or run.exists():  # of a run, which may have come from elsewhere
+        with naming(path):
+            check_trust(path.parent, settings, read_json(run).get("code") if run.exists() else None)
+    layer = flatten({key: value for key, value in settings.items() if key not in DESCRIPTION})
     recorded = layer.pop("task")
     task = task or recorded
     if find_task(task)[0] is not find_task(recorded)[0]:

@@ -14,7 +14,7 @@ from ascent.cli.flags import Command
 from ascent.core.menu import nearest
 from ascent.core.types import Refused, Trouble
 from ascent.engines.ranks.ranks import rank_here, size_here
-from ascent.records.code import trust
+from ascent.records import code
 from ascent.records.display import printable
 
 SECTIONS = ("train", "train on offline data", "make data", "look at a run", "learn")
@@ -45,7 +45,7 @@ def usage() -> str:
                 lines.append(head)
                 head = ""
             lines += textwrap.wrap(summary, 78, initial_indent=f"{head:<24}", subsequent_indent=" " * 24)
-    trusted = "Commands that load a run take --trust FILE, to use code that has changed."
+    trusted = "Commands that load a run take --trust: it lists what a run from elsewhere uses beyond data, and asks."
     return "\n".join(
         [*lines, "", trusted, "Run `ascent COMMAND --help` for details. Try `ascent train lecture` first."]
     )
@@ -54,10 +54,9 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped by trouble, 2 bad input, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
-    while "--trust" in args[:-1]:  # of every command that loads a run
-        place = args.index("--trust")
-        trust(args[place + 1])
-        del args[place : place + 2]
+    code.asking = "--trust" in args
+    code.TRUSTED.update(arg.removeprefix("--trust=") for arg in args if arg.startswith("--trust="))
+    args = [arg for arg in args if arg.partition("=")[0] != "--trust"]  # of every command that loads a run
     return guarded(lambda: _execute(args))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from ascent.api import resume, start
+from ascent.api import recognize, resume, start
 from ascent.assemble import assemble
 from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
@@ -85,6 +85,7 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
     if options.out is not None and restarted() and (options.out / "run.json").exists():
         begun = Run(options.out)
         if begun.info.get("launch") == launch_here() != "":
+            recognize(options.out, config)
             return report_end(resume(options.out), then)
     if not options.dry_run:
         return report_end(start(config, options.out, for_stream(), options.preflight), then)

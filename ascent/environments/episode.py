@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ascent.tasks.calls import REASON, Wrong, error_words, read_number
 from ascent.tasks.environment import Environment, Step
-from ascent.tasks.files import load_code
+from ascent.tasks.files import CODE, load_code
 from ascent.tasks.keeper import (
     end_children,
     ending_words,
@@ -165,7 +165,9 @@ def keep_warm(control: int, lifeline: int, parent: int, memory: int) -> None:
 def serve_episodes(control: socket.socket, ends: Sequence[int]) -> None:
     """The warm process: it imports the environment's file, and forks for every socket that the parent sends."""
     try:
-        make = load_environment(Source(*pickle.loads(receive(control))))
+        *source, code = pickle.loads(receive(control))
+        CODE.update(code)
+        make = load_environment(Source(*source))
         if others := [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]:
             raise Wrong(f"its file starts a thread ({others[0]}) when it is imported: start threads in begin")
     except EOFError:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from ascent.environments.episode import NUMBER, EpisodePlayer, Source
 from ascent.tasks.calls import LARGEST, REASON, error_words, whole_text
 from ascent.tasks.environment import Step
+from ascent.tasks.files import CODE
 from ascent.tasks.keeper import START, Kept, Limits, framed, hang_up
 from ascent.tasks.text.base import Problem
 
@@ -58,7 +59,7 @@ class Episodes:
     def __init__(self, source: Source, limits: Limits, most: int = 64, what: str = "environment"):
         """`what` plays the episodes, in the words of errors."""
         self.what = what
-        self.source = pickle.dumps((source.source, dict(source.settings), source.sent))
+        self.source = pickle.dumps((source.source, dict(source.settings), source.sent, CODE))
         self.limits, self.most, self.owner = limits, most, os.getpid()
         self.rows: dict[int, _Row] = {}
         self.queue: deque[int] = deque()

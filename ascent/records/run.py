@@ -27,7 +27,7 @@ from ascent.engines.timeline import Timeline
 from ascent.policies.causal_lm import KEPT_MODEL
 from ascent.records import checkpoint, responses, watch
 from ascent.records.ahead import take_apart
-from ascent.records.code import check_code, code_hashes
+from ascent.records.code import DESCRIPTION, check_trust, code_hashes
 from ascent.records.conversation import environment_failed
 from ascent.records.display import Display
 from ascent.records.evaluation import Evaluate
@@ -97,11 +97,17 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """Its settings, ready to load or to continue it; the code that they name is run. To look at it, use `info`."""
-        settings = read_settings(self.folder / "config.json")
+        settings = self._trusted_settings()
         with naming(self.folder / "config.json"):
-            check_code(self.folder, settings, self.info.get("code", {}))
             here = {KEPT_MODEL: str(self.folder.resolve() / "model")}
             return config_from(renamed(settings, self.changed | here))
+
+    def _trusted_settings(self, trusted: bool = False) -> dict[str, Any]:
+        """Its settings, refused unless they are plain data, known on this machine or trusted."""
+        settings = read_settings(self.folder / "config.json", people=True)
+        with naming(self.folder / "config.json"):
+            check_trust(self.folder, settings, self.info.get("code"), trusted)
+        return {key: value for key, value in settings.items() if key not in DESCRIPTION}
 
     def take_objects(self, objects: Mapping[str, Any], anyway: bool = False, needed: bool = True) -> None:
         """Find the objects of Python that it was made with among those given, or those of this process; or refuse.
@@ -212,6 +218,12 @@ class Run:
         return load_policy(self.config, self.checkpoint())
 
 
+def trust(run: str | Path) -> None:
+    """Let this process use all that the settings of a run name: code, programs, addresses, files. On the command line:
+    --trust."""
+    Run(run)._trusted_settings(trusted=True)
+
+
 def load_policy(config: Config, path: Path) -> Any:
     """The policy of a checkpoint, without what only training needs."""
     check_trains_policy(config, path.parent.parent)
@@ -252,7 +264,7 @@ def read_settings(path: Path, people: bool = False) -> dict[str, Any]:
     settings = read_json(path)
     if not isinstance(settings, dict) or "task" not in settings:
         raise Refused(f"{path} is not a config: it has to be an object with a `task`, as a run's config.json is")
-    return {key: value for key, value in settings.items() if people or key not in ("objective", "formula", "label")}
+    return {key: value for key, value in settings.items() if people or key not in DESCRIPTION}
 
 
 def task_name(config: Config) -> str:

@@ -119,7 +119,7 @@ def load_python(flag: str, name: str) -> Any:
     if not path.is_file():
         refuse(f"{flag} {name}: there is no file {path}")
     try:
-        module = run_file(path.resolve(), path.stat().st_mtime_ns)
+        module = run_file(path)
     except (Exception, SystemExit) as error:
         refuse(f"{flag} {name}: {path} does not run: {type(error).__name__}: {error}")
     value = getattr(module, parts[2], None)
@@ -131,13 +131,29 @@ def load_python(flag: str, name: str) -> Any:
     return value
 
 
+CODE: dict[Path, bytes] = {}
+"""Code files by their whole paths, each read once: what is hashed is what is run, also in the processes of rewards."""
+
+
+def read_code(path: Path) -> bytes:
+    """The bytes of a code file, read again only after `CODE` is cleared, as where a user names files for a new run."""
+    path = path.resolve()
+    if path not in CODE:
+        CODE[path] = path.read_bytes()
+    return CODE[path]
+
+
+def run_file(path: Path) -> ModuleType:
+    return _run_code(path.resolve(), read_code(path))
+
+
 @functools.lru_cache
-def run_file(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (part of the cache's key)
-    """The module of a file, run once for each time it was changed, so that its classes stay the same."""
+def _run_code(path: Path, code: bytes) -> ModuleType:
+    """The module of a file, run once for each text that it had, so that its classes stay the same."""
     spec = importlib.util.spec_from_file_location(f"ascent_user_{path.stem}_{hash(path):x}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    exec(compile(code, str(path), "exec"), module.__dict__)
     return module
 
 
@@ -146,5 +162,5 @@ def load_code(source: str, sent: bytes | None = None) -> Any:
     if sent is not None:
         return pickle.loads(sent)
     where, name = source.removeprefix("python:").rsplit(":", 1)
-    module = run_file(Path(where), 0) if source.startswith("python:") else importlib.import_module(where)
+    module = run_file(Path(where)) if source.startswith("python:") else importlib.import_module(where)
     return functools.reduce(getattr, name.split("."), module)

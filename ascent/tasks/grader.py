@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ascent.tasks.calls import REASON, Job, Wrong, compute, error_words, new_loop, read_call, read_number, read_reward
-from ascent.tasks.files import load_code
+from ascent.tasks.files import CODE, load_code
 from ascent.tasks.keeper import end_as, end_children, fork_child, lifelines, receive, say, wait_for
 from ascent.tasks.sandboxed import SandboxedReward, SandboxSettings
 from ascent.tasks.text.base import Problem
@@ -49,7 +49,9 @@ def serve_jobs(pipe: socket.socket) -> None:
     """The grader: it answers one job after the other, each with the job's own number."""
     own = os.getpid()
     try:
-        calls = [_load(Grader(*grader)) for grader in pickle.loads(receive(pipe))]
+        graders, code = pickle.loads(receive(pipe))
+        CODE.update(code)
+        calls = [_load(Grader(*grader)) for grader in graders]
     except EOFError:
         return
     except BaseException as error:

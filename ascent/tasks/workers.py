@@ -28,6 +28,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from ascent.tasks.calls import REASON, Job, whole_text
+from ascent.tasks.files import CODE
 from ascent.tasks.grader import Grader
 from ascent.tasks.keeper import FRAME, START, Kept, Limits, framed
 
@@ -145,7 +146,7 @@ class Pool:
     """
 
     def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
-        self.graders = pickle.dumps([tuple(grader) for grader in graders])
+        self.graders = pickle.dumps(([tuple(grader) for grader in graders], CODE))
         self.count, self.limits = workers, limits
         self.workers: list[Worker] = []
         self.pace: float | None = None

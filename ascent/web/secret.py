@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from ascent.records.code import state_folder
+
 LENGTH = 32
 LOCK_SECONDS = 60.0
 """How long to wait for a file that another process has locked."""
@@ -23,7 +25,7 @@ LOCK_SECONDS = 60.0
 def kept_secret(runs: Path) -> tuple[bytes, str]:
     """The secret of a lab over that folder, made on the first start; and why it holds for this start alone, or ""."""
     try:
-        folder = state_folder()
+        folder = state_folder("lab")
         with open(folder / "lock", "w", opener=_private) as lock:
             lock_file(lock)  # until it is closed: two first starts at once make one secret
             return _read_or_make(folder / hashlib.sha256(os.fsencode(runs.resolve())).hexdigest()[:32]), ""
@@ -41,22 +43,6 @@ def lock_file(file: IO[Any]) -> None:
             if time.monotonic() > until:
                 raise BlockingIOError(errno.EAGAIN, f"another process has locked it for {LOCK_SECONDS:g} s") from None
         time.sleep(0.02)
-
-
-def state_folder() -> Path:
-    """Where labs keep what outlives them. OSError unless it belongs to this user, and nobody else can enter it."""
-    told = Path(os.environ.get("XDG_STATE_HOME", ""))
-    folder = (told if told.is_absolute() else Path.home() / ".local" / "state") / "ascent" / "lab"
-    folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for made in (folder.parent, folder):
-        with suppress(FileExistsError):
-            made.mkdir(mode=0o700)
-        about = made.lstat()
-        if not (stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()):
-            raise PermissionError(f"{made} is not a folder of yours")
-    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        folder.chmod(0o700)
-    return folder
 
 
 def _read_or_make(path: Path) -> bytes:

@@ -26,6 +26,7 @@ from ascent.engines.backends import backend_of
 from ascent.engines.cluster.crew import ray_here, sampler_names
 from ascent.engines.cluster.replica import Replica
 from ascent.engines.ranks.ranks import CLUSTER
+from ascent.records.code import TRUSTED
 from ascent.settings import config_from
 
 PREFIX = "ascent-"
@@ -229,7 +230,7 @@ class Launch:
     def _attempts(self, where: str) -> int:
         for attempt in range(self.restarts + 1):
             meet = self._ready()
-            words, here = list(self.args), os.getcwd()
+            words, here = [*self.args, *(f"--trust={digest}" for digest in TRUSTED)], os.getcwd()
             self.ray.get([rank.start.remote(words, meet, where, here, attempt) for rank in self.ranks], timeout=PLACED)
             status = self._follow()
             if status in (0, REFUSED) or self.heard or attempt == self.restarts:

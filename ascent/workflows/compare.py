@@ -12,7 +12,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from ascent.api import resume, start
+from ascent.api import recognize, resume, start
 from ascent.core.config import Config
 from ascent.core.menu import name_of
 from ascent.core.types import Refused
@@ -49,6 +49,8 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"what has run is kept. To resume, repeat it with --out {out}") from None
             raise
+    for (name, _), folder in folders.items():
+        recognize(folder, configs[name])
     return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
 
 
@@ -69,10 +71,11 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
     config = config_from(settings)
     if not (Path(folder) / "run.json").exists():
         start(config, folder, Display())
-    elif not _is_run_of(config, Run(folder).config):
+        return
+    recognize(Path(folder), config)
+    if not _is_run_of(config, Run(folder).config):
         raise Refused(f"{folder} holds a run of other settings; choose another --out")
-    else:
-        resume(folder, Display())
+    resume(folder, Display())
 
 
 def _is_run_of(asked: Config, run: Config) -> bool:

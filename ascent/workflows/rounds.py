@@ -12,6 +12,7 @@ Each part is there whole or not at all, or is a run that can be resumed. What is
 """
 
 import json
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -27,11 +28,11 @@ from ascent.core.config import Config
 from ascent.core.menu import to_dict
 from ascent.core.types import Refused, Trouble, check_counts
 from ascent.engines.backends import backend_of
-from ascent.records.code import check_code, code_hashes
+from ascent.records.code import check_trust, record_run
 from ascent.records.display import Display
 from ascent.records.folder import RunFolder, write_json
 from ascent.records.notebook import for_stream
-from ascent.records.reading import read_json
+from ascent.records.reading import naming, read_json
 from ascent.records.run import Run, init_folder, load_policy
 from ascent.rewards.judge.settings import read_judge
 from ascent.settings import config_from, configure, flatten
@@ -214,7 +215,7 @@ def begin_rounds(
     config, _ = settled(config)
     if plan.judge is not None:
         plan = replace(plan, judge=absolute_path(plan.judge))
-    settings = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}
+    settings: dict[str, Any] = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}
     rounds = Rounds(folder, config, plan, reward_model, show)
     if kept:
         if {name: kept.get(name) for name in settings} != json.loads(json.dumps(settings)):
@@ -223,14 +224,23 @@ def begin_rounds(
     if folder.exists() and any(folder.iterdir()):
         raise Refused(f"--out {folder}: already there and not empty. Choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / ROUNDS_FILE, settings | {"code": code_hashes(settings)})
+    settings["id"] = secrets.token_hex(16)
+    write_json(folder / ROUNDS_FILE, settings)
+    record_run(folder, all_settings(settings))
     return rounds
+
+
+def all_settings(kept: dict[str, Any]) -> dict[str, Any]:
+    """The settings of rounds as those of one run, to see what they use."""
+    judge, models = kept["plan"]["judge"], {f"rm.{name}": value for name, value in kept["reward_model"].items()}
+    return kept["config"] | models | {"id": kept.get("id"), "judge": judge and f"judge:{judge}"}
 
 
 def reopen_rounds(folder: Path, show: bool = True) -> Rounds:
     """The rounds of a folder, from any place."""
     kept = read_json(folder / ROUNDS_FILE)
-    check_code(folder, kept, kept.pop("code", {}))
+    with naming(folder / ROUNDS_FILE):
+        check_trust(folder, all_settings(kept))
     return Rounds(folder, config_from(kept["config"]), RoundsPlan(**kept["plan"]), kept["reward_model"], show)
 
 

@@ -30,6 +30,7 @@ HIDDEN = {
     "code beside the folder": ("python:beside.py:own", True),
     "code behind a weight": ("0.5 * python:{folder}/mine.py:own", False),
     "code behind another reward": ("positions+python:{folder}/mine.py:own", False),
+    "code behind a link to where a command is run": ("python:/proc/self/cwd/mine.py:own", True),
 }
 """How a folder names code: as the reward in its settings, and whether its record has the hash of that code."""
 PAGES = (
@@ -98,11 +99,11 @@ def build_to_look() -> None:
         value = parse(data, **hooks)
         if isinstance(value, dict) and "task" in value and "objective" in value:
             with suppress(Refused):
-                config_from({k: v for k, v in value.items() if k not in ("objective", "formula", "label")})
+                config_from({k: v for k, v in value.items() if k not in code.DESCRIPTION})
         return value
 
     reading.parse_json = parse_and_build
-    runs.check_code = lambda *_: None
+    runs.check_trust = lambda *_: None
     runs.Run.max_reward = property(lambda run: run.config.task.max_reward)  # type: ignore[assignment,method-assign]
     whole = runs.Run.__init__
 
@@ -149,7 +150,7 @@ def by_loading(stage: Path, how: str, form: str, forged: bool) -> Callable[[Path
 def trust_all() -> None:
     from ascent.cli import flags
 
-    runs.check_code = flags.check_code = lambda *_: None
+    runs.check_trust = flags.check_trust = lambda *_: None
 
 
 # ---- models ---------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The policy's weights as a serving engine loads them: by their names in a checkpoint, with adapters merged."""
 
+import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import zlib
@@ -76,17 +78,39 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+HELD: dict[Path, int] = {}
+"""The folders of this process, each with the descriptor that locks it."""
+
+
 def weights_folder(size: int) -> Path:
     """A new folder for a file of this many bytes: in shared memory, or on the disk where that has no room.
 
-    What a killed process has left there is removed: it takes memory.
+    This process locks it. One without a lock was left by a process that was killed, and is removed: it takes memory.
+    Unlike a pid, a lock is also seen by containers that share the memory.
     """
-    for left in SHARED.glob(f"{PREFIX}*-*"):
-        process = left.name.removeprefix(PREFIX).split("-")[0]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    where = None
+    for removed in [folder for folder in HELD if not folder.exists()]:
+        os.close(HELD.pop(removed))
+    for left in SHARED.glob(PREFIX + "[0-9a-f]" * 16):
+        with suppress(OSError):  # in use, or somebody else's
+            os.close(_locked(left))
+            shutil.rmtree(left)
+    where = Path(tempfile.gettempdir())
     with suppress(OSError):
         room = os.statvfs(SHARED)
-        where = SHARED if room.f_bavail * room.f_frsize > 1.1 * size + 2**20 else None
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+        where = SHARED if room.f_bavail * room.f_frsize > 1.1 * size + 2**20 else where
+    name = f"{PREFIX}{secrets.token_hex(8)}"
+    aside = where / f".{name}"  # it has its name once it is locked
+    aside.mkdir(mode=0o700)
+    HELD[where / name] = _locked(aside)
+    return aside.rename(where / name)
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that locks a folder until it is closed; OSError where another one does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

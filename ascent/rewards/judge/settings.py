@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 from ascent.core.menu import nearest
 from ascent.core.types import Refused, check_counts
 from ascent.settings import settings_of
+from ascent.tasks.files import CODE
 from ascent.tasks.text.base import Message
 
 Prompt = str | list[Message]
@@ -191,7 +192,7 @@ def read_judge(file: str | Path) -> Judge:
     """The judge of a TOML file. Its answers are kept beside that file, unless it names a cache."""
     path = Path(file).expanduser().resolve()
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads((CODE.get(path) or path.read_bytes()).decode())
     except FileNotFoundError:
         raise Refused(
             f"judge {file}: there is no such file. It has to be a TOML file with at least url and model"

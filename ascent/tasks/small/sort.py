@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import permutations
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space
 from ascent.tasks.base import SMALL_PRESET, SmallTask
 from ascent.tasks.calls import Job
-from ascent.tasks.files import absolute_path, file_stamp
+from ascent.tasks.files import CODE, absolute_path
 from ascent.tasks.grader import Grader
 from ascent.tasks.objects import pickled
 from ascent.tasks.reward_sources import FUNCTIONS, LEARNED, RewardSource, absolute_source, find_function, parse_rewards
@@ -155,8 +156,8 @@ def own_reward(source: str, rollouts: Rollouts, space: Space) -> tuple[Float[Ten
 
 
 def _stamp(source: str) -> object:
-    """Changes when the file of python:FILE:NAME does."""
-    return None if source.startswith("object:") else file_stamp(source.split(":", 1)[1].rsplit(":", 1)[0])
+    """Another one when the code of python:FILE:NAME is."""
+    return CODE.get(Path(source.removeprefix("python:").rsplit(":", 1)[0]))
 
 
 @cache
@@ -301,8 +302,9 @@ class Sort(SortingTask):
 
     @property
     def _count(self) -> int:
-        """How many prompts there are."""
-        return math.perm(self.numbers, self.length) if self.distinct else self.numbers**self.length
+        """How many prompts there are; of long ones, at least so many."""
+        length = min(self.length, 64)
+        return math.perm(self.numbers, length) if self.distinct else self.numbers**length
 
     def _every(self) -> Numbers:
         """All prompts, in the order of a dictionary."""

@@ -15,8 +15,8 @@ import numpy as np
 from ascent.core.menu import nearest
 from ascent.core.types import Refused
 from ascent.lab.curves import EVERYTHING, POINTS, Library, View, measured_metrics
-from ascent.lab.pages.run.page import DESCRIPTION
 from ascent.lab.pages.runs.page import run_row
+from ascent.records.code import DESCRIPTION
 from ascent.records.columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
 from ascent.records.metrics import COSTS, DRAWN, GREEDY, HEADLINES, chart_of, charts_of, greedy_of
 from ascent.records.places import Place, find_run

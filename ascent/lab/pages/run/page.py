@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Route
 from ascent.lab.curves import Library, curves, measured_metrics
 from ascent.lab.page import Lab, json_route, view_of, viewer_page, whole_value
 from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
+from ascent.records.code import DESCRIPTION
 from ascent.records.foreign import foreign_lines
 from ascent.records.metrics import charts_of, greedy_of
 from ascent.records.places import Place, how_to_resume
@@ -19,8 +20,6 @@ from ascent.records.responses import HELD_OUT, recorded_steps
 
 MOST_SLICES = 256
 """Numbers of a step's responses over time that are drawn."""
-DESCRIPTION = ("objective", "formula", "label")
-"""What config.json holds only to be read by people."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
