@@ -88,8 +88,8 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
         source = kept or init_folder(config.init, resumed=not fresh)
         start = Start(source, checkpoint.params(source))
     model, notes = backend.model(config, streams, start, fresh)
-    config = backend.settled(config, model) if fresh else config
     learner = backend.learner(config, model, streams, ranks)
+    config = backend.settled(config, model) if fresh else config
     judged = None
     if config.algorithm.loss.trains == "policy" and config.task.data == "samples":
         bound = bind_task(backend, config.task, model, scores=ranks.rank == 0)

@@ -132,7 +132,7 @@ def numbers(learner: Any, algorithm: Algorithm, batch: Batch) -> dict[str, Tenso
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     found |= {"logp": stepped.logp, "grad_norm": stepped.metrics["grad_norm"]}
     if learner.critic_optimizer is not None:
-        found["value loss"] = learner.fit(mini, algorithm.critic.loss)  # type: ignore[attr-defined]
+        found["value loss"], found["value norm"] = learner.fit(mini, algorithm.critic.loss)  # type: ignore[attr-defined]
     if learner.critic is not None:
         found["critic"] = torch.cat([_full(p).flatten() for p in learner.critic.state_dict().values()])
     found["parameters"] = flat(learner, learner.trainable())

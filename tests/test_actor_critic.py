@@ -11,6 +11,7 @@ import torch
 import ascent
 from ascent.assemble import assemble
 from ascent.cli.main import main
+from ascent.core.critics import OwnCritic
 from ascent.settings import configure
 
 TINY_SORT = {"length": 3, "numbers": 4, "policy.width": 32, "policy.layers": 1, "policy.heads": 2, "prompts": 16}
@@ -122,3 +123,32 @@ def test_a_shared_critic_saves_no_backbone_twice() -> None:
     assert learner.critic is not None and learner.critic.backbone is learner.policy
     assert len(learner.critic.trained()) == 2 and learner.critic_optimizer is None
     assert len(learner.trainable()) == len(list(learner.policy.parameters())) + 2
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_critic_whose_gradient_is_not_finite_ends_the_run_before_a_checkpoint(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss is finite, in the first or in the second of its steps per update."""
+    whole, calls = OwnCritic.loss, []
+
+    def loss(own: OwnCritic, mini: Any, value: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        bad = (value.sum() * 0).sqrt() if len(calls) >= 2 + broken else 0  # the derivative of √0 is infinite
+        return whole(own, mini, value) + bad
+
+    monkeypatch.setattr(OwnCritic, "loss", loss)
+    small = {"steps": 4, "prompts": 3, "samples": 2, "epochs": 1, "minibatches": 1, "threads": 1, "eval_every": 9}
+    with pytest.raises(ascent.Trouble, match=r"step 1: value/grad_norm .* --critic\.max-norm"):
+        ascent.train(
+            "lecture",
+            algorithm="ppo",
+            out=tmp_path / "r",
+            show=False,
+            checkpoint_every=1,
+            **small,
+            **{"critic.steps": 2},
+        )
+    run = ascent.load(tmp_path / "r")
+    assert [path.name for path in run.checkpoints] == ["step_000001"] and run.status == "failed"
+    assert run.metrics[-1]["value/grad_norm"] > 0

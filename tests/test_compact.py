@@ -423,31 +423,9 @@ def test_kernels_that_do_not_compile_are_left_alone(monkeypatch: pytest.MonkeyPa
 # ---- float16, where there is no bfloat16 ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [1e-4, 1.0, 2e4])
-def test_gradients_in_float16_neither_vanish_nor_overflow(factor: float) -> None:
-    """Against float32 on the same parameters: unscaled, the small ones would be 0 and the large ones infinite."""
-    row, found = ALGORITHMS["reinforce"], []
-    batch = batch_of(model_of(dtype=torch.float32))
-    for dtype in (torch.float32, torch.float16):
-        lm = model_of(dtype=dtype)
-        learner = LanguageLearner(lm, row.update, False, row.outputs)
-        ready = credited(batch, row, learner)
-        learner.gradient(ready.add(weight=ready.weight * factor), row.objective)
-        found.append(torch.cat([p.grad.flatten() for p in learner.trainable()]))
-        assert all(p.grad.dtype == torch.float32 for p in learner.trainable()) and float(learner._uphill) == -1
-    want, got = found
-    assert float((got - want).norm() / want.norm()) < 0.02
-
-
 def test_an_old_gpu_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, dtype = torch.device("cuda"), CausalLM("m").dtype_on
     for capability, want in (((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
         assert dtype(cuda) == want
     assert dtype(CPU) == torch.float32 and CausalLM("m", dtype="float16").dtype_on(CPU) == torch.float16
-
-
-def test_a_critic_of_its_own_in_float16_is_refused() -> None:
-    lm = model_of(dtype=torch.float16)
-    with pytest.raises(Refused, match="float16 with a critic of its own"):
-        learner_of(lm, replace(ALGORITHMS["ppo"], critic=OwnCritic()), rounding=None)

@@ -140,6 +140,35 @@ def test_what_trains_fewer_parameters_or_needs_more_models_takes_memory_accordin
         planned(1, **{"ranks.shard": "shard"})
 
 
+def test_a_critic_of_its_own_is_in_shards_too() -> None:
+    """18 bytes per parameter, of which each rank has its part; without shards each has all of them."""
+    whole = planned(2, algorithm="ppo", **{"ranks.shard": "replicate"}).memory["critic"]
+    assert whole == 18 * QWEN_7B.every
+    for ranks in (2, 8):
+        assert planned(ranks, algorithm="ppo", **{"ranks.shard": "shard"}).memory["critic"] == whole // ranks
+    assert planned(4, algorithm="ppo").fits, "which it would not with a whole critic on each: 137 GB beside the policy"
+
+
+def test_mixed_keeps_the_residual_stream_in_float32() -> None:
+    """By hand: width 8 and 2 layers, each with two norms that keep 2 bytes more per number of a token."""
+    mixed = OneCard(SMALL, PLAIN, FIT, mixed=True)
+    assert mixed.per_token(True) - ONE.per_token(True) == 2 * (2 * 2 * 8) + 2 * (2 * 8), "a layer twice, and the inputs"
+    assert mixed.per_token(False) - ONE.per_token(False) == 2 * (2 * 2 * 8) + 2 * 2 * 8, "all layers, and one more"
+    found = {dtype: planned(2, **{"policy.dtype": dtype}) for dtype in ("bfloat16", "mixed")}
+    assert found["mixed"].micro_tokens < found["bfloat16"].micro_tokens, "so fewer tokens fit at once"
+    assert found["mixed"].memory["parameters"] == found["bfloat16"].memory["parameters"]
+
+
+def test_the_command_plans_for_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.LlamaConfig(**SHAPE | {"max_position_embeddings": 1024}).save_pretrained(tmp_path)
+    tokens = {}
+    for dtype in ("auto", "bfloat16", "mixed"):
+        arguments = ["plan", "gsm8k", "--model", str(tmp_path), "--policy.dtype", dtype, "--json"]
+        assert main(arguments) == 0
+        tokens[dtype] = json.loads(capsys.readouterr().out)["micro_tokens"]
+    assert tokens["mixed"] < tokens["bfloat16"] == tokens["auto"]
+
+
 def test_a_critic_and_more_epochs_take_more_time() -> None:
     base, more, epochs = (planned(1, SMALL, **s).asked.phases for s in ({}, {"algorithm": "ppo"}, {"epochs": 3}))
     assert more["update"] > 1.9 * base["update"] / 1 and more["score"] > base["score"]

@@ -107,7 +107,7 @@ def test_a_run_says_what_it_chose_and_an_earlier_one_continues_as_it_began(
     with monkeypatch.context() as patched:
         patched.setattr(precision, "_why_not_here", lambda _: None)
         run = train("new")
-        assert ascent.resume(earlier, from_step=1).config.policy.dtype == "auto"
+        assert ascent.resume(earlier, from_step=1).config.policy.dtype == "float32"
     assert run.config.policy.dtype == "float16"
     kept = (run.checkpoints[-1] / "params.safetensors").read_bytes()
     again = ascent.resume(run, from_step=1)

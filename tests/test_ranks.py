@@ -6,8 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from ascent.engines.backends import backend_of
 from ascent.engines.language.attention import ours
 from ascent.engines.language.learning.elementwise import Formulas, fuse, rotating
 from ascent.engines.language.learning.learner import LanguageLearner
+from ascent.engines.language.learning.reward_model import add_head, response_scores
 from ascent.engines.language.learning.states import Forward
 from ascent.engines.ranks import sharded
 from ascent.engines.ranks.group import RankGroup
@@ -193,6 +197,65 @@ def test_shards_continue_from_state_in_bfloat16(one_rank: RankGroup) -> None:
         assert all(torch.equal(value, want[group][name]) for name, value in state[group].items())
 
 
+@pytest.mark.long
+def test_another_rank_cuts_its_shards_from_state_in_bfloat16(one_rank: RankGroup) -> None:
+    """Rank 0 sends what it has read; each of the others keeps its part of every tensor, and only then restores it."""
+    _, sharded, batch = both(one_rank, torch.bfloat16)
+    small = LanguageLearner(model_of(dtype=torch.bfloat16), Adam(lr=1e-2), True, GRPO.outputs, rounding=3)
+    small.step(batch, GRPO.objective, Adam(lr=1e-2))
+    sent: dict[str, Any] = {}
+    rank_0 = SimpleNamespace(work=nullcontext, tell=lambda *_: None, broadcast_groups=sent.update)
+    LeadingLearner(SimpleNamespace(params=sharded.params, restore=lambda _: None), rank_0).restore(small.state())
+    sharded.restore(
+        {group: {name: sharded.part(group, name, t) for name, t in own.items()} for group, own in sent.items()}
+    )
+    masters = dict(zip(small.params(), small.compact.masters(), strict=True))
+    assert all(torch.equal(t, masters[name]) for name, t in sharded.state()["wide"].items())
+
+
+@pytest.mark.long
+def test_a_reward_model_with_adapters_moves_between_shards_and_one_process(one_rank: RankGroup) -> None:
+    """In shards every trained parameter is in float32; in one process the head of a bfloat16 model has a copy."""
+    from benchmarks.ranks import adapt
+    from benchmarks.ranks import batch_of as pairs_of
+
+    row, update = ALGORITHMS["reward-model"], Adam(lr=1e-2)
+
+    def made() -> Any:
+        lm = model_of(dtype=torch.bfloat16)
+        adapt(lm.model, 4)
+        for name, p in lm.model.named_parameters():
+            p.data = p.data.float() if "lora" in name else p.data
+        return add_head(lm)
+
+    def learners() -> tuple[LanguageLearner, ShardedLearner]:
+        alone = LanguageLearner(made(), update, False, row.outputs)
+        spread = ShardedLearner(made(), update, False, row.outputs, 0, False, one_rank)
+        for learner in (alone, spread):
+            learner.train_reward(partial(response_scores, learner.lm, forward=learner.passes))
+        return alone, spread
+
+    def exact(learner: LanguageLearner) -> dict[str, torch.Tensor]:
+        state = learner.state()
+        return {name: t.float().clone() for name, t in state.get("wide", state["params"]).items()}
+
+    batch, state = row.credit(pairs_of(row, (5, 2, 7, 3)), row.start())
+    batch = batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
+    batch = batch.add(**{key: getattr(batch, key).float() for key in ("logp_sampler", "reward", "advantage", "weight")})
+    for trained, resumed in (learners(), learners()[::-1]):
+        first = exact(trained)
+        for _ in range(3):
+            trained.step(batch, row.objective, update)
+        saved, want = trained.state(), exact(trained)
+        saved = {group: {name: t.clone() for name, t in own.items()} for group, own in saved.items()}
+        resumed.restore(saved)
+        assert all(torch.equal(t, want[name]) for name, t in exact(resumed).items())
+        resumed.step(batch, row.objective, Adam(lr=1e-6))
+        for name, t in exact(resumed).items():
+            assert float((t - want[name]).abs().max()) < 1e-5, f"{name} went back"
+        assert any(float((want[name] - t).abs().max()) > 1e-2 for name, t in first.items()), "something was learned"
+
+
 @pytest.mark.smoke
 def test_a_group_of_one_has_the_numbers_of_the_plain_learner_in_shards(one_rank: RankGroup) -> None:
     one, two, batch = both(one_rank, torch.float64)
@@ -236,6 +299,23 @@ def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGr
     for group in ("wide", "params", "optimizer"):
         for name, value in wanted[group].items():
             torch.testing.assert_close(found[group][name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_reference_in_shards_has_the_policys_log_probs_before_the_first_step(
+    one_rank: RankGroup, mixed: bool
+) -> None:
+    """They are the same parameters, so a KL penalty is 0 to the bit."""
+
+    def prepare(lm: Any) -> Any:
+        mix(lm.model, mixed)
+        return lm
+
+    *learners, batch = both(one_rank, torch.bfloat16, prepare)
+    for learner in learners:
+        scores = learner.score(batch, frozenset({"logp_ref", "logp_old"}))
+        assert torch.equal(scores["logp_ref"], scores["logp_old"]), learner.placement
 
 
 @pytest.mark.smoke

@@ -230,7 +230,7 @@ def numbers_of(learner: Any, mini: Batch, algorithm: Algorithm, vector: list[Ten
     if algorithm.loss.trains == "policy" and not algorithm.critic.shared:
         parts += [part.flatten() for part in learner.fisher(mini)(vector)] + [learner.kl_from(mini, old).view(1)]
     if algorithm.critic.on and not algorithm.critic.shared:  # a shared critic is in the objective
-        parts.append(learner.fit(mini, algorithm.critic.loss))
+        parts.append(learner.fit(mini, algorithm.critic.loss)[0].flatten())
         parts += [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in learner.critic.trained()]
     return torch.cat([part.to(torch.float64) for part in parts]).detach()
 

@@ -23,6 +23,7 @@ from ascent.engines.language.learning import head as head_module
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import FusedStats, Head, HeadFormulas, token_stats
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
+from ascent.engines.language.learning.plan import kept_bytes
 from ascent.engines.language.learning.reward_model import add_head, response_scores
 from ascent.engines.language.learning.states import Placed, hidden_states, host_of, place
 from ascent.policies import CausalLM
@@ -105,6 +106,49 @@ def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, sca
     for a, c in zip(*found, strict=True):
         assert (a - c).abs().max() < 1e-12
     assert got[1].requires_grad == entropy_gradient
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("more", [{}, {"scale": 0.5}, {"cap": 30.0}], ids=str)
+def test_logits_are_in_float32_before_the_softmax_without_kernels_too(
+    dtype: torch.dtype, more: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits as large as 36, which bfloat16 would round by 0.125."""
+    monkeypatch.setattr(head_module, "kernels_for", lambda _: None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(*s, generator=generator).to(device, dtype) for s in ((16, 64), (203, 64)))
+    target = torch.randint(203, (16,), generator=generator).to(device)
+    other = torch.randn(16, 64, generator=generator).to(device, dtype)
+    found = token_stats(Head(w, **more), h, target, reference=(Head(w, **more), other))
+    exact = Head(w.double(), **more)
+    want = token_stats(exact, h.double(), target, reference=(exact, other.double()))
+    for near, wide in zip(found, want, strict=True):
+        assert near is not None and wide is not None
+        assert float((near - wide).abs().max()) < 1e-3
+    logp, _, _ = token_stats(Head(w, **more), h.requires_grad_(), target)
+    slope, wide_slope = (torch.autograd.grad(out.sum(), x) for out, x in ((logp, h), _exact_logp(exact, h, target)))
+    assert float((slope[0] - wide_slope[0]).norm() / wide_slope[0].norm()) < 1e-2
+
+
+def _exact_logp(head: Head, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    wide = h.detach().double().requires_grad_()
+    return token_stats(head, wide, target)[0], wide
+
+
+@on_gpu
+def test_what_mixed_keeps_of_a_token_is_what_plans_charge() -> None:
+    """The residual stream in float32, at the two norms of each layer."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+    kept = {}
+    for mixed in (False, True):
+        lm = model_of(dtype=torch.bfloat16, **shape)
+        lm.model.cuda()
+        mix(lm.model, mixed)
+        fuse(lm.model)
+        kept[mixed] = kept_bytes(lm)
+    assert kept[True] - kept[False] == pytest.approx(2 * 4 * 2 * 256, rel=0.25)
 
 
 @on_gpu

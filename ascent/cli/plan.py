@@ -65,7 +65,8 @@ class PlanCommand(Command):
             )
         if config.policy.dtype == "float32":
             raise Refused("--policy.dtype float32: plans are for bfloat16 on a GPU. Leave it out")
-        config = replace(config, policy=replace(config.policy, dtype="bfloat16"))
+        dtype = "mixed" if config.policy.dtype == "mixed" else "bfloat16"
+        config = replace(config, policy=replace(config.policy, dtype=dtype))
         check_counts(1, gpus=self.gpus, nodes=self.nodes, prompt_tokens=self.prompt_tokens)
         if self.gpus * self.nodes > MOST:
             raise Refused(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MOST:,} cards")

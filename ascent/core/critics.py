@@ -86,8 +86,9 @@ class OwnCritic(Critic):
         return Adam(self.lr, self.schedule, self.warmup, max_norm=self.max_norm)
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
-        first, *_ = [learner.fit(mini, self.loss) for _ in range(self.steps)]
-        return dict(zip(VALUE_SUMS, first.flatten(), strict=False))
+        sums, norms = zip(*(learner.fit(mini, self.loss) for _ in range(self.steps)), strict=True)
+        found = dict(zip(VALUE_SUMS, sums[0].flatten(), strict=False))
+        return found | {"value/grad_norm": torch.stack(norms).max() * mini.tokens}
 
 
 @dataclass(frozen=True)

@@ -339,7 +339,7 @@ def stop_on_trouble(
 
     So does a sampler whose log-probs are far from the trainer's: it samples from another policy.
     """
-    bad = [name for name in ("loss", "grad_norm", "value/loss") if not abs(metrics.get(name, 0.0)) < float("inf")]
+    bad = [k for k, v in metrics.items() if k.removeprefix("value/") in ("loss", "grad_norm") and not abs(v) < np.inf]
     if not bool(batch.logp_sampler.isfinite().all()):
         bad.append("the sampler's log-probs")
     params = list(learner.params().values())  # ‖θ‖² is quick, and may overflow; max |θ| does not
@@ -349,7 +349,7 @@ def stop_on_trouble(
         where = records.dump(step, batch)
         raise Trouble(
             f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
-            "saved is from before. Lower --lr, or set --update.max-norm"
+            "saved is from before. Lower --lr, or set --update.max-norm (--critic.lr and --critic.max-norm for value/…)"
         )
     if (gap := metrics.get(MISMATCH, 0.0)) > max_mismatch:
         raise Trouble(

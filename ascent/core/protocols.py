@@ -225,8 +225,8 @@ class Learner(Protocol):
     def assign(self, params: list[Tensor]) -> None:
         """Set the trainable parameters."""
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
-        """One step of the critic's optimizer on the loss's token mean; returns its sum before, and others behind it."""
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+        """One step of the critic's optimizer on the loss's token mean: the loss's sums before it, and ‖gradient‖."""
 
     def mix_reference(self, rate: float) -> None:
         """π_ref ← (1 − rate) · π_ref + rate · π, parameter by parameter; rate 1 copies."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ascent.core.protocols import Learner, Objective, Stepped, TakeStep, ValueLoss
-from ascent.core.types import Batch, Outputs, Terms
+from ascent.core.types import Batch, Outputs, Refused, Terms
 from ascent.core.update import Adam
 from ascent.engines.ranks.ranks import ALONE, Ranks
 
@@ -192,19 +192,24 @@ class InProcessLearner(Learner, Protocol):
     def assign(self, params: list[Tensor]) -> None:
         torch._foreach_copy_(self.trainable(), params)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self.critic_optimizer is not None and self.critic_update is not None
+        total = self.value_gradient(mini, loss)
+        norm = self.critic_update.step(self.critic_optimizer, mini.progress)
+        torch.autograd.graph.increment_version(self.critic_optimizer.param_groups[0]["params"])
+        return self._summed(total), norm
+
+    def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
+        """∇(scale · the loss's token mean) into `.grad` of the critic; returns the sum over this rank's share."""
+        assert self.critic_optimizer is not None
         self.critic_optimizer.zero_grad()
         parts = []
         for micro in self.mine(mini):
             part = loss(micro, self.values(micro))
-            (part.flatten()[0] / max(mini.tokens, 1)).backward()
+            (part.flatten()[0] * scale / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
-        moved = self.critic_optimizer.param_groups[0]["params"]
-        self.sum_gradients(moved)
-        self.critic_update.step(self.critic_optimizer, mini.progress)
-        torch.autograd.graph.increment_version(moved)
-        return self._summed(torch.stack(parts).sum(0))
+        self.sum_gradients(self.critic_optimizer.param_groups[0]["params"])
+        return torch.stack(parts).sum(0)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"params": {name: p.detach() for name, p in self._params.items()}}
@@ -236,6 +241,8 @@ class InProcessLearner(Learner, Protocol):
                 kept = {name: v for name, v in kept.items() if int(name.split(".")[0]) < len(self._value_head)}
                 optimizer, first = self.optimizer, len(self._trainable)
             _restore_optimizer(optimizer, kept, first)
+            check_restored(self.critic.state_dict(), state["critic"])
+        check_restored(self.params(), state["params"])
 
 
 def joined(parts: list[Tensor], batch: Batch) -> Tensor:
@@ -253,6 +260,20 @@ def added(parts: list[Terms]) -> Terms:
     sums = {name: sum((part.sums[name] for part in rest), value) for name, value in first.sums.items()}
     means = {name: sum((part.means[name] for part in rest), value) for name, value in first.means.items()}
     return Terms(sum((part.objective for part in rest), first.objective), sums, means)
+
+
+def check_restored(own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Refuse trained parameters that differ from their checkpoint by more than the rounding of half precision."""
+    for name, p in own.items():
+        value = saved[name].to(p.device)
+        half = [kind for kind in (torch.finfo(p.dtype), torch.finfo(value.dtype)) if kind.bits == 16]
+        rtol, atol = sum(kind.eps for kind in half), sum(kind.eps * kind.tiny for kind in half)
+        wide = torch.promote_types(p.dtype, value.dtype)
+        if not torch.allclose(p.to(wide), value.to(wide), rtol=rtol, atol=atol):
+            raise Refused(
+                f"{name} differs from the checkpoint after it was loaded, so the run would continue from other "
+                "parameters. Resume it from another checkpoint (--from), or start a new run with --init"
+            )
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -464,6 +464,8 @@ class LanguageModel(nn.Module):
         """Bytes of its GPU that may be taken."""
         self.shares = True
         """Can a group's prompt be encoded once? The learner finds out."""
+        self.fuses = True
+        """May a learner fuse its parts? A proof of the whole model says it."""
         self._own: dict[str, Tensor] | None = None
         """A table of parameters, all of which are its own."""
 

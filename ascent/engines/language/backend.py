@@ -33,7 +33,7 @@ from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import VisitedSampler
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.language.sampling.stops import Stops
-from ascent.engines.ranks.ranks import ALONE, Ranks, in_cluster
+from ascent.engines.ranks.ranks import ALONE, Ranks, in_cluster, launched
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.serving.engines import dialect_of
 from ascent.engines.serving.relayed import read_key
@@ -126,7 +126,8 @@ class LanguageBackend(Backend):
     ) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm, why = _loaded(config, fresh)
-        notes = why + _check_sharing(lm, config)
+        trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not launched())
+        notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.whole)
         trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
         if trains in LEARNED and rated:
             add_head(lm, trains == "steps")
@@ -140,10 +141,10 @@ class LanguageBackend(Backend):
         return lm, notes
 
     def settled(self, config: Config, model: LanguageModel) -> Config:
-        """Where a precision was chosen the config says so; an earlier run, which says `auto`, continues as it began."""
+        """The config says which precision was chosen, so that a resumed run computes in it on any device."""
         if config.policy.dtype != "auto" or config.policy.model in GIVEN:
             return config
-        chosen = "mixed" if is_mixed(model.model) else "float16" if model.model.dtype == torch.float16 else "auto"
+        chosen: Any = "mixed" if is_mixed(model.model) else str(model.model.dtype).removeprefix("torch.")
         return replace(config, policy=replace(config.policy, dtype=chosen))
 
     def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
@@ -253,17 +254,13 @@ class LanguageBackend(Backend):
         return report
 
     def policy(self, config: Config, params: Params | None) -> LanguageModel:
-        """On a CPU, what was chosen for a GPU is asked in float32: the same parameters, and faster."""
-        policy, narrow = config.policy, config.policy.dtype in ("float16", "mixed")
-        if narrow and policy.model not in GIVEN and pick_device(policy.device).type == "cpu":
-            policy = replace(policy, dtype="float32")
-        return _filled(policy, config.seed, params)
+        return _filled(_in_float32_on_cpu(config.policy), config.seed, params)
 
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
         if device is not None:
             config = replace(config, policy=replace(config.policy, device=device))
         trains = config.algorithm.loss.trains
-        lm = add_head(config.policy.load(config.seed), trains == "steps")
+        lm = add_head(_in_float32_on_cpu(config.policy).load(config.seed), trains == "steps")
         load_params(lm.trained(), params)
         lm.model.requires_grad_(False)
         _check_sharing(lm, config)
@@ -277,14 +274,7 @@ class LanguageBackend(Backend):
 
     def export(self, config: Config, run: Path, params: Params, folder: Path) -> None:
         """An ordinary Hugging Face folder, in the precision in which the model was trained."""
-        policy = config.policy
-        if policy.dtype == "auto":
-            trained = policy.dtype_on(pick_device("auto"))
-            if not policy.lora:  # every parameter is in the checkpoint, as it was
-                trained = next(iter(params.values())).dtype
-            half = trained in (torch.bfloat16, torch.float16)
-            policy = replace(policy, dtype=str(trained).removeprefix("torch.") if half else "float32")
-        _filled(replace(policy, device="cpu"), config.seed, params).save(folder)
+        _filled(replace(config.policy, device="cpu"), config.seed, params).save(folder)
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
         def among(names: tuple[str, ...]) -> dict[str, Any]:
@@ -357,10 +347,11 @@ class LanguageBackend(Backend):
         return f"preferences:{pairs.resolve()}", {"preset": "reward-model", **limits}
 
 
-def _check_sharing(lm: LanguageModel, config: Config) -> tuple[str, ...]:
+def _check_sharing(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
     longest, share = config.task.max_prompt + config.task.room, config.policy.share_prompts
-    why = prove(lm, longest, share, sampled=config.algorithm.loss.trains == "policy" and config.task.data == "samples")
+    sampled = config.algorithm.loss.trains == "policy" and config.task.data == "samples"
+    why = prove(lm, longest, share, sampled, fused)
     if why is None or not share:
         return ()
     return (
@@ -395,6 +386,13 @@ def check_temperature(config: Config) -> None:
             f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
             f"{coldest:g}. Set {coldest:g} or more, or --engine local"
         )
+
+
+def _in_float32_on_cpu(policy: Any) -> Any:
+    """The policy for inference: on a CPU half precision is slow, and float32 holds the same parameters."""
+    if policy.dtype == "auto" or policy.model in GIVEN or pick_device(policy.device).type != "cpu":
+        return policy
+    return replace(policy, optimizer_state="auto", dtype="float32")
 
 
 def _filled(policy: Any, seed: int, params: Params | None) -> LanguageModel:

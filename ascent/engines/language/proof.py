@@ -14,26 +14,31 @@ from torch import Tensor
 
 from ascent.core.types import Refused, Rollouts
 from ascent.engines.language.attention import ours
+from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.states import hidden_states, targets
 from ascent.engines.language.sampling.draw import Drawn, Support
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
-from ascent.policies.causal_lm import LanguageModel
+from ascent.policies.causal_lm import LanguageModel, is_mixed, mix
+from ascent.policies.four_bit import is_packed, not_packed
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens.
-
-There a single token of a real model is easily 0.3 off, whichever way its sums are ordered.
-"""
+"""How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens."""
+EXCESS = 2.0
+"""In half precision, how many times farther from float32 log-probs may be than those of the model's own forward."""
+HALF = (torch.bfloat16, torch.float16)
 TOKENS = 5
 """Of the longest response of a probe."""
 
 
 @torch.no_grad()
-def prove(lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool = True) -> str | None:
+def prove(
+    lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool = True, fused: bool = False
+) -> str | None:
     """Set `lm.shares`; None where a group can share its prompt (if `share` asks for it), else why not.
 
     `longest`: the tokens that a prompt and its response may have together. `sampled`: are responses drawn from it?
+    `fused`: will it be trained with fused parts? Then they are fused here, and left alone where log-probs change.
     The probe has a dozen tokens. Where `longest` passes an attention window or chunk, it has a few more than the
     largest of these, so it costs no more than the run's own texts. A model is refused if its log-prob of a token
     depends on later tokens or on the texts beside it, or if even the plain passes do not give its log-probs.
@@ -41,14 +46,14 @@ def prove(lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool
     _refuse_rotary(lm, longest)
     windows = [size for size in attention_windows(lm) if size < longest]
     batch, dtype, head = _probe(lm, longest, windows), next(lm.model.parameters()).dtype, Head.of(lm.model)
-    tolerance, action = TOLERANCE.get(dtype, 2e-3), targets(batch, lm.device)[:, None]
+    action = targets(batch, lm.device)[:, None]
     own, early = (torch.log_softmax(logits, -1) for logits in _own_logits(lm, batch))
-
-    def apart(a: Tensor, b: Tensor) -> float:
-        return float((a - b).abs().mean() if dtype in (torch.bfloat16, torch.float16) else (a - b).abs().max())
+    exact = _float32_log_probs(lm, batch) if dtype in HALF else None
 
     def gap(logits: Tensor) -> float:
-        return apart(torch.log_softmax(logits, -1).gather(-1, action), own.gather(-1, action))
+        found = torch.log_softmax(logits, -1)
+        apart = _apart(found.gather(-1, action), own.gather(-1, action), dtype)
+        return apart if exact is None else max(apart, _excess(found, own, exact))
 
     def learned() -> float:
         return gap(head.logits(hidden_states(lm, batch)))
@@ -69,32 +74,57 @@ def prove(lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool
             return str(error)
         except Exception as error:  # whatever an architecture of any kind does with a layout that it does not know
             return f"{type(error).__name__}: {error}"
-        return None if shared < tolerance else f"log-probs would be {shared:.2g} off"
+        return None if shared < 1 else f"log-probs would be {shared:.2g} times as far off as rounding explains"
 
     kind = type(lm.model).__name__
-    if not (ahead := apart(own[0], early[0])) < tolerance:
-        raise Refused(
-            f"{kind}: the log-prob of a token depends on the tokens behind it ({ahead:.2g} apart), so it cannot be "
-            "sampled one token after the other"
-        )
+    if not _apart(own[0], early[0], dtype) < 1:
+        raise Refused(f"{kind}: the log-prob of a token depends on the tokens behind it, so it cannot be sampled")
     lm.shares = False
-    _insist(learned, tolerance, f"{kind}: Ascent cannot train it: its logits are not its head times its hidden states")
+    if fused:
+        _fuse_alike(lm, learned)
+    _insist(learned, f"{kind}: Ascent cannot train it: its logits are not its head times its hidden states")
     lm.shares = True
     why = why_not() if share else "nobody asked for it"
     lm.shares = why is None
     if sampled and not lm.shares:
         fault = f"{kind}: Ascent cannot sample from it: decoding with a cache does not give its log-probs"
-        _insist(lambda: decoded(PlainDecoder), tolerance, fault)
+        _insist(lambda: decoded(PlainDecoder), fault)
     return why
 
 
-def _insist(compare: Callable[[], float], tolerance: float, fault: str) -> None:
+def _apart(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
+    """How far log-probs of the same tokens are apart; 1 is what rounding explains."""
+    off = (a - b).abs()
+    return float(off.mean() if dtype in HALF else off.max()) / TOLERANCE.get(dtype, 2e-3)
+
+
+def _excess(found: Tensor, own: Tensor, exact: Tensor) -> float:
+    """How much farther from float32 log-probs are than the model's own; 1 is what rounding explains.
+
+    At the median of the tokens, because a router that rounds to other experts moves all log-probs of a few.
+    """
+    ours, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
+    return float(ours / (theirs + 1e-4)) / EXCESS
+
+
+def _fuse_alike(lm: LanguageModel, compare: Callable[[], float]) -> None:
+    """Fuse a model's parts; undo it where the log-probs of the whole model are no longer its own."""
+    before = {module: module.__dict__.get("forward") for module in lm.model.modules()}
+    fuse(lm.model)
+    lm.fuses = compare() < 1
+    for module, forward in () if lm.fuses else before.items():
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.forward = forward
+
+
+def _insist(compare: Callable[[], float], fault: str) -> None:
     try:
         apart = compare()
     except Exception as error:  # whatever an architecture of any kind does with what is asked of it
         raise Refused(f"{fault} ({type(error).__name__}: {error})") from None
-    if not apart < tolerance:
-        raise Refused(f"{fault} (they are {apart:.2g} apart)")
+    if not apart < 1:
+        raise Refused(f"{fault} (they are {apart:.2g} times as far apart as rounding explains)")
 
 
 class Forced(Drawn):
@@ -115,6 +145,27 @@ class Forced(Drawn):
             token.append(self.tokens[response][t])
         self.length[row] += 1
         return torch.tensor(token, device=hidden.device)
+
+
+def _float32_log_probs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
+    """The log-probs of its own forward pass with every parameter in float32; None where that is not possible.
+
+    A GPU may have no room for it, and some architectures mix types themselves.
+    """
+    narrow: list[Any] = [(p, "data", p.data) for p in not_packed(lm.model)]
+    narrow += [(module, "dtype", module.dtype) for module in lm.model.modules() if is_packed(module)]
+    mixed = is_mixed(lm.model)
+    mix(lm.model, False)
+    try:
+        for owner, name, value in narrow:
+            setattr(owner, name, value.float() if name == "data" else torch.float32)
+        return torch.log_softmax(_own_logits(lm, batch)[0], -1)
+    except Exception:
+        return None
+    finally:
+        for owner, name, value in narrow:
+            setattr(owner, name, value)
+        mix(lm.model, mixed)
 
 
 # ---- what a model says of itself ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ascent.core.protocols import Objective, Open, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Prompts, Rollouts, Terms, join
+from ascent.engines.language.learning.compact import widened
 from ascent.engines.language.sampling.draw import response_seeds
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.ranks import ALONE
@@ -43,7 +44,7 @@ class LeadingLearner:
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         return self._all("step", sent(mini), here=(objective, update))
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         return self._all("fit", sent(mini), here=(loss,))
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
@@ -78,6 +79,7 @@ class LeadingLearner:
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         with self.ranks.work():
+            state = widened(state, list(self.inner.params()))  # packed bits cannot be cut into shards
             self.ranks.tell("learner", "restore")
             self.ranks.broadcast_groups(state)
             self.inner.restore(state)

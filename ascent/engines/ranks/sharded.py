@@ -29,6 +29,7 @@ from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner, check_params, finest, layers_of
 from ascent.engines.language.learning.plan import critic_bytes, plan_of, state_bytes
 from ascent.engines.language.learning.states import Forward, before_actions, last_states, place, spread
+from ascent.engines.learner import check_restored
 from ascent.engines.ranks.group import sum_buckets
 from ascent.engines.ranks.parts import PartWriter, RankParts
 from ascent.engines.ranks.ranks import Accompanied, Ranks
@@ -202,7 +203,7 @@ class ShardedLearner(LanguageLearner):
     ):  # fmt: skip
         """`choice`: the critic of the algorithm, where there is one. `gather`: bytes that rank 0 may write alone."""
         on = choice is not None and choice.on
-        if whole.device.type == "cuda":
+        if whole.device.type == "cuda" and whole.fuses:
             fuse(whole.model)
         critic, step = (ShardedCritic(whole, choice.shared, ranks.size), choice.update) if on else (None, None)
         forward = shard(whole, ranks.size)
@@ -250,7 +251,7 @@ class ShardedLearner(LanguageLearner):
         self._stale = True
         return super().step(mini, objective, update)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self._critic_moved is not None
         self._critic_moved.forget()
         return super().fit(mini, loss)
@@ -318,7 +319,7 @@ class ShardedLearner(LanguageLearner):
             self.kept = [self.part("reference", name, state["reference"][name]) for name in own]
         if self.critic is not None:
             own = self.critic.state_dict()
-            check_params(own, state["critic"], partly=True)
+            check_params(own, state["critic"])
             for name, value in state["critic"].items():
                 _local(own[name]).copy_(_local(self.part("critic", name, value)))
             if self.critic.own is not None:
@@ -329,10 +330,17 @@ class ShardedLearner(LanguageLearner):
         for name, value in state.get("critic_optimizer", {}).items():
             if self._critic_moved is not None or int(name.split(".")[0]) < len(self._value_head):  # as one process does
                 of_critic[0].restore(name, value, of_critic[1])
+        saved = {"params": (self._params, values)}
+        saved |= {} if self.critic is None else {"critic": (self.critic.state_dict(), state["critic"])}
+        for group, (own, whole) in saved.items():
+            for name, p in own.items():
+                check_restored({name: _local(p)}, {name: _local(self.part(group, name, whole[name]))})
+        if not any(map(_is_cut, state["params"].values())):  # other ranks keep their shards alone
+            check_restored(self.params(), state["params"])
 
     def part(self, group: str, name: str, value: Any) -> Any:
         """What this rank holds of a tensor of a checkpoint."""
-        if _is_cut(value):
+        if _is_cut(value) or group == "loss_scale":
             return value
         if group == "optimizer":
             return self._moved.part(name, value)

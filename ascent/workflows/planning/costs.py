@@ -40,6 +40,18 @@ class OneCard:
     fit: Fit = FIT
     bits: int = 0
     """4: what can be is kept in 4 bits."""
+    mixed: bool = False
+    """Is the residual stream in float32?"""
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a token's residual stream."""
+        return (4 if self.mixed else 2) * self.shape.width
+
+    @property
+    def kept(self) -> int:
+        """Bytes that autograd keeps of a token. Two norms per layer keep the residual stream."""
+        return self.shape.kept + 2 * self.shape.layers * (self.stream - 2 * self.shape.width)
 
     @property
     def packed(self) -> int:
@@ -86,7 +98,7 @@ class OneCard:
 
     def _captured(self, batch: Tokens, micro: float, trained: int) -> bool:
         """Are the passes of such an update captured as graphs, so that the host has little to launch?"""
-        held = PADDED * batch.tokens * self.shape.kept + 4 * trained
+        held = PADDED * batch.tokens * self.kept + 4 * trained
         return micro == 1 and held < CAPTURED * self.card.memory
 
     def score(self, batch: Tokens, room: float) -> float:
@@ -99,7 +111,7 @@ class OneCard:
         shape, fit = self.shape, self.fit
         blocks, head = 6.0 * shape.blocks * batch.tokens, 8.0 * shape.head * batch.loss
         pairs = 12 * shape.layers * shape.heads * shape.channel * batch.pairs
-        kept = fit.passes * shape.kept * batch.tokens / self.card.bandwidth
+        kept = fit.passes * self.kept * batch.tokens / self.card.bandwidth
         if third:
             blocks, head, pairs, kept = blocks / 3, head / 4, pairs / 3, kept / 3
         layers = (fit.operations * blocks + fit.attention * pairs) / self.card.rate + kept
@@ -119,15 +131,15 @@ class OneCard:
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
         if critic:
-            parts["critic"] = critic
+            parts["critic"] = critic // ranks
         frozen = trained < self.shape.head
         parts["head"] = 3 * CHUNK_BYTES["cuda"] + (0 if frozen else 6 * self.shape.head)
         return parts
 
     def per_token(self, checkpointing: bool) -> int:
         """What a token of a micro-batch takes."""
-        layer = self.shape.kept // self.shape.layers
-        return 2 * layer + 2 * self.shape.width * self.shape.layers if checkpointing else self.shape.kept + layer
+        layer = self.kept // self.shape.layers
+        return 2 * layer + self.stream * self.shape.layers if checkpointing else self.kept + layer
 
     def micro(self, state: int, checkpointing: bool) -> float:
         """Tokens of the largest micro-batch that the learner would take."""

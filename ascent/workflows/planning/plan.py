@@ -123,7 +123,7 @@ class Planner:
             cluster = replace(cluster, card=replace(cluster.card, memory=int(min(limit, cluster.card.memory))))
         self.config, self.shape, self.cluster, self.answers = config, shape, cluster, answers
         policy = config.policy
-        self.one = OneCard(shape, cluster.card, bits=policy.bits)
+        self.one = OneCard(shape, cluster.card, bits=policy.bits, mixed=policy.dtype == "mixed")
         self.trained = shape.trained(policy.lora, policy.last_layers)
         self.critic = self._critic()
         """Bytes of a critic."""

@@ -226,4 +226,5 @@ def compacted(state: dict[str, Any], names: list[str], optimizer: CompactAdamW) 
             if value is None or value.shape != p.shape or value.dtype != dtype:
                 there = "missing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
                 raise Refused(f"the checkpoint's optimizer state is not this model's: {key} of {name} is {there}")
-    return state | {"params": params, "optimizer": kept}
+    others = {group: own for group, own in state.items() if group != "wide"}
+    return others | {"params": params, "optimizer": kept}

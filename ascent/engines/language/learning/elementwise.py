@@ -26,6 +26,8 @@ from torch.autograd.function import once_differentiable
 from ascent.engines.language.adapters import fuse_adapter
 from ascent.engines.language.kernels import cpu, load_kernels
 
+INPUT_SCALES = (2.0**-10, 1.0, 2.0**5, 2.0**10)
+"""Sizes of the inputs on which a part has to compute the same: an ε shows at small ones, a clamp at large ones."""
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 """How far two forms may be apart, relative to the largest output; other types are left alone."""
 
@@ -92,9 +94,10 @@ def _noise(like: Tensor, *shape: int) -> Tensor:
 
 @torch.no_grad()
 def _replaced(module: Any, fused: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
-    """Let the module compute this instead, if it is the same on a few random rows."""
+    """Let the module compute this instead, if it is the same on a few random rows of every size."""
     x = _noise(weight, 16, weight.shape[-1])
-    alike = _alike(fused(x), module(x))
+    wanted = [(x * scale, module(x * scale)) for scale in INPUT_SCALES]
+    alike = all(_alike(fused(x), want) for x, want in wanted if want.isfinite().all())
     if alike:
         module.forward = fused
     return alike

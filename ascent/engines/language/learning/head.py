@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascent.engines.language.kernels import cpu, load_kernels
-from ascent.policies.causal_lm import is_mixed
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
 """What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
@@ -41,16 +40,12 @@ def chunk_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature.
-
-    `mixed`: without kernels too, they are never rounded to the precision of the parameters.
-    """
+    """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature."""
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
-    mixed: bool = False
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -58,17 +53,17 @@ class Head:
         module, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
-        return cls(module.weight, getattr(module, "bias", None), scale, cap, is_mixed(model))
+        return cls(module.weight, getattr(module, "bias", None), scale, cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """In float32 or better. Of half-precision states on a GPU unrounded, unless a gradient goes through them."""
+        """In float32 or better, never rounded to the precision of the parameters."""
         kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else kernels_for(hidden)
         if kernels is not None:
             z = kernels.logits(hidden, self.weight, self.bias)
-        elif self.mixed:
+        elif hidden.dtype.itemsize < 4:
             z = HeadFormulas.logits(hidden, self.weight, self.bias)
         else:
-            z = self.multiply(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+            z = self.multiply(hidden)
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
-from ascent.core.update import Adam, Update, global_norm
+from ascent.core.update import Adam, Update
 from ascent.engines.language.attention import Flash, segment_kernel, send
 from ascent.engines.language.graphs import CudaGraphs
 from ascent.engines.language.learning.blas import learning
@@ -22,6 +22,7 @@ from ascent.engines.language.learning.captured import Captured, captured_tokens
 from ascent.engines.language.learning.compact import CompactAdamW, compacted, widened
 from ascent.engines.language.learning.elementwise import fuse
 from ascent.engines.language.learning.head import Head, token_stats
+from ascent.engines.language.learning.loss_scale import LossScale
 from ascent.engines.language.learning.plan import COMPACT_BYTES, STATE_BYTES, Plan, bytes_per_token, channel_of, plan_of
 from ascent.engines.language.learning.states import (
     Forward,
@@ -35,12 +36,9 @@ from ascent.engines.language.learning.states import (
     targets,
     value_states,
 )
-from ascent.engines.learner import InProcessLearner
+from ascent.engines.learner import InProcessLearner, check_restored
 from ascent.engines.ranks.ranks import ALONE
 from ascent.policies.causal_lm import LanguageModel
-
-HEADROOM = 4
-"""Powers of two below the number of tokens by which an objective in float16 begins to be scaled, and is scaled down."""
 
 
 class LanguageCritic(nn.Module):
@@ -85,7 +83,7 @@ class LanguageCritic(nn.Module):
         return {name: p.detach() for name, p in self._by_name().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
-        load_params(self._by_name(), state, partly=True)
+        load_params(self._by_name(), state)
         copy_rounded(self.working, self.stepped)
 
     def attention(self) -> AbstractContextManager[None]:
@@ -139,6 +137,7 @@ class LanguageLearner(InProcessLearner):
         """Do the parameters have masters in float32?"""
         self._trainable = begin_with(stored, self._params) if self._rounds and rounding is None else self._working
         self.train_critic(critic, critic_update)
+        self.loss_scale = self._next_scale = self.critic_scale = LossScale()
         self.optimizer = update.optimizer(self.trainable())
         self.compact: CompactAdamW | None = None
         if rounding is not None:
@@ -155,12 +154,11 @@ class LanguageLearner(InProcessLearner):
                 "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
-        if lm.model.dtype == torch.float16 and (not self.alone or (critic is not None and critic.own is not None)):
-            what = "a critic of its own" if self.alone else "shards"
-            raise Refused(f"--policy.dtype float16 with {what}: its gradients are not scaled. Set float32 or bfloat16")
+        if lm.model.dtype == torch.float16 and not self.alone:
+            raise Refused("--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16")
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
-        fits = lm.device.type == "cuda" or lm.model.dtype == torch.float32
+        fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
         if fits and self.alone and not update.whole:  # Fisher products differentiate twice
             fuse(lm.model)
             if critic is not None and critic.own is not None:
@@ -275,30 +273,23 @@ class LanguageLearner(InProcessLearner):
     # ---- steps ----------------------------------------------------------------------------------
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        """In float16 of 2ᵏ times the objective, because most of it would be 0; of less where that is too large."""
+        """In float16, of a multiple of the objective. Only a step changes the scale of the next update."""
         if self.lm.model.dtype != torch.float16:
             return self._gradient(mini, objective)
-        uphill, exponent = self._uphill, max(0, mini.tokens.bit_length() - HEADROOM)
-        while True:
-            self._uphill = uphill * 2.0**exponent
-            try:
-                terms = self._gradient(mini, objective)
-            finally:
-                self._uphill = uphill
-            gradients = [p.grad for p in self.trainable() if p.grad is not None]
-            torch._foreach_mul_(gradients, 2.0**-exponent)
-            if not exponent or bool(global_norm(gradients).isfinite()):
-                return terms
-            exponent = max(0, exponent - HEADROOM)
+        terms, self._next_scale = self.loss_scale.compute(
+            lambda scale: self._gradient(mini, objective, scale), self.trainable()
+        )
+        return terms
 
-    def _gradient(self, mini: Batch, objective: Objective) -> Terms:
+    def _gradient(self, mini: Batch, objective: Objective, scale: float = 1.0) -> Terms:
         again = checkpointed(self.lm.backbone, self.checkpointing)
-        self._forward.captured = self._captured
+        self._forward.captured, uphill = self._captured, self._uphill
+        self._uphill = uphill if scale == 1.0 else uphill * scale
         try:
             with self._attention(), again, self._summing():
                 return super().gradient(mini, objective)
         finally:
-            self._forward.captured = None
+            self._forward.captured, self._uphill = None, uphill
 
     def _summing(self) -> AbstractContextManager[None]:
         """Inside, gradients of micro-batches are summed without losing the small ones."""
@@ -306,6 +297,7 @@ class LanguageLearner(InProcessLearner):
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         stepped = super().step(mini, objective, update)
+        self.loss_scale = self._next_scale
         self._narrow()
         return stepped if self.lm.device.type == "cpu" else fetched(stepped, self.lm.device)
 
@@ -334,13 +326,21 @@ class LanguageLearner(InProcessLearner):
             logits = self._forward(micro, Head.logits)
         return torch.log_softmax(logits / micro.temperature, -1), micro.counted[micro.mask].unsqueeze(-1)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> Tensor:
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         critic = self.critic
         again = checkpointed(critic.backbone, self.checkpointing)
         with critic.attention(), again, gradients_into(critic.stepped, critic.working):
-            total = super().fit(mini, loss)
+            total, norm = super().fit(mini, loss)
         copy_rounded(critic.working, critic.stepped)
-        return total.cpu()
+        return total.cpu(), norm.cpu()
+
+    def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
+        if self.lm.model.dtype != torch.float16:
+            return super().value_gradient(mini, loss, scale)
+        total, self.critic_scale = self.critic_scale.compute(
+            lambda scale: super(LanguageLearner, self).value_gradient(mini, loss, scale), self.critic.trained()
+        )
+        return total
 
     def _attention(self) -> AbstractContextManager[None]:
         return learning(self.lm.model, self.lm.shares)
@@ -363,24 +363,35 @@ class LanguageLearner(InProcessLearner):
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = super().state()
         if self._trainable is not self._working:
-            groups["wide"] = dict(zip(self._params, self._trainable, strict=True))
+            groups["wide"] = self._masters()
         if self.kept is not None and self.moved:
             groups["reference"] = dict(zip(self._params, self._average or self.kept, strict=True))
+        if self.lm.model.dtype == torch.float16:
+            scales = {"policy": self.loss_scale, "critic": self.critic_scale}
+            groups["loss_scale"] = {name: torch.tensor(scale, dtype=torch.float64) for name, scale in scales.items()}
         return groups
 
     @torch.no_grad()
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         names = list(self._params)
         state = widened(state, names) if self.compact is None else compacted(state, names, self.compact)
-        load_params(self._params, state["params"])
-        if "wide" in state and self.compact is None:
-            load_params(dict(zip(self._params, self._trainable, strict=True)), state["wide"])
+        exact = state.get("wide", state["params"])
+        load_params(self._masters(), exact)
+        self._narrow()
         if "reference" in state and self.kept is not None:
             self.moved = True
             load_params(dict(zip(self._params, self.kept, strict=True)), state["reference"])
             if self._rounds:
                 self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
         super().restore(state)
+        if scales := state.get("loss_scale"):
+            self.loss_scale, self.critic_scale = (LossScale(*scales[name].tolist()) for name in ("policy", "critic"))
+            self._next_scale = self.loss_scale
+        check_restored(self._masters(), exact)
+
+    def _masters(self) -> dict[str, Tensor]:
+        """What the optimizer steps, by name: float32 copies of the parameters where there are any, else themselves."""
+        return dict(zip(self._params, self._trainable, strict=True))
 
 
 def fetched(stepped: Stepped, device: torch.device) -> Stepped:
@@ -407,17 +418,16 @@ def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
 
 
 @torch.no_grad()
-def load_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
+def load_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Trained parameters from a checkpoint; refused where they are another model's."""
-    check_params(own, given, partly)
+    check_params(own, given)
     for name, value in given.items():
         own[name].copy_(value)
 
 
-def check_params(own: dict[str, Tensor], given: dict[str, Tensor], partly: bool = False) -> None:
+def check_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Refuse parameters that are another model's."""
-    same = own.keys() >= given.keys() if partly else own.keys() == given.keys()
-    if not same or any(own[k].shape != given[k].shape for k in given):
+    if own.keys() != given.keys() or any(own[k].shape != given[k].shape for k in given):
         raise Refused(
             "these parameters are not this model's: set the --model and --policy.lora that they were made with"
         )

@@ -21,7 +21,7 @@ from ascent.core.types import Rollouts
 from ascent.engines.language.attention import ours, segment_kernel
 from ascent.engines.language.learning.head import chunk_bytes
 from ascent.engines.language.learning.states import hidden_states
-from ascent.policies.causal_lm import LanguageModel
+from ascent.policies.causal_lm import LanguageModel, is_mixed
 from ascent.policies.four_bit import parameter_count
 
 SHARE = 0.6
@@ -99,7 +99,8 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
     With checkpointing the inputs of all layers are kept, and one layer is there twice, in its two passes.
     """
     config = lm.config
-    size, layers, width = lm.model.dtype.itemsize, config.num_hidden_layers, config.hidden_size
+    layers, width = config.num_hidden_layers, config.hidden_size
+    size = 4 if is_mixed(lm.model) else lm.model.dtype.itemsize  # of the residual stream
     kept = kept_bytes(lm) if lm.device.type == "cuda" else layers * _layer_bytes(lm)
     layer = kept // layers
     return 2 * layer + size * width * layers if checkpointing else kept + layer

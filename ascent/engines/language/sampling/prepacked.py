@@ -162,7 +162,7 @@ class Prepacked:
             layer.gate_up.gates = True  # type: ignore[attr-defined]
         own = self.net.head
         product = self._product([own.weight], [] if own.bias is None else [own.bias])
-        self.head = PackedHead(own.weight, own.bias, own.scale, own.cap, own.mixed, product)
+        self.head = PackedHead(own.weight, own.bias, own.scale, own.cap, product)
         self.parameters = list(self.lm.model.parameters())
         self.places = self._places()
         """Of the parameters and the frequencies of turns, when the model was looked through."""
