@@ -53,6 +53,8 @@ def hostile_run(stage: Path, folder: Path, form: str = "python:{folder}/mine.py:
     run = folder / "runs" / "r"
     shutil.copytree(stage / "own", run)
     reward = form.format(folder=folder)
+    if forged:
+        os.chdir(folder)
     file = folder / reward.split("python:")[1].split(":")[0]
     file.write_text(f"from pathlib import Path\nPath({str(folder / 'ran')!r}).touch()\n{REWARD}")
     config = (run / "config.json").read_text().replace(f"python:{stage / 'mine.py'}:own", reward)
@@ -60,7 +62,6 @@ def hostile_run(stage: Path, folder: Path, form: str = "python:{folder}/mine.py:
     about = (run / "run.json").read_text().replace(str(stage / "mine.py"), str(file))
     (run / "run.json").write_text(about)
     if forged:
-        os.chdir(folder)
         (run / "run.json").write_text(json.dumps(json.loads(about) | {"code": code.code_hashes(json.loads(config))}))
     return run
 
