@@ -89,7 +89,7 @@ tools and games (3,000), conversations that are seen, flagged and played by a pe
 bridges (1,170), ranks (1,200), `ascent plan` and `ascent cluster` (2,600), one GPU's second round: adapters, critics
 and small updates in captured graphs, products of our own, optimizer state in bfloat16, precisions, 4 bits (3,150),
 fewer passes on a CPU and kernels in C for it (560), streams and `ascent serve` with an engine (700), and their repairs;
-repairs of turns, state, precision, verdicts, trust and limits, and choices on the menu (980, less 305 for a matmul in CUDA).
+repairs of turns, state, precision, verdicts, trust and limits, choices on the menu (980, less a matmul in CUDA, 305).
 The core was 3,000; credit by turn and what prompts bring for it are 57, sampling ahead with its journal, the loop's own
 matter, 95, the settings of ranks 15, and choices that TRL and verl have 93."""
 TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_265

@@ -128,8 +128,8 @@ ADDITIONS = {
             "tests/test_advantages.py": [
                 ("GOLDENS: dict[type, Any] = {\n", GOLDEN),
                 (
-                    "from ascent.core.types import Batch\n",
-                    "from ascent.core import advantages\nfrom ascent.core.types import Batch\n",
+                    "from ascent.core.types import Batch, Refused\n",
+                    "from ascent.core import advantages\nfrom ascent.core.types import Batch, Refused\n",
                 ),
             ],
         },

@@ -71,6 +71,7 @@ def observed(name: str, vocab: int = 5, prompt: Tensor | None = None, **more: An
         "score_norm": torch.rand(*mask.shape[:2], 1, generator=g, dtype=F64),
         "reward_greedy": torch.randn(2, 1, 1, generator=g, dtype=F64),
         "value": torch.randn(*mask.shape[:2], 9, generator=g, dtype=F64),
+        "logp_old": torch.where(mask, -torch.rand(mask.shape, generator=g, dtype=F64), 0.0),
     }
     return Batch(**fields | more)
 
@@ -89,6 +90,7 @@ def actions_alone(batch: Batch) -> Batch:
         present=mask,
         response=batch.response.gather(-1, order),
         logp_sampler=batch.logp_sampler.gather(-1, order),
+        logp_old=None if batch.logp_old is None else batch.logp_old.gather(-1, order),
         value=value,
         reward=reward,
     )
