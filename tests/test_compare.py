@@ -244,8 +244,8 @@ def test_interrupted_on_all_cores_and_gone_on(
         wait_after(patch, 5)
         process = ascent_process(tmp_path / "output", *command, cwd=tmp_path)
     deadline = time.monotonic() + 180
-    first = tmp_path / "c" / "reinforce-s0" / "metrics.jsonl"
-    while not first.exists() or first.read_bytes().count(b"\n") < 5:
+    runs = [tmp_path / "c" / f"{name}-s0" / "metrics.jsonl" for name in ("reinforce", "grpo")]
+    while not all(run.exists() and run.read_bytes().count(b"\n") >= 5 for run in runs):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
