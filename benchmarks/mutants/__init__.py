@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import shlex
 import sys
 from collections import Counter
@@ -95,17 +94,20 @@ def draw(seed: int, count: int, patterns: list[str]) -> tuple[list[Mutant], Coun
                 kept.append(mutant)
             else:
                 excluded[reason] += 1
-    rng, chosen = random.Random(seed), list[Mutant]()
-    lines_with = list(by_line(kept))
-    rng.shuffle(lines_with)
-    for _, mutants in lines_with:
-        rng.shuffle(mutants)
+    chosen = list[Mutant]()
+    for _, mutants in sorted(by_line(kept), key=lambda line: _order(seed, *line[0])):
+        mutants.sort(key=lambda mutant: _order(seed, mutant.key))
         found = next((m for m in mutants if compiles(m.apply(sources[m.path]))), None)
-        if found is not None and len(chosen) < count:
+        if found is not None:
             chosen.append(found)
         if len(chosen) == count:
             break
     return chosen, excluded
+
+
+def _order(seed: int, *names: object) -> str:
+    """The place of a line or of a mutant in a draw: excluding others does not change it."""
+    return hashlib.sha256(repr((seed, *names)).encode()).hexdigest()
 
 
 def tried(trials: Trials, mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, dict[str, Any]]]:

@@ -22,17 +22,20 @@ TRITON_FILES = tuple(
 
 @dataclass(frozen=True)
 class Rule:
-    """Leaves out mutants of these files and functions; with `old`, only those whose original text has this."""
+    """Leaves out mutants of these files and functions; with `old` or `line`, only those whose
+    original text, or the line that it is in, has this."""
 
     reason: str
     path: str = "*"
     function: str = "*"
     old: str = ""
     operator: str = "*"
+    line: str = ""
 
-    def fits(self, mutant: Mutant) -> bool:
+    def fits(self, mutant: Mutant, line: str) -> bool:
         named = fnmatch(mutant.path, self.path) and fnmatch(mutant.function, self.function)
-        return named and fnmatch(mutant.operator, self.operator) and bool(re.search(self.old, mutant.old))
+        worded = re.search(self.old, mutant.old) is not None and re.search(self.line, line) is not None
+        return named and worded and fnmatch(mutant.operator, self.operator)
 
 
 GPU = "runs on a GPU alone"
@@ -43,10 +46,17 @@ RULES = (
     Rule(GPU, f"{KERNELS}/products.py", "in_parts"),
     Rule(GPU, f"{KERNELS}/decoding.py", "*_product"),
     Rule(GPU, "ascent/engines/language/sampling/graphs.py"),
+    Rule(GPU, "ascent/engines/language/sampling/cuda.py", old=r"\bevent\.|on_card|\.stream\b"),
+    Rule(GPU, line=r"get_device_capability|torch\.cuda\."),
+    Rule(GPU, f"{KERNELS}/products.py", line=r"^MEMORY = "),
     Rule("chooses sizes of tiles, which decide speed alone", f"{KERNELS}/p*.py", "*tile*"),
     Rule("chooses by the presence or the kind of a GPU", old=r"cuda|is_cpu|\.device\b"),
     Rule("a number of warps or stages decides speed alone", f"{KERNELS}/*", old="num_warps|num_stages|warps"),
     Rule("needs Ray, which `make cluster-test` installs", "ascent/engines/cluster/ray*.py"),
+    Rule("needs verifiers or OpenEnv, which `make bridges-test` installs", "ascent/environments/agents/inside/*"),
+    Rule("the order of arguments decides nothing", old=r"^(max|min|math\.gcd|hmac\.compare_digest|torch\.equal)\(",
+         operator="swap arguments"),
+    Rule("an escape that is tried inside the sandbox: part of a test", "ascent/sandbox/attempts.py"),
     Rule("a method that every subclass replaces", old=r"^raise NotImplementedError"),
     Rule(
         "the argument checks what callers guarantee",
@@ -67,7 +77,7 @@ RULES = (
 PERFORMANCE = {
     "CHUNK", "SWITCH", "KEPT", "PATIENCE", "DEADLINE", "BLOCK", "READ", "WRITE", "TILE", "MANY", "LEAST", "HEADS",
     "KEYS", "MOST_RANK", "FETCHED", "LONG", "ROUND", "POLL", "PAUSE", "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
-    "BEAT", "WAIT",
+    "BEAT", "WAIT", "START", "ENDING",
 }  # fmt: skip
 """Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""
 _BOUNDS = "ascent/core/losses.py::Loss.clipped: self.low is None or self.high is None"
@@ -88,4 +98,6 @@ def reason_to_exclude(mutant: Mutant, line: str) -> str | None:
     assigned = re.match(r"([A-Z][A-Z_0-9]*(?:, [A-Z][A-Z_0-9]*)*) = ", line)
     if assigned and not mutant.function and set(assigned[1].split(", ")) & PERFORMANCE:
         return "a constant that decides time or memory alone"
-    return next((rule.reason for rule in RULES if rule.fits(mutant)), None)
+    if not mutant.function and mutant.operator == "constant" and re.fullmatch(r"[\d_]{3,}", mutant.old):
+        return "a limit or a number of samples in the hundreds that differs by one"
+    return next((rule.reason for rule in RULES if rule.fits(mutant, line)), None)
