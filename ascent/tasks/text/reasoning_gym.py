@@ -10,8 +10,11 @@ below 1 counts as 0 unless `--partial` is set.
 Stojanovski et al., Reasoning Gym: Reasoning Environments for Reinforcement Learning with Verifiable Rewards, 2025.
 """
 
+import ast
 import functools
+import inspect
 import json
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -24,6 +27,28 @@ from ascent.tasks.text.base import INDICES, Generated, Graded, Problem
 from ascent.tasks.text.rows import import_optional
 
 RIGHT = 1 - 1e-9
+FUNCTIONS = {
+    "Abs",
+    "Integral",
+    "acos",
+    "asin",
+    "atan",
+    "cos",
+    "cosh",
+    "exp",
+    "ln",
+    "log",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+}
+"""Functions that an expression in an answer may call."""
+PLAIN_NODES = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop),
+    *(ast.List, ast.Tuple, ast.Dict),
+)
 
 
 @dataclass(frozen=True)
@@ -100,12 +125,34 @@ class ReasoningGym(Generated):
 
 def _scored(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     """The data set's own score; an answer that makes it raise is wrong, because most parse before they compare."""
+    how = _evaluates(type(dataset))
+    if how and not is_plain(answer, parsed=how == "sympy"):
+        return 0.0
     try:
         return float(dataset.score_answer(answer, entry))
     except Exception:
         if entry["answer"] is not None:  # if the right answer passes, this answer is at fault
             dataset.score_answer(entry["answer"], entry)
         return 0.0
+
+
+@functools.cache
+def _evaluates(dataset: type) -> str:
+    """Return how a data set evaluates answers as code ("eval", "sympy"), or ""."""
+    source = inspect.getsource(sys.modules[dataset.__module__])
+    return "sympy" if "sympy" in source and "parse_expr(" in source else "eval" if "eval(" in source else ""
+
+
+def is_plain(answer: str, parsed: bool) -> bool:
+    """Can this answer be evaluated without running code of the model? `parsed`: by SymPy, which rewrites it first."""
+    try:
+        nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return not parsed  # eval() fails on it as well
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    named = all(isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS for call in calls)
+    text = any(isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) for node in nodes)
+    return named and not (text and (calls or parsed)) and all(isinstance(node, PLAIN_NODES) for node in nodes)
 
 
 @functools.lru_cache(maxsize=8)
