@@ -95,7 +95,7 @@ def draw(seed: int, count: int, patterns: list[str]) -> tuple[list[Mutant], Coun
             else:
                 excluded[reason] += 1
     chosen = list[Mutant]()
-    for _, mutants in sorted(by_line(kept), key=lambda line: _order(seed, *line[0])):
+    for _, mutants in sorted(by_line(kept), key=lambda line: _order(seed, min(mutant.key for mutant in line[1]))):
         mutants.sort(key=lambda mutant: _order(seed, mutant.key))
         found = next((m for m in mutants if compiles(m.apply(sources[m.path]))), None)
         if found is not None:
@@ -105,9 +105,9 @@ def draw(seed: int, count: int, patterns: list[str]) -> tuple[list[Mutant], Coun
     return chosen, excluded
 
 
-def _order(seed: int, *names: object) -> str:
-    """The place of a line or of a mutant in a draw: excluding others does not change it."""
-    return hashlib.sha256(repr((seed, *names)).encode()).hexdigest()
+def _order(seed: int, key: str) -> str:
+    """The place of a line or of a mutant in a draw: changes of other lines do not change it."""
+    return hashlib.sha256(f"{seed} {key}".encode()).hexdigest()
 
 
 def tried(trials: Trials, mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, dict[str, Any]]]:

@@ -58,6 +58,7 @@ RULES = (
          operator="swap arguments"),
     Rule("an escape that is tried inside the sandbox: part of a test", "ascent/sandbox/attempts.py"),
     Rule("a method that every subclass replaces", old=r"^raise NotImplementedError"),
+    Rule("the argument checks what callers guarantee", line=r"strict=(True|False)\)", old="^(True|False)$"),
     Rule(
         "the argument checks what callers guarantee",
         old=r"strict=|stacklevel=|slots=|kw_only=",

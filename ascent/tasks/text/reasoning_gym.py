@@ -125,7 +125,7 @@ class ReasoningGym(Generated):
 
 def _scored(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     """The data set's own score; an answer that makes it raise is wrong, because most parse before they compare."""
-    how = _evaluates(type(dataset))
+    how = _evaluates(type(dataset).__module__)
     if how and not is_plain(answer, parsed=how == "sympy"):
         return 0.0
     try:
@@ -137,9 +137,9 @@ def _scored(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
 
 
 @functools.cache
-def _evaluates(dataset: type) -> str:
-    """Return how a data set evaluates answers as code ("eval", "sympy"), or ""."""
-    source = inspect.getsource(sys.modules[dataset.__module__])
+def _evaluates(module: str) -> str:
+    """Return how the data set of a module evaluates answers as code ("eval", "sympy"), or ""."""
+    source = inspect.getsource(sys.modules[module])
     return "sympy" if "sympy" in source and "parse_expr(" in source else "eval" if "eval(" in source else ""
 
 
