@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         show(["line", "operator", "mutant"], [[str(m.line), m.operator, m.key] for m in drawn])
         return 0
     path = common.RESULTS / f"mutants_{given.seed}.json"
-    results = {} if given.fresh or given.smoke else read_results(path, drawn)
+    results = {} if given.fresh or given.smoke else read_results(path, drawn, given.quick)
     trials = Trials(ROOT, Calls.read(map_path()), given.jobs, given.tests, not (given.quick or given.smoke))
     try:
         for mutant, result in tried(trials, [m for m in drawn if m.key not in results], given.jobs):
@@ -138,11 +138,12 @@ def make_map(flags: list[str]) -> int:
     return 0 if calls.of else 1
 
 
-def read_results(path: Path, drawn: list[Mutant]) -> dict[str, dict[str, Any]]:
-    """What is known of this draw; nothing if the package has changed and another one was drawn."""
+def read_results(path: Path, drawn: list[Mutant], quick: bool) -> dict[str, dict[str, Any]]:
+    """What is known of this draw; mutants that survived some of the tests are tried again with the whole suite."""
     if not path.exists():
         return {}
-    known = {one["key"]: one for one in json.loads(path.read_text())["mutants"] if one.get("status")}
+    mutants = json.loads(path.read_text())["mutants"]
+    known = {m["key"]: m for m in mutants if m["status"] != "survived" or quick or "whole suite" in m["stages"]}
     return {mutant.key: known[mutant.key] for mutant in drawn if mutant.key in known}
 
 

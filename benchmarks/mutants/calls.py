@@ -7,9 +7,13 @@ writes it: processes that a test starts are recorded, too, as far as they inheri
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+NEAR = 8
+"""Files of tests to run for a function that no test was seen to call."""
 
 
 @dataclass
@@ -38,6 +42,14 @@ class Calls:
         else:
             found = [test for test, called in self.of.items() if any(one.startswith(prefix) for one in called)]
         return sorted(found, key=lambda test: (len(self.of[test]), self.seconds[test], test))
+
+    def near(self, path: str) -> list[str]:
+        """Files of tests that call functions of the same folder most often."""
+        folder = f"{path.rpartition('/')[0]}/"
+        counts = Counter(
+            test.partition("::")[0] for test, called in self.of.items() if any(one.startswith(folder) for one in called)
+        )
+        return [file for file, _ in counts.most_common(NEAR)]
 
     def some(self, tests: list[str], seconds: float, most: int) -> list[str]:
         """The first of these, and no more than take this long together; at least one."""

@@ -162,10 +162,10 @@ class Trials:
             for name, tests in (("first callers", first), ("all callers", [t for t in callers if t not in chosen])):
                 if tests:
                     yield name, _short(tests), START + SLOWER * sum(self.calls.seconds[t] for t in tests), [], {}
-        else:
-            named = self._by_name(mutant)
-            if named:
-                yield "tests that name it", named, START * 10, ["-m", "not smoke"], {}
+        elif named := self._by_name(mutant):
+            yield "tests that name it", named, START * 10, ["-m", "not smoke"], {}
+        elif near := [file for file in self.calls.near(mutant.path) if self._exists(file)]:  # inside the sandbox
+            yield "tests of its folder", near, START * 10, ["-m", "not smoke"], {}
         if self.whole:
             ignored = [f"--ignore=tests/{name}" for name in STYLE]
             yield "whole suite", ["tests"], WHOLE_SECONDS, ["-n", "2", "-m", "not smoke", *ignored], {}
