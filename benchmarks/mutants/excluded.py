@@ -53,6 +53,8 @@ RULES = (
     Rule("chooses by the presence or the kind of a GPU", old=r"cuda|is_cpu|\.device\b"),
     Rule("a number of warps or stages decides speed alone", f"{KERNELS}/*", old="num_warps|num_stages|warps"),
     Rule("needs Ray, which `make cluster-test` installs", "ascent/engines/cluster/ray*.py"),
+    Rule("needs Ray, which `make cluster-test` installs", "ascent/engines/cluster/crew.py", "RayCrew*"),
+    Rule("needs Ray, which `make cluster-test` installs", "ascent/workflows/cluster.py"),
     Rule("runs inside vLLM, which `make engines-test` installs", "ascent/engines/serving/inside/*"),
     Rule("needs verifiers or OpenEnv, which `make bridges-test` installs", "ascent/environments/agents/inside/*"),
     Rule("the order of arguments decides nothing", old=r"^(max|min|math\.gcd|hmac\.compare_digest|torch\.equal)\(",

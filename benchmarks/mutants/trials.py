@@ -64,7 +64,7 @@ def run_tests(tree: Path, tests: Sequence[str], limit: float, *flags: str, **var
     path = os.pathsep.join([str(tree), *filter(None, [variables.pop("PYTHONPATH", "")])])
     began = time.monotonic()
     process = subprocess.Popen(
-        ["nice", *command, *flags, *tests],
+        [*command, *flags, *tests],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "", **variables},
         stdin=subprocess.DEVNULL,
@@ -163,7 +163,7 @@ class Trials:
                 if tests:
                     yield name, _short(tests), START + SLOWER * sum(self.calls.seconds[t] for t in tests), [], {}
         elif named := self._by_name(mutant):
-            yield "tests that name it", named, START * 10, ["-m", "not smoke"], {}
+            yield "tests that name it", named, START * 10, [], {}
         elif near := [file for file in self.calls.near(mutant.path) if self._exists(file)]:  # inside the sandbox
             yield "tests of its folder", near, START * 10, ["-m", "not smoke"], {}
         if self.whole:
