@@ -12,10 +12,11 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
-from ascent.engines.language.attention import FlashFormulas, Packed
+from ascent.engines.language.attention import Packed
 from ascent.engines.language.learning import elementwise, states
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.policies import LanguageModel
+from tests.flash_formulas import FlashFormulas
 from tests.language import model_of
 from tests.test_language_engines import awkward, credited
 
