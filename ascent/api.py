@@ -221,7 +221,9 @@ def reopen(
         return None
     existing.take_objects(objects, anyway)
     check_sinks(existing.config.track)
-    config = _placed(existing.config)
+    config = existing.config
+    if not group_size(config.ranks.shard):  # what ranks have begun in shards, one process may continue
+        config = replace(config, ranks=replace(config.ranks, shard="auto"))
     if model is not None:
         config = replace(config, policy=give_again(config.policy, *model))
     if rank_here():
@@ -267,13 +269,6 @@ def reopen(
         folder.close()
         raise
     return Begun(parts, folder, display, first, state)
-
-
-def _placed(config: Config) -> Config:
-    """The config of a run that goes on: what ranks have begun in shards, one process may continue."""
-    if group_size(config.ranks.shard):
-        return config
-    return replace(config, ranks=replace(config.ranks, shard="auto"))
 
 
 def _replay(journal: Journal, parts: Parts, first: int) -> int:

@@ -244,7 +244,7 @@ def init_folder(init: str | Path) -> Path:
         if not Run(folder).checkpoints:
             raise Refused(f"--init {init}: that run has no checkpoint yet")
         folder = Run(folder).checkpoints[-1]
-    if not checkpoint.has_params(folder):
+    if not (folder / "params.safetensors").exists() and not any(folder.glob(PARTS)):
         raise Refused(f"--init {init}: neither a run nor a folder with params.safetensors")
     return folder.resolve()
 
