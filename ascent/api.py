@@ -45,10 +45,6 @@ from ascent.tasks.objects import about_objects, compare_objects, label_of, renam
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
 """The metrics in run.json's `result`."""
-DREW_ANEW = (
-    "an earlier version began this run, which drew any rows in each step; from here on the run goes through them in "
-    "passes, every row once before any comes again"
-)
 OUT_OF_MEMORY = (
     "since this run was last seen alive, the system has killed a process for want of memory, maybe this one. "
     "To need less: a lower --micro-batch, fewer --policy.rows, --policy.checkpointing, or --policy.lora in a new run"
@@ -225,7 +221,9 @@ def reopen(
         return None
     existing.take_objects(objects, anyway)
     check_sinks(existing.config.track)
-    config = _placed(existing.config)
+    config = existing.config
+    if not group_size(config.ranks.shard):  # what ranks have begun in shards, one process may continue
+        config = replace(config, ranks=replace(config.ranks, shard="auto"))
     if model is not None:
         config = replace(config, policy=give_again(config.policy, *model))
     if rank_here():
@@ -252,8 +250,6 @@ def reopen(
                 parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
                 parts.learner.restore(groups)
             check_ahead(parts.sampler.pending, first, config.ahead)
-            if parts.task.passes is not None and "data_epochs" not in read_settings(folder.path / "config.json"):
-                parts.notes += (DREW_ANEW,)
         journal = Journal(folder.path)
         drawn = first if existing.changed else _replay(journal, parts, first)
         parts.notes += (OUT_OF_MEMORY,) if killed else ()
@@ -273,13 +269,6 @@ def reopen(
         folder.close()
         raise
     return Begun(parts, folder, display, first, state)
-
-
-def _placed(config: Config) -> Config:
-    """The config of a run that goes on: what ranks have begun in shards, one process may continue."""
-    if group_size(config.ranks.shard):
-        return config
-    return replace(config, ranks=replace(config.ranks, shard="auto"))
 
 
 def _replay(journal: Journal, parts: Parts, first: int) -> int:

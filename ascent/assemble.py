@@ -85,7 +85,7 @@ def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = N
     backend.check(config)
     start, fresh = None, not groups
     if config.init is not None and (fresh or (config.algorithm.reference.kept and "reference" not in groups)):
-        source = kept or init_folder(config.init, resumed=not fresh)
+        source = kept or init_folder(config.init)
         start = Start(source, checkpoint.params(source))
     model, notes = backend.model(config, streams, start, fresh)
     learner = backend.learner(config, model, streams, ranks)

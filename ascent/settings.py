@@ -333,15 +333,9 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-GONE = {"shared-critic": ("lr", "steps", "max_norm", "schedule", "warmup")}
-"""Fields of critics that runs of earlier versions wrote down."""
-
-
 def config_from(nested: Mapping[str, Any]) -> Config:
     """The config that `Config.to_dict` wrote down."""
     settings = flatten(nested)
-    for gone in GONE.get(settings.get("critic", ""), ()):
-        settings.pop(f"critic.{gone}", None)
     return resolve(settings.pop("task"), settings, recorded=True).config()
 
 

@@ -70,9 +70,9 @@ def passed(files: list[str], keyword: str) -> dict[str, int]:
 
 def check_credit() -> None:
     """Its class with its bias, its About and its golden: the rest reads these."""
-    from ascent.explain.menu_page import with_menu
     from ascent.lab.figures import all_figures
     from ascent.settings import configure
+    from tools.menu import with_menu
 
     assert configure("sort", {"advantage": "halved", "advantage.share": 0.25}).algorithm.advantage.share == 0.25
     page = printed("explain", "halved")
@@ -145,7 +145,7 @@ ADDITIONS = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of each addition: "found", or what went wrong."""
     copy = tmp_path_factory.mktemp("house")
-    for folder in ("ascent", "tests", "benchmarks"):
+    for folder in ("ascent", "tests", "benchmarks", "tools"):
         shutil.copytree(HOUSE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "docs").mkdir()
     for name in ("docs/menu.md", "pyproject.toml"):
@@ -184,7 +184,8 @@ def look_in(copy: Path) -> None:
         return Path(path).resolve().is_relative_to(HOUSE) and not Path(path).resolve().is_relative_to(libraries)
 
     here = [name for name, module in sys.modules.items() if ours(getattr(module, "__file__", None) or "/")]
-    for name in [*here, *(name for name in sys.modules if name.split(".")[0] in ("ascent", "benchmarks", "tests"))]:
+    rooms = ("ascent", "benchmarks", "tests", "tools")
+    for name in [*here, *(name for name in sys.modules if name.split(".")[0] in rooms)]:
         sys.modules.pop(name, None)
     sys.meta_path = [finder for finder in sys.meta_path if "jaxtyping" not in type(finder).__module__]
     others = [path for path in sys.path if path and not ours(path)]

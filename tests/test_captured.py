@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
-from ascent.engines.language.attention import FlashFormulas, Group
+from ascent.engines.language.attention import Group
 from ascent.engines.language.backend import LanguageBackend
 from ascent.engines.language.graphs import NoGraphs, size_above
 from ascent.engines.language.learning import captured as module
@@ -25,6 +25,7 @@ from ascent.settings import configure
 from ascent.tasks.text.tokenized import TokenizedTask
 from benchmarks.peers.fixed_prompts import FixedPrompts
 from benchmarks.peers.steps import Ours, Work
+from tests.flash_formulas import FlashFormulas
 from tests.language import batch_of, model_of, sampler_of
 from tests.test_language_engines import awkward, credited
 from tests.test_update_gpu import on_gpu

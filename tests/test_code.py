@@ -312,7 +312,7 @@ def text_run(tmp_path: Path) -> Path:
     (folder / "link.jsonl").symlink_to("/etc/passwd")
     config = configure(f"jsonl:{folder / 'rows.jsonl'}", {"model": "owner/name"})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    (folder / "run.json").write_text(json.dumps({"status": "died", "result": None, "history": []}))
+    (folder / "run.json").write_text(json.dumps({"format": 2, "status": "died", "result": None, "history": []}))
     return folder
 
 

@@ -110,11 +110,6 @@ def test_the_critic_of_a_language_model_learns_slowly_and_clipped_unless_told_ot
     assert critic(algorithm=fast) == critic(algorithm="ppo", critic=OwnCritic(lr=3e-3)) == OwnCritic(lr=3e-3)
     assert critic(algorithm="ppo", critic=OwnCritic()) == OwnCritic(), "an object stays as it was given"
     assert critic("sort", algorithm="ppo") == OwnCritic() == OwnCritic(1e-3, None, 1, None, "constant", 0.0)
-    old = configure("countdown", {"model": "m", "algorithm": "ppo"}).to_dict()
-    old["critic"] = {"name": "own-critic", "lr": 1e-3, "clip": None, "steps": 1}
-    assert config_from(old).algorithm.critic == OwnCritic(), "a run from before keeps its numbers"
-    old["critic"] = {"name": "shared-critic", "lr": 1e-6, "clip": 0.3, "steps": 1, "max_norm": 1.0, "warmup": 0.05}
-    assert config_from(old).algorithm.critic == SharedCritic(clip=0.3), "what had an Adam of its own is read without it"
 
 
 def test_fields_are_laid_over_the_choice() -> None:

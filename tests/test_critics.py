@@ -12,11 +12,11 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
-from ascent.core.update import Adam
-from ascent.engines.language.attention import FlashFormulas, Packed
+from ascent.engines.language.attention import Packed
 from ascent.engines.language.learning import elementwise, states
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
 from ascent.policies import LanguageModel
+from tests.flash_formulas import FlashFormulas
 from tests.language import model_of
 from tests.test_language_engines import awkward, credited
 
@@ -149,31 +149,11 @@ def test_a_critic_beside_a_bfloat16_policy_goes_on_bit_for_bit(shared: bool) -> 
 
 
 def test_a_checkpoint_of_a_critic_in_float32_continues_in_bfloat16() -> None:
-    """As earlier versions left it beside a bfloat16 policy: the same names, every number in float32."""
+    """As a run that began with a float32 policy left it: the same names, every number in float32."""
     saved = learner_of(model_of(dtype=torch.float32), False).critic.state_dict()
     critic = learner_of(half(), False).critic
     critic.load_state_dict({name: p + 1e-4 for name, p in saved.items()})
     assert all(torch.equal(p, saved[name] + 1e-4) for name, p in critic.state_dict().items()) and rounded(critic)
-
-
-def test_a_shared_critic_continues_a_checkpoint_in_which_it_had_an_adam_of_its_own() -> None:
-    """Of it the head's moments are continued; the policy has its own."""
-    algorithm = replace(PPO[True], update=Adam(1e-3))
-    learner = learner_of(model_of(), True)
-    batch = awkward(learner.lm)
-    ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
-    learner.step(ready, algorithm.objective, algorithm.update)
-    saved = {group: dict(own) for group, own in learner.state().items()}
-    last = len(learner.trainable()) - 2
-    for name in [name for name in saved["optimizer"] if int(name.split(".")[0]) >= last]:
-        index, key = name.split(".", 1)
-        saved["critic_optimizer"][f"{int(index) - last}.{key}"] = saved["optimizer"].pop(name)
-    saved["critic_optimizer"] |= {"2.exp_avg": torch.ones(3), "40.step": torch.ones(())}  # of its backbone
-    other = learner_of(model_of(seed=4), True)
-    other.restore(saved)
-    want, got = learner.state(), other.state()
-    assert want["optimizer"].keys() == got["optimizer"].keys()
-    assert all(torch.equal(got[group][k], v) for group in want for k, v in want[group].items())
 
 
 def test_a_critics_own_backbone_is_fused_too(monkeypatch: pytest.MonkeyPatch) -> None:

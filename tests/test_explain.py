@@ -40,9 +40,9 @@ from ascent.explain import explain as module
 from ascent.explain.about import ABOUT_ALGORITHMS, bias_of
 from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS
 from ascent.explain.explain import explanation, formula, menu_text, objective_in_words, verdict
-from ascent.explain.menu_page import with_menu
 from ascent.settings import configure
 from ascent.tasks.files import load_python
+from tools.menu import with_menu
 
 WITH_FORMULA = ("advantage", "loss", "weights", "kl", "exploration", "correction")
 WITH_WORDS = (*WITH_FORMULA, "reference", "groups", "shaping", "critic")
@@ -442,7 +442,7 @@ def test_menu_text_has_every_name_with_a_line() -> None:
 
 def test_the_page_of_the_menu_has_the_menu_of_today() -> None:
     text = (Path(__file__).parents[1] / "docs" / "menu.md").read_text()
-    assert with_menu(text) == text, "run python -m ascent.explain.menu_page docs/menu.md"
+    assert with_menu(text) == text, "run python -m tools.menu docs/menu.md"
     with pytest.raises(Refused, match="no place for the menu"):
         with_menu("a page without markers")
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascent.core.types import Prompts, Refused, Rollouts
-from ascent.engines.language.attention import FlashFormulas
 from ascent.engines.language.sampling import cuda, sampler, step
 from ascent.engines.language.sampling.cache import Cache, Extending, Segment, extend
 from ascent.engines.language.sampling.cuda import graph_decoder
 from ascent.engines.language.sampling.pages import Pages, Schedule
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
+from tests.flash_formulas import FlashFormulas
 from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of
 
 # ---- who gets pages -------------------------------------------------------------------------------

@@ -175,21 +175,3 @@ def test_the_later_of_steps_and_data_epochs_counts(offline: dict[str, dict[str, 
     assert (other.steps, other.data_epochs) == (5, None)
     wider, _ = parse_train(["--config", str(file), "--prompts", "8"], "ascent train")
     assert assemble(wider).config.steps == -(-config.steps // 2), "as many passes, in steps of twice the size"
-
-
-@pytest.mark.long
-def test_a_run_of_before_goes_on_in_passes_and_says_so(
-    offline: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Writer, "stopping", stopping_after(1))
-        ascent.train("sort", out=tmp_path / "run", show=False, **offline["sft"], steps=4)
-    file = tmp_path / "run/config.json"
-    settings = json.loads(file.read_text())
-    del settings["data_epochs"]
-    file.write_text(json.dumps(settings))
-    words: list[str] = []
-    display = Display()
-    monkeypatch.setattr(display, "say", words.append)
-    assert ascent.resume(tmp_path / "run", display).status == "finished"
-    assert any("an earlier version began this run" in line for line in words)

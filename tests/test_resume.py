@@ -489,6 +489,18 @@ def test_a_run_that_ends_while_it_is_reopened_is_left_alone(killed: Path, monkey
     assert ((killed / "run.json").read_text(), (killed / "metrics.jsonl").read_text()) == before
 
 
+@pytest.mark.parametrize("number", [None, 1, 3])
+def test_a_run_of_another_format_is_shown_and_not_resumed(
+    killed: Path, number: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = json.loads((killed / "run.json").read_text())
+    assert info.pop("format") == 2
+    (killed / "run.json").write_text(json.dumps(info | ({"format": number} if number else {})))
+    assert said(capsys, "show", killed)[0] == 0
+    status, text = said(capsys, "resume", killed)
+    assert status == 2 and f"another version of Ascent (format {number or 'unknown'}; this version reads 2)" in text
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()

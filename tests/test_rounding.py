@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ascent.core.types import Prompts
-from ascent.engines.language.attention import AttendSegments, Efficient, FlashFormulas, Group, Spans, ours
+from ascent.engines.language.attention import AttendSegments, Efficient, Group, Spans, ours
 from ascent.engines.language.learning.elementwise import Formulas, fuse
 from ascent.engines.language.learning.head import Head
 from ascent.engines.language.learning.learner import LanguageCritic
@@ -22,6 +22,7 @@ from ascent.engines.language.sampling.cuda import GraphDecoder, graph_decoder
 from ascent.policies import CausalLM, LanguageModel
 from ascent.policies.causal_lm import is_mixed, mix
 from benchmarks import rounding_gpu
+from tests.flash_formulas import FlashFormulas
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 from tests.test_captured import capturing, gradients, learner_of
 from tests.test_language_engines import credited

@@ -137,26 +137,6 @@ def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was
     assert checkpoint.start_of(tmp_path / "again/checkpoints") is None
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_a_run_of_before_resumes_where_its_start_is_still_there(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has no copy of its own. Without a reference it needs none; with one the start is kept from now on."""
-    settings = QUICK | {"model": str(tiny_folder), "max_tokens": 4, "reward_workers": 1, "samples": 2}
-    ascent.train("countdown", out=tmp_path / "source", **settings)
-    settings["init"] = str(tmp_path / "source")
-    for row in ("reinforce", "grpo", "rloo"):
-        stopped(monkeypatch, "countdown", tmp_path / row, 0, **settings | {"algorithm": row})
-        shutil.rmtree(tmp_path / row / "checkpoints/start", ignore_errors=True)
-    assert ascent.resume(tmp_path / "rloo", Display()).status == "finished"
-    shutil.rmtree(tmp_path / "source")
-    assert ascent.resume(tmp_path / "reinforce", Display()).status == "finished"
-    with pytest.raises(Refused, match="is gone, and its policy is the reference of this run"):
-        ascent.resume(tmp_path / "grpo", Display())
-    assert checkpoint.start_of(tmp_path / "rloo/checkpoints") is not None
-
-
 def test_a_start_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
     """Someone may write into such a folder; a checkpoint never changes."""
     (tmp_path / "params.safetensors").write_bytes(b"some")

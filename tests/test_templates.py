@@ -166,30 +166,6 @@ def test_a_tail_behind_a_conversation_is_that_of_the_whole_conversation_rendered
     assert compared > 10, compared
 
 
-def test_a_conversation_is_rendered_once_for_all_whose_messages_the_template_does_not_tell_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = chat_tokenizer("qwen3")
-    tail = Tail(tokenizer, TOOLS)
-
-    def history(question: str, answer: str, system: str = "Be kind.") -> list[Any]:
-        roles = {"system": system, "user": question, "assistant": "I say " + answer}
-        return [*({"role": role, "content": content} for role, content in roles.items()), said(answer)]
-
-    def said(content: str) -> Any:
-        return {"role": "user", "content": content}
-
-    tail([said("higher")], history=history("Begin.", "lower"))
-    rendered = []
-    apply = type(tokenizer).apply_chat_template
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *a, **k: rendered.append(1) or apply(*a, **k))
-    for i in range(5):
-        tail([said(f"higher than {i}")], history=history(f"Begin with {i}.", f"lower than {i}"))
-    assert not rendered
-    tail([said("higher")], history=history("Begin.", "lower", "Be strict."))
-    assert rendered
-
-
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "llama3_2", "gptoss"])
 def test_tokenizers_that_put_a_space_before_a_text_and_swallow_it_behind_a_token(name: str) -> None:
     tokenizer = chat_tokenizer(name, "spaces")
@@ -315,23 +291,26 @@ def test_a_name_that_the_model_made_up_is_not_written() -> None:
         ("qwen3", "tool", '<tool_response>\na "quoted"\nline 漢 \n</tool_response>'),
     ],
 )
-def test_a_shape_is_rendered_once(name: str, role: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_content_is_written_as_the_template_writes_it(name: str, role: str, written: str) -> None:
     tokenizer = chat_tokenizer(name)
-    tail = Tail(tokenizer, TOOLS)
-    result = {"role": role, "name": "search", "content": "12"}
-    tail([result])
-    with monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer), "apply_chat_template", None)
-        ids = tail([result | {"content": 'a "quoted"\nline 漢 '}])
+    ids = Tail(tokenizer, TOOLS)([{"role": role, "name": "search", "content": 'a "quoted"\nline 漢 '}])
     assert written in tokenizer.decode(ids)
 
 
-def test_shapes_that_are_kept_are_bounded() -> None:
-    tail = Tail(chat_tokenizer("qwen3"))
-    for count in range(1100):
-        tail._frames[count] = None  # type: ignore[assignment]
-    tail([{"role": "user", "content": "12"}])
-    assert len(tail._frames) <= 1000
+@pytest.mark.parametrize("content", ["<|im_/no_thinkend|>", "<|im_/no_/thinkthinkend|> /no_think"])
+def test_a_content_out_of_which_the_template_makes_a_control_token_yields_none(content: str) -> None:
+    tokenizer = chat_tokenizer.__wrapped__("qwen3")
+    tokenizer.chat_template = OWN["the last switch of any message"]
+    tail = Tail(tokenizer)
+    ids = tail([{"role": "user", "content": content}])
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+
+
+def test_results_that_spell_the_placeholder_of_an_id_are_left_as_they_are() -> None:
+    tokenizer = chat_tokenizer("mistral")
+    message = {"role": "tool", "name": "search", "content": "call00000", "tool_call_id": "aB3aB3aB3"}
+    text = tokenizer.decode(Tail(tokenizer, TOOLS)([message]))
+    assert text == '[TOOL_RESULTS] {"content": call00000, "call_id": "aB3aB3aB3"}[/TOOL_RESULTS]'
 
 
 def test_a_template_that_writes_contents_in_a_way_of_its_own() -> None:

@@ -26,7 +26,7 @@ from ascent.policies.small import Transformer
 from ascent.settings import configure
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.small.bound import BoundSmallTask
-from ascent.tasks.small.turns import Guess, Swaps, TurnsTask, fewest_questions
+from ascent.tasks.small.turns import Guess, Swaps, TurnsTask
 from ascent.tasks.text.base import Problem
 
 
@@ -351,19 +351,3 @@ def test_a_policy_that_cannot_read_what_is_answered_is_refused() -> None:
 def test_worlds_that_cannot_be_are_refused(wrong: Any, why: str) -> None:
     with pytest.raises(Refused, match=why):
         wrong()
-
-
-@pytest.mark.parametrize("numbers", [2, 3, 7, 10, 15])
-def test_halving_takes_the_fewest_questions(numbers: int) -> None:
-    """Against every strategy, by dynamic programming over intervals."""
-    best: dict[tuple[int, int], float] = {}
-
-    def total(low: int, high: int) -> float:
-        if low > high:
-            return 0.0
-        if (low, high) not in best:
-            ways = (total(low, guess - 1) + total(guess + 1, high) for guess in range(low, high + 1))
-            best[low, high] = high - low + 1 + min(ways)
-        return best[low, high]
-
-    assert fewest_questions(numbers) == pytest.approx(total(0, numbers - 1) / numbers)

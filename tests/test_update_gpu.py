@@ -16,7 +16,7 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
-from ascent.engines.language.attention import AttendSegments, FlashFormulas, Group, Packed, Spans, ours, segment_kernel
+from ascent.engines.language.attention import AttendSegments, Group, Packed, Spans, ours, segment_kernel
 from ascent.engines.language.kernels import load_kernels
 from ascent.engines.language.learning import elementwise, states
 from ascent.engines.language.learning import head as head_module
@@ -28,6 +28,7 @@ from ascent.engines.language.learning.reward_model import add_head, response_sco
 from ascent.engines.language.learning.states import Placed, hidden_states, host_of, place
 from ascent.policies import CausalLM
 from ascent.policies.causal_lm import mix
+from tests.flash_formulas import FlashFormulas
 from tests.language import batch_of, model_of
 from tests.test_language_engines import awkward, credited, dense, learner_of
 

@@ -236,11 +236,7 @@ class InProcessLearner(Learner, Protocol):
         _restore_optimizer(self.optimizer, state["optimizer"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
-            kept, optimizer, first = state["critic_optimizer"], self.critic_optimizer, 0
-            if optimizer is None:  # an earlier version had an Adam for a shared critic: of it, the head's part goes on
-                kept = {name: v for name, v in kept.items() if int(name.split(".")[0]) < len(self._value_head)}
-                optimizer, first = self.optimizer, len(self._trainable)
-            _restore_optimizer(optimizer, kept, first)
+            _restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
             check_restored(self.critic.state_dict(), state["critic"])
         check_restored(self.params(), state["params"])
 
@@ -284,10 +280,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Tenso
     return {f"{i}.{key}": v for i, p in parameters for key, v in optimizer.state.get(p, {}).items()}
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor], first: int = 0) -> None:
-    """Give an optimizer back what it kept; its parameters are counted from `first`."""
+def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
+    """Give an optimizer back what it kept."""
     for name, value in kept.items():
         assert optimizer is not None
         index, key = name.split(".", 1)
-        parameter = optimizer.param_groups[0]["params"][first + int(index)]
+        parameter = optimizer.param_groups[0]["params"][int(index)]
         optimizer.state[parameter][key] = value.to(parameter.device, copy=True)

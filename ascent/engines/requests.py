@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ascent.core.types import Trouble
 
@@ -82,25 +82,6 @@ class Recorded(NamedTuple):
     truncated: bool
     valid: bool
     note: str
-
-
-class Visits(Protocol):
-    """Conversations that others lead, one per response of a call."""
-
-    desk: Desk
-    longest: int
-    """The most tokens of a prompt."""
-
-    def begin(self, limits: list[int], room: int, temperature: float, support: Any, greedy: bool) -> None:
-        """Let them come to the desk; it is closed when all are over.
-
-        `limits`: tokens of each that are drawn. `room`: tokens behind a prompt.
-        """
-
-    def records(self) -> list[Recorded]: ...
-
-    def close(self) -> None:
-        """The call is over: end what is left."""
 
 
 class Full(Exception):

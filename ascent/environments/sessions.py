@@ -142,11 +142,6 @@ def compared(message: Mapping[str, Any]) -> Said:
     return Said(message["role"], content, tuple((c["name"], one_spelling(c["arguments"])) for c in calls))
 
 
-def said_by(reply: AssistantTurn) -> Said:
-    calls = tuple((call.name, one_spelling(call.arguments)) for call in reply.calls)
-    return Said("assistant", reply.content.strip(), calls)
-
-
 # ---- a model's way to write them -------------------------------------------------------------------------------
 
 
@@ -360,7 +355,9 @@ class Session:
 
     def say(self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: AssistantTurn) -> None:
         """What the client now knows of the conversation."""
-        self.said = None if messages is None else [*map(compared, messages), said_by(reply)]
+        calls = tuple((call.name, one_spelling(call.arguments)) for call in reply.calls)
+        said = Said("assistant", reply.content.strip(), calls)
+        self.said = None if messages is None else [*map(compared, messages), said]
         self.tools, self.calls = one_spelling(tools), reply.calls
 
 

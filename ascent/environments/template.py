@@ -9,10 +9,9 @@ system prompt, a missing newline). So a chat is rendered once with a sentinel in
 
 The tail begins behind the first stop token that follows the last sentinel. It is rendered behind the conversation so
 far, because templates look there: at the system message, at a switch such as `/no_think`, at the number of the turn.
-It is cached by what a template depends on: roles and names of all messages, the system message, and each content that
-has a string of the template in it. A sentinel stands for any other new content. So most turns cost one encoding and no
-rendering. A template may trim or JSON-encode a content. Which of them it does is tried out on a list of contents.
-Where it does something else, the content is rendered each time.
+What stands around the new contents is cached by what a template depends on: roles and names of all messages, the system
+message, and each content that has a string of the template in it. So most turns cost one encoding, and one rendering of
+a short chat, which shows how the template writes a new content: it may trim it or encode it as JSON.
 
 Observations are data. One that spells a control token (`<|im_end|>`) is encoded as plain text: it yields no control
 token.
@@ -20,10 +19,11 @@ token.
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
@@ -31,34 +31,22 @@ from ascent.environments.calls import CLOSED, OPEN, Schema
 from ascent.tasks.base import error_line, refuse
 from ascent.tasks.text.base import Message
 
-Write = Callable[[str], str]
-"""How a template writes the content of a message."""
-
 WORDS = "qzjxq"
 """Stands for the assistant's words."""
 UNKNOWN = "unknown"
 """The name of a tool that is not among the schemas: a name that the model made up is not written into the chat."""
 _KEPT = 1000
-"""Shapes that are kept."""
-_WRITES: tuple[Write, ...] = (
-    lambda text: text,
-    str.strip,
-    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],  # the quotation marks are the template's
-    lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
-    lambda text: json.dumps(text)[1:-1],
-    lambda text: text.strip("\n"),
-    str.lstrip,
-    str.rstrip,
-)
-_TRIED = (
-    *("12", " 12\n", "\n\n\t12  ", "a\nb\n\n  c", "he said \"no\" \\ 'never'", '{"a": [1, null, "é"]}'),
-    *("<b>1 < 2 & 3</b>", "naïve 漢字 🙂", "[1, 2]", "true"),
-)
-"""Contents on which a way of writing has to agree with the template."""
+"""Tails that are kept."""
+_BEGUN: Message = {"role": "user", "content": "x"}
+"""The shortest chat that a turn can answer."""
+_TURN: Message = {"role": "assistant", "content": ""}
+_ID = re.compile(r"call\d{5}")
+"""The id of a call, in place of that which the model gave it."""
 
 
-class _Frame(NamedTuple):
-    """The tail of a shape, with holes for the contents."""
+@dataclass(frozen=True)
+class _Frame:
+    """The tail of a chat, with holes for the contents of the new messages."""
 
     opening: str
     """What the template writes between the assistant's words and the token that ends the turn."""
@@ -68,10 +56,8 @@ class _Frame(NamedTuple):
     """The template's own text, around and between the contents."""
     slots: tuple[int, ...]
     """Which message's content stands in each hole."""
-    writes: tuple[Write, ...] | None
-    """How each is written; None: it has to be rendered."""
-    marks: tuple[int, ...]
-    """The control tokens of the whole tail."""
+    marks: list[int]
+    """The control tokens that the template writes."""
 
 
 class Tail:
@@ -99,12 +85,11 @@ class Tail:
         self._borders = self.control.difference(map(tokenizer.convert_tokens_to_ids, (OPEN, CLOSED)))
         lexed = jinja2.Environment().lexer.tokenize(tokenizer.get_chat_template(None, self.tools or None))
         strings = {str(token.value) for token in lexed if token.type == "string"}
-        self._strings = [text for text in strings if re.search(r"\w\w", text) and not text.isidentifier()]
+        strings = {text for text in strings if re.search(r"\w\w", text) and not text.isidentifier()}
+        self._strings = re.compile("|".join(map(re.escape, strings)) or "(?!)")
         """What the template's code may look for in a content: its strings but for keys, roles and spacing."""
         self._spelled = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-        self._frames: dict[Any, _Frame] = {}
-        self._writes: dict[Any, tuple[Write, ...] | None] = {}
-        """How contents are written between the same texts of the template, whatever came before."""
+        self._frame = lru_cache(_KEPT)(self._make_frame)
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The prompt: these messages and the tools in the template, ready for the first turn."""
@@ -147,73 +132,56 @@ class Tail:
         begins with it. `stop`: which one, if that is known. Where the template has another one (GLM's stop tokens
         name the next role), that one follows. `history`: all messages before the turn.
         """
-        ids_of_calls = [m.get("tool_call_id", "") for m in messages if m["role"] == "tool"]
-        turn = {"role": "assistant", "content": ""}
-        messages = [*self._reduced(history), turn, *_clean(messages, self.names)]
-        frame = self._frame(messages)
-        if any(ids_of_calls):  # Mistral's results name the ids that the model gave its calls
-            frame = frame._replace(texts=tuple(_with_ids(text, ids_of_calls) for text in frame.texts))
-        written = [self._write(frame, messages, slot) for slot in range(len(frame.slots))]
-        ids = self._encode(frame, written)
+        calls = [m.get("tool_call_id", "") for m in messages if m["role"] == "tool"]
+        new = _clean(messages, self.names)
+        chat = [*self._reduced(history), _TURN]
+        frame = self._frame(_shown(chat, new))
+        if not all(message["content"].strip() for message in new):  # templates may leave out a message without words
+            frame = self._frame(_shown(chat, new, blank=True))
+        frame = replace(frame, texts=tuple(_with_ids(text, calls) for text in frame.texts)) if any(calls) else frame
+        written = [self._written(new, slot) for slot in frame.slots]
+        text, marks = _joined(frame.texts, written), frame.marks
+        if any(self._strings.search(message["content"]) for message in new):  # the template may write something else
+            text, alike = (_with_ids(self._tail([*chat, *each])[2], calls) for each in (new, self._alike(new)))
+            marks = self._marks(self._ids(alike))
+        ids = self._ids(frame.end + text)
+        if any(map(self._spelled.search, written)) or ids[0] != frame.end_id or self._marks(ids[1:]) != marks:
+            ids = self._ids_in_pieces(frame, written)
         if not ended:
-            return [*self._ids(frame.opening), frame.end_id, *ids]
+            return [*self._ids(frame.opening), *ids]
         other = stop is not None and stop != frame.end_id and frame.end in self.stops
-        return [frame.end_id, *ids] if other else ids
+        return ids if other else ids[1:]
 
-    # ---- the frame of a shape: messages are the whole chat, in which the last turn of the assistant is empty ---
+    # ---- rendering: messages are the whole chat, in which the last turn of the assistant is empty ---------------
 
     def _reduced(self, history: Sequence[Message]) -> list[Message]:
         """The history with x for what the template does not depend on, and for the assistant's words."""
-        reduced = _clean(history or [{"role": "user", "content": "x"}], self.names)
+        reduced = _clean(history or [_BEGUN], self.names)
         for message in reduced:
-            kept = message["role"] == "system" or not message["content"].strip() or self._decides(message["content"])
+            blank, decides = not message["content"].strip(), self._strings.search(message["content"])
+            kept = message["role"] == "system" or blank or decides
             message["content"] = message["content"] if kept and message["role"] != "assistant" else "x"
         return reduced
 
-    def _decides(self, content: str) -> bool:
-        """May the template write something else because of this content?"""
-        return any(string in content for string in self._strings)
-
-    def _frame(self, messages: Sequence[Message]) -> _Frame:
-        start = _last_turn(messages) + 1
-        contents = [m["content"] for m in messages[start:]]
-        whole = any(map(self._decides, contents)) and not any(map(self._spells, contents))
-        # Templates may leave out a message without words.
-        fixed = [True] * start + [whole or not content.strip() for content in contents]
-        key = tuple(
-            (m["role"], m.get("name"), m["content"] if f else None) for m, f in zip(messages, fixed, strict=True)
-        )
-        if key not in self._frames:
-            if any(fixed[start:]):  # refused if the role is swallowed
-                self._frame([*messages[:start], *(m | {"content": "x"} for m in messages[start:])])
-            if len(self._frames) >= _KEPT:
-                self._frames.clear()
-                self._writes.clear()
-            self._frames[key] = self._make(messages, fixed)
-        return self._frames[key]
-
-    def _make(self, messages: Sequence[Message], fixed: Sequence[bool]) -> _Frame:
-        holes = [i for i, f in enumerate(fixed) if not f]
-        shown = [m | {"content": _content(i)} if i in holes else m for i, m in enumerate(messages)]
-        opening, end, text = self._tail(shown)
+    def _make_frame(self, shown: str) -> _Frame:
+        """The tail of a chat, in which sentinels stand for contents."""
+        messages = json.loads(shown)
+        new = messages[_last_turn(messages) + 1 :]
+        opening, end, text = self._tail(messages)
+        holes = [i for i, message in enumerate(new) if message["content"] == _content(i)]
         found = [text.count(_content(i)) for i in holes]
         if found != [1] * len(holes):
-            role = messages[holes[next(j for j, n in enumerate(found) if n != 1)]]["role"]
+            role = new[holes[next(j for j, n in enumerate(found) if n != 1)]]["role"]
             times = "does not show" if not all(found) else "repeats"
             refuse(
                 f"the chat template of this model {times} messages of the role {role}: give a model whose template does"
             )
         slots = tuple(sorted(holes, key=lambda i: text.index(_content(i))))
         texts = tuple(re.split("|".join(_content(i) for i in slots), text)) if slots else (text,)
-        frame = _Frame(opening, end, self.tokenizer.convert_tokens_to_ids(end), texts, slots, None, ())
-        key = texts, *(messages[i]["role"] for i in slots)
-        if key not in self._writes:
-            self._writes[key] = self._find_writes(messages, frame)
-        frame = frame._replace(writes=self._writes[key])
-        plain = self._ids(end + _joined(texts, ["x"] * len(slots)))
-        if plain[:1] != [frame.end_id]:
+        end_id, *ids = self._ids(end + text)
+        if end_id != self.tokenizer.convert_tokens_to_ids(end):
             refuse(f"the token {end!r}, which ends a turn in this chat template, is not one token of the tokenizer")
-        return frame._replace(marks=tuple(i for i in plain[1:] if i in self.control))
+        return _Frame(opening, end, end_id, texts, slots, self._marks(ids))
 
     def _tail(self, messages: Sequence[Message]) -> tuple[str, str, str]:
         """What stands behind the assistant's words: up to the token that ends the turn, that token, and the tail."""
@@ -260,61 +228,39 @@ class Tail:
         tools = self.tools or None
         return self.tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
 
-    # ---- contents -------------------------------------------------------------------------------------------
+    # ---- ids ------------------------------------------------------------------------------------------------
 
-    def _find_writes(self, messages: Sequence[Message], frame: _Frame) -> tuple[Write, ...] | None:
-        """How the template writes the content of each hole, one way per role; None: in none of the known ways."""
-        roles = sorted({messages[i]["role"] for i in frame.slots})
-        left = list(product(_WRITES, repeat=len(roles)))
-        for content in _TRIED if roles else ():
-            chat = [m | {"content": content} if i in frame.slots else m for i, m in enumerate(messages)]
-            text = self._tail_of(chat)
-            left = [
-                ways
-                for ways in left
-                if text == _joined(frame.texts, [ways[roles.index(messages[i]["role"])](content) for i in frame.slots])
-            ]
-        return tuple(left[0][roles.index(messages[i]["role"])] for i in frame.slots) if left else None
-
-    def _tail_of(self, chat: Sequence[Message]) -> str | None:
+    def _written(self, new: Sequence[Message], slot: int) -> str:
+        """What the template writes for the content of a message: it is rendered in a short chat."""
+        content = new[slot]["content"]
+        chat = json.loads(_shown([_BEGUN, _TURN], new))
         try:
-            return self._tail(chat)[2]
+            frame = self._frame(json.dumps(chat))
+            chat[2 + slot]["content"] = content
+            text = self._tail(chat)[2]
         except ValueError:
-            return None
-
-    def _write(self, frame: _Frame, messages: Sequence[Message], slot: int) -> str:
-        message = messages[frame.slots[slot]]
-        content = message["content"]
-        if frame.writes is not None:
-            return frame.writes[slot](content)
-        chat = [
-            m | {"content": content if i == frame.slots[slot] else _content(i)} if i in frame.slots else m
-            for i, m in enumerate(messages)
-        ]
-        text = self._tail_of(chat) or ""
+            return content
+        at = frame.slots.index(slot)
         marks = [_content(i) for i in frame.slots]
-        before = _joined(frame.texts[: slot + 1], marks)
-        behind = _joined(frame.texts[slot + 1 :], marks[slot + 1 :])
+        before = _joined(frame.texts[: at + 1], marks)
+        behind = _joined(frame.texts[at + 1 :], marks[at + 1 :])
         fits = text.startswith(before) and text.endswith(behind) and len(text) >= len(before) + len(behind)
         return text[len(before) : len(text) - len(behind)] if fits else content
 
-    # ---- ids ------------------------------------------------------------------------------------------------
+    def _alike(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with the strings that the template looks for, and x for all other letters: they spell no token."""
+        letters = re.compile(rf"({self._strings.pattern})|\S")
+        return [m | {"content": letters.sub(lambda match: match[1] or "x", m["content"])} for m in messages]
 
-    def _encode(self, frame: _Frame, written: Sequence[str]) -> list[int]:
-        """The ids of the tail: of one text, as the template's own; in pieces if an observation spells a token of it."""
-        if not any(map(self._spelled.search, written)):
-            ids = self._ids(frame.end + _joined(frame.texts, written))
-            if ids[0] == frame.end_id and tuple(i for i in ids[1:] if i in self.control) == frame.marks:
-                return ids[1:]
-        ids = []
-        for slot, text in enumerate(frame.texts):
-            ids += self._ids(frame.end + text)[1:] if slot == 0 else self._behind([text])[0]
-            ids += self._plain(written[slot]) if slot < len(written) else []
+    def _ids_in_pieces(self, frame: _Frame, written: Sequence[str]) -> list[int]:
+        """The ids of the end token and the tail, in which contents are encoded without control tokens."""
+        ids = self._ids(frame.end + frame.texts[0])
+        for content, text in zip(written, frame.texts[1:], strict=True):
+            ids += [*self._plain(content), *self._behind([text])[0]]
         return ids
 
-    def _spells(self, content: str) -> bool:
-        """Does a content spell a control token, in any letters that the tokenizer takes for it?"""
-        return bool(self._spelled.search(content) or self.control.intersection(self._ids(content)))
+    def _marks(self, ids: Sequence[int]) -> list[int]:
+        return [i for i in ids if i in self.control]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -382,11 +328,17 @@ def _with_turns(messages: Sequence[Message], words: str, beside: str, arguments:
 def _with_ids(text: str, ids: Sequence[str]) -> str:
     """The text with the model's own ids of calls, all of them at once: one may be spelled as a placeholder is."""
     own = {_id(i): name for i, name in enumerate(ids) if re.fullmatch("[A-Za-z0-9_-]{1,64}", name)}
-    return re.sub(r"call\d{5}", lambda match: own.get(match[0], match[0]), text)
+    return _ID.sub(lambda match: own.get(match[0], match[0]), text)
 
 
 def _content(index: int) -> str:
     return f"wqkzv{index}z"
+
+
+def _shown(chat: Sequence[Message], new: Sequence[Message], blank: bool = False) -> str:
+    """The chat and the new messages, as JSON, with sentinels for new contents; `blank`: but not for those of spaces."""
+    kept = [blank and not message["content"].strip() for message in new]
+    return json.dumps([*chat, *(m if kept[i] else m | {"content": _content(i)} for i, m in enumerate(new))])
 
 
 def _id(index: int) -> str:

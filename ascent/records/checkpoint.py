@@ -170,10 +170,6 @@ def params(path: Path) -> dict[str, Tensor]:
         raise Refused(f"{path}: its parameters cannot be read: {error}") from None
 
 
-def has_params(path: Path) -> bool:
-    return (path / "params.safetensors").exists() or any(path.glob(PARTS))
-
-
 def _verify(path: Path, *files: str) -> dict[str, Any]:
     """Compare files of a checkpoint, by default all, with its manifest, which is returned."""
     about = parse_json(read_regular(path / "manifest.json"))

@@ -176,12 +176,7 @@ class Live(Display):
 
 def for_stream() -> Display:
     """A live display in a notebook, a board on a terminal, lines elsewhere."""
-    if in_notebook():
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         return Live()
     return Board() if sys.stderr.isatty() else Lines()
-
-
-def in_notebook() -> bool:
-    """Does a kernel run this, with a front end that shows HTML?"""
-    ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython(), "kernel") if ipython is not None else False

@@ -47,6 +47,8 @@ CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
 """On every line of updates.jsonl where the loss clips."""
 PATIENCE = 60.0
 """Seconds for which a run that failed waits for the checkpoint that is being written."""
+FORMAT = 2
+"""The format of config.json, checkpoints and the journal. A run of another format is neither loaded nor resumed."""
 HEARTBEAT = 2.0
 """Seconds between two signs of life in run.json."""
 
@@ -97,6 +99,11 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """Its settings, ready to load or to continue it; the code that they name is run. To look at it, use `info`."""
+        if self.info.get("format") != FORMAT:
+            raise Refused(
+                f"{self.folder} was written by another version of Ascent (format {self.info.get('format', 'unknown')}; "
+                f"this version reads {FORMAT}): it can be shown, and not loaded or resumed. Train it again"
+            )
         settings = self._trusted_settings()
         with naming(self.folder / "config.json"):
             here = {KEPT_MODEL: str(self.folder.resolve() / "model")}
@@ -230,19 +237,14 @@ def load_policy(config: Config, path: Path) -> Any:
     return backend_of(config).policy(config, checkpoint.params(path))
 
 
-def init_folder(init: str | Path, resumed: bool = False) -> Path:
+def init_folder(init: str | Path) -> Path:
     """The folder with the params.safetensors that --init names: a run's newest checkpoint, or this very folder."""
     folder = Path(init)
     if (folder / "run.json").exists():
         if not Run(folder).checkpoints:
             raise Refused(f"--init {init}: that run has no checkpoint yet")
         folder = Run(folder).checkpoints[-1]
-    if resumed and not checkpoint.has_params(folder):
-        raise Refused(
-            f"--init {init} is gone, and its policy is the reference of this run, which an earlier version began: put "
-            "it back there"
-        )
-    if not checkpoint.has_params(folder):
+    if not (folder / "params.safetensors").exists() and not any(folder.glob(PARTS)):
         raise Refused(f"--init {init}: neither a run nor a folder with params.safetensors")
     return folder.resolve()
 
@@ -294,6 +296,7 @@ def about(config: Config) -> dict[str, Any]:
     """What run.json says of where and with what the run was made."""
     packages = ["ascent-rl", "torch", "numpy", "safetensors", "pyarrow", *backend_of(config).packages]
     return {
+        "format": FORMAT,
         "task": task_name(config),
         "label": run_label(config),
         "seed": config.seed,

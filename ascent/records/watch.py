@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from statistics import median_low
 from typing import Any
 
 from ascent.core.metric_names import MISMATCH
@@ -231,7 +232,7 @@ class Watch:
             if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
                 continue
             seen, power = self.sizes[key], math.floor(math.log10(value))
-            jump = value >= large and seen.total() >= USUAL and power > _median(seen) + DECADES
+            jump = value >= large and seen.total() >= USUAL and power > median_low(seen.elements()) + DECADES
             seen[power] += 1
             if value >= senseless or jump:
                 than = f", more than {10**DECADES:,} times its median before" if jump else ""
@@ -375,8 +376,3 @@ def flag_events(
         for flag in one_answer(step, responses, str):
             events.setdefault(flag.name, flag.event(step, step))
     return sorted(events.values(), key=lambda event: event["step"])
-
-
-def _median(counts: Counter[int]) -> int:
-    ordered, half = sorted(counts.items()), counts.total() / 2
-    return next(value for i, (value, _) in enumerate(ordered) if sum(n for _, n in ordered[: i + 1]) >= half)

@@ -102,7 +102,8 @@ class Sandbox:
         self._control, self.walls = ours, walls
 
     def _setup(self, walls: Walls) -> dict[str, Any]:
-        limits, entries, system = self.limits, allowed_packages(self.packages), walls_module.system_readable()
+        limits, entries, (paths, hidden) = self.limits, allowed_packages(self.packages), walls_module.system_paths()
+        system = [part for path in paths for part in walls_module.paths_around(path, hidden)]
         cpu = int(limits.cpu or limits.seconds) + 1
         return {
             "kind": walls.kind,

@@ -139,12 +139,6 @@ def paths_around(path: str, hidden: Sequence[str]) -> Iterator[str]:
                 yield from paths_around(entry.path, hidden)
 
 
-def system_readable() -> list[str]:
-    """What a job can read of Python and its libraries."""
-    system, hidden = system_paths()
-    return [part for path in system for part in paths_around(path, hidden)]
-
-
 def bubblewrap(guest: str, entries: Sequence[str], named: Sequence[str], folders: bool) -> list[str]:
     """The command up to `--`. Everything that is mounted is read-only, but for what the folders of jobs are made in."""
     args = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]

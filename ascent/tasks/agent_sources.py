@@ -66,7 +66,8 @@ def verify_agent(source: str) -> None:
     kind, _, where = source.partition(":")
     if kind in ("python", "object"):
         try:
-            read_signature(find_agent(source))
+            given = source.startswith(PREFIX)
+            read_signature(find_object(source, "agent") if given else load_python("--agent", source))
         except Wrong as error:
             refuse(f"--agent {source}: {error}")
     elif kind == "command":
@@ -82,11 +83,6 @@ def verify_agent(source: str) -> None:
             )
     else:
         _verify_server(source, where)
-
-
-def find_agent(source: str) -> Any:
-    """The function of python:FILE:NAME, or the one that was given in Python."""
-    return find_object(source, "agent") if source.startswith(PREFIX) else load_python("--agent", source)
 
 
 def _verify_command(source: str, where: str) -> None:

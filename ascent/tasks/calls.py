@@ -252,11 +252,8 @@ def error_words(error: BaseException) -> str:
         files = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         ours = Path(__file__).parents[1]
         own = [(file, line) for file, line in files if ours not in file.parents and file.is_file()]
-        own = [place for place in own if not _is_library(place[0])] or own
+        library = Path(os.__file__).parent
+        own = [(file, n) for file, n in own if "site-packages" not in file.parts and library not in file.parents] or own
         return message[:REASON] + (f" ({own[-1][0].name}, line {own[-1][1]})" if own else "")
     except BaseException as worse:  # an error whose own words are broken
         return f"{type(error).__name__}, and {type(worse).__name__} when asked for its words"
-
-
-def _is_library(file: Path) -> bool:
-    return "site-packages" in file.parts or Path(os.__file__).parent in file.parents

@@ -114,7 +114,7 @@ class AgentPlayer:
 
 
 class AgentEpisodes:
-    """The episodes of one call of a sampler (`engines.requests.Visits`)."""
+    """The episodes of one call of a sampler."""
 
     def __init__(self, player: AgentPlayer, problems: Sequence[Problem], samples: int, seeds: list[int]):
         self.player, self.problems, self.samples, self.seeds = player, problems, samples, seeds

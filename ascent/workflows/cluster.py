@@ -44,7 +44,9 @@ REFUSED = 2
 
 def connect(address: str | None, actors: int = 0) -> bool:
     """Join the Ray cluster there, or start one on this machine; True: it was started."""
-    if token_here():
+    # Ray itself looks for a token only if no address is given.
+    told = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if told or (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
     ray = ray_here()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -71,12 +73,6 @@ def _answers(address: str) -> None:
     """Raise if nobody listens there: Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def token_here() -> bool:
-    """Has this user a token for Ray clusters? Ray itself looks for one only if no address is given."""
-    named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    return any(os.environ.get(name) for name in named) or (Path.home() / ".ray" / "auth_token").exists()
 
 
 # ---- actors
@@ -196,9 +192,11 @@ class Launch:
         group = ray.util.placement_group([each] * count, strategy="PACK")
         try:
             if not group.wait(PLACED):
+                free = ray.available_resources()
                 raise Refused(
                     f"--learners {self.learners} --samplers {self.samplers}: the cluster has no room for {count} "
-                    f"actors with {' and '.join(f'1 {name}' for name in each)} each; it has {_resources(ray)}"
+                    f"actors with {' and '.join(f'1 {name}' for name in each)} each; it has "
+                    f"{free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU"
                 )
             self.place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
             self.drawing = [self._sampler(i, group, self.learners + i) for i in range(self.samplers)]
@@ -287,11 +285,6 @@ class Launch:
         for _ in range(wanted):
             self.drawing.append(self._sampler(len(self.drawing)))
         return status
-
-
-def _resources(ray: Any) -> str:
-    there = ray.available_resources()
-    return f"{there.get('CPU', 0):g} CPU and {there.get('GPU', 0):g} GPU"
 
 
 # ---- runs that are there

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import threading
 from collections import Counter
@@ -30,7 +31,8 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     except OSError as error:
         raise Refused(f"--out {out}: cannot write there ({error.strerror})") from None
     configs = backend_of(next(iter(configs.values()))).comparable(configs)
-    folders = {(name, seed): out / f"{_slug(name)}-s{seed}" for seed in seeds for name in configs}
+    slugs = {name: "-".join(re.sub(r"[^\w.+-]|_", " ", name).split()) for name in configs}
+    folders = {(name, seed): out / f"{slugs[name]}-s{seed}" for seed in seeds for name in configs}
     workers = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
     with progress(len(folders), "runs") as advance, workers as pool:
         # Workers ignore Ctrl-C except inside a run, which then saves and ends.
@@ -90,10 +92,6 @@ def _is_run_of(asked: Config, run: Config) -> bool:
     if getattr(asked.policy, "dtype", None) == "auto":
         asked = replace(asked, policy=replace(asked.policy, dtype=getattr(run.policy, "dtype", "auto")))
     return run.to_dict() == asked.to_dict()
-
-
-def _slug(name: str) -> str:
-    return "-".join("".join(c if c.isalnum() or c in ".+-" else " " for c in name).split())
 
 
 COSTS = ("responses", "labels", "updates", "seconds")

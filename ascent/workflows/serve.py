@@ -103,19 +103,16 @@ class Service:
         while not self.desk.closed:
             before = self.endpoint.counts["requests"]
             try:
-                self._decode()
+                if self.here:
+                    serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
+                else:
+                    serve_by_engine(self.sampler, self.desk)
             except Exception as error:
                 failed = failed + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
                 self.desk.fail(f"the sampler failed: {type(error).__name__}")
                 say(f"the sampler failed and begins anew: {type(error).__name__}: {error}")
                 if failed >= RESTARTS:
                     raise Trouble(f"the sampler failed {failed} times in a row: {error}") from error
-
-    def _decode(self) -> None:
-        if self.here:
-            serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
-        else:
-            serve_by_engine(self.sampler, self.desk)
 
     def close(self) -> None:
         """The engine that was started here is ended, with all that it has started."""

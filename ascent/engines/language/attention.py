@@ -241,7 +241,7 @@ class Spans:
 class AttendSegments(torch.autograd.Function):
     """Outputs `[position head channel]` for queries, keys and values `[position head channel]` of one row.
 
-    `ops`: `Flash` or `Efficient`; `FlashFormulas` in the tests on a CPU.
+    `ops`: `Flash` or `Efficient`.
     """
 
     @staticmethod
@@ -330,30 +330,3 @@ class Efficient:
 def _per_query(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values `[key head channel]`, repeated for the query heads that share them."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-class FlashFormulas:
-    """What `Flash` and `Efficient` compute, a segment at a time and in any precision."""
-
-    captured = True
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
-        k, v = _per_query(k, q), _per_query(v, q)
-        parts = []
-        ends = zip(spans.queries[:-1], spans.queries[1:], spans.keys[:-1], spans.keys[1:], strict=True)
-        for q_from, q_to, k_from, k_to in ends:
-            queries, keys = int(q_to - q_from), int(k_to - k_from)
-            seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-            own_q, own_k, own_v = (x.transpose(0, 1) for x in (q[q_from:q_to], k[k_from:k_to], v[k_from:k_to]))
-            own = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=seen, scale=scale)
-            parts.append(own.transpose(0, 1))
-        return torch.cat(parts), []
-
-    @classmethod
-    def backward(
-        cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _more: Any, spans: Spans, scale: float
-    ) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            return torch.autograd.grad(cls.forward(q, k, v, spans, scale)[0], (q, k, v), grad)

@@ -17,7 +17,7 @@ import torch
 
 from ascent.core.config import Config
 from ascent.core.protocols import Sampler
-from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Terms, to_batch
+from ascent.core.types import Prompts, Rollouts, Terms, to_batch
 from ascent.engines.language.learning.learner import LanguageLearner
 from ascent.engines.language.learning.plan import update_operations
 
@@ -81,15 +81,12 @@ def update_rate(learner: LanguageLearner, prompt: int, limit: int) -> float:
     batch = to_batch(drawn, reward=none.unsqueeze(-1), valid=~none.bool())
     for _ in range(2 + learner.captures if kind == "cuda" else 1):  # the first call compiles, the second may capture
         begin = time.perf_counter()
-        learner.gradient(batch, _sum).objective.item()  # here the host waits
+        terms = learner.gradient(batch, lambda mini, out: Terms(torch.where(mini.mask, out.logp, 0.0).sum(), {}))
+        terms.objective.item()  # here the host waits
         seconds = time.perf_counter() - begin
     for parameter in learner.trainable():
         parameter.grad = None
     return update_operations(lm, [prompt], [[length] * samples])[0] / seconds
-
-
-def _sum(mini: Batch, out: Outputs) -> Terms:
-    return Terms(torch.where(mini.mask, out.logp, 0.0).sum(), {})
 
 
 def update_seconds(config: Config, learner: LanguageLearner, rate: float, prompt: int, length: int) -> float:

@@ -180,15 +180,15 @@ class Moved:
         p = self.every[int(name.split(".", 1)[0])]
         return _like(value, p) if value.dim() and _is_cut(p) else value
 
-    def part(self, name: str, value: Any, first: int = 0) -> Any:
+    def part(self, name: str, value: Any) -> Any:
         """What this rank holds of that."""
-        p = self.every[first + int(name.split(".", 1)[0])]
+        p = self.every[int(name.split(".", 1)[0])]
         return value if _is_cut(value) else _cut(value, p) if value.dim() else value.to(p.device, copy=True)
 
-    def restore(self, name: str, value: Any, first: int = 0) -> None:
+    def restore(self, name: str, value: Any) -> None:
         assert self.optimizer is not None
         index, key = name.split(".", 1)
-        self.optimizer.state[self.own[first + int(index)]][key] = _local(self.part(name, value, first))
+        self.optimizer.state[self.own[int(index)]][key] = _local(self.part(name, value))
 
 
 class ShardedLearner(LanguageLearner):
@@ -326,10 +326,9 @@ class ShardedLearner(LanguageLearner):
                 self.critic.own.reshard()
         for name, value in state["optimizer"].items():
             self._moved.restore(name, value)
-        of_critic = (self._moved, len(self._trainable)) if self._critic_moved is None else (self._critic_moved, 0)
         for name, value in state.get("critic_optimizer", {}).items():
-            if self._critic_moved is not None or int(name.split(".")[0]) < len(self._value_head):  # as one process does
-                of_critic[0].restore(name, value, of_critic[1])
+            assert self._critic_moved is not None
+            self._critic_moved.restore(name, value)
         saved = {"params": (self._params, values)}
         saved |= {} if self.critic is None else {"critic": (self.critic.state_dict(), state["critic"])}
         for group, (own, whole) in saved.items():

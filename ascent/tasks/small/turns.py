@@ -73,12 +73,8 @@ class Guess(TurnsTask):
 
     @property
     def max_reward(self) -> float:
-        """A number found with the first question; `best_reward` is what halving earns on average."""
+        """A number found with the first question."""
         return 1.0
-
-    @property
-    def best_reward(self) -> float:
-        return 1 - (fewest_questions(self.numbers) - 1) / self.questions
 
     def episode(self) -> "Guessing":
         return Guessing(self.numbers, self.questions)
@@ -122,12 +118,6 @@ class Guessing(Environment):
         last = asked + 1 == self.questions
         reason = f"not found with {self.questions} questions: it was {number}" if last else ""
         return [(1.0, (number, asked + 1), Step(str(answer), -1 / self.questions, last, reason))]
-
-
-def fewest_questions(numbers: int) -> float:
-    """How many questions halving takes on average, the one that names the number counted."""
-    depth = [level for level in range(1, numbers + 1) for _ in range(2 ** (level - 1))][:numbers]
-    return sum(depth) / numbers
 
 
 # ---- swaps -----------------------------------------------------------------------------------------

@@ -103,18 +103,14 @@ def as_dicts(rows: Any, setting: str) -> Iterator[dict[str, Any]]:
     if hasattr(rows, "to_dicts"):  # polars
         rows = rows.to_dicts()
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas
-        rows = [{k: None if v != v else v for k, v in row.items()} for row in _records(rows)]
+        names, lines = list(map(str, rows.columns)), rows.astype(object).itertuples(index=False)
+        rows = [{k: None if v != v else v for k, v in zip(names, line, strict=True)} for line in lines]
     for number, row in enumerate(rows):
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
             refuse(f"{setting}, row {number}: a row is a dict with columns, and this is {row!r:.60}")
         yield dict(row)
-
-
-def _records(frame: Any) -> Iterable[dict[str, Any]]:
-    columns = list(map(str, frame.columns))
-    return (dict(zip(columns, values, strict=True)) for values in frame.astype(object).itertuples(index=False))
 
 
 def _line(row: Mapping[str, Any]) -> str:

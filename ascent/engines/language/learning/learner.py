@@ -283,17 +283,15 @@ class LanguageLearner(InProcessLearner):
 
     def _gradient(self, mini: Batch, objective: Objective, scale: float = 1.0) -> Terms:
         again = checkpointed(self.lm.backbone, self.checkpointing)
+        # Gradients of micro-batches are summed without losing the small ones.
+        wide = gradients_into(self._trainable, self._working) if self.compact is None else self.compact.summing()
         self._forward.captured, uphill = self._captured, self._uphill
         self._uphill = uphill if scale == 1.0 else uphill * scale
         try:
-            with self._attention(), again, self._summing():
+            with self._attention(), again, wide:
                 return super().gradient(mini, objective)
         finally:
             self._forward.captured, self._uphill = None, uphill
-
-    def _summing(self) -> AbstractContextManager[None]:
-        """Inside, gradients of micro-batches are summed without losing the small ones."""
-        return gradients_into(self._trainable, self._working) if self.compact is None else self.compact.summing()
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
         stepped = super().step(mini, objective, update)

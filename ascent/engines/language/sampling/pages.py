@@ -201,7 +201,9 @@ class Schedule:
         own = self.pages.need(min(length + ahead, self.limit))
         new = 0 if prompt in self.prompts else self.pages.need(self.keys[prompt])
         if len(self.pages) < own + new + len(self.rows) // SPARE:
-            want = own + new + min(len(self.rows) // SPARE, self._growth())
+            held = self.pages.count - len(self.pages) - sum(map(len, self.prompts.values()))
+            growth = len(self.rows) * self.pages.need(self.limit) - held  # what the rows may still come to need
+            want = own + new + min(len(self.rows) // SPARE, growth)
             if len(self.pages) < want:
                 self._drop_idle(keep=prompt)
                 if len(self.pages) < want and not self._make_room(want, prompt):
@@ -223,11 +225,6 @@ class Schedule:
             self._evict(row)
             self._drop_idle(keep=prompt)
         return len(self.pages) >= pages
-
-    def _growth(self) -> int:
-        """Pages that the rows may still come to need."""
-        held = self.pages.count - len(self.pages) - sum(map(len, self.prompts.values()))
-        return len(self.rows) * self.pages.need(self.limit) - held
 
     def _encode_from(self, prompt: int) -> None:
         """Pages for this prompt, and for those behind it as far as they leave room for the rows to grow."""

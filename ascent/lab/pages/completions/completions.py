@@ -35,7 +35,7 @@ NONE = {
     recorded.SAMPLED: "No responses were recorded. `--record-rollouts 4` (the default) keeps four groups every "
     "--record-every steps",
     recorded.HELD_OUT: "No answers to held-out prompts were recorded. Every evaluation records them, but for "
-    "`--record-rollouts none` and in runs of older versions",
+    "`--record-rollouts none`",
 }
 PLAIN = {"step", "group", "sample", "prompt_text", "response_text", "reward", "valid", "correct", "truncated"}
 PLAIN |= {"length", "advantage", "status", "reason", "parts", "said", "answer"}

@@ -1,4 +1,4 @@
-"""Writes the menu into docs/menu.md, between its two markers: python -m ascent.explain.menu_page docs/menu.md"""
+"""Writes the menu into docs/menu.md, between its two markers: python -m tools.menu docs/menu.md"""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from ascent.core.types import Refused
 from ascent.explain.explain import describe_choices, objective_in_words
 from ascent.settings import field_docs
 
-BEGIN = "<!-- menu: written by `python -m ascent.explain.menu_page docs/menu.md` -->"
+BEGIN = "<!-- menu: written by `python -m tools.menu docs/menu.md` -->"
 END = "<!-- end of the menu -->"
 DATA = {"demonstrations": "demonstrations", "pairs": "preference pairs", "steps": "labelled steps"}
 COLUMNS = ("advantage", "loss", "weights")
