@@ -58,4 +58,5 @@ def pinned_values(name: str) -> dict[str, Any]:
 
 
 def write_pinned(name: str, values: dict[str, Any]) -> None:
-    (DATA / name).write_text(json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    lines = [f"{json.dumps(case)}: {json.dumps(values[case], sort_keys=True, ensure_ascii=False)}" for case in values]
+    (DATA / name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
