@@ -40,6 +40,8 @@ _KEPT = 1000
 _BEGUN: Message = {"role": "user", "content": "x"}
 """The shortest chat that a turn can answer."""
 _TURN: Message = {"role": "assistant", "content": ""}
+_PLAIN = re.compile(r"[\w.,:;!?()+*=-]+( [\w.,:;!?()+*=-]+)*", re.ASCII)
+"""Contents that need no rendering: trimming and encoding as JSON change nothing about them."""
 _ID = re.compile(r"call\d{5}")
 """The id of a call, in place of that which the model gave it."""
 
@@ -233,6 +235,8 @@ class Tail:
     def _written(self, new: Sequence[Message], slot: int) -> str:
         """What the template writes for the content of a message: it is rendered in a short chat."""
         content = new[slot]["content"]
+        if _PLAIN.fullmatch(content):
+            return content
         chat = json.loads(_shown([_BEGUN, _TURN], new))
         try:
             frame = self._frame(json.dumps(chat))
