@@ -670,6 +670,8 @@ def test_a_field_of_a_peft_config_without_counterpart_is_refused(fields: dict[st
     with pytest.raises(Refused) as error:
         configure(ROWS, {"peft_config": peft.LoraConfig(r=4, **fields)})
     assert why in str(error.value)
+    with pytest.raises(Refused, match="peft_config is IA3Config: only LoraConfig is supported"):
+        configure(ROWS, {"peft_config": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])})
     plain = peft.LoraConfig(r=4, lora_alpha=16, target_modules={"v_proj", "q_proj"}, task_type="CAUSAL_LM")
     policy = configure(ROWS, {"peft_config": plain, "reward": here(lambda response: 0)}).policy
     assert (policy.lora, policy.lora_alpha, policy.lora_targets) == (4, 16.0, "q_proj,v_proj")

@@ -29,6 +29,7 @@ from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.serving import probe, weights
+from ascent.engines.serving.client import Lost
 from ascent.engines.serving.dialect import Serving
 from ascent.engines.serving.engines import ENGINES
 from ascent.engines.serving.process import Process, find_python
@@ -626,6 +627,17 @@ def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_pat
     process.start()
     with pytest.raises(Trouble, match=r"(?s)ended with 3\..*no module named vllm"):
         process.wait(lambda: False)
+
+
+def test_a_server_that_is_killed_while_it_starts_is_lost(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    process = Process(str(python), VLLM(), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process.start()
+    with pytest.raises(Lost, match="--engine vllm was killed while it started"):
+        process.wait(lambda: False)
+    assert not process.running
 
 
 def test_what_a_server_is_started_with(tmp_path: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import platform
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.update import TrustRegion
 from ascent.engines.language.attention import Group, Packed
 from ascent.engines.language.learning import elementwise
-from ascent.engines.language.learning.blas import by_blas
 from ascent.engines.language.learning.elementwise import Formulas, Gate, RmsNorm
 from ascent.engines.language.learning.learner import LanguageLearner
 from tests.language import batch_of, gradient_of, model_of
@@ -130,42 +126,6 @@ def test_norms_and_gates_are_replaced_in_float32_where_nothing_is_differentiated
         assert replaced(learner_of(model_of(dtype=dtype), algorithm)) == count
     twice = LanguageLearner(model_of(dtype=torch.float32), TrustRegion(), False, algorithm.outputs)
     assert replaced(twice) == 0
-
-
-@pytest.fixture
-def on_arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With oneDNN, which torch turns off for good where a product in bfloat16 has failed."""
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    before, *_ = torch.backends.mkldnn.set_flags(True, None, None, None)
-    yield
-    torch.backends.mkldnn.set_flags(before, None, None, None)
-
-
-@pytest.mark.parametrize(("dtype", "left"), [(torch.float32, False), (torch.float64, True)])
-def test_blas_multiplies_in_float32_on_arm(dtype: torch.dtype, left: bool, on_arm: None) -> None:
-    """In passes that score and in passes that train; afterwards all is as before, after a failure too."""
-    lm, algorithm, seen = model_of(dtype=dtype), ALGORITHMS["dr-grpo"], []
-    learner, batch = learner_of(lm, algorithm), batch_of(model_of())
-    lm.backbone.register_forward_hook(lambda *_: seen.append(torch.backends.mkldnn.enabled))
-    learner.score(batch, frozenset({"logp_old"}))
-    learner.gradient(credited(batch, algorithm, learner), algorithm.objective)
-    assert seen == [left, left] and torch.backends.mkldnn.enabled
-    lm.backbone.register_forward_hook(lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        learner.score(batch, frozenset({"logp_old"}))
-    assert torch.backends.mkldnn.enabled
-
-
-def test_other_types_and_processors_keep_onednn(on_arm: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with by_blas(model_of(dtype=torch.bfloat16).model):
-        assert torch.backends.mkldnn.enabled
-    shard = SimpleNamespace(to_local=None)
-    shards = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"), parameters=lambda: iter([shard]))
-    with by_blas(shards):
-        assert torch.backends.mkldnn.enabled
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    with by_blas(model_of(dtype=torch.float32).model):
-        assert torch.backends.mkldnn.enabled
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

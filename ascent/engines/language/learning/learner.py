@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
 from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.core.update import Adam, Update
-from ascent.engines.language.attention import Flash, segment_kernel, send
+from ascent.engines.language.attention import Flash, ours, segment_kernel, send
 from ascent.engines.language.graphs import CudaGraphs
-from ascent.engines.language.learning.blas import learning
 from ascent.engines.language.learning.captured import Captured, captured_tokens
 from ascent.engines.language.learning.compact import CompactAdamW, compacted, widened
 from ascent.engines.language.learning.elementwise import fuse
@@ -89,7 +88,7 @@ class LanguageCritic(nn.Module):
     def attention(self) -> AbstractContextManager[None]:
         """Inside, its layers call our attention function."""
         lm = self._lm[0]
-        return learning(lm.model if self.own is None else self.own, lm.shares)
+        return ours(lm.model if self.own is None else self.own, lm.shares)
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         """V at the states before every action and behind the last token of each response; 0 at the others."""
@@ -341,7 +340,7 @@ class LanguageLearner(InProcessLearner):
         return total
 
     def _attention(self) -> AbstractContextManager[None]:
-        return learning(self.lm.model, self.lm.shares)
+        return ours(self.lm.model, self.lm.shares)
 
     # ---- the reference, and what a checkpoint holds ---------------------------------------------
 
