@@ -7,15 +7,17 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from ascent.api import recognize, resume, start
+from ascent.api import interruptible, recognize, resume, start
 from ascent.core.config import Config
 from ascent.core.menu import name_of
-from ascent.core.types import Refused
+from ascent.core.types import Refused, Trouble
 from ascent.engines.backends import backend_of
 from ascent.records.display import Display, progress
 from ascent.records.run import Run
@@ -33,20 +35,27 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     folders = {(name, seed): out / f"{_slug(name)}-s{seed}" for seed in seeds for name in configs}
     workers = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
     with progress(len(folders), "runs") as advance, workers as pool:
-        # Workers ignore Ctrl-C except inside a run, which then saves and ends.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Workers ignore Ctrl-C except inside a run, which then saves and ends; they ignore a closed terminal.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
         waiting = [
             pool.submit(run_one, replace(configs[name], seed=seed, threads=1).to_dict(), str(folder))
             for (name, seed), folder in folders.items()
         ]
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         try:
             for future in as_completed(waiting):
                 future.result()
                 advance(1)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                raise Trouble(
+                    f"a worker was killed, maybe out of memory. To resume, repeat it with --out {out}"
+                ) from None
             if isinstance(error, KeyboardInterrupt):
+                for worker in active_children() if error.args else ():  # Ctrl-C alone has reached them already
+                    worker.terminate()
                 raise KeyboardInterrupt(f"what has run is kept. To resume, repeat it with --out {out}") from None
             raise
     for (name, _), folder in folders.items():
@@ -55,7 +64,11 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
 
 
 def end_with_parent() -> None:
-    """Let this worker end when the process that started it is killed: nobody else would end it."""
+    """Let this worker end when the process that started it is killed: nobody else would end it.
+
+    A SIGTERM between two runs is ignored: the pool ends.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
     parent = parent_process()
 
     def watch() -> None:
@@ -68,14 +81,17 @@ def end_with_parent() -> None:
 
 def run_one(settings: dict[str, Any], folder: str) -> None:
     """One run in a process of its own: started, resumed, or left alone if it is finished."""
-    config = config_from(settings)
-    if not (Path(folder) / "run.json").exists():
-        start(config, folder, Display())
-        return
-    recognize(Path(folder), config)
-    if not _is_run_of(config, Run(folder).config):
-        raise Refused(f"{folder} holds a run of other settings; choose another --out")
-    resume(folder, Display())
+    with interruptible(SimpleNamespace(stop=True)):
+        config = config_from(settings)
+        if not (Path(folder) / "run.json").exists():
+            run = start(config, folder, Display())
+        else:
+            recognize(Path(folder), config)
+            if not _is_run_of(config, Run(folder).config):
+                raise Refused(f"{folder} holds a run of other settings; choose another --out")
+            run = resume(folder, Display())
+    if run.status != "finished":
+        raise KeyboardInterrupt(f"{folder} is saved")
 
 
 def _is_run_of(asked: Config, run: Config) -> bool:
