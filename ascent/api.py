@@ -132,8 +132,8 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
         }
         launch = {"launch": launch_here()} if launch_here() else {}
         settings = config.to_dict() | {"id": secrets.token_hex(16)}
+        parts.notes += tuple(filter(None, [record_run(path, settings)]))  # first: a killed run can then be resumed
         folder = RunFolder.create(path, settings | words, about(config) | launch)
-        parts.notes += tuple(filter(None, [record_run(path, settings)]))
         if given is not None:
             given.rename(path / "model")
     except BaseException:

@@ -48,14 +48,13 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
                 future.result()
                 advance(1)
         except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children() if isinstance(error, KeyboardInterrupt) and error.args else ():
+                worker.terminate()  # not after Ctrl-C, which has reached them already
+            ended = isinstance(error, KeyboardInterrupt | BrokenProcessPool)
+            pool.shutdown(wait=ended, cancel_futures=True)
             if isinstance(error, BrokenProcessPool):
-                raise Trouble(
-                    f"a worker was killed, maybe out of memory. To resume, repeat it with --out {out}"
-                ) from None
+                raise Trouble(f"a worker was killed (no memory?). To resume, repeat it with --out {out}") from None
             if isinstance(error, KeyboardInterrupt):
-                for worker in active_children() if error.args else ():  # Ctrl-C alone has reached them already
-                    worker.terminate()
                 raise KeyboardInterrupt(f"what has run is kept. To resume, repeat it with --out {out}") from None
             raise
     for (name, _), folder in folders.items():
@@ -63,12 +62,16 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
 
 
+STOPPED = threading.Event()
+"""Set in a worker that was told to stop: calls that the pool has already handed out begin no run."""
+
+
 def end_with_parent() -> None:
     """Let this worker end when the process that started it is killed: nobody else would end it.
 
-    A SIGTERM between two runs is ignored: the pool ends.
+    After a SIGTERM it begins no other run.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     parent = parent_process()
 
     def watch() -> None:
@@ -81,17 +84,23 @@ def end_with_parent() -> None:
 
 def run_one(settings: dict[str, Any], folder: str) -> None:
     """One run in a process of its own: started, resumed, or left alone if it is finished."""
-    with interruptible(SimpleNamespace(stop=True)):
-        config = config_from(settings)
-        if not (Path(folder) / "run.json").exists():
-            run = start(config, folder, Display())
-        else:
-            recognize(Path(folder), config)
-            if not _is_run_of(config, Run(folder).config):
-                raise Refused(f"{folder} holds a run of other settings; choose another --out")
-            run = resume(folder, Display())
-    if run.status != "finished":
-        raise KeyboardInterrupt(f"{folder} is saved")
+    try:
+        if STOPPED.is_set():
+            raise KeyboardInterrupt
+        with interruptible(SimpleNamespace(stop=True)):
+            config = config_from(settings)
+            if not (Path(folder) / "run.json").exists():
+                run = start(config, folder, Display())
+            else:
+                recognize(Path(folder), config)
+                if not _is_run_of(config, Run(folder).config):
+                    raise Refused(f"{folder} holds a run of other settings; choose another --out")
+                run = resume(folder, Display())
+        if run.status != "finished":
+            raise KeyboardInterrupt(f"{folder} is saved")
+    except KeyboardInterrupt:
+        STOPPED.set()
+        raise
 
 
 def _is_run_of(asked: Config, run: Config) -> bool:
