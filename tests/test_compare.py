@@ -299,7 +299,7 @@ def test_a_signal_to_the_command_alone_saves_the_runs_of_its_workers(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
-    command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--seeds", "1", "--steps", "12", "--jobs", "2"]
+    command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--seeds", "2", "--steps", "12", "--jobs", "2"]
     wait_after(monkeypatch, 5)
     process = ascent_process(tmp_path / "output", *command, "--out", tmp_path / "c")
     runs = [tmp_path / "c" / f"{name}-s0" for name in ("reinforce", "grpo")]
@@ -308,6 +308,7 @@ def test_a_signal_to_the_command_alone_saves_the_runs_of_its_workers(
     assert process.wait() == 130, process.stderr
     assert f"--out {tmp_path / 'c'}" in process.stderr and "Traceback" not in process.stderr
     assert [Run(run).status for run in runs] == ["interrupted"] * 2
+    assert {path.parent for path in (tmp_path / "c").rglob("run.json")} == set(runs), "no other run begins"
     assert all(len(Run(run).metrics) == Run(run).info["step"] for run in runs) and all(
         Run(run).checkpoints for run in runs
     )
