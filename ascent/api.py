@@ -54,6 +54,7 @@ CHANGEABLE = ("eval_every", "checkpoint_every", "keep", "keep_best", "record_eve
 JOURNALLED = (
     "the batches of steps {steps} are in the journal: their updates are made again from there, to the same numbers"
 )
+RESUME_IT = "stopped at once. Resume it with: ascent resume {folder}"
 STOPPING = "Stopping after this step, to save it. Press again to stop at once."
 
 
@@ -127,8 +128,8 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
         }
         launch = {"launch": launch_here()} if launch_here() else {}
         settings = config.to_dict() | {"id": secrets.token_hex(16)}
+        parts.notes += tuple(filter(None, [record_run(path, settings)]))  # first: a killed run can then be resumed
         folder = RunFolder.create(path, settings | words, about(config) | launch)
-        parts.notes += tuple(filter(None, [record_run(path, settings)]))
         if given is not None:
             given.rename(path / "model")
     except BaseException:
@@ -205,7 +206,10 @@ def resume(
     """
     if trust:
         trust_run(run)
-    begun = reopen(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
+    try:
+        begun = reopen(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(RESUME_IT.format(folder=Path(run))) from None
     return Run(run) if begun is None else carry_out(begun)
 
 
@@ -432,8 +436,8 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
     def waiting(here: bool) -> AbstractContextManager[None]:
         return interruptible(writer, lambda: display.say(STOPPING)) if here else nullcontext()
 
-    try:
-        with waiting(not driven):
+    with waiting(not driven):
+        try:
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
                 display.say(note)
@@ -451,20 +455,20 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
                         yield step
                     except GeneratorExit:
                         writer.stop = True
-        writer.settle()
-        done = max(first, writer.last.get("step", -1) + 1) >= config.steps
-        folder.run["status"] = "finished" if done else "interrupted"
-    except KeyboardInterrupt:
-        folder.run["status"] = "interrupted"
-        raise KeyboardInterrupt(f"stopped at once. Resume it with: ascent resume {folder.path}") from None
-    except Exception as error:
-        trouble = _trouble(error, folder.path)
-        folder.run |= {"status": "failed", "reason": str(trouble)}
-        writer.trouble(str(trouble))
-        raise trouble from (None if trouble is error else error)
-    finally:
-        end(parts, folder, display, writer)
-        sinks.close(folder.run["status"])
+            writer.settle()
+            done = max(first, writer.last.get("step", -1) + 1) >= config.steps
+            folder.run["status"] = "finished" if done else "interrupted"
+        except KeyboardInterrupt:
+            folder.run["status"] = "interrupted"
+            raise KeyboardInterrupt(RESUME_IT.format(folder=folder.path)) from None
+        except Exception as error:
+            trouble = _trouble(error, folder.path)
+            folder.run |= {"status": "failed", "reason": str(trouble)}
+            writer.trouble(str(trouble))
+            raise trouble from (None if trouble is error else error)
+        finally:
+            end(parts, folder, display, writer)
+            sinks.close(folder.run["status"])
 
 
 def end(parts: Parts, folder: RunFolder, display: Display, writer: Writer) -> None:
@@ -511,7 +515,7 @@ def interruptible(work: Any, announce: Callable[[], None] = lambda: None) -> Ite
                 if stat.S_ISCHR(os.fstat(file).st_mode):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), file)
         if work.stop:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(*([] if number == signal.SIGINT else [signal.Signals(number).name]))
         work.stop = True
         announce()
 

@@ -79,7 +79,7 @@ ADDING = {
 """The files that are touched to add a thing. tests/test_adding.py and tests/test_backends.py add one of each."""
 
 BEFORE = 27_901
-LINES = 53_680
+LINES = 53_735
 """A ratchet: lower it when lines go. It was 24,400 when the rooms were made; what came since raised it, knowingly: the
 repairs of November 2026 and the hardening that followed (2,050), stop strings and limits per row (300), objects of
 Python where names were (1,250), runs that are driven and notebooks (400), micro-batches by memory (150), environments,
@@ -89,8 +89,8 @@ tools and games (3,000), conversations that are seen, flagged and played by a pe
 bridges (1,170), ranks (1,200), `ascent plan` and `ascent cluster` (2,600), one GPU's second round: adapters, critics
 and small updates in captured graphs, products of our own, optimizer state in bfloat16, precisions, 4 bits (3,150),
 fewer passes on a CPU and kernels in C for it (560), streams and `ascent serve` with an engine (700), and their repairs;
-repairs of turns, state, precision, verdicts, trust and limits, choices on the menu (980, less a matmul in CUDA, 305,
-and compatibility with earlier formats, known filters of templates and wrappers, 260).
+repairs of turns, state, precision, verdicts, trust, limits and signals, and choices on the menu (1,050, less a matmul
+in CUDA, 305, compatibility with earlier formats, known filters of templates, wrappers and BLAS on Arm, 295).
 The core was 3,000; credit by turn and what prompts bring for it are 57, sampling ahead with its journal, the loop's own
 matter, 95, the settings of ranks 15, and choices that TRL and verl have 93."""
 TOP, HOMES, TOUCHED, FUNCTION, CORE = 20, 30, 3, 60, 3_265

@@ -23,7 +23,7 @@ from ascent.records.run import Run
 from ascent.records.statistics import interval, t_975
 from ascent.settings import configure
 from ascent.workflows import compare as comparison
-from tests.processes import Here, ascent_process, wait_after, write_sigint
+from tests.processes import Forked, Here, ascent_process, wait_after, write_sigint
 from tests.test_resume import bits, differing
 
 pytestmark = pytest.mark.unchecked  # whole trainings, whose shapes other tests check
@@ -291,3 +291,45 @@ def test_a_killed_comparison_leaves_no_workers_and_resumes_to_the_same_bits(
         assert main([*command, str(tmp_path / out)]) == 0
     for run in runs:
         assert not differing(run, bits(tmp_path / "whole" / run.name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.smoke)])
+def test_a_signal_to_the_command_alone_saves_the_runs_of_its_workers(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
+    command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--seeds", "2", "--steps", "12", "--jobs", "2"]
+    wait_after(monkeypatch, 5)
+    process = ascent_process(tmp_path / "output", *command, "--out", tmp_path / "c")
+    runs = [tmp_path / "c" / f"{name}-s0" for name in ("reinforce", "grpo")]
+    wait_for_steps(process, runs, 5)
+    process.send_signal(number)
+    assert process.wait() == 130, process.stderr
+    assert f"--out {tmp_path / 'c'}" in process.stderr and "Traceback" not in process.stderr
+    assert [Run(run).status for run in runs] == ["interrupted"] * 2
+    assert {path.parent for path in (tmp_path / "c").rglob("run.json")} == set(runs), "no other run begins"
+    assert all(len(Run(run).metrics) == Run(run).info["step"] for run in runs) and all(
+        Run(run).checkpoints for run in runs
+    )
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
+    command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--seeds", "1", "--steps", "12", "--jobs", "2"]
+    wait_after(monkeypatch, 5)
+    process = ascent_process(tmp_path / "output", *command, "--out", tmp_path / "c")
+    runs = [tmp_path / "c" / f"{name}-s0" for name in ("reinforce", "grpo")]
+    wait_for_steps(process, runs, 5)
+    os.kill(int((runs[0] / ".lock").read_text()), signal.SIGKILL)
+    assert process.wait() == 1, process.stderr
+    assert "a worker was killed" in process.stderr and f"--out {tmp_path / 'c'}" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def wait_for_steps(process: Forked, runs: list[Path], steps: int) -> None:
+    deadline = time.monotonic() + 180
+    while not all((run / "metrics.jsonl").exists() and len(Run(run).metrics) >= steps for run in runs):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr
+        time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A terminal that is closed: the run is saved and resumes; with nohup it goes on."""
+"""A closed terminal or SIGTERM: the run is saved and resumes; with nohup it goes on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ascent
 from ascent.cli.main import main
+from ascent.records import checkpoint
+from ascent.records.run import Writer
+from ascent.workflows import rounds
 from tests.browser import PATIENCE
+from tests.processes import ascent_process
 from tests.test_resume import bits, differing
 
 SETTINGS = ["--length", "3", "--numbers", "4", "--policy.width", "8", "--policy.layers", "1", "--policy.heads", "2"]
@@ -87,3 +92,56 @@ def test_nohup_keeps_a_run_going(tmp_path: Path) -> None:
     child, terminal = in_a_terminal(args, nohup)
     close_after(terminal, tmp_path / "run", 2)
     assert exit_status(child) == 0 and ascent.Run(tmp_path / "run").status == "finished"
+
+
+# ---- SIGTERM and SIGHUP outside of the steps of a run ----------------------------------------------------------------
+
+ENDS = [signal.SIGTERM, signal.SIGHUP]
+
+
+def signals_itself(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, before which the process gets a signal."""
+
+    def call(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return function(*args, **more)
+
+    return call
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_rounds_that_are_stopped_between_two_runs_say_how_to_continue(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["rounds", "sort", "--rounds", "1", "--pairs", "12", *SETTINGS, "--steps", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "draw_pairs", signals_itself(number, rounds.draw_pairs))
+        stopped = ascent_process(tmp_path / "output", *command, "--out", tmp_path / "out")
+    assert stopped.wait() == 130
+    assert f"Continue with: ascent rounds {tmp_path / 'out'}" in stopped.stderr and "Traceback" not in stopped.stderr
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_run_that_is_stopped_while_its_last_checkpoint_is_written_is_finished(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "settle", signals_itself(number, Writer.settle))
+        process = ascent_process(
+            tmp_path / "output", "train", "sort", *SETTINGS, "--steps", 2, "--out", tmp_path / "run"
+        )
+    assert process.wait() == 0, process.stderr
+    assert ascent.Run(tmp_path / "run").status == "finished"
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_resume_that_is_stopped_while_it_loads_says_how_to_resume(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in ascent.steps("sort", length=3, numbers=4, steps=3, threads=1, out=tmp_path / "run"):
+        step.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load_checkpoint", signals_itself(number, checkpoint.load_checkpoint))
+        stopped = ascent_process(tmp_path / "output", "resume", tmp_path / "run")
+    assert stopped.wait() == 130 and f"ascent resume {tmp_path / 'run'}" in stopped.stderr
+    assert main(["resume", str(tmp_path / "run")]) == 0 and ascent.Run(tmp_path / "run").status == "finished"

@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from ascent import api
+from ascent.cli import train as train_command
 from ascent.cli.main import main
 from ascent.core.config import Config
 from ascent.core.types import Refused, Streams
@@ -725,3 +726,33 @@ def test_refused_is_one_line() -> None:
     with pytest.raises(Refused) as error:
         Run("/nowhere")
     assert "\n" not in str(error.value)
+
+
+def test_a_run_that_was_killed_while_its_curves_were_drawn_gets_them_from_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = api.train("lecture", steps=1, show=False, out=tmp_path / "run")
+    monkeypatch.setattr(train_command, "plot", lambda drawn: (drawn.folder / "plot.png").write_bytes(b"curves"))
+    for _ in range(2):
+        assert main(["resume", str(run.folder)]) == 0
+        assert (run.folder / "plot.png").read_bytes() == b"curves"
+        monkeypatch.setattr(train_command, "plot", None)  # they are drawn once
+
+
+def test_a_run_that_is_killed_as_soon_as_it_is_there_is_known_here(tmp_path: Path) -> None:
+    """Its settings name a file outside of its folder, so that a resume has to know it."""
+    pairs = [{"prompt": [i, 0], "chosen": [0, i], "rejected": [i, i]} for i in (1, 2, 3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    settings = {"length": 2, "numbers": 4, "pairs": str(tmp_path / "pairs.jsonl"), "algorithm": "dpo", "steps": 2}
+    real = RunFolder.create.__func__  # type: ignore[attr-defined]
+
+    def die() -> None:
+        def create(cls: type[RunFolder], *args: Any) -> None:
+            real(cls, *args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        RunFolder.create = classmethod(create)  # type: ignore[assignment, arg-type]
+        api.train("sort", show=False, out=tmp_path / "run", **settings)
+
+    assert not in_a_fork(die) and (tmp_path / "run" / "run.json").exists()
+    assert in_a_fork(lambda: main(["resume", str(tmp_path / "run")])) and Run(tmp_path / "run").status == "finished"

@@ -6,10 +6,13 @@ import pkgutil
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 
 import ascent.cli
+from ascent.api import interruptible
 from ascent.cli.flags import Command
 from ascent.core.menu import nearest
 from ascent.core.types import Refused, Trouble
@@ -90,9 +93,13 @@ def tell(words: str) -> None:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """The exit status of a command, however it ends, with the reason in words."""
+    """The exit status of a command, however it ends, with the reason in words.
+
+    SIGTERM and a closed terminal interrupt it as Ctrl-C does. torchrun's ranks die of them, also while they wait in C.
+    """
     try:
-        status = work()
+        with nullcontext() if size_here() > 1 else interruptible(SimpleNamespace(stop=True)):
+            status = work()
         sys.stdout.flush()
         return status
     except SystemExit as ended:  # after help was printed

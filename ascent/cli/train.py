@@ -75,6 +75,8 @@ class ResumeCommand(Command):
 
     def execute(self) -> int | None:
         if self.from_ is None and Run(self.run).status == "finished":
+            if not (self.run / "plot.png").exists():  # it was killed before its curves were drawn
+                plot(Run(self.run))
             print(f"{self.run} is finished: there is nothing to resume. Look closer: ascent show {self.run}")
             return None
         return report_end(resume(self.run, from_step=self.from_))
@@ -138,7 +140,7 @@ def plan(config: Config, folder: Path) -> str:
 
 def plot(run: Run) -> Path:
     title = f"{run.info['task']}, {run.info['label']}, seed {run.info['seed']}"
-    return plot_runs([(run.folder.name, run.metrics, run.config.task.max_reward)], run.folder / "plot.png", title)
+    return plot_runs([(run.folder.name, run.metrics, run.max_reward)], run.folder / "plot.png", title)
 
 
 # ---- rounds ---------------------------------------------------------------------------------------------------

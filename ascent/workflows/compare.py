@@ -8,15 +8,17 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from ascent.api import recognize, resume, start
+from ascent.api import interruptible, recognize, resume, start
 from ascent.core.config import Config
 from ascent.core.menu import name_of
-from ascent.core.types import Refused
+from ascent.core.types import Refused, Trouble
 from ascent.engines.backends import backend_of
 from ascent.records.display import Display, progress
 from ascent.records.run import Run
@@ -35,19 +37,25 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     folders = {(name, seed): out / f"{slugs[name]}-s{seed}" for seed in seeds for name in configs}
     workers = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
     with progress(len(folders), "runs") as advance, workers as pool:
-        # Workers ignore Ctrl-C except inside a run, which then saves and ends.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Workers ignore Ctrl-C except inside a run, which then saves and ends; they ignore a closed terminal.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
         waiting = [
             pool.submit(run_one, replace(configs[name], seed=seed, threads=1).to_dict(), str(folder))
             for (name, seed), folder in folders.items()
         ]
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         try:
             for future in as_completed(waiting):
                 future.result()
                 advance(1)
         except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children() if isinstance(error, KeyboardInterrupt) and error.args else ():
+                worker.terminate()  # not after Ctrl-C, which has reached them already
+            ended = isinstance(error, KeyboardInterrupt | BrokenProcessPool)
+            pool.shutdown(wait=ended, cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                raise Trouble(f"a worker was killed (no memory?). To resume, repeat it with --out {out}") from None
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"what has run is kept. To resume, repeat it with --out {out}") from None
             raise
@@ -56,8 +64,16 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
 
 
+STOPPED = threading.Event()
+"""Set in a worker that was told to stop: calls that the pool has already handed out begin no run."""
+
+
 def end_with_parent() -> None:
-    """Let this worker end when the process that started it is killed: nobody else would end it."""
+    """Let this worker end when the process that started it is killed: nobody else would end it.
+
+    After a SIGTERM it begins no other run.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     parent = parent_process()
 
     def watch() -> None:
@@ -70,14 +86,23 @@ def end_with_parent() -> None:
 
 def run_one(settings: dict[str, Any], folder: str) -> None:
     """One run in a process of its own: started, resumed, or left alone if it is finished."""
-    config = config_from(settings)
-    if not (Path(folder) / "run.json").exists():
-        start(config, folder, Display())
-        return
-    recognize(Path(folder), config)
-    if not _is_run_of(config, Run(folder).config):
-        raise Refused(f"{folder} holds a run of other settings; choose another --out")
-    resume(folder, Display())
+    try:
+        if STOPPED.is_set():
+            raise KeyboardInterrupt
+        with interruptible(SimpleNamespace(stop=True)):
+            config = config_from(settings)
+            if not (Path(folder) / "run.json").exists():
+                run = start(config, folder, Display())
+            else:
+                recognize(Path(folder), config)
+                if not _is_run_of(config, Run(folder).config):
+                    raise Refused(f"{folder} holds a run of other settings; choose another --out")
+                run = resume(folder, Display())
+        if run.status != "finished":
+            raise KeyboardInterrupt(f"{folder} is saved")
+    except KeyboardInterrupt:
+        STOPPED.set()
+        raise
 
 
 def _is_run_of(asked: Config, run: Config) -> bool:

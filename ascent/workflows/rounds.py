@@ -225,8 +225,8 @@ def begin_rounds(
         raise Refused(f"--out {folder}: already there and not empty. Choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     settings["id"] = secrets.token_hex(16)
+    record_run(folder, all_settings(settings))  # first: rounds that are killed here can then be continued
     write_json(folder / ROUNDS_FILE, settings)
-    record_run(folder, all_settings(settings))
     return rounds
 
 

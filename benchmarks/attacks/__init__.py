@@ -2,10 +2,13 @@
 
     python -m benchmarks.attacks
     python -m benchmarks.attacks --trial
+    python -m benchmarks.attacks --only kills
 
 All of it happens on loopback and in temporary folders. Each attack is tried twice, each time in a process of its
 own: against the library as it is, where it has to fail, and with the defence against it switched off, where it has to
-succeed. Besides, runs are killed at 100 moments, and have to end in the same bits as a run that nobody killed. And
+succeed. Besides, runs are killed 100 times, by SIGKILL, SIGTERM and SIGHUP (`lives.py`, `killed_commands.py`): training
+of small tasks, agents and environments, `ascent rounds` and `ascent compare`. Continued as a user would, they have to
+end in the same bits as a run that nobody killed, and leave no process and no temporary file. And
 1,000 folders, damaged as a seed says, are shown, reported, sampled from, resumed, and opened in the lab by every
 route: without a traceback, a status of 500, a hang, or a byte written outside. Programs that cheat on their verdict
 are generated (`cheats.py`), too, and judged in batches; programs that are right have to pass beside them.
@@ -18,12 +21,13 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.attacks import folders, judges, lab, lives, looking, rewards, text, verdicts
+from benchmarks.attacks import folders, judges, killed_commands, lab, lives, looking, rewards, text, verdicts
 from benchmarks.attacks.attempt import DEADLINE, Attack, Fork, outcome, scratch
 from benchmarks.attacks.stage import build_stage
 from benchmarks.common import close, show
@@ -79,15 +83,21 @@ def tally(results: list[Result]) -> dict[str, list[int]]:
     return table
 
 
-def kill_many(seed: int, count: int) -> tuple[int, list[str]]:
-    """Kills by several hands: how many there were, and what was wrong with the runs."""
-    seconds = (count + HANDS) * 4 * lives.LIFE
+def kill_many(seed: int, count: int) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Kills by several hands: the signals by kind of run, and what was wrong with the runs."""
+    seconds = (count + HANDS) * 4 * killed_commands.DEADLINE
     shares = [-(-count // HANDS)] * min(HANDS, count)
-    hands = [Fork(lambda i=i, n=n: lives.kill_many(HANDS * seed + i, n), seconds) for i, n in enumerate(shares)]  # type: ignore
+    hands = [
+        Fork(lambda i=i, n=n: killed_commands.kill_many(HANDS * seed + i, n), seconds)  # type: ignore[misc]
+        for i, n in enumerate(shares)
+    ]
     found = [hand.result() for hand in hands]
-    lost = [words for words in found if isinstance(words, str)]
-    told = [share for share in found if not isinstance(share, str)]
-    return sum(kills for kills, _ in told), [wrong for _, all_wrong in told for wrong in all_wrong] + lost
+    shares_done = [share if isinstance(share, list) else ({}, [share]) for share in found]  # words: the hand was lost
+    tally: dict[str, Counter[str]] = {}
+    for by_kind, _ in shares_done:
+        for kind, signals in by_kind.items():
+            tally.setdefault(kind, Counter()).update(signals)
+    return tally, [wrong for _, complaints in shares_done for wrong in complaints]
 
 
 def damage_many(stage: Path, seed: int, count: int) -> tuple[list[int], list[str]]:
@@ -105,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100, help="kills")
     parser.add_argument("--cheats", type=int, default=1800, help="programs that cheat on their verdict")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="attacks with these words in their kind or name")
+    parser.add_argument(
+        "--only", default="", help="attacks with these words in their kind or name, also kills, damaged folders"
+    )
     parser.add_argument("--trial", action="store_true", help="a few of each, in seconds")
     args = parser.parse_args(argv)
     few = args.trial
@@ -129,13 +141,16 @@ def attack_all(stage: Path, args: Any, count: int, kills: int) -> int:
     for one in results:
         print(f"{one.kind}: {one.name}: {'held' if one.armed is None else 'NOT HELD'}; without: {_short(one.disarmed)}")
     table, complaints = tally(results), [f"{r.kind}, {r.name}: {r.armed}" for r in results if r.armed is not None]
-    if kills and not args.only:
+    if kills and args.only in lives.KILLS:
         print(f"{kills} kills …", flush=True)
-        done, wrong = kill_many(args.seed, kills)
+        signals, wrong = kill_many(args.seed, kills)
+        done = sum(of_kind.total() for of_kind in signals.values())
+        for kind, of_kind in signals.items():
+            print(f"kills: {kind}: {', '.join(f'{name} {number}' for name, number in sorted(of_kind.items()))}")
         row = table.setdefault(lives.KILLS, [0, 0, 0])
         table[lives.KILLS] = [row[0] + done, row[1] + done - len(wrong), row[2]]
         complaints += wrong
-    if count and not args.only:
+    if count and args.only in folders.DAMAGED:
         print(f"{count} damaged folders …", flush=True)
         table[folders.DAMAGED], found = damage_many(stage, args.seed, count)
         complaints += found

@@ -82,14 +82,17 @@ TOUCHES: tuple[tuple[Any, str], ...] = (
 )
 
 
-def count_moments(last: int | None) -> Callable[[], int]:
-    """Number the moments of this process's life from now on, and end it at the last. Returns how many there were."""
+def count_moments(last: int | None, number: int = signal.SIGKILL) -> Callable[[], int]:
+    """Number the moments of this process's life from now on, and send it a signal at the last.
+
+    Returns how many there were.
+    """
     count = 0
 
     def moment() -> None:
         nonlocal count
         if count == last:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         count += 1
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
