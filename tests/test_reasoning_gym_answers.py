@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascent.tasks.text.reasoning_gym import ReasoningGym, is_plain
+from ascent.tasks.text.reasoning_gym import ReasoningGym, is_plain_expression
 
 factory = pytest.importorskip("reasoning_gym.factory")
 
@@ -60,16 +60,16 @@ def test_code_in_an_answer_does_not_run_and_right_answers_keep_their_score(name:
 @given(st.recursive(st.integers(-99, 99).map(str), lambda part: st.tuples(part, st.sampled_from("+-*/"), part).map(
     lambda three: f"({three[0]} {three[1]} {three[2]})")))  # fmt: skip
 def test_arithmetic_is_plain(expression: str) -> None:
-    assert is_plain(expression, parsed=True)
-    assert is_plain(f"[{expression}, {expression}]", parsed=False)
-    assert not is_plain(f"f({expression})", parsed=False)
-    assert not is_plain(f"({expression}).real", parsed=True)
+    assert is_plain_expression(expression, parsed=True)
+    assert is_plain_expression(f"[{expression}, {expression}]", parsed=False)
+    assert not is_plain_expression(f"f({expression})", parsed=False)
+    assert not is_plain_expression(f"({expression}).real", parsed=True)
 
 
 def test_text_is_plain_only_where_nothing_is_called() -> None:
-    assert is_plain("['A', 'B']", parsed=False)
-    assert not is_plain("['A', 'B']", parsed=True)
-    assert not is_plain("['A', sqrt(2)]", parsed=False)
-    assert is_plain("sqrt(2) + 3*x**2", parsed=True)
-    assert is_plain("_ Q _\nQ _ _", parsed=False)
-    assert not is_plain("5!", parsed=True)
+    assert is_plain_expression("['A', 'B']", parsed=False)
+    assert not is_plain_expression("['A', 'B']", parsed=True)
+    assert not is_plain_expression("['A', sqrt(2)]", parsed=False)
+    assert is_plain_expression("sqrt(2) + 3*x**2", parsed=True)
+    assert is_plain_expression("_ Q _\nQ _ _", parsed=False)
+    assert not is_plain_expression("5!", parsed=True)

@@ -126,7 +126,7 @@ class ReasoningGym(Generated):
 def _scored(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     """The data set's own score; an answer that makes it raise is wrong, because most parse before they compare."""
     how = _evaluates(type(dataset).__module__)
-    if how and not is_plain(answer, parsed=how == "sympy"):
+    if how and not is_plain_expression(answer, parsed=how == "sympy"):
         return 0.0
     try:
         return float(dataset.score_answer(answer, entry))
@@ -143,7 +143,7 @@ def _evaluates(module: str) -> str:
     return "sympy" if "sympy" in source and "parse_expr(" in source else "eval" if "eval(" in source else ""
 
 
-def is_plain(answer: str, parsed: bool) -> bool:
+def is_plain_expression(answer: str, parsed: bool) -> bool:
     """Can this answer be evaluated without running code of the model? `parsed`: by SymPy, which rewrites it first."""
     try:
         nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
