@@ -183,7 +183,7 @@ STYLES = (
     TestStyle(
         "map",
         "CASES = [(2, 4), (3, 6)]\nassert all(map(lambda c: f(c[0]) == c[1], CASES))\n"
-        "assert list(map(f, [1, 5])) == [2, 10]\nassert sorted([3, 1, 2], key=f) == [1, 2, 3] and f(0) == 0",
+        "assert list(map(f, [1, 5])) == [2, 10]\nassert sorted([3, 1, 2], key=f) == [1, 2, 3] and f(4) == 8",
         (DOUBLE,), (OFF,),
     ),
     TestStyle(

@@ -14,7 +14,7 @@ from typing import Any
 import ascent
 from ascent.cli import main as cli
 from ascent.core.types import Refused, Trouble
-from ascent.records import checkpoint, columns, parquet, responses
+from ascent.records import checkpoint, columns, parquet, reading, responses
 from ascent.records import folder as folders
 from ascent.records import run as runs
 from ascent.records.display import Display
@@ -86,7 +86,7 @@ def plain_open() -> None:
     from ascent.lab.figures.training import routes, trainings
     from ascent.lab.report import page
 
-    for module in (folders, checkpoint, columns, parquet, page, routes, trainings):
+    for module in (reading, folders, checkpoint, columns, parquet, page, routes, trainings):
         module.open_regular = lambda path, _=None: open(path, "rb")  # type: ignore[attr-defined]  # noqa: SIM115
     folders.refuse_ways_out = runs.refuse_ways_out = lambda *_: None
 

@@ -145,13 +145,17 @@ def shifts(name: str) -> Callable[[Path], str | None]:
 
 def any_number() -> None:
     """Any answer counts for the response that is waiting, and a forked child answers too."""
-    answer = workers.Worker.answer
+    answers = workers.Worker.answers
 
-    def numbered(worker: workers.Worker) -> Any:
-        reply = answer(worker)
-        return reply | {"number": worker.number} if reply and "answers" in reply else reply
+    def numbered(worker: workers.Worker) -> list[dict[str, Any]]:
+        waiting = [number for _, number, _ in worker.jobs]
+        replies = answers(worker)
+        return [
+            reply | {"number": waiting[min(i, len(waiting) - 1)]} if waiting and "answers" in reply else reply
+            for i, reply in enumerate(replies)
+        ]
 
-    workers.Worker.answer = numbered  # type: ignore[method-assign]
+    workers.Worker.answers = numbered  # type: ignore[method-assign]
     patch_graders("g.os = type(sys)('os'); vars(g.os).update(vars(os)); g.os._exit = lambda code: None")
 
 
@@ -170,8 +174,8 @@ def patch_graders(code: str) -> None:
 
 
 def no_deadline() -> None:
-    begin = workers.Worker.begin
-    workers.Worker.begin = lambda worker, index, job, _: begin(worker, index, job, 1e6)  # type: ignore[method-assign]
+    note = workers.Worker.note
+    workers.Worker.note = lambda worker, call, _: note(worker, call, 1e6)  # type: ignore[method-assign]
 
 
 # ---- secrets, memory, processes ----------------------------------------------------------------------------

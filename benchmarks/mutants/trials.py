@@ -156,15 +156,15 @@ class Trials:
             variables = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TRITON.parent.absolute())}
             yield "kernels", list(KERNEL_TESTS), START * 10, ["-m", "not smoke"], variables
         callers = [test for test in self.calls.callers(mutant.path, mutant.function) if self._exists(test)]
-        if callers:
-            first = self.calls.some(list(spread(callers)), FIRST_SECONDS, FIRST_TESTS)
-            chosen = set(first)
-            for name, tests in (("first callers", first), ("all callers", [t for t in callers if t not in chosen])):
-                if tests:
-                    yield name, _short(tests), START + SLOWER * sum(self.calls.seconds[t] for t in tests), [], {}
-        elif named := self._by_name(mutant):
+        first = self.calls.some(list(spread(callers)), FIRST_SECONDS, FIRST_TESTS) if callers else []
+        chosen = set(first)
+        for name, tests in (("first callers", first), ("all callers", [t for t in callers if t not in chosen])):
+            if tests:
+                yield name, _short(tests), START + SLOWER * sum(self.calls.seconds[t] for t in tests), [], {}
+        # Other processes may call it where nothing is recorded: ranks, rewards, the sandbox.
+        if named := self._by_name(mutant):
             yield "tests that name it", named, START * 10, [], {}
-        elif near := [file for file in self.calls.near(mutant.path) if self._exists(file)]:  # inside the sandbox
+        elif near := [file for file in self.calls.near(mutant.path) if self._exists(file)]:
             yield "tests of its folder", near, START * 10, ["-m", "not smoke"], {}
         if self.whole:
             ignored = [f"--ignore=tests/{name}" for name in STYLE]
