@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -321,3 +322,27 @@ def test_a_reward_imports_packages_once_and_its_file_in_every_job(kind: str, tmp
         reward = SandboxedReward(f"sandbox:{path}:score", settings)
         with reward.box:
             assert [reward([JOB], LONG)[0]["value"] for _ in range(2)] == [1.0, 1.0]
+
+
+def test_the_folder_of_a_job_goes_with_it() -> None:
+    """With Landlock alone a job has no folder."""
+
+    def folders() -> int:
+        lines = [line for pid in processes_below(os.getpid()) for line in mounts_of(pid)]
+        return len({line for line in lines if "/ascent-" in line})
+
+    def mounts_of(pid: int) -> list[str]:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/mounts").read_text().splitlines()
+        return []
+
+    with Sandbox(GUEST, ROOMY, kind=need_walls("bubblewrap")) as box:
+        with box.job() as job:
+            assert job.ask({"code": "print(1)"})["text"].strip() == "1"
+            assert folders() == 1, "a file system of its own"
+        for number in range(3):
+            assert run(box, f"print({number})").strip() == str(number)
+        deadline = time.monotonic() + LONG
+        while folders() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not folders()

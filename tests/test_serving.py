@@ -27,6 +27,7 @@ import ascent
 from ascent.cli.flags import parse_train
 from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble
+from ascent.engines.language.backend import LanguageBackend
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.serving import probe, weights
 from ascent.engines.serving.client import Lost
@@ -659,6 +660,15 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
 def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
     assert [path.name for path in INSIDE.glob("*.py")] == ["ascent_worker.py"]
     assert "import ascent" not in (source := (INSIDE / "ascent_worker.py").read_text()) and "from ascent" not in source
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_served_sampler_draws_at_most_its_room_and_the_server_holds_prompts_too(engine: str) -> None:
+    given = {"engine": engine, "engine.url": "http://127.0.0.1:1", "model": "m", "temperature": 0.5}
+    config = configure("gsm8k", given | {"max_tokens": 100, "max_prompt": 40})
+    sampler = LanguageBackend().served_sampler(config, model_of(**SMALL), torch.Generator())
+    assert (sampler.limit, sampler.temperature, sampler.most) == (100, 0.5, 0)
+    assert sampler.fleet._serving.length == 140
 
 
 # ---- settings, and a whole run -----------------------------------------------------------------------

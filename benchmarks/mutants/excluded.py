@@ -49,6 +49,7 @@ RULES = (
     Rule(GPU, "ascent/engines/language/sampling/cuda.py", old=r"\bevent\.|on_card|\.stream\b"),
     Rule(GPU, line=r"get_device_capability|torch\.cuda\."),
     Rule(GPU, f"{KERNELS}/products.py", line=r"^MEMORY = "),
+    Rule(GPU, "ascent/engines/language/learning/learner.py", line=r"^    captures = "),
     Rule("chooses sizes of tiles, which decide speed alone", f"{KERNELS}/p*.py", "*tile*"),
     Rule("chooses by the presence or the kind of a GPU", old=r"cuda|is_cpu|\.device\b"),
     Rule("a number of warps or stages decides speed alone", f"{KERNELS}/*", old="num_warps|num_stages|warps"),
