@@ -77,12 +77,17 @@ RULES = (
     Rule("collects garbage or empties a cache: memory alone", old=r"gc\.|empty_cache|malloc_trim|cache_clear"),
     Rule("draws pictures: styling", "ascent/records/plot.py", operator="constant"),
     Rule("draws pictures: styling", "ascent/lab/*chart*.py", operator="constant"),
+    Rule("draws pictures: styling", line=r"pyplot\.rc\(|\.legend\(|\.set_[xy]lim\(|tight_layout"),
+    Rule("only a power cut shows the difference", old=r"^(file\.flush|os\.fsync)\("),
+    Rule("balances ranks: speed alone", "ascent/engines/ranks/ranks.py", "shares", line=r"load\[least\]"),
+    Rule("room for positions to come: memory alone", "ascent/engines/language/sampling/prepacked.py", "*._turns", "there"),
+    Rule("dividing by 1 changes nothing", "ascent/engines/language/sampling/draw.py", "draw_tokens", r"^1\.0$"),
     Rule("version of a package for its metadata", "ascent/__init__.py"),
 )  # fmt: skip
 PERFORMANCE = {
     "CHUNK", "SWITCH", "KEPT", "PATIENCE", "DEADLINE", "BLOCK", "READ", "WRITE", "TILE", "MANY", "LEAST", "HEADS",
     "KEYS", "MOST_RANK", "FETCHED", "LONG", "ROUND", "POLL", "PAUSE", "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
-    "BEAT", "WAIT", "START", "ENDING",
+    "BEAT", "WAIT", "START", "ENDING", "PIECE",
 }  # fmt: skip
 """Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""
 _BOUNDS = "ascent/core/losses.py::Loss.clipped: self.low is None or self.high is None"
