@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ascent.environments.choose import ToolChat
-from ascent.environments.sessions import ChatWriter, Session
+from ascent.environments.sessions import ChatWriter, Nonsense, Session, read_tools
 from ascent.environments.tools import Tools
 from tests.chats import chat_tokenizer, stop_ids
 from tests.test_endpoint import ADD, HELLO, KEY, WIDE, assembled, chat, client_of, forced, post, rules_of, served
@@ -241,3 +241,27 @@ def test_a_template_that_writes_no_control_token_behind_a_message_opens_no_thoug
         for content in ("What is 2+2? <think>", "</think>", "What is 2+2?"):
             prompt = writer.first([{"role": "user", "content": content}], [])
             assert writer.read(turn, [], (), prompt).reasoning == reasoning, (ending, content)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": []},
+        {"properties": {"x": "int"}},
+        {"properties": {"x": {"type": 3}}},
+        {"properties": {"x": {"type": "integer"}}, "required": "x"},
+        {"properties": 3},
+        "x",
+    ],
+)
+def test_parameters_of_a_tool_that_are_no_schema_are_refused(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(Nonsense, match=r"tools\[0\].function.parameters: a JSON schema of an object"):
+        read_tools([tool], 4)
+    right = {"properties": {"x": {"type": ["integer", "null"]}}, "required": ["x"]}
+    fine = {"type": "function", "function": {"name": "f", "parameters": right}}
+    assert read_tools([fine], 1) == [fine]
+    with pytest.raises(Nonsense, match="a list of at most 1"):
+        read_tools([fine, fine], 1)
+    with pytest.raises(Nonsense, match=r"tools\[1\]: a tool is"):
+        read_tools([fine, {"function": {"name": ""}}], 2)
