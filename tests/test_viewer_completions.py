@@ -427,3 +427,11 @@ def test_how_large_a_part_of_the_step_was_recorded(client: TestClient, tmp_path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"samples": 8}))
     assert told() == {"responses": 512, "groups": 64}
+
+
+@pytest.mark.parametrize("name", ["group", "sample"])
+def test_rows_without_their_place_are_refused(tmp_path: Path, name: str) -> None:
+    folder = write_run(tmp_path / "runs" / "a", {0: [row(0, 0, 1.0, "x"), row(0, 1, 0.0, "y") | {name: None}]})
+    with TestClient(server.application(folder.parent)) as client:
+        answer = client.get("/api/view/completions?id=a&step=0")
+    assert f"step_000000.parquet has rows without a {name}: it is not one of ours" in answer.text

@@ -81,6 +81,7 @@ RULES = (
     Rule("draws pictures: styling", line=r"pyplot\.rc\(|\.legend\(|\.set_[xy]lim\(|tight_layout"),
     Rule("a point at NaN is not drawn either", "ascent/records/plot.py", "_ends", "^continue$"),
     Rule("a folder inside another one is shown twice", "ascent/sandbox/walls.py", "system_paths", r"^any\("),
+    Rule("the deviation of one value is NaN, too", "ascent/records/statistics.py", "interval", "^2$"),
     Rule("only a power cut shows the difference", old=r"^(file\.flush|os\.fsync)\("),
     Rule("balances ranks: speed alone", "ascent/engines/ranks/ranks.py", "shares", line=r"load\[least\]"),
     Rule("room for later positions: memory alone", "ascent/engines/language/sampling/prepacked.py", old=r"2 \* there"),
