@@ -124,7 +124,8 @@ def value_of(case: str, root: Path, client: TestClient) -> Any:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_what_is_shown_is_what_was_pinned(case: str, tmp_path: Path) -> None:
+def test_what_is_shown_is_what_was_pinned(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     root = copied(tmp_path / "runs")
     with TestClient(application(root)) as client:
         value = json.loads(json.dumps(value_of(case, root, client)))
