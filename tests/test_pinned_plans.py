@@ -1,4 +1,4 @@
-"""`ascent plan` and `ascent explain` are pinned as a whole: plans of several models and machines, and every algorithm."""
+"""`ascent plan` and `ascent explain` are pinned as a whole: plans of models and machines, and every algorithm."""
 
 from __future__ import annotations
 
