@@ -175,11 +175,13 @@ def page() -> str:
     rows, left = [], []
     for path in sorted(common.RESULTS.glob("mutants_*.json")):
         one = json.loads(path.read_text())
-        survived = [m["key"] for m in one["mutants"] if m["status"] == "survived"]
+        alive = [m for m in one["mutants"] if m["status"] == "survived"]
+        survived, whole = [m["key"] for m in alive], all("whole suite" in m["stages"] for m in alive)
         caught = len(one["mutants"]) - len(survived)
-        rows.append([str(one["seed"]), str(len(one["mutants"])), str(caught), f"{caught / len(one['mutants']):.0%}"])
+        share = f"{caught / len(one['mutants']):.0%}"
+        rows.append([str(one["seed"]), str(len(one["mutants"])), str(caught), share, "yes" if whole else "no"])
         left += [f"- seed {one['seed']}: `{key}`" for key in survived]
-    table = markdown(["seed", "mutants", "caught", "share"], rows)
+    table = markdown(["seed", "mutants", "caught", "share", "survivors were tried with the whole suite"], rows)
     survivors = "\n".join(left) or "none"
     return f"# Mutants\n\n{__doc__}\n{table}\n\nThose that survived:\n\n{survivors}\n"
 
