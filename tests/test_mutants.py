@@ -132,9 +132,11 @@ def test_a_mutant_is_caught_survives_or_never_ends(tree: Path, monkeypatch: pyte
     try:
         caught = made.try_mutant(mutant_of(tree, "x + y", "(x - y)"))
         assert (caught.status, caught.test) == ("caught", "tests/test_a.py::test_add")
-        assert made.try_mutant(mutant_of(tree, "x < 0", "(x <= 0)")).status == "survived"
+        other = made.try_mutant(mutant_of(tree, "x < 0", "(x <= 0)"))
+        assert (other.status, other.test) == ("caught", "tests/test_a.py::test_negative"), "no call of it was recorded"
+        assert other.stages == ["first callers", "tests that name it"]
         broken = made.try_mutant(mutant_of(tree, "x + 1", "(x - 1)"))
-        assert broken.status == "survived" and broken.stages == ["first callers"]
+        assert broken.status == "survived" and broken.stages == ["first callers", "tests that name it"]
         assert not made.sound["tests/test_broken.py::test_broken"]
         monkeypatch.setattr(trials, "START", 8.0)
         calls.of["tests/test_a.py::test_negative"], calls.seconds["tests/test_a.py::test_negative"] = (
