@@ -157,6 +157,7 @@ def reward_model_config(pairs: Path, model: Path) -> Config:
     return configure(f"preferences:{pairs}", {"model": str(model), "preset": "reward-model", **limits})
 
 
+@pytest.mark.long
 def test_a_reward_model_starts_from_a_policy_or_from_a_reward_model(pairs: Path, tiny_folder: Path) -> None:
     config = reward_model_config(pairs, tiny_folder)
 
@@ -196,6 +197,7 @@ def test_a_reward_model_is_trained_on_pairs_with_the_limits_of_the_policy(pairs:
     assert made.algorithm.loss.trains == "rewards" and (made.task.max_prompt, made.task.max_tokens) == (48, 12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [True, False])
 def test_a_model_whose_prompts_cannot_be_shared_says_so_if_that_was_asked_for(share: bool, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "capped", kind="Gemma2", sliding_window=16, attn_logit_softcapping=5.0)
