@@ -266,3 +266,12 @@ def test_graphs_draw_what_the_slow_path_draws(kind: str, rank: int) -> None:
         same(drawn_by(decoder, lm, rows=rows), drawn_by(GroupDecoder, lm, rows=rows), 1e-4)
     move(lm)
     same(drawn_by(decoder, lm), drawn_by(GroupDecoder, lm), 1e-4)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_adapter_is_fused_only_beside_a_frozen_matrix(trained: bool) -> None:
+    lm = adapted_model("Llama", ["q_proj"], dtype=torch.bfloat16)
+    module = lm.model.model.layers[0].self_attn.q_proj
+    module.base_layer.weight.requires_grad_(trained)
+    assert fuse_adapter(module) is not trained
+    assert ("forward" in vars(module)) is not trained

@@ -9,18 +9,21 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import close
+from conftest import ENDED, TINY, close, policy_of, prompts_of
 
 import ascent
 from ascent.assemble import Parts, assemble
 from ascent.core.config import Config
 from ascent.core.loop import Clock, collect, scored
 from ascent.core.protocols import Ticket
-from ascent.core.types import Refused
+from ascent.core.types import Prompts, Refused
 from ascent.engines import backends
-from ascent.engines.backend import Backend, BoundTask
+from ascent.engines.backend import Backend, BoundTask, OfflineSampler
 from ascent.engines.backends import BACKENDS, backend_of
+from ascent.engines.small import SmallSampler
 from ascent.engines.small.backend import SmallBackend
+from ascent.engines.timeline import Timeline
+from ascent.engines.wrapped import WrappedSampler
 from ascent.policies import Transformer
 from ascent.records.run import load_policy, run_label
 from ascent.rewards.reward_models import load_process_reward, load_reward_model
@@ -351,3 +354,62 @@ def test_a_task_of_ones_own_that_is_not_derived_from_ours_is_refused(tmp_path: P
     )
     with pytest.raises(Refused, match=r"derives from ascent\.SmallTask or ascent\.TextTask"):
         configure(f"python:{tmp_path / 'duck.py'}:Duck", {})
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_small_policy_draws_from_all_its_tokens(settings: dict[str, Any]) -> None:
+    config = configure("sort", SMALL | settings)
+    with pytest.raises(Refused) as refusal:
+        SmallBackend().check(config)
+    assert str(refusal.value) == "--top-k, --top-p and --min-p are for language models: leave them out here"
+    SmallBackend().check(configure("sort", SMALL))
+
+
+def test_a_small_policy_is_asked_about_tasks_of_its_shape_alone() -> None:
+    config, backend = configure("sort", SMALL), SmallBackend()
+    backend.check_task(config, Sort(length=3, numbers=4), "--task")
+    with pytest.raises(Refused) as refusal:
+        backend.check_task(config, Sort(length=4, numbers=4), "--task")
+    message = "--task: its prompts or responses have other shapes than those that the policy was trained on"
+    assert str(refusal.value) == message
+
+
+def test_a_reward_model_of_a_small_policy_learns_from_the_pairs_of_its_task(tmp_path: Path) -> None:
+    kind, settings = SmallBackend().reward_model_task(configure("sort", SMALL), tmp_path / "pairs.jsonl")
+    assert kind is Sort and settings["pairs"] == str(tmp_path / "pairs.jsonl")
+    assert (settings["algorithm"], settings["length"], settings["numbers"]) == ("reward-model", 3, 4)
+    with pytest.raises(Refused, match=r"^a reward model learns from pairs, and the task lecture has none; sort has$"):
+        SmallBackend().reward_model_task(configure("lecture", {}), tmp_path / "pairs.jsonl")
+
+
+def test_offline_data_has_its_own_number_of_responses_and_the_version_that_was_loaded() -> None:
+    policy = policy_of(TINY, ENDED)
+    prompts = Prompts.of(prompts_of(ENDED, 3))
+    sampler = OfflineSampler(lambda asked: SmallSampler(policy, 1.0, torch.Generator()).generate(asked, 2))
+    sampler.load({}, 5)
+    rollouts = sampler.generate(prompts, 2)
+    assert rollouts.version.shape == (3, 2, 1) and bool((rollouts.version == 5).all())
+    with pytest.raises(ValueError, match=r"^the data has 2 responses per prompt, not 4$"):
+        sampler.generate(prompts, 4)
+
+
+def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it() -> None:
+    class Inner:
+        exact, fills, limit, rows, note = True, frozenset({"mass"}), 7, 8, "slow"
+        timeline, closed = Timeline(3), 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    class Outer(WrappedSampler):
+        def load(self, params: Any, version: int) -> None: ...
+        def generate(self, *_: Any, **__: Any) -> Any: ...
+
+    inner = Inner()
+    outer = Outer(inner)
+    assert (outer.exact, outer.fills, outer.limit, outer.rows, outer.note) == (True, {"mass"}, 7, 8, "slow")
+    assert outer.timeline is inner.timeline
+    outer.timeline = later = Timeline(4)
+    assert inner.timeline is later is outer.timeline
+    outer.close()
+    assert inner.closed == 1

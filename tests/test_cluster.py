@@ -156,6 +156,25 @@ def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
     assert equal(drawn(crew, deadline=0.0)[0], alone()) and not crew.restarted, "a start takes its time"
 
 
+class Stuck(Calls):
+    """Replicas whose calls do not even end when they are started again."""
+
+    def restart(self, name: str) -> None:
+        self.restarted.append(name)
+
+
+def test_a_replica_whose_call_does_not_end_by_a_restart_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dispatch, "LOOK", 0.0)
+    crew = Stuck(2, {3: "hangs"})
+    found, sampler = drawn(crew, deadline=0.05)
+    assert equal(found, alone())
+    (stuck,) = crew.restarted
+    assert list(sampler.dispatch.members) == [name for name in crew.there if name != stuck]
+    assert "it did not end within 0.05 seconds" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_replica_that_does_not_come_back_is_left_out_and_the_last_one_ends_the_run() -> None:
     for fates in ({2: "is over"}, {4: "is over"}):

@@ -20,6 +20,7 @@ from ascent.engines.language.learning import compact
 from ascent.engines.language.learning.compact import (
     CompactAdamW,
     StateFormulas,
+    compacted,
     join_master,
     keys_of,
     random_bits,
@@ -351,6 +352,25 @@ def test_what_gets_no_gradient_is_not_stepped() -> None:
     before, a.grad = b.clone(), torch.ones_like(a)
     optimizer.step()
     assert torch.equal(b, before) and "step" not in optimizer.state[b] and not torch.equal(a, before)
+
+
+def test_an_update_that_is_not_adams_is_refused() -> None:
+    a = noise(4).bfloat16()
+    with pytest.raises(Refused) as refusal:
+        CompactAdamW([a], [a.float()], torch.optim.SGD([a]), 0)
+    message = "--policy.optimizer-state bfloat16 is for Adam, and this update steps by SGD: set float32"
+    assert str(refusal.value) == message
+
+
+def test_a_checkpoint_keeps_what_is_not_in_bfloat16_as_it_is() -> None:
+    a, head = noise(4).bfloat16(), noise(3)
+    optimizer = CompactAdamW([a, head], [a.float()], Adam().optimizer([a, head]), 0)
+    wide, moment = noise(4), noise(3)
+    state = {"params": {"a": a, "head": head}, "wide": {"a": wide, "head": head}, "optimizer": {"1.exp_avg": moment}}
+    found = compacted(state, ["a", "head"], optimizer)
+    assert torch.equal(join_master(found["params"]["a"], found["optimizer"]["0.low"]), wide)
+    assert found["params"]["head"] is head and found["optimizer"]["1.exp_avg"] is moment
+    assert set(found["optimizer"]) == {"0.low", "1.exp_avg"}
 
 
 # ---- which form -----------------------------------------------------------------------------------

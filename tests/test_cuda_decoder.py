@@ -614,3 +614,67 @@ def test_graphs_of_more_kinds_draw_what_the_model_itself_draws(kind: str, more: 
     decoder = decoder_of(lm)
     assert decoder.ops is not step
     same(drawn_by(decoder, lm, rows=64), drawn_by(PlainDecoder, lm, rows=64), 1e-4)
+
+
+class Doubled(torch.nn.Embedding):
+    """An embedding that does more than look words up."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
+def spoil_embedding(lm: LanguageModel) -> None:
+    lm.model.set_input_embeddings(Doubled(*lm.model.get_input_embeddings().weight.shape))
+
+
+def spoil_type(lm: LanguageModel) -> None:
+    lm.model.model.layers[1].mlp.down_proj.to(torch.float64)
+
+
+def spoil_layer(lm: LanguageModel) -> None:
+    lm.model.model.layers[1].extra = torch.nn.Linear(2, 2)
+
+
+def spoil_norm(lm: LanguageModel) -> None:
+    lm.model.model.layers[1].self_attn.q_norm = torch.nn.RMSNorm(5)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (spoil_embedding, "its embedding of words does more than look them up"),
+        (spoil_type, "its parameters are of several types or on several devices"),
+        (spoil_layer, "it has a part that Llama has not, extra"),
+        (spoil_norm, "its norms of queries and keys are neither a head's nor of all heads"),
+    ],
+)
+def test_a_model_that_differs_from_llama_has_no_decoder_on_graphs(spoil: Any, why: str) -> None:
+    lm = model_of(dtype=torch.float32)
+    model.check_like(lm.model)
+    spoil(lm)
+    assert graph_decoder(lm) == (None, why)
+
+
+def test_a_part_without_parameters_is_no_difference() -> None:
+    lm = model_of(dtype=torch.float32)
+    lm.model.model.layers[1].extra = torch.nn.Identity()
+    model.check_like(lm.model)
+
+
+def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = model_of(dtype=torch.float32)
+    lm.ends = frozenset(range(step.ENDS))
+    decoder_of(lm)
+    del lm.graph_decoder
+    monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
+    lm.ends = frozenset(range(step.ENDS + 1))
+    why = f"it has {step.ENDS + 1} end tokens, and there is room for {step.ENDS}"
+    assert graph_decoder(lm) == (None, why)
+    sampler = sampler_of(lm)
+    assert sampler.decoder is GroupDecoder
+    assert sampler.note == cuda.SLOW.format(why=why)
+    monkeypatch.setattr(lm, "graph_decoder", decoder := object(), raising=False)
+    sampler = sampler_of(lm)
+    assert sampler.decoder is decoder and sampler.note is None, "one decoder for all samplers of a model"

@@ -19,7 +19,7 @@ from ascent.engines.language.attention import ours
 from ascent.engines.language.learning import head
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
-from ascent.engines.language.learning.states import hidden_states
+from ascent.engines.language.learning.states import hidden_states, host_of, place
 from ascent.engines.language.proof import prove
 from ascent.engines.language.sampling.draw import Support, draw_tokens, uniform
 from ascent.engines.language.sampling.sampler import GroupDecoder, PlainDecoder
@@ -84,6 +84,38 @@ def test_another_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Head, "logits", lambda self, hidden: 1.1 * hidden @ self.weight.t())
     with pytest.raises(Refused, match="cannot train it"):
         prove(model_of())
+
+
+def test_a_model_that_fails_in_our_passes_is_refused_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def logits(self: Head, hidden: Tensor) -> Tensor:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(Head, "logits", logits)
+    message = r"its logits are not its head times its hidden states \(RuntimeError: no such thing\)$"
+    with pytest.raises(Refused, match=r"^LlamaForCausalLM: Ascent cannot train it: " + message):
+        prove(model_of())
+
+
+def test_checkpointing_a_model_without_layers_is_refused() -> None:
+    lm, algorithm = model_of(), ALGORITHMS["reinforce"]
+    lm.model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(Refused) as refusal:
+        learner_of(lm, algorithm, 64, checkpointing=True)
+    message = "--policy.checkpointing: LlamaForCausalLM has no layers to compute again; unset it"
+    assert str(refusal.value) == message
+    assert learner_of(model_of(), algorithm, 64, checkpointing=True).checkpointing
+
+
+def test_a_batch_goes_to_the_device_without_what_only_the_host_reads() -> None:
+    batch = batch_of(model_of())
+    assert place(batch, torch.device("cpu")) is batch
+    meta = torch.device("meta")
+    placed = place(batch, meta)
+    assert host_of(placed) is batch and host_of(batch) is batch
+    for name in ("response", "mask", "logp_sampler", "reward", "valid", "logp_old"):
+        assert getattr(placed, name).device == meta and getattr(placed, name).shape == getattr(batch, name).shape
+    assert placed.prompt is batch.prompt and placed.problem is batch.problem
+    assert (placed.limit, placed.temperature) == (batch.limit, batch.temperature)
 
 
 # ---- shared prompts -------------------------------------------------------------------------------

@@ -91,6 +91,14 @@ def test_a_sequence_level_correction_warns_where_top_p_makes_it_drop_responses()
     assert "cuts the weights" in resolved(0.03, tokens=2000, **masked)[1], "rounding alone, over a long response"
 
 
+def test_a_correction_that_rejects_responses_by_their_geometric_mean_is_warned_of() -> None:
+    """No mean of 32 noises is exactly 0, so a bound of 1 drops every response; one of 2 drops none."""
+    settings = {"algorithm": "grpo", "correction": "truncated"}
+    narrow = resolved(HALF, **settings, **{"correction.geometric": 1.0})[1]
+    assert "warning: --correction truncated cuts the weights of 100% of the tokens and drops 100%" in narrow
+    assert "cuts the weights" not in resolved(HALF, **settings, **{"correction.geometric": 2.0})[1]
+
+
 @pytest.mark.long
 def test_float32_has_no_gap_to_measure() -> None:
     def asked(dtype: torch.dtype, **settings: Any) -> bool:

@@ -123,6 +123,32 @@ def test_a_row_that_continues_takes_pages_of_those_that_may_never_continue_thoug
     assert [row.response for row in schedule.admit()] == [1] and schedule.away == {0}
 
 
+def test_no_more_parked_rows_are_evicted_than_a_new_one_needs() -> None:
+    schedule = Schedule([], 1, 3, 4, Pages(6, 2))
+    for response in range(3):
+        schedule.add(response, response, 2)
+    assert [row.response for row in schedule.admit()] == [0, 1, 2] and not schedule.pages
+    for response in range(3):
+        schedule.park(response)
+    schedule.add(3, 3, 2)
+    assert [row.response for row in schedule.admit()] == [3], "its prompt and its tokens take a page each"
+    assert schedule.away == {0} and list(schedule.rows) == [1, 2, 3] and schedule.evictions == 1
+    audit(schedule)
+
+
+def test_a_response_may_end_before_it_has_entered() -> None:
+    schedule = Schedule([], 1, 1, 4, Pages(6, 2))
+    for response in range(3):
+        schedule.add(response, 7, 2)
+    assert [row.response for row in schedule.admit()] == [0]
+    schedule.end(1)
+    assert list(schedule.waiting) == [2] and schedule.left == {7: 2}
+    schedule.end(0)
+    assert [row.response for row in schedule.admit()] == [2]
+    schedule.end(2)
+    assert len(schedule.pages) == 6 and not schedule.left and not schedule.keys
+
+
 def test_a_prompt_that_nobody_reads_is_dropped_before_a_row_is_evicted() -> None:
     schedule = Schedule([4, 4], 1, 1, 12, Pages(4, 4), together=2)
     (row,) = schedule.admit()

@@ -322,3 +322,12 @@ def test_a_learners_state_comes_back(policy: Policy) -> None:
     other.restore(saved)
     other.step(mini, algorithm.objective, algorithm.update)
     assert all(torch.equal(a, b) for a, b in zip(expected, other.trainable(), strict=True))
+
+
+def test_a_small_policy_draws_as_many_tokens_as_its_task_says(policy: Policy) -> None:
+    sampler, limit = SmallSampler(policy, 1.0, torch.Generator()), policy.space.limit
+    prompts = Prompts.of(prompts_of(policy.space, 2))
+    want = sampler.generate(prompts, 2, seed=1)
+    assert torch.equal(sampler.generate(prompts, 2, seed=1, limit=limit).response, want.response)
+    with pytest.raises(ValueError, match=rf"^a limit of 1 tokens: a small policy draws up to {limit},"):
+        sampler.generate(prompts, 2, limit=1)

@@ -17,7 +17,7 @@ from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import OwnCritic
 from ascent.core.exploration import Constant
 from ascent.core.kl import InLoss, InReward
-from ascent.core.preferences import BradleyTerry, Dpo, Likelihood, margin_of
+from ascent.core.preferences import BradleyTerry, Dpo, Likelihood, PairLoss, margin_of
 from ascent.core.reference import Frozen, NoReference
 from ascent.core.types import Batch, Outputs, Refused
 from ascent.core.update import TrustRegion
@@ -57,6 +57,22 @@ def test_dpo_by_hand() -> None:
     close(terms.means["rewards/rejected"], -0.05)
     close(terms.means["rewards/margins"], 0.15)
     close(terms.means["rewards/accuracies"], 1.0)
+
+
+class FirstLogProb(PairLoss):
+    """A pair loss of a user: a response is worth the log-prob of its first token."""
+
+    def rating(self, mini: Batch, out: Outputs) -> Tensor:
+        return out.logp[..., :1]
+
+
+def test_a_pair_loss_of_ones_own_maximizes_the_log_sigmoid_of_its_margin() -> None:
+    """m = −1 + 1.5 = 0.5: log σ(0.5)."""
+    close(FirstLogProb().value(f64([[[-1.0], [-1.5]]])), [[[-math.log1p(math.exp(-0.5))]]])
+    algorithm = replace(DPO, loss=FirstLogProb(), reference=NoReference())
+    terms = algorithm.objective(paired([[1, 1]]), outputs(f64([[[-1.0], [-1.5]]])))
+    close(terms.objective, -math.log1p(math.exp(-0.5)))
+    close(terms.means["rewards/margins"], 0.5)
 
 
 def test_a_pair_weighs_one_over_pairs_whatever_its_length() -> None:

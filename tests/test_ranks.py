@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import ascent
 from ascent.assemble import assemble
@@ -31,6 +33,7 @@ from ascent.engines.language.learning.states import Forward
 from ascent.engines.ranks import sharded
 from ascent.engines.ranks.group import RankGroup
 from ascent.engines.ranks.leading import LeadingLearner
+from ascent.engines.ranks.parts import PartWriter
 from ascent.engines.ranks.ranks import ALONE, Ranks, group_size, shares
 from ascent.engines.ranks.sharded import ShardedLearner
 from ascent.engines.ranks.watch import SignsOfLife
@@ -181,6 +184,53 @@ def both(group: RankGroup, dtype: torch.dtype, prepare: Callable[[Any], Any] = l
     batch, state = algorithm.credit(batch_of(model_of()), algorithm.start())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     return LanguageLearner(one, *settings, *memory), ShardedLearner(two, *settings, *memory, group), batch
+
+
+def written(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("shard-*.safetensors")}
+
+
+def test_rank_0_is_handed_what_writes_its_part_and_other_ranks_write_theirs_by_themselves(
+    one_rank: RankGroup, tmp_path: Path
+) -> None:
+    class Second(Ranks):
+        rank = 1
+
+    groups = {"params": {"a": torch.arange(3.0)}, "optimizer": {"b": torch.ones(2)}}
+    first, second = PartWriter(one_rank), PartWriter(Second())
+    parts = first.stage(groups, tmp_path / "first", "bfloat16")
+    assert parts is not None and parts.narrow == "bfloat16"
+    groups["params"]["a"] += 1.0
+    assert not written(tmp_path / "first"), "nothing is written before it is asked for"
+    assert parts.write().keys() == written(tmp_path / "first") != set()
+    (path,) = (tmp_path / "first").glob("shard-*.safetensors")
+    assert {name: value.tolist() for name, value in load_file(path).items()} == {
+        "params/a": [0.0, 1.0, 2.0],
+        "optimizer/b": [1.0, 1.0],
+    }
+    assert second.stage(groups, tmp_path / "second", "bfloat16") is None
+    second.saver.wait()
+    assert written(tmp_path / "second")
+
+
+def test_a_part_that_cannot_be_written_is_an_error_of_the_disk(one_rank: RankGroup, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = PartWriter(one_rank)
+    parts = writer.stage({"params": {"a": torch.ones(1)}}, tmp_path / "file" / "below", "float32")
+    assert parts is not None
+    with pytest.raises(OSError, match="Not a directory") as error:
+        parts.write()
+    assert error.value.errno == errno.ENOTDIR
+    with pytest.raises(OSError, match="nobody can write this") as error:
+        writer._write({"params/a": Unwritable()}, tmp_path / "aside")
+    assert error.value.errno == errno.EIO
+
+
+class Unwritable:
+    """Something that is not a tensor and cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("nobody can write this")
 
 
 @pytest.mark.long
@@ -478,6 +528,57 @@ def test_one_process_has_nothing_to_do() -> None:
     ALONE.sum(numbers)
     assert ALONE.share(batch) is batch and torch.equal(numbers[0], torch.ones(3))
     assert ALONE.gather(5) == [5] and ALONE.broadcast(6) == 6 and ALONE.most(7) == 7
+
+
+class FirstOfTwo(Ranks):
+    """A rank beside another one, whose numbers are known beforehand."""
+
+    size = 2
+
+    def __init__(self, others: list[Any], rank: int = 0):
+        self.others, self.rank = others, rank
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        for tensor, other in zip(tensors, self.others.pop(0), strict=True):
+            tensor += other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [] if self.rank else [value, *self.others]
+
+
+def test_parts_are_put_together_in_the_order_of_the_batch() -> None:
+    batch = batch_of(model_of())
+    mine, others = shares(batch, 2)
+    assert torch.cat([mine, others]).tolist() != [0, 1, 2]
+    numbers = torch.tensor([10.0, 20.0, 30.0])
+    assert torch.equal(FirstOfTwo([numbers[others]]).put_together(numbers[mine], batch), numbers)
+    part = numbers[others]
+    assert FirstOfTwo([], rank=1).put_together(part, batch) is part, "only rank 0 has all of them"
+    assert ALONE.put_together(numbers, batch) is numbers
+
+
+def test_terms_are_summed_by_their_names() -> None:
+    def number(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(value, dtype=dtype, requires_grad=True)
+
+    terms = Terms(number(1.0), {"a": number(2.0), "b": number(3.0, torch.float64)}, {"c": number(4.0)})
+    total = FirstOfTwo([[torch.tensor([10.0, 20.0, 30.0, 40.0])]]).sum_terms(terms)
+    assert total.objective.item() == 11.0 and total.objective.dtype == torch.float32
+    assert {name: value.item() for name, value in total.sums.items()} == {"a": 22.0, "b": 33.0}
+    assert total.sums["b"].dtype == torch.float64
+    assert {name: value.item() for name, value in total.means.items()} == {"c": 44.0}
+    assert ALONE.sum_terms(terms) is terms
+
+
+def test_gradients_are_summed_where_any_share_has_one() -> None:
+    mine, theirs, nobodys = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    mine.grad = torch.tensor([1.0, 2.0])
+    reached = torch.tensor([0.0, 1.0, 0.0])
+    other = FirstOfTwo([[reached], [torch.zeros(2), torch.tensor([3.0, 4.0])]])
+    other.sum_gradients([mine, theirs, nobodys])
+    assert mine.grad.tolist() == [1.0, 2.0]
+    assert theirs.grad is not None and theirs.grad.tolist() == [3.0, 4.0]
+    assert nobodys.grad is None
 
 
 # ---- settings

@@ -20,7 +20,7 @@ from ascent.engines.language.sampling import cuda, requests, step
 from ascent.engines.language.sampling import sampler as sampler_module
 from ascent.engines.language.sampling.cuda import Run, graph_decoder
 from ascent.engines.language.sampling.draw import Support, response_seeds
-from ascent.engines.language.sampling.requests import SWITCH, serve_requests, taking_turns
+from ascent.engines.language.sampling.requests import SWITCH, VisitedSampler, serve_requests, taking_turns
 from ascent.engines.language.sampling.sampler import GroupDecoder, LanguageSampler, PlainDecoder
 from ascent.engines.requests import Desk, Done, Drew, Full, TurnRequest
 from tests.language import VOCAB, AtOnce, model_of, prompts_of, sampler_of
@@ -331,6 +331,33 @@ def test_stop_strings_are_prepared_once_however_many_requests_have_their_own(mon
         asked = [Asked(desk, [5, 6], [], i, limit=4, stop=(f"own {i}",)) for i in range(20)]
         assert all(len(one.done().tokens) == 4 for one in asked)
     assert len(prepared) == 20
+
+
+def test_stop_strings_of_requests_that_are_over_are_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 16 requests that are over are kept beside one for each slot."""
+    prepared = list[str]()
+
+    def stops(strings: tuple[str, ...], *_: Any) -> Any:
+        prepared.extend(strings)
+        return SimpleNamespace(may_complete=bytes(VOCAB))
+
+    monkeypatch.setattr(requests, "Stops", stops)
+    sampler = ready("group", rows=1, min_tokens=LIMIT)
+    sampler.lm.tokenizer = None
+    names = [str(i) for i in range(17)]
+    with serving(sampler, slots=1) as desk:
+        for name in [*names, "0", "17", "17", "0"]:
+            assert len(Asked(desk, [5, 6], [], 1, limit=1, stop=(name,)).done().tokens) == 1
+    assert prepared == [*names, "17", "0"], "the eighteenth takes the place of the others"
+
+
+def test_a_sampler_for_agents_draws_plain_prompts_as_any_other() -> None:
+    lm, prompts = model_of(), Prompts.of(prompts_of())
+    plain = sampler_of(lm, 6)
+    visited = VisitedSampler(lm, 6, 1.0, torch.Generator().manual_seed(0), Support())
+    for how in ({"seed": 3}, {"seed": 3, "limit": 2}, {"greedy": True}, {}):
+        got, want = (sampler.generate(prompts, 2, **how) for sampler in (visited, plain))  # type: ignore[arg-type]
+        assert torch.equal(got.response, want.response) and torch.equal(got.logp_sampler, want.logp_sampler)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -68,6 +68,18 @@ def test_a_copy_stays_as_it_was_and_is_left_out_where_memory_is_short(monkeypatc
     assert not apart and same["params"]["x"] is own
 
 
+def test_where_the_host_does_not_say_what_is_free_everything_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(saving, "Path", lambda _: meminfo)
+    assert saving.free_memory() == float("inf") and on_host({"params": {"x": torch.ones(3)}})[1]
+    meminfo.write_text("MemTotal: 9 kB\n")
+    assert saving.free_memory() == float("inf")
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       3 kB\n")
+    assert saving.free_memory() == 3072.0
+
+
 @pytest.mark.long
 def test_a_run_trains_on_while_its_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits here until the next step is over. What it holds is its own step's, and the end waits for it."""

@@ -5,6 +5,7 @@ The server here is a stand-in (tests/stand_in.py); tests/engines_vllm.py asks a 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -17,23 +18,27 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import ascent
 from ascent.cli.flags import parse_train
-from ascent.core.protocols import Ticket
+from ascent.core.protocols import Open, Ticket
 from ascent.core.types import Prompts, Refused, Rollouts, Trouble
 from ascent.engines.language.backend import LanguageBackend
 from ascent.engines.language.learning.head import Head, token_stats
 from ascent.engines.serving import probe, weights
-from ascent.engines.serving.client import Lost
-from ascent.engines.serving.dialect import Serving
+from ascent.engines.serving import sampler as sampler_module
+from ascent.engines.serving.client import Client, Lanes, Lost
+from ascent.engines.serving.dialect import Request, Serving
 from ascent.engines.serving.engines import ENGINES
 from ascent.engines.serving.process import Process, find_python
+from ascent.engines.serving.requests import VisitedServers
 from ascent.engines.serving.sampler import ServedSampler
 from ascent.engines.serving.vllm import INSIDE, VLLM
 from ascent.engines.serving.weights import checkpoint_tensors
@@ -61,9 +66,9 @@ class World:
         self.lm = model_of(**SMALL | more)
         self.servers = [stack.enter_context(serving(deepcopy(self.lm.model), engine)) for _ in range(servers)]
         urls = tuple(through(server) for server in self.servers)
-        policy = CausalLM("tiny", engine=engine, engine_url=urls, **settings)
+        self.policy = CausalLM("tiny", engine=engine, engine_url=urls, **settings)
         generator = torch.Generator().manual_seed(1)
-        self.sampler = ServedSampler(policy, self.lm, limit, 32, temperature, generator)
+        self.sampler = ServedSampler(self.policy, self.lm, limit, 32, temperature, generator)
         self.sampler.look = 0.05
         stack.callback(self.sampler.close)
 
@@ -526,6 +531,147 @@ def test_an_answer_that_is_not_vllms_is_trouble(stack: ExitStack) -> None:
     world.server.answer = lambda *_: (404, {"detail": "Not Found"})  # type: ignore[method-assign]
     with pytest.raises(Trouble, match="--enable-scale-out"):
         world.generate(1)
+
+
+@pytest.mark.long
+def test_responses_are_drawn_from_seeds_or_greedily(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    prompts, seeds = Prompts.of(prompts_of()), torch.arange(6).view(3, 2) + 40
+    drawn = world.sampler.draw(prompts, 2, seeds)
+    turned = world.sampler.draw(prompts, 2, seeds.flip(1))
+    for i in range(3):
+        for k in range(2):
+            one, other = drawn.response[i, k][drawn.mask[i, k]], turned.response[i, 1 - k][turned.mask[i, 1 - k]]
+            assert one.tolist() == other.tolist(), "the seed alone decides"
+    same(world.sampler.draw(prompts, 2, None), world.generate(greedy=True))
+    assert int(world.sampler.draw(prompts, 1, None, limit=1).mask.sum(-1).max()) == 1
+
+
+@pytest.mark.long
+def test_weights_that_were_not_sent_while_a_journal_was_replayed_are_sent_with_the_first_request(
+    stack: ExitStack,
+) -> None:
+    world = World(stack)
+    world.sampler.first = 3
+    world.load(0)
+    assert not world.server.calls and world.sampler.fleet.version != 0
+    rollouts = world.generate()
+    assert world.sampler.fleet.version == 0 and gap(world.lm, rollouts) < 1e-4
+
+
+@pytest.mark.long
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    whole = world.generate()
+    world.sampler.stops = SimpleNamespace(end=lambda tokens: 2 if len(tokens) > 2 else 0)  # type: ignore[assignment]
+    cut, length = world.generate(), whole.mask.sum(-1)
+    assert int(length.max()) > 2 and torch.equal(cut.mask.sum(-1), length.clamp(max=2))
+    assert torch.equal(cut.response[..., :2][cut.mask], whole.response[..., :2][cut.mask])
+    assert torch.equal(cut.logp_sampler[cut.mask], whole.logp_sampler[..., :2][cut.mask])
+    assert not cut.truncated[length > 2].any() and torch.equal(cut.truncated[length <= 2], whole.truncated[length <= 2])
+
+
+@pytest.mark.long
+def test_a_response_of_other_weights_than_were_asked_is_trouble(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(1)
+    world.server.old_version = True
+    with pytest.raises(Trouble, match=r"says that versions \[0\] drew a response that was asked of version 1$"):
+        world.generate()
+
+
+@pytest.mark.long
+def test_a_call_that_takes_too_long_is_trouble(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(stack)
+    world.load(0)
+    world.server.hang_after, world.sampler.look = len(world.server.asked), 60.0
+    monkeypatch.setattr(sampler_module, "WHOLE", 0.05)
+    with pytest.raises(Trouble, match=r"^the engine has finished 0 of 3 groups within 0\.05 seconds$"):
+        world.generate()
+    world.server.hang_after = -1
+
+
+@pytest.mark.long
+def test_servers_for_agents_draw_plain_prompts_as_for_anybody(stack: ExitStack) -> None:
+    world = World(stack)
+    world.load(0)
+    want = world.generate(seed=7)
+    visited = VisitedServers(world.policy, world.lm, 5, 32, 0.7, torch.Generator())
+    stack.callback(visited.close)
+    visited.load({}, 0)
+    prompts = Prompts.of(prompts_of())
+    same(visited.generate(prompts, 2, seed=7), want)
+    ticket = Ticket(0, prompts, 2, seed=7)
+    assert visited._whole(Open(ticket, drawn=want)) is want, "what a checkpoint has brought is not drawn again"
+
+
+# ---- one server ---------------------------------------------------------------------------------------
+
+
+def answering(status: int, text: str, key: str = "") -> Client:
+    """A client whose server answers everything with this."""
+    client = Client("http://engine/", VLLM(), 1, 5.0, key)
+    reply = httpx.MockTransport(lambda _: httpx.Response(status, text=text))
+    client._http = httpx.AsyncClient(transport=reply)
+    return client
+
+
+PATH = VLLM.generates
+ANSWERS: list[tuple[bool, int, str, type[Exception], str]] = [
+    (False, 200, "nonsense", Trouble, "http://engine{path} did not answer in JSON: nonsense"),
+    (False, 200, "my secret", Trouble, "http://engine{path} did not answer in JSON: my …"),
+    (True, 200, "data: nonsense", Trouble, "http://engine{path} did not answer in JSON: nonsense"),
+    (True, 400, "too long", Trouble, "the engine refused http://engine{path} with 400: too long"),
+    (True, 503, "busy", Lost, "http://engine{path} said 503: busy"),
+]
+
+
+@pytest.mark.parametrize(("streams", "status", "text", "kind", "message"), ANSWERS)
+def test_an_answer_that_cannot_be_read_is_shown(
+    streams: bool, status: int, text: str, kind: type[Exception], message: str
+) -> None:
+    async def ask() -> None:
+        await answering(status, text, "secret").generate(
+            Request([1], 2, 1.0, 3, (4,)), "salt", (lambda _: None) if streams else None
+        )
+
+    with pytest.raises(kind) as error:
+        asyncio.run(ask())
+    assert str(error.value) == message.format(path=PATH)
+
+
+def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
+    async def check() -> None:
+        lanes = Lanes(1)
+
+        async def work() -> None:
+            async with lanes(0):
+                pass
+
+        async def cancelled(task: "asyncio.Task[None]") -> None:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        async with lanes(0):
+            early, late = asyncio.create_task(work()), asyncio.create_task(work())
+            await asyncio.sleep(0)
+            await cancelled(early)
+            assert lanes.free == 0
+        await cancelled(late)  # the lane is its own already, and it has not begun to work
+        assert lanes.free == 1
+        await asyncio.wait_for(work(), 5)
+        assert lanes.free == 1
+
+    asyncio.run(check())
+
+
+def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(Refused, match=r"^--engine needs httpx: pip install 'ascent-rl\[judge\]'$"):
+        Client("http://engine", VLLM(), 1, 5.0)
 
 
 # ---- a server that Ascent starts ---------------------------------------------------------------------

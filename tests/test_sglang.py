@@ -14,6 +14,7 @@ import pytest
 
 from ascent.core.types import Trouble
 from ascent.engines.serving.dialect import Answer, Request, Serving
+from ascent.engines.serving.relayed import Relayed
 from ascent.engines.serving.sglang import SGLang
 from ascent.engines.serving.weights import Manifest
 
@@ -96,6 +97,8 @@ def test_weights_are_loaded_from_a_folder_while_what_is_being_written_is_retract
         ({"version": "0.5.2"}, r"is SGLang 0\.5\.2, and Ascent speaks to SGLang 0\.5\.23"),
         ({"version": "0.5.23.post1"}, ""),
         ({"enable_deterministic_inference": False}, "ignores seeds"),
+        ({"incremental_streaming_output": False}, ""),
+        ({"incremental_streaming_output": True}, "streams only new tokens: start SGLang without --incremental-stream"),
         ({"max_req_input_len": 513}, "takes 519 tokens, and a prompt with its response may have 520 here"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "serves Qwen2ForCausalLM, and this run trains LlamaForCausalLM"),
     ],
@@ -120,3 +123,21 @@ def test_what_a_server_is_started_with() -> None:
     assert (values["--host"], values["--port"], values["--load-format"]) == ("127.0.0.1", "30000", "dummy")
     assert values["--context-length"] == "520", "its scheduler keeps some for itself"
     assert SGLang().environment(SERVING)[1]["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+
+
+def test_events_of_a_stream_have_all_tokens_so_far_and_the_last_one_is_the_answer() -> None:
+    more, before = SGLang().more, Answer([1], [-1.0], [])
+    so_far = replied([8, 9, 3], None, None)  # type: ignore[arg-type]
+    assert more(before, so_far) == Answer([8, 9, 3], [-0.5, -1.5, -2.5], [])
+    so_far["output_ids"] = [8, 9]
+    assert more(before, so_far) == Answer([8, 9], [-0.5, -1.5], []), "a list may be longer than the other"
+    so_far["meta_info"]["output_token_logprobs"] = None
+    assert more(before, so_far) == Answer([], [], [])
+    stopped = replied([8, 3], {"type": "stop", "matched": 3}, [("4", 0, 2)])
+    assert more(before, stopped) == Answer([8, 3], [-0.5, -1.5], [4, 4])
+
+
+def test_a_relay_is_started_with_what_its_engine_is_started_with() -> None:
+    relayed, engine = Relayed(SGLang()), SGLang()
+    assert relayed.arguments(SERVING, Path("model"), 7) == engine.arguments(SERVING, Path("model"), 7)
+    assert relayed.environment(SERVING) == engine.environment(SERVING)

@@ -60,3 +60,9 @@ def test_a_run_takes_its_share_and_says_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert settled(config)[0].threads == 4, "so does one that the user has set"
     assert isinstance(chosen, Config)
+
+
+def test_where_nobody_else_computes_all_threads_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads.free_threads(tmp_path) == (4, "")

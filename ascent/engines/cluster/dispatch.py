@@ -158,8 +158,8 @@ class Dispatcher:
             except BaseException as error:  # whoever waits is told
                 self._trouble = error
             try:
+                self._end_late()  # first: the chunk of a member that is left out is given to another
                 self._give_out()
-                self._end_late()
             except BaseException as error:
                 self._trouble = error
             if self._trouble is not None:

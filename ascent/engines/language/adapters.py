@@ -50,9 +50,7 @@ def taken_apart(module: Any) -> tuple[Any, Adapter | None]:
         biased = module.lora_B[name].bias is not None
         found = Adapter(module.lora_A[name].weight, module.lora_B[name].weight, scale)
         return (module, None) if biased else (module.base_layer, found)
-    if name in module.lora_embedding_A:
-        return module.base_layer, Adapter(module.lora_embedding_A[name], module.lora_embedding_B[name], scale)
-    return module, None
+    return module.base_layer, Adapter(module.lora_embedding_A[name], module.lora_embedding_B[name], scale)
 
 
 def is_adapter(name: str) -> bool:

@@ -13,7 +13,7 @@ Both layouts are exact: the same sums as in the plain form, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,10 +79,9 @@ class Group:
 
 @dataclass
 class Packed:
-    """One row of groups. `keep(layer, k, v)`, if given, is shown the keys and values of the row."""
+    """One row of groups."""
 
     groups: list[Group]
-    keep: Callable[[int, Tensor, Tensor], None] | None = None
     fused: Any = None
     """How segments are attended to at once; None: by a kernel where one fits, else a group at a time."""
     _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -91,8 +90,6 @@ class Packed:
     _neighbors: list[list[Group]] | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if self.keep is not None:
-            self.keep(layer, k, v)
         fused = self.fused or segment_kernel(q)
         if fused is not None:
             self._spans = self._spans or Spans.of(self.groups, q.device)

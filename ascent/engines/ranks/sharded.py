@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ascent.core.protocols import Objective, Stepped, TakeStep, ValueLoss
-from ascent.core.types import Batch, Outputs, Rollouts, Terms
+from ascent.core.types import Batch, Outputs, Refused, Rollouts, Terms
 from ascent.core.update import Update, global_norm
 from ascent.engines.language.attention import send
 from ascent.engines.language.learning.compact import widened
@@ -202,6 +202,8 @@ class ShardedLearner(LanguageLearner):
         checkpointing: bool, ranks: Ranks, choice: Any = None, gather: float = math.inf,
     ):  # fmt: skip
         """`choice`: the critic of the algorithm, where there is one. `gather`: bytes that rank 0 may write alone."""
+        if whole.model.dtype == torch.float16:  # the shards are in float32
+            raise Refused("--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16")
         on = choice is not None and choice.on
         if whole.device.type == "cuda" and whole.fuses:
             fuse(whole.model)

@@ -153,8 +153,6 @@ class LanguageLearner(InProcessLearner):
                 "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
-        if lm.model.dtype == torch.float16 and not self.alone:
-            raise Refused("--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16")
         if checkpointing and not layers_of(lm.backbone):
             raise Refused(f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it")
         fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
