@@ -90,6 +90,11 @@ def test_a_function_without_a_docstring_has_a_schema_of_what_is_there() -> None:
     assert part["name"] == "search" and part["parameters"]["required"] == ["words"]
 
 
+def unknown_type(x: Nowhere) -> str:  # type: ignore[name-defined]
+    """Takes what is not defined."""
+    return x
+
+
 class Shop:
     def buy(self, what: str) -> str:
         """Buys it."""
@@ -103,6 +108,8 @@ class Shop:
         (Shop, "a function with a name"),
         (print, "cannot be given by name"),
         (dict.get, "cannot be given by name|cannot be read"),
+        (max, r"--tools max: its signature cannot be read \("),
+        (unknown_type, r"--tools unknown_type: its signature cannot be read \(.*Nowhere"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(function: Any, why: str) -> None:
