@@ -36,6 +36,7 @@ from ascent.records.replicas import replica_events, replicas_of
 from ascent.records.responses import light_rows
 from ascent.records.run import init_folder
 from ascent.records.statistics import over_seeds
+from ascent.records.windows import Change, StepBlock, sums
 
 RUNS = Path(__file__).parent / "data" / "runs"
 
@@ -391,3 +392,13 @@ def test_a_file_that_vanishes_is_no_part_of_the_fingerprint(tmp_path: Path, monk
     assert foreign.fingerprint(tmp_path) == alone
     files.pop()
     assert foreign.fingerprint(tmp_path) != alone
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "flat"),
+    [([0.5], [0.5, 0.5], False), ([0.5] * 9, [0.5] * 9, True), ([0.1] * 9, [0.9] * 9, False)],
+)
+def test_an_accuracy_is_flat_only_where_it_was_measured(before: list[float], now: list[float], flat: bool) -> None:
+    """Two measurements on either side are needed; a rise of at most 0.05 is flat."""
+    windows = StepBlock(0, 8, [*sums(before)]), StepBlock(9, 17, [*sums(now)])
+    assert Change(["accuracy"], *windows).flat is flat

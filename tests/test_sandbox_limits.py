@@ -450,3 +450,20 @@ def test_why_bubblewrap_does_not_work(program: str, why: str, tmp_path: Path, mo
     words = walls.bubblewrap_trouble()
     walls.bubblewrap_trouble.cache_clear()
     assert (why in words) if why else not words
+
+
+def test_a_question_that_nobody_reads_ends_its_job() -> None:
+    (ours, theirs), (control, other) = socket.socketpair(), socket.socketpair()
+    with ours, theirs, control, other, pytest.raises(Ended, match="took longer than 60 s"):
+        BoxJob(ours, ROOMY, control).ask_bytes(bytes(1 << 23), 0.05)
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_job_whose_sandbox_is_gone(closed: int) -> None:
+    """Either end of the control socket: another job has closed the sandbox, or its process has died."""
+    (ours, theirs), ends = socket.socketpair(), socket.socketpair()
+    with ours, theirs, ends[0], ends[1]:
+        job = BoxJob(ours, ROOMY, ends[0])
+        theirs.close(), ends[closed].close()
+        with pytest.raises(Broken, match="the sandbox ended while a job was in it"):
+            job.receive()
