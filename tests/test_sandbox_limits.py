@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from importlib import import_module, metadata
@@ -455,7 +456,7 @@ def test_why_bubblewrap_does_not_work(program: str, why: str, tmp_path: Path, mo
 def test_a_question_that_nobody_reads_ends_its_job() -> None:
     (ours, theirs), (control, other) = socket.socketpair(), socket.socketpair()
     with ours, theirs, control, other, pytest.raises(Ended, match="took longer than 60 s"):
-        BoxJob(ours, ROOMY, control).ask_bytes(bytes(1 << 23), 0.05)
+        BoxJob(ours, ROOMY, control).send(bytes(1 << 23), time.monotonic() + 0.05)
 
 
 @pytest.mark.parametrize("closed", [0, 1])
