@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import stat
 import sys
@@ -30,6 +31,7 @@ from ascent.tasks.agent_sources import agent_source, read_signature, verify_agen
 from ascent.tasks.calls import Wrong
 from ascent.tasks.keeper import Limits
 from ascent.tasks.text.base import Problem
+from ascent.web.agents import EpisodeNote
 from tests.fake_judge import FakeJudge, Reply, serving
 
 pytestmark = pytest.mark.long
@@ -628,6 +630,28 @@ def test_paths_are_whole_so_that_a_run_resumes_from_any_folder(monkeypatch: Any,
     assert agent_source("verifiers:a.toml:env") == f"verifiers:{tmp_path}/a.toml:{tmp_path}/env"
     for whole in (agent_source("python:a.py:f"), agent_source("verifiers:a.py"), "command:x y", "openenv:http://h:1"):
         assert agent_source(whole) == whole
+
+
+def test_an_agent_that_was_given_in_python_keeps_its_name() -> None:
+    assert agent_source("object:talk@1f2e") == "object:talk@1f2e"
+
+
+def test_a_server_of_openenv_needs_websockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    with pytest.raises(
+        Refused, match=r"--agent openenv:http://h:1 needs websockets: pip install 'ascent-rl\[agents\]'"
+    ):
+        verify_agent("openenv:http://h:1")
+
+
+def test_the_signature_of_an_agent_that_cannot_be_read() -> None:
+    with pytest.raises(Wrong, match="its signature cannot be read: an agent is a function"):
+        read_signature(max)
+
+
+def test_a_note_of_an_episode_keeps_its_outcome_when_it_is_sent() -> None:
+    note = pickle.loads(pickle.dumps(EpisodeNote("turn 1: cut off", Outcome(reward=0.5))))
+    assert note == "turn 1: cut off" and note.outcome.reward == 0.5 and type(note) is EpisodeNote
 
 
 def nothing() -> None: ...

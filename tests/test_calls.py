@@ -132,6 +132,7 @@ def test_several_calls_in_one_turn(name: str) -> None:
         ("glm", "<tool_call>f<arg_key>x</arg_key></tool_call>", "<arg_key> is not closed"),
         ("llama", '{"name": "f", "parameters": {"x": }}', "not JSON"),
         ("llama", "<|python_tag|>f(1)", "not JSON"),
+        ("llama", f'<|python_tag|>{{"name": "f", "parameters": {"[" * 9000}', "nested too deeply"),
         ("llama", "<|python_tag|><|eom_id|>", "nothing follows"),
         ("mistral", "[TOOL_CALLS]</s>", "no name"),
         ("mistral", '[TOOL_CALLS] [{"name": "f"', "not JSON"),

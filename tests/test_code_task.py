@@ -25,7 +25,7 @@ import ascent
 from ascent.core.types import Refused
 from ascent.sandbox.box import BoxLimits
 from ascent.sandbox.judge import BrokenTests, CodeProblem, ProgramJudge, Verdict, _Relay
-from ascent.sandbox.values import NotData, decode, encode
+from ascent.sandbox.values import DEEPEST, LONGEST, NotData, decode, encode
 from ascent.settings import configure
 from ascent.tasks import sandboxed
 from ascent.tasks.text import grading
@@ -462,3 +462,40 @@ def test_programs_are_judged_on_every_core_that_is_there(tmp_path: Path, monkeyp
     with pytest.raises(Refused, match="--reward-workers is -1"):
         replace(task, reward_workers=-1)
     assert count_cores() >= 1
+
+
+# ---- values: limits of size and depth -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [list, tuple, set, dict.fromkeys, lambda r: "x" * len(r), lambda r: b"x" * len(r)])
+def test_a_value_of_too_many_items_is_refused(make: Any) -> None:
+    encode(make(range(4)))
+    with pytest.raises(NotData, match=r"it has 500,001 items, and at most 500,000 are read"):
+        encode(make(range(LONGEST + 1)))
+
+
+def test_the_longest_text_and_the_deepest_value_are_read() -> None:
+    assert decode(encode("x" * LONGEST)) == "x" * LONGEST
+    deep: Any = 7
+    for _ in range(DEEPEST):
+        deep = [deep]
+    assert decode(encode(deep)) == deep
+    with pytest.raises(NotData, match="it is nested deeper than 150, or contains itself"):
+        encode([deep])
+
+
+def test_tagged_json_that_is_nested_too_deeply_is_refused() -> None:
+    lists: Any = 7
+    for _ in range(3 * DEEPEST):
+        lists = [lists]
+    assert decode(lists) == lists
+    for tagged in ([lists], {"~": "t", "v": [lists]}, {"~": "d", "v": [[1, lists]]}):
+        with pytest.raises(NotData, match=r"^it is nested deeper than 150$"):
+            decode(tagged)
+
+
+def test_what_is_not_data_goes_to_the_caller() -> None:
+    assert encode([1, len], lambda value: {"~": "other", "v": value.__name__}) == [1, {"~": "other", "v": "len"}]
+    assert decode([1, {"~": "other", "v": "len"}], lambda tagged: tagged["v"].upper()) == [1, "LEN"]
+    with pytest.raises(NotData, match="it sent what is not a value: a tag 'other'"):
+        decode({"~": "other"})

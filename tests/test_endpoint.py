@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,17 +20,21 @@ import openai
 import pytest
 import torch
 
+from ascent.core.types import Refused
 from ascent.engines.language.sampling.draw import Support
 from ascent.engines.language.sampling.requests import serve_requests
 from ascent.engines.language.sampling.sampler import LanguageSampler
 from ascent.engines.requests import Desk, Done, Drew
 from ascent.environments.calls import FORMATS
 from ascent.environments.choose import ToolChat
-from ascent.environments.sessions import ChatWriter, Rewritten, Session, read_messages
+from ascent.environments.sessions import ChatWriter, Nonsense, Rewritten, Session, read_messages
 from ascent.policies import LanguageModel
+from ascent.web import open_sessions
+from ascent.web.connections import is_local
 from ascent.web.endpoint import Endpoint, Events, Post
-from ascent.web.open_sessions import Rules
-from ascent.web.wire import BODY
+from ascent.web.open_sessions import OpenSessions, Rules
+from ascent.web.packages import check_packages
+from ascent.web.wire import BODY, Denied
 from tests.chats import chat_tokenizer, stop_ids
 from tests.language import config_of, tiny_tokenizer
 
@@ -976,3 +981,141 @@ def test_an_oversized_body_gets_an_error_that_its_client_can_read(announced: boo
         answer = client.getresponse()
         error = json.loads(answer.read())["error"]
         assert answer.status == 413 and str(made.app.most_bytes) in error["message"]
+
+
+# ---- rare requests ----------------------------------------------------------------------------------------------
+
+
+def called(**call: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "x", **call}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", called(tool_calls="f"), "messages[0].tool_calls: a list of calls"),
+        (
+            "/v1/chat/completions",
+            called(tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
+            "messages[0].tool_calls[0].function.arguments: an object {…} as JSON",
+        ),
+        (
+            "/v1/chat/completions",
+            called(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+            "messages[0].tool_calls[0].function.arguments: not JSON",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "stop": ["a", "\ufffd"]}, "stop: text without U+FFFD"),
+        ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream: tokens come whole here"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt: one prompt per request"),
+        ("/v1/completions", {"prompt": [[1], [2]]}, "prompt: one prompt per request"),
+    ],
+)
+def test_a_refusal_names_the_field(path: str, body: dict[str, Any], words: str) -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            answer = await post(client, path, **body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
+
+    with served(asleep=True) as made:
+        asyncio.run(go(made))
+
+
+def test_a_list_of_one_prompt_is_that_prompt() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            said = [
+                (await post(client, "/v1/completions", prompt=prompt, seed=5, max_tokens=6)).json()["choices"]
+                for prompt in ("hello", ["hello"], made.lm.tokenize("hello"), [made.lm.tokenize("hello")])
+            ]
+            (first, *_) = await streamed(
+                client, "/v1/completions", prompt=["hello"], seed=5, max_tokens=6, return_token_ids=True
+            )
+        assert said[0] == said[1] and said[2] == said[3]
+        assert first["prompt_token_ids"] == made.lm.tokenize("hello") and first["choices"][0]["text"] == ""
+
+    with served() as made:
+        asyncio.run(go(made))
+
+
+def test_an_engine_that_fails_is_not_available() -> None:
+    async def go(made: Any) -> None:
+        async with client_of(made.app) as client:
+            asked = asyncio.create_task(post(client, "/v1/chat/completions", messages=HELLO))
+            while not made.desk.active:
+                await asyncio.sleep(0.001)
+            made.desk.fail("the engine is gone")
+            answer = await asked
+        assert answer.status_code == 503 and "the engine is gone" in answer.json()["error"]["message"]
+
+    with served(asleep=True) as made:
+        asyncio.run(asyncio.wait_for(go(made), LONG))
+
+
+def test_sessions_of_a_server_are_named_and_the_idle_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_sessions, "SESSIONS", 2)
+    forgotten: list[Any] = []
+    sessions = OpenSessions(rules_of(), KEY, forgotten.append)
+
+    def find(name: str) -> Any:
+        return sessions.find({"authorization": f"Bearer {KEY}", "x-session-id": name})
+
+    assert find("") is None
+    one, two = find("one"), find("two")
+    assert find("one") is one is not two and not forgotten
+    three = find("three")
+    assert forgotten == [two] and find("three") is three, "of those that are idle, the one that was used first"
+    one.busy = object()
+    four = find("four")
+    assert forgotten == [two, three] and find("one") is one
+    four.busy = object()
+    with pytest.raises(Denied, match="too many sessions at once") as denied:
+        find("five")
+    assert denied.value.status == 429 and find("four") is four and len(forgotten) == 2
+    long = "x" * open_sessions.LONGEST_NAME
+    four.busy = None
+    assert find(long) is not None
+    with pytest.raises(Denied, match=f"X-Session-ID: at most {len(long)} characters") as denied:
+        find(long + "x")
+    assert denied.value.status == 400
+
+
+def test_a_template_that_raises_is_the_clients_error() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'no' %}{{ raise_exception('say something else') }}{% endif %}"
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    )
+    writer = ChatWriter(tokenizer, [tokenizer.eos_token_id])
+    assert writer.first(HELLO, [])
+    with pytest.raises(Nonsense, match="the chat template does not take these messages: say something else"):
+        writer.first([{"role": "user", "content": "no"}], [])
+
+
+def test_a_session_that_began_with_tokens_takes_no_messages() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    writer, session = ChatWriter(tokenizer, stop_ids("qwen3", tokenizer)), Session(0)
+    session.add(session.read_tokens([1, 2]), [3], [0.0], [1.0], 0.0)
+    session.say(None, (), writer.read([3], []))
+    with pytest.raises(Rewritten, match="the session began with tokens, and now comes with messages"):
+        session.read_chat(HELLO, [], writer)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("localhost", True), ("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("host.example", False)],
+)
+def test_which_hosts_are_this_machine(host: str, local: bool) -> None:
+    assert is_local(host) == local
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [(("uvicorn",), "uvicorn"), (("starlette", "uvicorn"), "starlette and uvicorn")]
+)
+def test_packages_of_a_server_that_are_missing(
+    missing: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_packages("ascent serve")
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(Refused, match=rf"^ascent serve needs {words}: pip install 'ascent-rl\[lab\]'$"):
+        check_packages("ascent serve")

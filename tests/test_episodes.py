@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import cloudpickle
 import pytest
@@ -662,3 +667,159 @@ os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os.killpg(trainer.pid, signal.SIGKILL)
     assert trainer.returncode == -signal.SIGKILL
+
+
+# ---- processes that answer anything -----------------------------------------------------------------------------
+
+
+class StandInWarm:
+    """Stands in for the process that episodes are forked from: the test itself holds the other ends."""
+
+    made: ClassVar[list[StandInWarm]] = []
+    starts: ClassVar[bool] = True
+
+    def __init__(self, *_: Any):
+        self.socket, self.other = socket.socketpair()
+        self.line = processes.ProcessLine(self.socket)
+        self.ready, self.full, self.deadline, self.ended = self.starts, False, math.inf, False
+        self.process = SimpleNamespace(poll=lambda: -9 if self.ended else None)
+        self.made.append(self)
+
+    def end(self) -> None:
+        self.ended = True
+        self.socket.close(), self.other.close()
+
+    def ending(self) -> str:
+        return "SIGKILL"
+
+    def take(self) -> socket.socket:
+        """The line of the episode that is to be made next."""
+        return socket.socket(fileno=socket.recv_fds(self.other, 1, 1)[1][0])
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Episodes]:
+    monkeypatch.setattr(processes, "_Warm", StandInWarm)
+    monkeypatch.setattr(StandInWarm, "made", [])
+    with closing(Episodes(Source("python:nowhere.py:E"), LIMITS)) as pool:
+        yield pool
+
+
+def answered(pool: Episodes, reply: Any, before: Any = None) -> Reply:
+    """What becomes of an episode whose process says this, with the number of its call."""
+    pool.begin(0, Problem("p"), 7, 0, seconds=5.0)
+    with StandInWarm.made[-1].take() as line:
+        for said in (before, reply):
+            if isinstance(said, dict):
+                said = {k: pool.rows[0].number if v == "NUMBER" else v for k, v in said.items()}
+                line.sendall(json.dumps(said).encode() + b"\n")
+        (found,) = pool.answers(5.0)
+    return found
+
+
+BEGAN, STEP = {"began": 1e9}, ["seen", 0.5, False, "why"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ({"number": "NUMBER", "step": STEP}, "its process sent what is not a step: ['step']"),
+        ({"number": "NUMBER", "seconds": -1.0, "step": STEP}, "sent what is not a step: ['seconds', 'step']"),
+        ({"number": "NUMBER", "seconds": 1, "step": STEP}, "sent what is not a step: ['seconds', 'step']"),
+        ({"number": "NUMBER", "seconds": 1.0, "step": ["seen", 2, False, ""]}, "sent what is not a step"),
+        ({"number": "NUMBER", "seconds": 5.5, "step": STEP}, "its environment took longer than 5 s"),
+        ({"number": "NUMBER", "seconds": 1.0, "error": "it fell"}, "it fell"),
+        ({"number": "another", "seconds": 1.0, "step": STEP}, "an answer that is not the one to this turn"),
+        ({"ended": "SIGSEGV"}, "its environment ended its process: SIGSEGV"),
+    ],
+)
+def test_what_is_no_step_is_the_error_of_its_episode(stand_in: Episodes, reply: Any, error: str) -> None:
+    found = answered(stand_in, reply, BEGAN)
+    assert found.step is None and error in str(found.error)
+    assert not stand_in.rows and not stand_in.busy
+
+
+def test_a_step_and_an_error_before_the_beginning(stand_in: Episodes) -> None:
+    found = answered(stand_in, {"number": "NUMBER", "seconds": 1.5, "step": STEP}, BEGAN)
+    assert found == Reply(0, Step("seen", 0.5, False, "why"), None, 1.5)
+    stand_in.end(0)
+    assert answered(stand_in, {"error": "x" * 999}).error == "x" * processes.REASON
+
+
+def test_an_episode_that_was_never_made_is_asked_for_again_and_only_once(stand_in: Episodes) -> None:
+    stand_in.begin(0, Problem("p"), 7, 0)
+    StandInWarm.made[0].take().close()
+    assert stand_in.answers(0.05) == [] and not stand_in.done
+    StandInWarm.made[0].take().close()
+    (found,) = stand_in.answers(5.0)
+    assert found.error == "its environment ended its process: it closed its pipe"
+
+
+def test_a_warm_process_that_does_not_start_is_given_up(stand_in: Episodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInWarm, "starts", False)
+    stand_in.begin(1, Problem("p"), 7, 0)
+    (warm,) = StandInWarm.made
+    assert stand_in.answers(0.0) == [] and not warm.ended
+    warm.deadline = 0.0
+    (found,) = stand_in.answers(5.0)
+    words = f"the process that makes its environment did not start within {processes.START:g} s"
+    assert (found.episode, found.error) == (1, words)
+    assert warm.ended and stand_in.kept == [] and stand_in.warm is None
+
+
+def test_a_warm_process_that_died_is_replaced_and_two_are_an_error(
+    stand_in: Episodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInWarm, "starts", False)
+    stand_in.begin(1, Problem("p"), 7, 0)
+    (first,) = StandInWarm.made
+    first.other.close()
+    first.process.poll = lambda: -9
+    assert stand_in.answers(0.05) == []
+    first, second = StandInWarm.made
+    assert first.ended and stand_in.kept == [second], "what is left of the first one is gone"
+    second.other.close()
+    (found,) = stand_in.answers(5.0)
+    assert found.error == "the process that makes its environment ended twice: SIGKILL"
+
+
+def test_a_warm_process_that_takes_no_more_is_asked_again(stand_in: Episodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise BlockingIOError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.socket, "send_fds", refuse)
+        stand_in.begin(0, Problem("p"), 7, 0)
+    assert StandInWarm.made[0].full and stand_in.rows[0].line is None and list(stand_in.queue) == [0]
+    assert stand_in.answers(0.05) == []
+    with StandInWarm.made[0].take() as line:
+        assert not StandInWarm.made[0].full
+        line.sendall(b'{"error": "heard"}\n')
+        assert stand_in.answers(5.0)[0].error == "heard"
+
+
+def test_no_process_can_be_made(stand_in: Episodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.socket, "socketpair", refuse)
+        stand_in.begin(0, Problem("p"), 7, 0)
+    (found,) = stand_in.answers(0.0)
+    assert found.error == "no process can be made for it: [Errno 24] Too many open files"
+
+
+def test_a_line_that_takes_no_more_goes_on_when_it_can() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line, content = processes.ProcessLine(ours), bytes(1 << 22)
+        line.write(content)
+        assert line.out and line.events & select.POLLOUT
+        received = len(theirs.recv(1 << 16))
+        while received < len(content):
+            assert line.hear(select.POLLOUT) == []
+            received += len(theirs.recv(1 << 20))
+        assert not line.out and not line.events & select.POLLOUT
+        theirs.sendall(b'{"a": 1}\n[1]\n{"b"')
+        assert line.hear(select.POLLIN) == [{"a": 1}, {}] and line.read == b'{"b"' and not line.ended
+    assert line.hear(select.POLLIN) == [] and line.ended, "a line that is closed has ended"

@@ -691,3 +691,50 @@ def test_a_judges_file(tmp_path: Path) -> None:
         Judge().insist()
     with pytest.raises(Refused, match="there is no such file"):
         read_judge(tmp_path / "none.toml")
+
+
+# ---- rare answers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"text": "Score: 7"}', "7", "true"])
+def test_content_that_is_no_text_is_no_chat_completion(content: str, cache: Path) -> None:
+    raw = f'{{"choices": [{{"message": {{"content": {content}}}, "finish_reason": "stop"}}]}}'.encode()
+    with serving(lambda *_: Reply(raw=raw)) as server:
+        found = scores(server, cache, ["r"], retries=1)[0]
+    assert isinstance(found, Unanswered) and "the reply is not a chat completion" in str(found)
+    assert server.count == 2
+
+
+def test_a_pattern_of_your_own_may_find_what_is_no_verdict(cache: Path) -> None:
+    with serving(lambda *_: Reply("I say: seven")) as server:
+        found = scores(server, cache, ["r"], score_pattern=r"say: (\w+)", again=0)[0]
+        assert isinstance(found, Unparsed) and found.raw == "I say: seven"
+        assert "its score is 'seven', which is not a number" in str(found)
+        client = client_of(server, cache, model="other", pair_pattern=r"say: (\w+)", again=0)
+        (neither,) = compare_responses(client, [("p", "x", "y", None)])
+    assert isinstance(neither, Unparsed)
+    assert "its verdict is 'seven', and it has to be A, B or tie" in str(neither)
+
+
+def test_a_client_that_was_stopped_asks_nothing(cache: Path) -> None:
+    with serving(lambda *_: Reply()) as server:
+        client = client_of(server, cache)
+        client.stop = True
+        with pytest.raises(KeyboardInterrupt):
+            score_responses(client, [("p", "r", None)])
+    assert server.count == 0
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        Refused, match=r"--cache .*file/answers.jsonl: cannot write there \((Not a directory|File exists)"
+    ):
+        Answers(tmp_path / "file" / "answers.jsonl")
+
+
+@pytest.mark.parametrize(("host", "why"), [("xn--", "Malformed A-label"), ("1.2.3.256", "Invalid IPv4 address")])
+def test_an_address_that_no_request_can_have_is_refused(host: str, why: str, cache: Path) -> None:
+    client = JudgeClient(Judge(**QUICK, url=f"http://{host}/v1", cache=str(cache)))
+    with pytest.raises(Refused, match=f"--url http://{host}/v1/chat/completions: {why}"):
+        score_responses(client, [("p", "r", None)])

@@ -8,6 +8,7 @@ import asyncio
 import json
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -26,9 +27,10 @@ from ascent.records.display import Display
 from ascent.records.run import Writer
 from ascent.settings import configure
 from ascent.tasks import objects
-from ascent.tasks.calls import GROUP, ONE, TRL, Job, Wrong, compute, read_call
+from ascent.tasks.calls import GROUP, ONE, TRL, Job, Wrong, compute, error_words, read_call
+from ascent.tasks.files import is_held_out
 from ascent.tasks.text.given import KEPT, Reader, Stream, given_task
-from ascent.tasks.text.grading import Grading
+from ascent.tasks.text.grading import Grading, InProcess
 from tests.language import config_of
 from tests.test_passes import stopping_after
 from tests.test_resume import bits, differing
@@ -816,3 +818,124 @@ def test_an_architecture_that_peft_does_not_know_is_refused_with_what_to_set() -
     given = {"peft_config": peft.LoraConfig(r=2), "model": model, "tokenizer": tiny_tokenizer()}
     with pytest.raises(Refused, match=r"peft has no default for brand-new\. Set all-linear"):
         configure(ROWS, given | {"reward": here(lambda response: 0)}).policy.load()
+
+
+# ---- rare values, signatures and errors ---------------------------------------------------------------------
+
+
+HELD = """
+import functools
+import numpy as np
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def apply(self, response):
+        return self.by * len(response)
+
+def plus(a, response):
+    return a + len(response)
+
+def times(a, response):
+    return a * len(response)
+
+def make(held):
+    return lambda response: held
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("0.5", "0.25"),
+        ("b'ab'", "b'ac'"),
+        ("1j", "2j"),
+        ("functools.partial(plus, 1)", "functools.partial(plus, 2)"),
+        ("functools.partial(plus, 1)", "functools.partial(times, 1)"),
+        ("functools.partial(plus, a=1)", "functools.partial(plus, a=2)"),
+        ("Scale(2).apply", "Scale(3).apply"),
+        ("np.arange(3)", "np.array([0, 1, 3])"),
+        ("np.arange(4)", "np.arange(4).reshape(2, 2)"),
+        ("np.zeros(2, np.int32)", "np.zeros(2, np.float32)"),
+    ],
+)
+def test_the_hash_of_an_object_follows_the_values_that_it_holds(one: str, other: str) -> None:
+    space = cell(HELD)
+    hashes = [objects.describe(space["make"](eval(value, space)))["hash"] for value in (one, one, other)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_marked_reward_is_still_the_function() -> None:
+    marked = ascent.batch(in_process=True)(lambda responses, scale=2: [scale * len(r) for r in responses])
+    assert (marked.batch, marked.in_process) == (True, True)
+    assert marked(["a", "bb"]) == [2, 4] and marked(["a"], scale=5) == [5]
+    assert ascent.batch(in_process=False)(len).in_process is False
+
+
+@pytest.mark.parametrize("function", [max, type("F", (), {"__call__": 3})()])
+def test_a_signature_that_cannot_be_read(function: Any) -> None:
+    with pytest.raises(Wrong, match=r"its signature cannot be read: wrap it in a function, f\(prompt, response"):
+        read_call(function)
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        ((1.0, "a", "b"), "returned a tuple of 3: a reward returns one number"),
+        ([1.0, "a"], "returned a list of 2: a reward returns one number"),
+        ("1", "returned str: a reward returns one number"),
+        (float("nan"), "returned nan: a reward is a finite number"),
+        (float("-inf"), "returned -inf: a reward is a finite number"),
+        (1e39, "returned 1e+39: a reward is a finite number"),
+    ],
+)
+def test_what_is_no_reward_says_what_it_is(returned: Any, why: str) -> None:
+    with pytest.raises(Wrong) as error:
+        compute(read_call(lambda response: returned), jobs(1), None, 1.0)
+    assert str(error.value).startswith(why)
+
+
+def test_the_largest_reward_and_one_with_a_reason() -> None:
+    assert values(lambda response: -3e38, jobs(1)) == [-3e38]
+    assert compute(read_call(lambda response: (1, "w" * 400)), jobs(1), None, 1.0) == [
+        {"value": 1.0, "reason": "w" * 300}
+    ]
+
+
+def test_an_error_whose_words_are_broken() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    assert error_words(MuteError()) == "MuteError, and KeyError when asked for its words"
+
+
+def test_an_error_in_this_process_is_that_of_every_response() -> None:
+    def fail(responses: list[str]) -> list[float]:
+        raise ValueError(f"not for {len(responses)}")
+
+    outcomes = InProcess(read_call(ascent.batch(fail)), 1.0)(jobs(3))
+    assert len(outcomes) == 3
+    assert all(re.fullmatch(r"ValueError: not for 3 \(test_objects.py, line \d+\)", o.error or "") for o in outcomes)
+
+
+def test_a_stream_without_rows_to_train_on_or_to_test_on() -> None:
+    reader = Reader(Stream(numbers(0)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
+    with pytest.raises(Refused, match="rows: the stream has no row to train on"):
+        reader[0]
+    few = next(i for i in range(9) if not is_held_out(f"number {i}"))
+
+    def one() -> Iterator[dict[str, Any]]:
+        yield {"prompt": f"number {few}"}
+
+    with pytest.raises(Refused, match=r"none of the first rows of the stream is held out\. Give held-out rows"):
+        configure(one, {"reward": here(lambda response: 1)}).task.verify()
+
+
+def test_a_stream_with_held_out_rows_of_its_own() -> None:
+    task = configure(numbers(9), {"reward": here(lambda response: 1), "eval": ROWS[:3]}).task
+    task.verify()
+    assert [p.prompt for p in task.test(2)] == [row["prompt"] for row in ROWS[:2]] and len(task.test(9)) == 3
+    assert task.report() == []
+    assert [task.train(i).prompt for i in range(9)] == [f"number {i}" for i in range(9)]

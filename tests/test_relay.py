@@ -8,7 +8,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -402,3 +404,70 @@ def test_the_command_relays_until_it_is_told_to_end(tmp_path: Path) -> None:
     relay.send_signal(signal.SIGTERM)
     assert relay.wait(60) == 143
     assert about.json() == {"engine": "sglang"} and KEY not in said
+
+
+# ---- rare answers ------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_silent_is_not_healthy(quiet: Relaying, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def alive(answer: bool) -> bool:
+        return answer
+
+    monkeypatch.setattr(quiet.client, "alive", lambda: alive(False))
+    reply = quiet.ask("GET", "/health")
+    assert (reply.status_code, reply.json()) == (503, {"error": "the engine does not say that it lives"})
+    assert reply.headers["connection"] == "close"
+    monkeypatch.setattr(quiet.client, "alive", lambda: alive(True))
+    assert quiet.ask("GET", "/health").status_code == 200
+
+
+def test_weights_that_are_late_leave_nothing(quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    monkeypatch.setattr(quiet.client, "deadline", 0.05)
+    head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n"
+    with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
+        peer.sendall(head.encode() + b"x" * 500)
+        reply = b"".join(iter(lambda: peer.recv(1000), b""))
+    assert reply.split()[1] == b"408" and b"the weights have not arrived within 0.05 seconds" in reply
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_come_in_pieces_and_are_loaded_once(
+    quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARED", tmp_path)
+    monkeypatch.setattr(relay_module, "PIECE", 10)
+    content = bytes(range(256)) * 300
+    upload = quiet.ask("PUT", "/weights", content=content).json()
+    assert upload["checksum"] == zlib.crc32(content)
+    entered, release, seen = threading.Event(), threading.Event(), list[Any]()
+
+    async def load(manifest: Any, version: int) -> None:
+        seen.append((manifest.path.read_bytes(), version))
+        entered.set()
+        await asyncio.to_thread(release.wait, 60)
+        raise Trouble("the engine takes other weights")
+
+    monkeypatch.setattr(quiet.client, "load", load)
+    body = {"upload": upload["upload"], "version": 3, "tensors": {}}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(quiet.ask, "POST", "/load", json=body)
+        assert entered.wait(60)
+        second = httpx.post(f"{quiet.url}/load", json=body, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+        release.set()
+        assert (second.status_code, second.json()) == (409, {"error": "other weights are being taken or loaded"})
+        assert (first.result().status_code, first.result().json()) == (422, {"error": "the engine takes other weights"})
+    assert seen == [(content, 3)] and not list(tmp_path.iterdir())
+
+
+def test_fewer_bytes_than_were_announced_are_refused(tmp_path: Path) -> None:
+    class Upload:
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b"abc"
+            yield b"de"
+
+    assert asyncio.run(relay_module.write_body(Upload(), tmp_path / "a", 5)) == zlib.crc32(b"abcde")
+    assert (tmp_path / "a").read_bytes() == b"abcde"
+    with pytest.raises(relay_module.Not, match="5 bytes of weights arrived, and 6 were announced") as error:
+        asyncio.run(relay_module.write_body(Upload(), tmp_path / "b", 6))
+    assert error.value.status == 400

