@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 import ascent
 from ascent.cli.main import main
+from ascent.cli.play import Terminal, _stand_in
+from ascent.workflows.policy import model_policy
 from tests.language import write_tiny
 
 Play = Callable[..., tuple[int, str, str]]
@@ -212,6 +215,24 @@ def test_a_person_sends_no_empty_answer_and_sees_a_turn_that_was_cut_off(
     assert shown.count("\n  policy ") == 1 and "1 turn (0)." in shown, "a limit of tokens ends it before an answer"
     _, shown, _ = play(*task(place, *how, "--max-tokens", "12"), typed="welcome\nyes\n")
     assert shown.count("\n  policy ") == 1 and "1 turn (0)." in shown, "an answer without room is no second turn"
+
+
+@pytest.mark.long
+def test_a_person_answers_the_calls_of_a_policy(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("seven\n"))
+    settings = {"tools": ("calculator",), "max_prompt": 700}
+    loaded = model_policy(str(write_tiny(tmp_path / "tiny")), f"jsonl:{place / 'sums.jsonl'}", settings)
+    with closing(loaded.unscored_task()) as bound:
+        environment = _stand_in(loaded.config.task, bound, True, Terminal(colour=False))()
+        step = environment.step('<call>calculator {"expression": "3+4"}</call>')
+    assert "seven" in str(step.observation) and not step.done
+    shown = capsys.readouterr().out
+    assert (
+        "  policy       <call>" in shown
+        and "  tool         calculator(expression='3+4')\n  you          seven" in shown
+    )
 
 
 def test_a_policy_of_one_turn_takes_no_answer(play: Play, tmp_path: Path) -> None:
