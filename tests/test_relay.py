@@ -398,7 +398,7 @@ def test_the_command_names_the_packages_that_it_needs(monkeypatch: pytest.Monkey
 def test_the_command_hands_its_flags_to_the_relay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[Relay] = []
+    made, closed = list[Relay](), list[Relay]()
 
     def serve(relay: Relay, *where: Any) -> Any:
         made.append(relay)
@@ -412,6 +412,7 @@ def test_the_command_hands_its_flags_to_the_relay(
     monkeypatch.setenv("A_KEY", KEY)
     monkeypatch.setattr(relay_module, "relay_server", serve)
     monkeypatch.setattr("uvicorn.Server.run", interrupted)
+    monkeypatch.setattr(Relay, "close", lambda relay: closed.append(relay))
     words = ["sglang", "--url", "http://127.0.0.1:9", "--key-env", "A_KEY", "--port", "0"]
     command = EngineCommand.read([*words, "--rows", "5", "--limit", "3", "--deadline", "7"])
     handler = signal.getsignal(signal.SIGTERM)
@@ -423,6 +424,7 @@ def test_the_command_hands_its_flags_to_the_relay(
     finally:
         signal.signal(signal.SIGTERM, handler)
     (relay,) = made
+    assert closed == made, "weights that it holds are removed"
     assert relay.limit == 3 * 2**30 and relay.client.lanes.free == 5 and relay.client.deadline == 7
     said = capsys.readouterr().out
     assert said.startswith("sglang at http://127.0.0.1:9 is relayed at http://127.0.0.1:") and KEY not in said
