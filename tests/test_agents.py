@@ -547,6 +547,8 @@ def test_the_tasks_of_a_taskset_become_a_file_of_rows(environment: Path, tmp_pat
     assert main(["rows", f"verifiers:guess:{environment}", str(tmp_path / "rows.jsonl"), "--count", "3"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows == [{"prompt": "x", "task": n} for n in range(3)] and capsys.readouterr().out.startswith("3 rows in")
+    assert main(["rows", f"verifiers:guess:{environment}", str(tmp_path / "none.jsonl"), "--count", "0"]) == 2
+    assert "--count is 0: it has to be at least 1" in capsys.readouterr().err
     for wrong in (["command:ls", "x"], [f"verifiers:missing:{environment}", "x"], [f"verifiers:x:{tmp_path}", "x"]):
         assert main(["rows", *wrong]) == 2
     errors = capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import ascent as library
 from ascent import api
 from ascent.cli import train as cli
-from ascent.cli.main import commands, main
+from ascent.cli.main import commands, guarded, main
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.menu import name_of
 from ascent.records import plot
@@ -369,6 +370,82 @@ def test_a_step_that_was_not_recorded(ascent: Any) -> None:
     assert "None were recorded" in ascent("show", "none", "--step", 0).err
 
 
+def test_a_config_of_another_task_gives_what_is_not_of_its_task(ascent: Any) -> None:
+    settings = configure("sort", {"length": 3, "numbers": 4, "steps": 7, "algorithm": "rloo", "lr": 0.25}).to_dict()
+    Path("sort.json").write_text(json.dumps(settings))
+    plan = ascent("train", "lecture", "--config", "sort.json", "--prompts", 3, "--dry-run")
+    assert plan.status == 0, plan.text
+    assert "task       lecture" in plan.out and "the run    7 steps" in plan.out and "rloo" in plan.out
+    assert "length" not in plan.out and "0.25" in plan.out
+    same = ascent("train", "sort", "--config", "sort.json", "--dry-run")
+    assert same.status == 0 and "length 3" in same.out.replace("=", " "), same.text
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_that_of_the_package(flag: str, ascent: Any) -> None:
+    said = ascent(flag)
+    assert (said.status, said.out) == (0, f"ascent {library.__version__}\n")
+
+
+def test_one_process_commands_are_refused_under_torchrun(ascent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    said = ascent("list")
+    assert said.status == 2 and "ascent list is work for one process" in said.err
+    assert "With it there are train and resume" in said.err
+
+
+def test_a_reader_that_left_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise BrokenPipeError
+
+    with open(tmp_path / "out", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert guarded(broken) == 0
+        print("lost", flush=True)
+    assert (tmp_path / "out").read_text() == "", "what is still printed goes nowhere"
+
+
+def test_a_preflight_of_a_small_task_is_its_plan(ascent: Any) -> None:
+    said = ascent("preflight", "lecture", "--steps", 7)
+    assert said.status == 0 and "the run    7 steps" in said.out and "folder     runs\n" in said.out
+    assert ascent("preflight", "lecture", "--out", "other").out.endswith("folder     other\n")
+    assert not list(Path().iterdir())
+
+
+def test_an_interrupted_run_is_resumed_by_the_same_launch_and_by_no_other(
+    ascent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun --max-restarts starts the same command again; another launch finds the folder taken."""
+    from ascent.records.run import Writer
+
+    step = Writer.step
+
+    def interrupted(self: Any, number: int, *more: Any) -> None:
+        step(self, number, *more)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    environment = {"TORCHELASTIC_RUN_ID": "one", "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    command = ("train", "lecture", "--steps", 4, "--out", "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "step", interrupted)
+        said = ascent(*command)
+    assert said.status == 130
+    assert "Interrupted after 2 of 4 steps, and saved.\nResume it: ascent resume run" in said.out
+    assert ascent(*command).status == 2, "it was not started again"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for other in ("two", "none"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", other)
+        assert ascent(*command).status == 2, "another launch"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    said = ascent(*command)
+    assert said.status == 0 and "Look closer: ascent show run" in said.out
+    assert [line["step"] for line in Run("run").metrics] == [0, 1, 2, 3]
+
+
 # Bad input: status 2, one clear message, no traceback, nothing left behind.
 
 BROKEN = "def f(:\n"
@@ -412,6 +489,8 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "no such config": (("train", "--config", "nowhere.json"), ("nowhere.json",)),
     "a config that is none": (("train", "--config", "broken.py"), ("broken.py",)),
     "a config without a task": (("train", "--config", "empty.json"), ("empty.json", "task")),
+    "no such TOML": (("train", "--config", "nowhere.toml"), ("--config nowhere.toml: No such file",)),
+    "a TOML that is none": (("train", "--config", "broken.toml"), ("--config broken.toml is not TOML",)),
     "no such init": (("train", "lecture", "--init", "nowhere"), ("--init nowhere",)),
     "a choice in a broken file": (
         ("train", "lecture", "--advantage", "python:broken.py:f"),
@@ -444,6 +523,7 @@ def test_bad_input_gets_one_clear_message(what: str, ascent: Any) -> None:
     Path("broken.py").write_text(BROKEN)
     Path("own.py").write_text("NUMBER = 3\ndef function(a, b):\n    return 0\n")
     Path("empty.json").write_text("{}")
+    Path("broken.toml").write_text("steps = = 3")
     before = sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
     said = ascent(*args)
     assert said.status == 2, said.text

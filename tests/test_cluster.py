@@ -19,6 +19,7 @@ from test_serving import fake_environment
 from torch import Tensor
 
 import ascent
+from ascent.cli.cluster import pass_on
 from ascent.cli.main import main
 from ascent.core.protocols import Ticket
 from ascent.core.types import Prompts, Rollouts, Trouble, join
@@ -324,6 +325,34 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
         file.write("".join(f"{json.dumps(line)}\n" for line in odd) + "{\nnonsense\n\xff\n" + '{"time"')
     assert replicas_of(tmp_path)[1:] == rows and replica_events(tmp_path) == [event], "other lines are left out"
     assert replicas_of(tmp_path / "nowhere") == [] == replica_events(tmp_path / "nowhere")
+
+
+def test_the_command_prints_what_the_samplers_of_a_run_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 tokens in 2 s of drawing; 2 of 4 s drawing and 1 s loading leave a quarter idle."""
+    monkeypatch.chdir(tmp_path)
+    ascent.train("sort", steps=1, prompts=2, eval_prompts=2, out="run", show=False)
+    assert main(["cluster", "status", "run"]) == 0
+    assert capsys.readouterr().out == "run was not trained on a cluster.\n"
+    one = {"version": 7, "tokens": 1500, "drawing": 2.0, "loading": 1.0, "lost": 3, "away": True}
+    line = {"time": 1.0, "seconds": 4.0, "waited": 1.0, "version": 8, "replicas": {"sampler-0": one}}
+    Path("run/engine").mkdir()
+    Path("run/engine", RECORDS).write_text(json.dumps(line) + "\n")
+    assert main(["cluster", "status", "run"]) == 0
+    head, *rows = [text.split() for text in capsys.readouterr().out.splitlines()]
+    assert head == ["name", "state", "version", "tokens", "rate", "idle", "loading", "lost"]
+    assert ["learners", "train", "8", "·", "·", "25%", "·", "·"] in rows
+    assert ["sampler-0", "away", "7", "1,500", "750/s", "25%", "25%", "3"] in rows
+    assert main(["cluster", "--json", "status", "run"]) == 0
+    assert [actor["name"] for actor in json.loads(capsys.readouterr().out)["actors"]] == ["learners", "sampler-0"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_learners_output_is_passed_on_to_the_same_stream(stream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pass_on(stream, b"step 1 \xff\n")
+    out, err = capsys.readouterr()
+    assert (out, err) == (("step 1 \ufffd\n", "") if stream == "stdout" else ("", "step 1 \ufffd\n"))
 
 
 # ---- whole runs

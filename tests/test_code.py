@@ -157,6 +157,10 @@ def test_a_hash_trusts_what_was_listed_and_nothing_else(
     assert load("eval", foreign, f"--trust={digest}") == 2
     assert f"{reward} has changed since the run was made" in capsys.readouterr().err
     assert library.load(foreign, trust=True).config and library.evaluate(foreign, prompts=1)
+    monkeypatch.setattr(code, "TRUSTED", set())
+    with pytest.raises(Refused, match="has changed since the run was made"):
+        library.resume(foreign, from_step=1)
+    assert library.resume(foreign, from_step=1, trust=True).status == "finished"
 
 
 @pytest.mark.long

@@ -220,6 +220,16 @@ def test_interval_of_known_numbers() -> None:
     assert interval([3.0])[0] == 3 and math.isnan(interval([3.0])[1])
 
 
+def test_an_interrupted_comparison_says_how_to_resume_it(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "as_completed", interrupted)
+    status, _, err = said("lecture", "--steps", 1, "--algorithms", "reinforce", "--seeds", 1, "--out", "c")
+    assert status == 130 and "what has run is kept. To resume, repeat it with --out c" in err
+    assert Run("c/reinforce-s0").status == "finished" and not Path("c/compare.json").exists()
+
+
 @pytest.mark.smoke
 def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in a worker handles it; a worker that waits would end with a traceback. The command still listens."""

@@ -447,6 +447,19 @@ def test_the_page_of_the_menu_has_the_menu_of_today() -> None:
         with_menu("a page without markers")
 
 
+def test_a_long_label_has_a_line_of_its_own() -> None:
+    """A page is 96 characters wide: from half of it on, the text starts below its label."""
+    for length, shared in ((44, True), (45, False)):
+        label = "x" * length
+        page = module.Page("one", "kind", sections=[module.Section("Title", [(label, "words about it")])])
+        lines = page.printed().splitlines()
+        assert (
+            lines[-1] == f"  {label}  words about it"
+            if shared
+            else lines[-2:] == [f"  {label}", f"{'':14}words about it"]
+        )
+
+
 def test_lines_fit_a_terminal() -> None:
     for text in [
         menu_text(),

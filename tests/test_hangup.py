@@ -9,14 +9,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import ascent
+from ascent.api import interruptible, start
 from ascent.cli.main import main
 from ascent.records import checkpoint
+from ascent.records.display import Display
 from ascent.records.run import Writer
+from ascent.settings import configure
 from ascent.workflows import rounds
 from tests.browser import PATIENCE
 from tests.processes import ascent_process
@@ -132,6 +136,60 @@ def test_a_run_that_is_stopped_while_its_last_checkpoint_is_written_is_finished(
         )
     assert process.wait() == 0, process.stderr
     assert ascent.Run(tmp_path / "run").status == "finished"
+
+
+def test_a_second_interrupt_stops_at_once_and_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Writer.step
+
+    def interrupted(self: Any, number: int, *more: Any) -> None:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        step(self, number, *more)
+
+    monkeypatch.setattr(Writer, "step", interrupted)
+    run = tmp_path / "run"
+    assert main(["train", "sort", *SETTINGS, "--steps", "3", "--out", str(run)]) == 130
+    assert f"stopped at once. Resume it with: ascent resume {run}" in capsys.readouterr().err
+    assert ascent.load(run).status == "interrupted" and len(ascent.load(run).metrics) == 1, "the step was not finished"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_is_not_written_to_any_more(number: int) -> None:
+    """SIGHUP: standard output becomes /dev/null where it was a terminal, and stays where it was a file."""
+    work, (ours, terminal), before = SimpleNamespace(stop=False), pty.openpty(), os.dup(1)
+    error, handler = os.fstat(2), signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    os.dup2(terminal, 1)
+    try:
+        with interruptible(work):
+            os.kill(os.getpid(), number)
+            silenced = os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev
+            assert work.stop and os.path.samestat(os.fstat(2), error)
+            with pytest.raises(KeyboardInterrupt, match=signal.Signals(number).name):
+                os.kill(os.getpid(), number)
+            with pytest.raises(KeyboardInterrupt) as second:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert second.value.args == ()
+    finally:
+        signal.signal(number, handler)
+        os.dup2(before, 1)
+        for file in (ours, terminal, before):
+            os.close(file)
+    assert silenced == (number == signal.SIGHUP)
+
+
+def test_a_note_about_threads_is_shown_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Heard(Display):
+        def say(self, text: str) -> None:
+            said.append((text, (tmp_path / "run").exists()))
+
+    said: list[tuple[str, bool]] = []
+    monkeypatch.setattr("ascent.api.free_threads", lambda: (1, "others compute here"))
+    config = configure("lecture", {"steps": 1})
+    assert start(config, tmp_path / "run", Heard()).config.threads == 1
+    assert said[0] == ("others compute here", False)
 
 
 @pytest.mark.parametrize("number", ENDS)

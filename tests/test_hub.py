@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +18,9 @@ import pytest
 import ascent
 from ascent.cli.main import main
 from ascent.core.types import Refused
+from ascent.records.responses import HELD_OUT, path_of
 from ascent.records.run import Run
+from ascent.workflows.hub import model_card
 
 pytestmark = pytest.mark.long
 TOKEN, READER = "hf_alice", "hf_reads"
@@ -242,6 +246,24 @@ def test_a_hub_that_loses_a_file_is_noticed(hub: StandIn, trained: Run, tmp_path
 def test_a_name_that_the_hub_does_not_allow_is_refused(trained: Run, tmp_path: Path, name: str) -> None:
     with pytest.raises(Refused, match="the hub allows no such name"):
         ascent.export(trained.folder, tmp_path / "out", push=name)
+
+
+def test_without_its_package_a_push_names_the_extra(
+    trained: Run, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["export", str(trained.folder), str(tmp_path / "out"), "--push", "sums"]) == 2
+    assert "--push needs huggingface-hub: pip install 'ascent-rl[lm]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_without_recorded_prompts_has_the_figures_of_training(trained: Run, tmp_path: Path) -> None:
+    run = Run(shutil.copytree(trained.folder, tmp_path / "copy"))
+    figures = model_card(run, 1)
+    assert "of the 2 recorded prompts: right" in figures
+    path_of(run.folder, 0, HELD_OUT).unlink()
+    without = model_card(run, 1)
+    assert without.splitlines() == [line for line in figures.splitlines() if "recorded prompts" not in line]
 
 
 def test_a_hub_that_cannot_be_reached_is_named(

@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -30,14 +31,16 @@ from ascent.core.advantages import Normalized
 from ascent.core.exploration import NoBonus
 from ascent.core.kl import InLoss, NoKL
 from ascent.core.losses import Clipped
-from ascent.core.types import Refused
+from ascent.core.types import Refused, Trouble
 from ascent.lab import server
 from ascent.lab.figures import all_figures
 from ascent.lab.figures.training import figure as training
 from ascent.lab.figures.training import routes, trainings
 from ascent.lab.figures.training.trainings import MOST, Gated, Trainings, read_gate
+from ascent.lab.page import MOST_BYTES, Json, json_route
 from ascent.lab.pages.lesson import page as lessons
 from ascent.records.folder import RunFolder, write_json
+from ascent.records.run import Run
 from ascent.web.guard import Guard, host_name, host_names
 from tests.cases import mostly_smokes
 
@@ -312,6 +315,27 @@ def test_a_training_that_cannot_be_is_refused_before_it_starts(
 )
 def test_a_command_that_is_none_is_refused(client: TestClient, asked: Any) -> None:
     assert client.post("/api/trainings", json=asked).status_code == 400
+
+
+def test_a_command_without_end_is_not_read(client: TestClient) -> None:
+    answer = client.post("/api/trainings", content=b" " * (MOST_BYTES + 1))
+    assert answer.status_code == 400 and f"longer than {MOST_BYTES} bytes" in answer.json()["error"]
+    answer = client.post("/api/trainings", content=b" " * MOST_BYTES)
+    assert "a command is a JSON object" in answer.json()["error"]
+
+
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    content = {"a": [1.5, math.nan, (math.inf, "inf")], "b": {"c": -math.inf, "d": 2}, "e": None}
+    assert json.loads(Json(content).body) == {"a": [1.5, None, [None, "inf"]], "b": {"c": None, "d": 2}, "e": None}
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OverflowError("int too large")])
+def test_numbers_that_cannot_be_computed_with_are_refused(error: ArithmeticError) -> None:
+    def compute(_: Any) -> None:
+        raise error
+
+    with pytest.raises(Refused, match=f"too large to compute with: {error}"):
+        json_route(compute)(None)
 
 
 def test_a_run_that_is_not_there_or_not_ours_is_refused(client: TestClient) -> None:
@@ -656,6 +680,67 @@ def test_without_proc_a_pid_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None
     assert trainings._began(child.pid) is None
 
 
+@pytest.mark.parametrize(
+    ("command", "gate"), [("play", sys.maxsize), ("pause", 4), ("step", 5), ("stop", -1), ("reset", None)]
+)
+def test_a_command_moves_the_gate(tmp_path: Path, command: str, gate: int | None) -> None:
+    """The run has done four steps."""
+    found = Trainings(tmp_path)
+    begun = RunFolder.create(tmp_path / "one", {}, {"step": 4, "steps": 9})
+    begun.run["status"] = "interrupted"
+    begun.close("interrupted")
+    (tmp_path / "one" / "metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
+    found.kept("one").mkdir(parents=True)
+    write_json(found.kept("one") / "gate", 7)
+    if gate is None:
+        with pytest.raises(Refused, match="reset: there are play, pause, step, stop"):
+            found.command("one", command)
+        assert read_gate(found.kept("one") / "gate") == 7
+        return
+    status = found.command("one", command)
+    assert read_gate(found.kept("one") / "gate") == gate
+    assert status["words"] == "stopped and saved after step 4 of 9"
+    (found.kept("one") / "gate").unlink()
+    with pytest.raises(Refused, match=f"one: {command} is not for this run"):
+        found.command("one", command)
+
+
+@pytest.mark.long
+def test_a_gated_training_has_the_exit_status_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    settings = {"length": 2, "numbers": 3, "policy.width": 8, "prompts": 2, "samples": 2, "eval_prompts": 2, "steps": 2}
+
+    def train(out: str, **more: Any) -> int:
+        return trainings.train_gated(str(gate), str(tmp_path / out), "sort", json.dumps(settings | more))
+
+    assert train("finished") == 0
+    assert Run(tmp_path / "finished").status == "finished" and (tmp_path / "finished" / "plot.png").exists()
+    assert train("finished") == 2 and "ascent: " in capsys.readouterr().err
+    write_json(gate, -1)
+    assert train("stopped") == 130
+    assert Run(tmp_path / "stopped").status == "interrupted" and not (tmp_path / "stopped" / "plot.png").exists()
+    monkeypatch.setattr(trainings, "start", lambda *_: (_ for _ in ()).throw(Trouble("out of memory")))
+    assert train("failed") == 1 and capsys.readouterr().err.endswith("\nascent: out of memory\n")
+
+
+def test_both_sides_are_started(
+    guard: Guard, client: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainings, "WAIT", ":")
+    answer = client.post("/api/trainings", json={"state": "", "sides": ["a", "b"], "steps": 3})
+    names = answer.json()
+    assert answer.status_code == 200 and list(names) == ["a", "b"]
+    assert all(name.endswith(f"-{side}") for side, name in names.items())
+    assert [read_gate(folder / ".lab" / name / "gate") for name in names.values()] == [3, 3]
+
+
+def test_a_run_without_recorded_responses_has_an_empty_grid(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "one", {}, {"step": 0, "steps": 9}).close()
+    assert routes.response_grid(tmp_path / "one", None) == {"step": None, "prompts": []}
+
+
 # ---- lessons as pages -----------------------------------------------------------------------------------
 
 
@@ -690,6 +775,63 @@ def test_raw_html_in_a_lesson_stays_text() -> None:
 def test_a_lesson_that_speaks_of_what_is_not_there_is_refused(text: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         lessons.render(lesson(text), {"objective": "1"}, ["two"])
+
+
+def test_a_link_to_a_figure_needs_a_figure() -> None:
+    with pytest.raises(Refused, match=r"a link to figure:A=1, but the lesson has no figure"):
+        lessons.render(lesson("[x](figure:A=1)", None), {}, [])
+
+
+def test_a_heading_is_the_title_and_is_not_repeated(tmp_path: Path) -> None:
+    for name, text in {
+        "01-first_one.md": "# The title\n\nText.",
+        "02-second.md": "---\ntitle: Own\nfigure: clip\nstate: A=1\n---\nAbove.\n\n# Below\n",
+        "03-third.md": "Text alone.",
+        "README.md": "No lesson.",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert lessons.read_lessons(tmp_path) == [
+        lessons.Lesson("first-one", "The title", None, "", "Text.\n"),
+        lessons.Lesson("second", "Own", "clip", "A=1", "Above.\n\n# Below\n"),
+        lessons.Lesson("third", "03-third", None, "", "Text alone.\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        ("titel: One\nauthor: X", "author, titel does not belong in a lesson's head"),
+        ("figure: clop", r"figure clop: there are .*clip.*Did you mean clip"),
+    ],
+)
+def test_a_wrong_head_of_a_lesson_is_refused(tmp_path: Path, head: str, why: str) -> None:
+    (tmp_path / "01-one.md").write_text(f"---\n{head}\n---\nText.")
+    with pytest.raises(Refused, match=rf"01-one\.md: {why}"):
+        lessons.read_lessons(tmp_path)
+
+
+def test_two_lessons_have_two_names(tmp_path: Path) -> None:
+    for name in ("01-same.md", "02-same.md"):
+        (tmp_path / name).write_text("Text.")
+    with pytest.raises(Refused, match="two lessons have the same name"):
+        lessons.read_lessons(tmp_path)
+
+
+def test_a_lesson_leads_to_those_around_it(client: TestClient, guard: Guard) -> None:
+    found = lessons.read_lessons()
+    pages = [client.get(f"/lesson/{one.slug}").text for one in found]
+    before = [re.findall(r'<a class="back" href="([^"]*)">', page) for page in pages]
+    after = [re.findall(r'<a class="on" href="([^"]*)">', page) for page in pages]
+    addresses = [[f"{guard.root}/lesson/{one.slug}"] for one in found]
+    assert before == [[], *addresses[:-1]] and after == [*addresses[1:], []]
+    home = client.get("/").text
+    assert all(address in home for (address,) in addresses)
+
+
+@pytest.mark.parametrize("path", ["/figure/nowhere", "/api/figure/nowhere"])
+def test_a_figure_that_is_not_there_is_refused(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code in (400, 404) and "there is no figure nowhere" in answer.text
 
 
 def test_every_page_is_there_with_its_figure(client: TestClient) -> None:
@@ -841,6 +983,22 @@ def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "starlette" else real(n, *a))
     status, said = lab("--no-open")
     assert status == 2 and "pip install 'ascent-rl[lab]'" in said
+
+
+@pytest.mark.parametrize(("host", "told"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_command_says_when_other_machines_are_listened_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, told: bool
+) -> None:
+    monkeypatch.setattr(server.uvicorn.Server, "run", lambda _, sockets: sockets[0].close())
+    monkeypatch.setattr(server, "_warm", lambda: None)  # a thread that would outlive the test
+    monkeypatch.setattr(server.torch, "set_num_threads", lambda _: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status, said = lab("--host", host, "--port", "0", "--no-open", "--runs", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert status == 0 and "The lab is at http://" in said
+    assert (f"It listens on {host}, to other machines too, without encryption" in said) == told
 
 
 def test_the_printed_address_is_a_name_that_is_answered_to() -> None:

@@ -13,6 +13,7 @@ from fake_judge import FakeJudge, Reply, serving
 from test_judge import SECRET, longer
 from test_text_tasks import Bytes, rollouts, sums, write
 
+import ascent
 from ascent.cli import main as cli
 from ascent.core.types import Refused
 from ascent.engines.language.backend import LanguageBackend
@@ -86,6 +87,15 @@ def test_ties_are_counted_and_kept_apart_or_dropped(ties: str, here: Path, capsy
         assert len(rows) == 9 and rows[0]["verdicts"] == ["A", "A"] and rows[0]["responses"] == ["x", "yy"]
 
 
+def test_a_file_without_a_winner_is_not_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(here / "two.jsonl", [{"prompt": f"question {i}", "responses": ["x", "y"]} for i in range(2)])
+    with serving(lambda *_: Reply("Verdict: A")) as server:
+        assert label(file, "pairs.jsonl", "--judge", judge_file(here, server)) == 1
+    assert "of 2 pairs, none has a winner: 2 ties" in capsys.readouterr().err
+    assert not (here / "pairs.jsonl").exists()
+    assert len(read_jsonl(here / "pairs.ties.jsonl")) == 2
+
+
 def test_what_has_no_verdict_is_kept_with_the_raw_text(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def mumbles(prompt: str, number: int) -> Reply:
         return Reply("Well, well.") if "question 3" in prompt else longer(prompt, number)
@@ -145,12 +155,16 @@ def test_what_cannot_be_labelled_is_refused(here: Path, capsys: pytest.CaptureFi
     flags = ["--url", "http://localhost:1/v1", "--model", "m"]
     (here / "there.jsonl").write_text("x")
     bad = write(here / "bad.jsonl", [{"prompt": "p", "responses": ["one"]}])
+    numbers = write(here / "numbers.jsonl", [{"prompt": "p", "responses": ["one", 2]}])
+    ascent.train("sort", steps=1, prompts=2, eval_prompts=2, out=here / "small", show=False)
     for args, words in [
         ([file, "out.jsonl"], "has no url"),
         ([file, "there.jsonl", *flags], "already there"),
         ([file, "no/out.jsonl", *flags], "there is no folder"),
         ([here / "none.jsonl", "out.jsonl", *flags], "there is no file"),
         ([bad, "out.jsonl", *flags], "at least two responses"),
+        ([numbers, "out.jsonl", *flags], "a response is words, and one is 2"),
+        (["small", "out.jsonl", *flags], "its responses are not words"),
         ([file, "out.jsonl", "--judge", "none.toml"], "there is no such file"),
     ]:
         assert label(*args) == 2

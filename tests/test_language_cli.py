@@ -610,6 +610,7 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "a file in no folder": (("eval", "RUN", "--out", "no/file"), ("--out no/file", "no folder no")),
     "a limit for sort": (("eval", "SORT", "--max-tokens", 3), ("--max-tokens", "sort")),
     "another world": (("eval", "SORT", "--task", "countdown"), ("--task countdown", "is a text task")),
+    "a task and a model": (("eval", "jsonl:x", "--model", "MODEL", "--task", "sort"), ("--task sort with --model",)),
     "sample nothing": (("sample",), ("is missing: ascent sample RUN",)),
     "greedy many times": (("sample", "RUN", "x", "--greedy", "--count", 2), ("--greedy", "the same")),
     "a mass above 1": (("sample", "RUN", "x", "--top-p", 1.5), ("--top-p 1.5",)),
@@ -666,6 +667,81 @@ def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
     assert run.metrics[0]["eval/accuracy"] == run.metrics[-1]["eval/accuracy"], "so that the first is the best"
     with pytest.raises(Refused, match=r"--best.*step 1.*--keep-best.*There are: 4"):
         run.checkpoint(best=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, "name a run or a model to ask, and not both"),
+        ({"run": "RUN", "model": "MODEL"}, "name a run or a model to ask, and not both"),
+        (
+            {"run": "RUN", "options": "{}", "check": "exact"},
+            "options, check: settings of a task, and no task was named",
+        ),
+        ({"run": "SORT", "prompts": []}, "nothing to ask: give a prompt, or several"),
+        ({"run": "SORT", "prompts": "1 2", "count": -1}, "--count is -1"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(arguments: dict[str, Any], why: str, sorter: Run) -> None:
+    found = {name: sorter.folder if value == "SORT" else value for name, value in arguments.items()}
+    with pytest.raises(Refused, match=why):
+        library.sample(**found)
+
+
+@pytest.mark.long
+def test_a_small_run_is_evaluated_on_another_reward(sorter: Run, ascent: Any) -> None:
+    own = json.loads(ascent("eval", sorter.folder, "--json").out)["results"]["greedy"]
+    task = ("--task", "sort", "--length", 2, "--numbers", 8)
+    exact = json.loads(ascent("eval", sorter.folder, *task, "--reward", "exact", "--json").out)["results"]["greedy"]
+    assert exact["reward"]["value"] == exact["strict"]["value"] == own["strict"]["value"] < own["reward"]["value"]
+    said = ascent("eval", sorter.folder, "--task", "sort", "--length", 3, "--numbers", 8)
+    assert said.status == 2 and "--task sort: its prompts or responses have other shapes" in said.err
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room")])
+def test_memory_that_runs_out_is_told_with_what_to_lower(
+    error: Exception, sorter: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("ascent.engines.small.SmallSampler.generate", generate)
+    with pytest.raises(Trouble, match=r"out of memory: lower --rows or --max-tokens\. It said: no room"):
+        library.evaluate(sorter.folder, show=False)
+
+
+def conversation_row(*turns: tuple[str, float | None]) -> dict[str, Any]:
+    """A response with these turns of the policy (note and seconds of waiting), and an answer to each."""
+    blank = {"turn": 1, "text": "x", "tokens": 1}
+    said = [blank | {"who": "policy", "note": note, "seconds": seconds} for note, seconds in turns]
+    heard = [blank | {"who": "tool", "note": "calls=1", "seconds": 9.0}] * len(turns)
+    return {"truncated": False, "length": 3, "turns": [one for pair in zip(said, heard, strict=True) for one in pair]}
+
+
+def test_turns_calls_and_waiting_are_counted_by_hand() -> None:
+    """Three turns of two responses; 0.5 s and 1.5 s of waiting; two calls and one more that does not parse."""
+    rows = [conversation_row(("calls=2", 0.5), ("", None)), conversation_row(("calls=1 unparsed=1", 1.5))]
+    found = Evaluation({}, rows, [], {}, 0.0).shape()
+    assert found == {
+        "responses": 2, "truncated": 0.0, "mean_length": 3.0, "mean_turns": 1.5, "mean_waited": 1.0,
+        "calls": {"calls": 3, "unparsed": 1},
+    }  # fmt: skip
+    silent = Evaluation({}, [conversation_row(("", 0.0))], [], {}, 0.0).shape()
+    assert silent["mean_turns"] == 1 and silent["mean_waited"] == 0 and "calls" not in silent
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ((("calls=2", 0.5),), "1.00 turns per response, 0.5 s of waiting. 2 calls of tools in all."),
+        ((("", 0.001), ("", 0.001)), "2.00 turns per response."),
+    ],
+)
+def test_an_evaluation_of_conversations_reads_well(turns: tuple[Any, ...], words: str) -> None:
+    about = {"model": "m", "run": None, "task": "t", "prompts": 1, "samples": 1, "ends": True}
+    row = conversation_row(*turns) | {"prompt": "p", "response": "r", "valid": True, "reward": 1.0, "ended": "done"}
+    text = Evaluation(about, [row], [], {}, 0.0).text()
+    assert words in text.splitlines() and "The first one:" in text
 
 
 def test_an_evaluation_reads_well(run: Run) -> None:

@@ -48,13 +48,15 @@ from ascent.core.groups import All, Overlong, WithSignal
 from ascent.core.kl import InLoss, InReward
 from ascent.core.losses import Cispo, Clipped, LogProb, Ratio, SequenceRatio
 from ascent.core.reference import Frozen
-from ascent.core.types import Prompts, Refused, Space, join, to_batch
+from ascent.core.types import Prompts, Refused, Rollouts, Scores, Space, join, to_batch
 from ascent.core.weights import FixedLength, SequenceMean, TokenMean
 from ascent.engines.small import SmallLearner, SmallSampler
+from ascent.oracle import exact
 from ascent.oracle.estimator import estimate, over_prompts, pick
 from ascent.oracle.exact import Table, all_responses, expected_reward, responses_count, reward_table
 from ascent.policies import PerPosition
 from ascent.tasks.small.lecture import Lecture
+from ascent.tasks.small.turns import Guess
 
 PRODUCT = SequenceRatio("product", None, None)
 
@@ -90,8 +92,46 @@ def test_too_large_is_refused_with_its_size() -> None:
         all_responses(Space(3, 10, 6))
     with pytest.raises(Refused, match=r"9 responses in 9 classes.*groups of 20"):
         estimate(table(INDEPENDENT), Algorithm(OptimalBaseline()), 20)
+    with pytest.raises(Refused, match="the group size is 0: set 1 or more"):
+        estimate(table(INDEPENDENT), Algorithm(), 0)
+    with pytest.raises(Refused, match="needs nonsense, which the exact oracle cannot compute"):
+        table(INDEPENDENT).filled(frozenset({"nonsense"}))
     with pytest.raises(Refused, match="reference"):
         estimate(Table(policy_of(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions)), ALGORITHMS["grpo"], 2)
+
+
+def test_gradients_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine responses of two tokens."""
+    policy = policy_of(INDEPENDENT)
+    size = sum(p.numel() for p in policy.parameters())
+    every = Table(policy, prompt_of(INDEPENDENT), Tiny(INDEPENDENT, positions))
+    monkeypatch.setattr(exact, "MOST_NUMBERS", 18 * size - 1)
+    with pytest.raises(Refused, match=f"of 18 tokens by {size:,} parameters are {18 * size:,} numbers"):
+        every.jacobian("logp")
+    monkeypatch.setattr(exact, "MOST_NUMBERS", 18 * size)
+    assert every.jacobian("logp").shape == (9, 2, size)
+
+
+def test_conversations_that_are_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Guess(numbers=3, questions=2)
+    count = len(exact.every_episode(task, task.held_out(1))[1])
+    monkeypatch.setattr(exact, "MOST_RESPONSES", count - 1)
+    with pytest.raises(Refused, match=f"more than {count - 1:,} conversations: lower"):
+        exact.every_episode(task, task.held_out(1))
+    monkeypatch.setattr(exact, "MOST_RESPONSES", count)
+    assert len(exact.every_episode(task, task.held_out(1))[1]) == count
+
+
+def test_a_reward_that_fails_has_no_exact_gradient() -> None:
+    class Failing(Tiny):
+        def score(self, rollouts: Rollouts) -> Scores:
+            scores = super().score(rollouts)
+            valid = scores.valid.clone()
+            valid[0, :2] = False
+            return replace(scores, valid=valid, errors=("no number", "again"))
+
+    with pytest.raises(Refused, match=r"failed on 2 of 9; the first: no number\. Fix the reward"):
+        Table(policy_of(INDEPENDENT), prompt_of(INDEPENDENT), Failing(INDEPENDENT, positions))
 
 
 def test_lecture_by_two_ways() -> None:

@@ -269,6 +269,16 @@ def test_pairs_from_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         make_pairs(tmp_path / "run", tmp_path / "c.jsonl", 10, label=lambda *_: None)
 
 
+def test_pairs_are_labelled_by_another_reward_than_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 20 × 20 pairs of guesses about ten have one that is exactly right; most differ in the number of positions."""
+    ascent.train("sort", steps=1, reward="exact", out=tmp_path / "run", **SMALL)
+    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    assert cli.main(["pairs", str(tmp_path / "run"), str(own), "--count", "40"]) == 1
+    assert "of 40 pairs" in capsys.readouterr().err
+    assert cli.main(["pairs", str(tmp_path / "run"), str(other), "--count", "40", "--reward", "positions"]) == 0
+    assert any(json.loads(line)["chosen"] != sorted(json.loads(line)["prompt"]) for line in other.open())
+
+
 @pytest.mark.long
 def test_few_pairs_are_looked_for_as_long_as_many_and_none_is_labelled_for_nothing(tmp_path: Path) -> None:
     """Ten pairs are 200 prompts at most, twenty at once; whoever labels is asked no more once there are ten."""

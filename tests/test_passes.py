@@ -19,6 +19,7 @@ from ascent.records.display import Display
 from ascent.records.run import Run, Writer
 from ascent.settings import config_from, configure
 from ascent.tasks.passes import Passes
+from ascent.workflows.compare import run_one
 from tests.test_resume import bits, differing
 
 SMALL: dict[str, Any] = {"length": 3, "numbers": 4, "policy.width": 8, "policy.layers": 1, "policy.heads": 2}
@@ -155,6 +156,17 @@ def test_endless_prompts_have_no_passes(tmp_path: Path) -> None:
         with pytest.raises(Refused, match=r"--data-epochs 2: the task has no rows.*Set --steps"):
             ascent.train(task, out=tmp_path / "none", show=False, data_epochs=2.0)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_comparison_finds_its_run_of_some_passes_again(offline: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """The config asks for passes, and the run has decided how many steps those are."""
+    config = configure("sort", offline["sft"] | {"prompts": 8, "data_epochs": 0.5})
+    for _ in range(2):
+        run_one(config.to_dict(), str(tmp_path / "one"))
+    run = Run(tmp_path / "one")
+    assert run.status == "finished" and run.config.steps != config.steps
+    with pytest.raises(Refused, match="holds a run of other settings"):
+        run_one(config.to_dict() | {"seed": 5}, str(tmp_path / "one"))
 
 
 def test_the_later_of_steps_and_data_epochs_counts(offline: dict[str, dict[str, Any]], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 import ascent
 from ascent.cli.main import main
+from ascent.cli.play import Terminal, _stand_in
+from ascent.workflows.policy import model_policy
 from tests.language import write_tiny
 
 Play = Callable[..., tuple[int, str, str]]
@@ -156,6 +159,13 @@ def test_a_person_calls_tools_in_the_plain_format(play: Play, place: Path) -> No
 
 
 @pytest.mark.long
+def test_a_reward_that_fails_on_an_answer_is_told(play: Play, place: Path) -> None:
+    (place / "mine.py").write_text("def fails(prompt, response, answer, **columns):\n    raise ValueError('no luck')\n")
+    reward = f"python:{place / 'mine.py'}:fails"
+    assert "no luck" in play(*task(place, "--reward", reward), typed="3\n", status=1)[2]
+
+
+@pytest.mark.long
 def test_a_problem_of_one_turn_is_answered_and_graded(play: Play, place: Path) -> None:
     assert "Total reward 1: 0 turns, and 1 for the answer" in play(*task(place), typed="3\n")[1]
 
@@ -192,6 +202,44 @@ def test_a_person_answers_a_language_model_with_an_environment_with_tools_or_wit
     assert "hint 5" not in shown and "Total reward 0: 1 turn (0)." in shown
     _, shown, _ = play(*task(place, *how, "--tools", "calculator"), typed="")
     assert "The episode is over: a turn without a call." in shown and "Type what each call returns" in shown
+
+
+@pytest.mark.long
+def test_a_person_sends_no_empty_answer_and_sees_a_turn_that_was_cut_off(
+    play: Play, place: Path, tmp_path: Path
+) -> None:
+    how = ["--model", str(write_tiny(tmp_path / "tiny")), "--as", "environment", "--turn-tokens", "9"]
+    _, shown, _ = play(*task(place, *how, "--max-tokens", "40"), typed="welcome\n  \n/end 2\n")
+    assert "an answer has words; /end ends the episode. Nothing was sent" in shown and "1 turn (2)." in shown
+    _, shown, _ = play(*task(place, *how, "--max-tokens", "9"), typed="welcome\n")
+    assert shown.count("\n  policy ") == 1 and "1 turn (0)." in shown, "a limit of tokens ends it before an answer"
+    _, shown, _ = play(*task(place, *how, "--max-tokens", "12"), typed="welcome\nyes\n")
+    assert shown.count("\n  policy ") == 1 and "1 turn (0)." in shown, "an answer without room is no second turn"
+
+
+@pytest.mark.long
+def test_a_person_answers_the_calls_of_a_policy(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("seven\n"))
+    settings = {"tools": ("calculator",), "max_prompt": 700}
+    loaded = model_policy(str(write_tiny(tmp_path / "tiny")), f"jsonl:{place / 'sums.jsonl'}", settings)
+    with closing(loaded.unscored_task()) as bound:
+        environment = _stand_in(loaded.config.task, bound, True, Terminal(colour=False))()
+        step = environment.step('<call>calculator {"expression": "3+4"}</call>')
+    assert "seven" in str(step.observation) and not step.done
+    shown = capsys.readouterr().out
+    assert (
+        "  policy       <call>" in shown
+        and "  tool         calculator(expression='3+4')\n  you          seven" in shown
+    )
+
+
+def test_a_policy_of_one_turn_takes_no_answer(play: Play, tmp_path: Path) -> None:
+    ascent.train("sort", out=tmp_path / "sort", steps=1, prompts=2, eval_prompts=2, show=False)
+    assert (
+        "sort has one turn: the policy takes no answer" in play(tmp_path / "sort", "--as", "environment", status=2)[2]
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from ascent.workflows.planning.costs import OneCard, Tokens
 from ascent.workflows.planning.plan import Lengths, Planner, forecast
 from ascent.workflows.planning.schedule import Decoder, simulate
 from ascent.workflows.planning.shapes import ModelShape, read_shape
+from ascent.workflows.planning.words import plan_text
 
 QWEN_7B = ModelShape(
     "qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, 6_525_621_760, 7_615_616_512, 2_000_000, 32_768, None
@@ -190,6 +193,67 @@ def test_shares_are_whole_prompts_and_no_card_has_less_than_its_largest() -> Non
     assert sum(sums) / 2 <= planner.slowest(2).tokens <= sum(sums) / 2 + sums[-1]
 
 
+def test_policy_gpu_memory_caps_the_memory_of_a_card() -> None:
+    assert planned(1, SMALL, **{"policy.gpu_memory": 10}).cluster.card.memory == 10 * GIB
+    assert planned(1, SMALL, **{"policy.gpu_memory": 10**6}).cluster.card.memory == CARDS["h200"].memory
+
+
+HUGE = replace(QWEN_7B, every=10**12, blocks=10**12 - 10**9)
+"""A model of which no card holds a whole copy."""
+WIDE_LORA = replace(QWEN_7B, sides=600_000_000)
+"""Adapters of rank 16 with 9.6e9 parameters: 173 GB of state, more than one H200 has."""
+ADVICE: list[tuple[int, ModelShape, dict[str, Any], int, str]] = [
+    (1, QWEN_7B, {"policy.optimizer_state": "float32"}, 2, "take 2 cards or more (in shards), or --policy.lora 16"),
+    (1, WIDE_LORA, {"policy.lora": 16}, 2, "take 2 cards or more (in shards), or --policy.bits 4"),
+    (2, QWEN_7B, {"ranks.shard": "replicate"}, 2, "set --ranks.shard shard"),
+    (1, HUGE, {}, 0, "take a smaller model, a card with more memory, or --policy.lora 16"),
+    (2, HUGE, {"policy.lora": 16}, 0, "take a smaller model, a card with more memory, or --policy.bits 4"),
+    (1, HUGE, {"policy.lora": 16, "policy.bits": 4}, 0, "take a smaller model, a card with more memory"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "shape", "settings", "needed", "advice"), ADVICE)
+def test_a_plan_that_does_not_fit_says_what_to_change(
+    gpus: int, shape: ModelShape, settings: dict[str, Any], needed: int, advice: str
+) -> None:
+    plan = planned(gpus, shape, **settings)
+    words = " ".join(plan_text(plan).split())
+    assert not plan.fits and plan.needed == needed
+    assert words.partition(" assumed")[0].endswith(f"tokens. It does not fit: {advice}"), words
+    assert "new tokens per second" not in words, "no speed of a run that cannot be"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shape", "placement"),
+    [
+        (1, SMALL, "one card has everything"),
+        (2, SMALL, "replicate: every card has every parameter"),
+        (2, QWEN_7B, "shard: each card trains a part of the parameters and samples from a whole copy"),
+    ],
+)
+def test_a_plan_says_where_parameters_are(gpus: int, shape: ModelShape, placement: str) -> None:
+    words = " ".join(plan_text(planned(gpus, shape)).split())
+    assert f"placement {placement} memory" in words and "It does not fit" not in words
+    assert "new tokens per second" in words
+
+
+NOTES = {
+    "decoding without captured graphs (it has no RoPE)": ({}, "it has no RoPE"),
+    "sampling with LoRA": ({"policy.lora": 16}, None),
+    "matrices in 4 bits": ({"policy.lora": 16, "policy.bits": 4}, None),
+    "vllm was not measured for plans": ({"policy.engine": "vllm", "policy.engine_url": "http://localhost:8000"}, None),
+    "turns with an environment are counted as one answer": ({"tools": ("python",)}, None),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_plan_notes_what_its_costs_leave_out(note: str) -> None:
+    settings, unlike = NOTES[note]
+    shape = replace(SMALL, unlike=unlike)
+    assert sum(note in said for said in planned(1, shape, **settings).notes) == 1
+    assert not any(note in said for said in planned(1, SMALL).notes)
+
+
 # ---- cards
 
 
@@ -307,6 +371,17 @@ def test_what_cannot_be_planned_is_refused_in_words(plan: Any, tmp_path: Path) -
     for args, words in cases:
         said = plan(*args)
         assert said.status == 2 and words in said.err and not said.out, (args, said)
+
+
+def test_without_transformers_a_plan_names_the_extra(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = plan("gsm8k", "--model", "m")
+    assert said.status == 2 and "pip install 'ascent-rl[lm]'" in said.err
+
+
+def test_help_after_the_task_is_help(plan: Any) -> None:
+    said = plan("gsm8k", "--model", "m", "--help")
+    assert said.status == 0 and "--answer-spread" in said.out and not said.err
 
 
 # ---- the calibration

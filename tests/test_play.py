@@ -372,6 +372,9 @@ def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: P
     run = ascent.train(rows, environment=Higher, out=tmp_path / "environment", **how)
     assert run.metrics[-1]["reward"] == pytest.approx(7.0)
     assert run.config.task.environment.startswith("object:Higher@")
+    assert ascent.resume(run.folder, environment=Higher).info == run.info, "it is finished, and the object is its own"
+    with pytest.raises(Refused, match="Higher is not what this run was made with"):
+        ascent.resume(run.folder, environment=type("Higher", (Higher,), {}))
 
     def double(number: int) -> int:
         """Doubles a number.

@@ -18,7 +18,7 @@ import ascent
 from ascent.assemble import assemble
 from ascent.cli import main as cli
 from ascent.core.algorithms import ALGORITHMS
-from ascent.core.types import Outputs, Prompts, Refused
+from ascent.core.types import Outputs, Prompts, Refused, Trouble
 from ascent.engines.backend import LearnedReward
 from ascent.engines.language.learning.reward_model import LanguageProcessReward
 from ascent.engines.small import SmallSampler
@@ -265,6 +265,30 @@ def test_labelling_goes_on_where_it_was_stopped(hasty: Path, tmp_path: Path, mon
     assert len(seen) == 3 + 3, "five chunks, two of them before it was stopped"
     assert parts.read_text() == whole.read_text()
     assert not list(tmp_path.glob("*partial*"))
+
+
+@pytest.mark.long
+def test_no_file_is_written_where_no_response_has_labels(
+    hasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundSmallTask, "cut_steps", lambda *_: ([], []))
+    with pytest.raises(Trouble, match="of 6 responses none could be labelled"):
+        label_steps(hasty / "policy", tmp_path / "out.jsonl", prompts=3, samples=2, rollouts=2, show=False)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_reward_that_always_fails_stops_labelling() -> None:
+    class Failing(BoundSmallTask):
+        def score(self, rollouts: Any) -> Any:
+            scores = super().score(rollouts)
+            return replace(scores, valid=torch.zeros_like(scores.valid), errors=("no number", "again"))
+
+    settings = {"length": 2, "numbers": 3}
+    loaded = untrained_policy(configure("sort", settings))
+    task = Failing(Sort(**settings))
+    labeller = Labeller(loaded, task, Prompts.of(torch.tensor([[2, 0]])), 2, "", 0)  # type: ignore[arg-type]
+    with pytest.raises(Trouble, match=r"the reward failed on every response\. The first: no number"):
+        labeller.rows(2)
 
 
 # ---- words ---------------------------------------------------------------------------------------------------

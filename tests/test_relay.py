@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import signal
 import socket
@@ -387,6 +388,48 @@ def test_the_command_listens_to_other_machines_only_with_a_certificate(monkeypat
         EngineCommand.read(["vllm", "--url", "http://10.0.0.1:1"]).execute()
     with pytest.raises(Refused, match=r"\$ASCENT_ENGINE_KEY has no key"):
         EngineCommand.read(["sglang"]).execute()
+
+
+def test_the_command_names_the_packages_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("uvicorn", "httpx") else find(name))
+    with pytest.raises(Refused, match=r"ascent engine needs uvicorn and httpx: pip install 'ascent-rl\[lab,judge\]'"):
+        EngineCommand.read(["vllm"]).execute()
+
+
+def test_the_command_hands_its_flags_to_the_relay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, closed = list[Relay](), list[Relay]()
+
+    def serve(relay: Relay, *where: Any) -> Any:
+        made.append(relay)
+        assert where == ("127.0.0.1", 0, "", "")
+        return relay_server(relay, *where)
+
+    def interrupted(_: Any, sockets: list[socket.socket]) -> None:
+        sockets[0].close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("A_KEY", KEY)
+    monkeypatch.setattr(relay_module, "relay_server", serve)
+    monkeypatch.setattr("uvicorn.Server.run", interrupted)
+    monkeypatch.setattr(Relay, "close", lambda relay: closed.append(relay))
+    words = ["sglang", "--url", "http://127.0.0.1:9", "--key-env", "A_KEY", "--port", "0"]
+    command = EngineCommand.read([*words, "--rows", "5", "--limit", "3", "--deadline", "7"])
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command.execute()
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    (relay,) = made
+    assert closed == made, "weights that it holds are removed"
+    assert relay.limit == 3 * 2**30 and relay.client.lanes.free == 5 and relay.client.deadline == 7
+    said = capsys.readouterr().out
+    assert said.startswith("sglang at http://127.0.0.1:9 is relayed at http://127.0.0.1:") and KEY not in said
 
 
 @pytest.mark.slow

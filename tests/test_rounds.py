@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,7 +19,9 @@ from test_label import judge_file
 from test_text_tasks import sums
 
 from ascent.cli import main as cli
+from ascent.cli.train import reward_model_settings
 from ascent.core.types import Refused, Trouble
+from ascent.records.code import record_run
 from ascent.records.run import Run
 from ascent.settings import configure
 from ascent.workflows import labels, rounds
@@ -309,6 +312,59 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
     assert cli.main(["rounds", "sort", "--out", "out", *change]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_rounds_that_exist_take_no_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds_in(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["rounds", "out", "--steps", "5"]) == 2
+    assert "--steps 5: the rounds in out already have their settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [("200", 200), ("1e-3", 1e-3), ("true", True), ("transformer", "transformer"), ("[1]", [1])]
+)
+def test_settings_of_reward_models_are_json_or_text(value: str, read: Any) -> None:
+    args = ["--steps", "3", "--rm.some-name", value, "--lr=0.1"]
+    assert reward_model_settings(args) == ({"some_name": read}, ["--steps", "3", "--lr=0.1"])
+
+
+def test_unfinished_rounds_are_not_in_the_summary(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    assert [row["round"] for row in reopen_rounds(whole, show=False).summary()] == [1, 2]
+    record_run(folder, rounds.all_settings(json.loads((folder / "rounds.json").read_text())))
+    (folder / "round_1/true.json").unlink()
+    assert reopen_rounds(folder, show=False).summary() == [], "nor those after one that is unfinished"
+
+
+@pytest.mark.long
+def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: Path) -> None:
+    config = configure(
+        f"jsonl:{sums(tmp_path / 'sums.jsonl')}",
+        {"model": str(tiny_folder), "algorithm": "grpo", "max_tokens": 8, "max_prompt": 64, "threads": 1},
+    )
+    with serving(longer) as server:
+        judge = str(judge_file(tmp_path, server))
+        made = begin_rounds(tmp_path / "out", config, RoundsPlan(rounds=1, pairs=6, judge=judge), {}, show=False)
+        made.part(1).mkdir()
+        made.make_pairs(1, made.part(1, "pairs.jsonl"))
+        pairs, asked = rows(made.part(1, "pairs.jsonl")), server.count
+        assert len(rows(made.part(1, "candidates.jsonl"))) == 6 and asked > 0
+        assert len(pairs) > 1 and all(len(row["chosen"]) > len(row["rejected"]) for row in pairs)
+        drawn = made.part(1, "candidates.jsonl").read_text()
+        made.make_pairs(1, made.part(1, "again.jsonl"))
+        assert made.part(1, "candidates.jsonl").read_text() == drawn and server.count == asked, "nothing is paid twice"
+        same_prompt = [{"prompt": "p", "responses": ["x", "y" * n]} for n in (2, 3)]
+        made.part(1, "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in same_prompt))
+        with pytest.raises(Trouble, match="at least two prompts"):
+            made.make_pairs(1, made.part(1, "one.jsonl"))
+        assert not made.part(1, "one.jsonl").exists(), "so that the next attempt labels again"
+    empty = tmp_path / "empty.toml"
+    empty.write_text("")
+    with pytest.raises(Refused, match="has no url"):
+        begin_rounds(tmp_path / "other", config, RoundsPlan(judge=str(empty)), {}, show=False)
 
 
 def test_the_true_reward_is_no_learned_one(whole: Path, tmp_path: Path) -> None:

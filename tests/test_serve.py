@@ -21,7 +21,7 @@ import openai
 import pytest
 
 from ascent.cli.main import main
-from ascent.core.types import Refused
+from ascent.core.types import Refused, Trouble
 from ascent.settings import configure
 from ascent.workflows import serve
 from ascent.workflows.policy import LoadedPolicy, model_policy, untrained_policy
@@ -184,6 +184,58 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
     small = untrained_policy(configure("sort", {"length": 3}))
     with pytest.raises(Refused, match="numbers"):
         Service(small, ServeSettings(port=0), "x")
+
+
+def test_a_sampler_that_fails_three_times_in_a_row_ends_the_server(
+    loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(serve, "serve_requests", failing)
+    said: list[str] = []
+    failed = pytest.raises(Trouble, match="the sampler failed 3 times in a row: out of luck")
+    with service_of(loaded, ServeSettings(port=0, rows=2, context=100, cache=1.0)) as service, failed:
+        service.run(said.append)
+    assert said == 3 * ["the sampler failed and begins anew: RuntimeError: out of luck"]
+
+
+def test_a_model_without_a_chat_template_is_refused(tiny_folder: Path) -> None:
+    bare = model_policy(str(tiny_folder))
+    bare.policy.tokenizer.chat_template = None
+    with pytest.raises(Refused, match="no chat template"):
+        Service(bare, ServeSettings(port=0), "x")
+
+
+@pytest.mark.parametrize("own_key", [False, True])
+def test_the_command_prints_where_the_policy_is_served(
+    tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, own_key: bool
+) -> None:
+    def interrupted(service: Service, say: Callable[[str], None]) -> None:
+        said.append(service)
+        say("one line")
+        raise KeyboardInterrupt
+
+    said: list[Service] = []
+    key, handler = tmp_path / "key", signal.getsignal(signal.SIGTERM)
+    key.write_text("k" * 40)
+    key.chmod(0o600)
+    monkeypatch.setattr(Service, "run", interrupted)
+    more = ["--key-file", str(key)] if own_key else []
+    try:
+        assert main(["serve", str(tiny_folder), "--port", "0", "--rows", "2", "--max-context", "100", *more]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    out, err = capsys.readouterr()
+    (service,) = said
+    lines = [f"{tiny_folder.name} is served at {service.url}: 2 requests at once, 100 tokens each."]
+    if own_key:
+        lines += ["The key is the one in your file.", f"export OPENAI_BASE_URL={service.url}"]
+        assert service.key == "k" * 40
+    else:
+        lines += [f"key: {service.key}", f"export OPENAI_BASE_URL={service.url} OPENAI_API_KEY={service.key}"]
+    assert out.splitlines() == [*lines, "Ctrl-C ends it."] and err.startswith("one line\n")
+    assert service.desk.closed
 
 
 @pytest.mark.smoke

@@ -156,6 +156,23 @@ def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_fo
 
 
 @pytest.mark.long
+def test_the_command_of_the_preflight_says_what_it_saw_and_refuses_what_cannot_work(
+    problems: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def always(prompt, response, answer, **columns):\n    return 1.0\n")
+    flags = {"model": tiny_folder, "max-prompt": 64, "max-tokens": 8, "threads": 1, "prompts": 2, "samples": 2}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    command = ["preflight", f"jsonl:{problems}", *words, "--algorithm", "gspo", "--policy.dtype", "bfloat16"]
+    assert cli.main([*command, "--check", "number"]) == 0
+    said = capsys.readouterr().out
+    assert "2 prompts per step × 2 samples per prompt = 4 responses" in said and "right responses pass" in said
+    assert re.search(r"^note       .*log-probs", said, re.MULTILINE), said
+    assert cli.main([*command, "--reward", f"python:{tmp_path / 'mine.py'}:always"]) == 2
+    out, err = capsys.readouterr()
+    assert "self-test" in err and "2 prompts per step" in out and "\nnote       " not in out
+
+
+@pytest.mark.long
 def test_what_cannot_work_is_refused(problems: Path, tiny_folder: Path, tmp_path: Path) -> None:
     rewards = tmp_path / "mine.py"
     rewards.write_text("def always(prompt, response, answer, **columns):\n    return 1.0\n")

@@ -22,7 +22,7 @@ import ascent
 from ascent.core.types import Refused
 from ascent.lab.curves import Library, curves, measured_metrics, spark
 from ascent.lab.pages.run.page import lanes_at, run_page
-from ascent.lab.pages.runs.page import read_note, run_row, write_note
+from ascent.lab.pages.runs.page import read_note, run_row, run_row_or_reason, write_note
 from ascent.lab.server import application
 from ascent.records import columns
 from ascent.records.columns import Columns, parse
@@ -343,6 +343,32 @@ def test_missing_and_torn_files_are_said_and_cost_nothing_else(tmp_path: Path) -
     assert row["status"] == "unreadable" and "run.json is not a JSON object" in row["said"]
 
 
+def test_many_bad_lines_are_counted_and_a_few_shown(tmp_path: Path) -> None:
+    run = ascent.train("lecture", steps=1, show=False, out=tmp_path / "runs" / "r").folder
+    place = find_run(tmp_path / "runs", "r")
+    for bad, counted in ((3, False), (2, True)):
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write("nonsense\n" * bad)
+        problems = run_page(place, Library())["problems"]
+        assert len(problems) == 3 + counted
+        assert ("metrics.jsonl: 5 lines in all cannot be read, and are left out" in problems) == counted
+
+
+def test_a_run_that_breaks_its_row_is_in_the_list_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(_: Any) -> None:
+        raise ZeroDivisionError("x" * 500)
+
+    ascent.train("lecture", steps=1, show=False, out=tmp_path / "runs" / "r")
+    place = find_run(tmp_path / "runs", "r")
+    assert run_row_or_reason(place) == run_row(place)
+    monkeypatch.setattr("ascent.lab.pages.runs.page.run_row", breaks)
+    found = run_row_or_reason(place)
+    assert found["said"].startswith("its files cannot be read: ZeroDivisionError: xxx") and len(found["said"]) == 300
+    assert (found["id"], found["kind"], found["tags"], found["flags"]) == ("r", "ascent", [], [])
+
+
 def test_a_run_killed_before_it_began_is_in_the_list(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
@@ -401,6 +427,15 @@ def test_notes_are_kept_beside_the_run_and_never_written_over_unseen(root: Path)
             write_note(folder, text, tags, second["revision"])
     assert read_note(folder) == second
     (folder / "notes.json").unlink()
+
+
+def test_a_note_in_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("ascent.lab.pages.runs.page.write_json", denied)
+    with pytest.raises(Refused, match=r"the note cannot be written \(Permission denied\): is the folder yours"):
+        write_note(tmp_path, "mine", [], "")
 
 
 def test_responses_decoded_at_once_are_those_of_the_step_or_the_last_before_it(tmp_path: Path) -> None:

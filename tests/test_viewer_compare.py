@@ -510,6 +510,17 @@ def test_the_tables_as_csv(two: Comparison) -> None:
     assert settings[0] == ["setting", "a0", "a1", "b"] and ["loss", "clipped", "clipped", "$\\alpha"] in settings
 
 
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_a_picture_has_no_empty_panel(count: int, run: Any, compared: Any) -> None:
+    """Five metrics are in two rows of three, of which the last is not drawn; a run may lack a metric."""
+    names = ["reward", "accuracy", "entropy", "kl", "loss"][:count]
+    run("a", lambda step: dict.fromkeys(names, 0.1 * step))
+    run("b", lambda step: {"reward": 0.2 * step}, label="ppo", loss={"name": "log-prob"})
+    with compared("a", "b") as found:
+        drawn = picture(found, Selection(names), "svg").decode()
+    assert [f'id="axes_{i}"' in drawn for i in range(1, 8)] == [i <= count for i in range(1, 8)]
+
+
 @pytest.mark.long
 @pytest.mark.smoke
 def test_a_picture_holds_every_chart(two: Comparison) -> None:

@@ -19,6 +19,7 @@ from viewed import row, write_run, write_step
 import ascent
 from ascent.core.types import Refused
 from ascent.lab import server
+from ascent.lab.pages.completions import completions
 from ascent.lab.pages.completions.completions import (
     all_prompts,
     completions_page,
@@ -159,6 +160,23 @@ def test_a_torn_file_a_missing_one_and_one_of_somebody_else(some: Path, tmp_path
     assert "No responses were recorded" in completions_page(some)["problems"][0]
     with pytest.raises(Refused, match="in none of the recorded steps"):
         prompt_history(some, "ascent", "0" * 16)
+
+
+def test_a_step_whose_file_is_torn_after_its_prompts_were_read_is_left_out_of_a_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(folder: Path, kind: str, step: int, *more: Any) -> Any:
+        if step == 1:
+            raise Refused("step_000001 is torn")
+        return summary(folder, kind, step, *more)
+
+    summary = completions._summary
+    monkeypatch.setattr(completions, "_summary", torn)
+    folder = write_run(tmp_path / "run", {0: [row(0, 0, 1.0, "a")], 1: [row(0, 0, 0.0, "b")]})
+    found = prompt_history(folder, "ascent", key_of("prompt 0"))
+    assert [step["step"] for step in found["steps"]] == [0]
+    assert (found["found"], found["left_out"], len(found["problems"])) == (2, 1, 1)
+    assert "step_000001 is torn" in found["problems"][0]
 
 
 def test_a_file_that_changes_is_read_again(some: Path) -> None:

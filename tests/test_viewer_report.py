@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import ascent
 from ascent.cli.main import main
+from ascent.core.types import Refused
 from ascent.lab.page import TEMPLATES
 from ascent.lab.report import page as report
 from ascent.lab.report.chart import Series, chart, exact, number, percent, shown
@@ -354,6 +356,29 @@ def test_files_that_are_missing_or_damaged_are_said(run: Path, made: Any) -> Non
     assert "run.json is not a JSON object" in made(run).text
     shutil.rmtree(run / "rollouts")
     assert "No completions were recorded" in made(run).text
+
+
+def test_a_step_that_cannot_be_read_is_named_and_the_others_are_shown(
+    run: Path, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = report.completions_page
+
+    def torn(folder: Path, kind: str, step: int, **more: Any) -> Any:
+        if step == 0:
+            raise Refused("the file is torn")
+        return read(folder, kind, step, **more)
+
+    monkeypatch.setattr(report, "completions_page", torn)
+    page = made(run)
+    assert "step 0: the file is torn" in page.text and "responses of the step were recorded" in page.text
+
+
+def test_without_the_packages_of_the_lab_a_report_names_the_extra(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ascent.lab.report.page", None)
+    assert main(["report", str(run)]) == 2
+    assert "pip install 'ascent-rl[lab]'" in capsys.readouterr().err
 
 
 def test_a_run_that_was_killed_before_it_began(tmp_path: Path, made: Any) -> None:

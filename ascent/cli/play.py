@@ -19,7 +19,7 @@ from ascent.core.types import Prompts, Refused, Trouble
 from ascent.engines.backends import backend_of
 from ascent.environments.choose import instruction_of
 from ascent.environments.episode import Source
-from ascent.environments.play import GLANCE, OUT_OF_TURNS, Pool, environment_source, shared_seed
+from ascent.environments.play import GLANCE, Pool, environment_source, shared_seed
 from ascent.environments.processes import Episodes, LocalEpisodes
 from ascent.environments.tools import Tools, load_tool, read_counts, schemas_of
 from ascent.records.conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
@@ -91,11 +91,12 @@ class Terminal:
     """Where a person reads and types. What comes from a pipe is shown too, so that the game can be read."""
 
     def __init__(self, colour: bool):
-        self.colour, self.typed_here = colour, sys.stdin is not None and sys.stdin.isatty()
+        self.colour, self.turns, self.typed_here = colour, 0, sys.stdin is not None and sys.stdin.isatty()
         if self.typed_here:
             import readline  # noqa: F401 (lines can be edited)
 
     def say(self, who: str, text: str) -> None:
+        self.turns += who == POLICY
         print("\n".join(speech_lines(who, text, self.colour)), flush=True)
 
     def note(self, text: str) -> None:
@@ -334,8 +335,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
         batch = unscored(rollouts)
         (talk,) = conversations(bound, batch)
     said = [speech for speech in talk["turns"] if speech["who"] == POLICY]
-    answered = OUT_OF_TURNS.search(talk["ended"]) or not bool(rollouts.truncated.any())
-    if said and not answered:  # a limit of tokens cut off the last turn
+    if len(said) > terminal.turns:  # a limit of tokens cut off the last turn, which was not answered
         terminal.say(POLICY, said[-1]["text"])
     if not bool(batch.valid.all()):
         raise Trouble(f"the episode failed: {talk['ended']}")

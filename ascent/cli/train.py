@@ -86,7 +86,7 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
     """Train, and `then` do something with the finished run; the exit status, where it is not 0."""
     if options.out is not None and restarted() and (options.out / "run.json").exists():
         begun = Run(options.out)
-        if begun.info.get("launch") == launch_here() != "":
+        if begun.info.get("launch") == launch_here():
             recognize(options.out, config)
             return report_end(resume(options.out), then)
     if not options.dry_run:
