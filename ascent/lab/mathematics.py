@@ -37,6 +37,11 @@ def mathml(latex: str, block: bool = False) -> str:
     return re.sub("⟦(.*?)⟧", r"{{\1}}", tostring(root, "unicode"))
 
 
+def block_of_math(latex: str) -> str:
+    """Return a formula as a block; one that is wider than its column is scrolled, not cut off."""
+    return f'<div class="scroll formula" tabindex="0">{mathml(latex.strip(), block=True)}</div>\n'
+
+
 def with_mathematics(parser: MarkdownIt) -> MarkdownIt:
     """Markdown that shows what GitHub shows: `$…$` within a text, and blocks of the language `math`."""
 
@@ -52,9 +57,7 @@ def with_mathematics(parser: MarkdownIt) -> MarkdownIt:
     def blocks(state: StateCore) -> None:
         for token in state.tokens:
             if token.type == "fence" and token.info == "math":
-                formula = mathml(token.content.strip(), block=True)
-                # One that is wider than its column is scrolled, not cut off.
-                token.type, token.content = "html_block", f'<div class="scroll formula" tabindex="0">{formula}</div>\n'
+                token.type, token.content = "html_block", block_of_math(token.content)
 
     parser.inline.ruler.before("escape", "math", inline)
     parser.core.ruler.push("math", blocks)
