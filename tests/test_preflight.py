@@ -10,7 +10,7 @@ import torch
 
 from ascent.core.config import Config
 from ascent.core.protocols import Task
-from ascent.core.types import Prompts, Rollouts, Scores
+from ascent.core.types import Prompts, Rollouts, Scores, Space
 from ascent.engines.backend import Report
 from ascent.engines.language import preflight
 from ascent.engines.language.learning.learner import LanguageLearner
@@ -139,6 +139,8 @@ def test_a_reward_that_fails_its_self_test_is_warned_of_or_refused(
 
 class PartlyFailing(Task):
     """A task whose rewards fail for the first responses."""
+
+    space = Space(prompt_length=4, vocab=37, limit=4)
 
     def __init__(self, failed: int):
         self.failed = failed
