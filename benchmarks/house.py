@@ -79,7 +79,7 @@ ADDING = {
 """The files that are touched to add a thing. tests/test_adding.py and tests/test_backends.py add one of each."""
 
 BEFORE = 27_901
-LINES = 53_735
+LINES = 53_720
 """A ratchet: lower it when lines go. It was 24,400 when the rooms were made; what came since raised it, knowingly: the
 repairs of November 2026 and the hardening that followed (2,050), stop strings and limits per row (300), objects of
 Python where names were (1,250), runs that are driven and notebooks (400), micro-batches by memory (150), environments,

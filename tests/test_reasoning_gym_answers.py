@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ascent.core.types import Refused
 from ascent.tasks.text.reasoning_gym import ReasoningGym, is_plain_expression
 
 factory = pytest.importorskip("reasoning_gym.factory")
@@ -38,6 +39,13 @@ CODE = (
 
 def test_data_sets_that_evaluate_answers_are_known() -> None:
     assert {"countdown", "puzzle24", "n_queens", "spiral_matrix", "simple_integration"} <= set(EVALUATING)
+
+
+def test_a_composite_of_data_sets_cannot_be_made_from_options() -> None:
+    """It forwards answers to its parts, whose modules are not looked at."""
+    task = ReasoningGym(source="composite", options='{"datasets": [{"name": "countdown", "weight": 1, "config": {}}]}')
+    with pytest.raises(Refused, match="reasoning-gym:composite cannot be made"):
+        task.verify()
 
 
 @pytest.mark.parametrize("name", EVALUATING)

@@ -141,7 +141,7 @@ def test_the_time_since_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.Monke
     assert places.silence(tmp_path / "a", {"time": 2.0}, 20.0) == 0.0
     assert places.silence(tmp_path / "a", {"time": 2.0}, 25.0) == 5.0, "since it was seen to change"
     assert places.silence(tmp_path / "b", {"time": 1.0}, 30.0) == 29.0
-    assert places.silence(tmp_path / "a", {"time": 2.0}, 30.0) == 28.0, "only so many runs are remembered"
+    assert places.silence(tmp_path / "a", {"time": 2.0}, 30.0) == 28.0, "the number of remembered runs is limited"
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_the_folder_of_a_job_goes_with_it() -> None:
     with Sandbox(GUEST, ROOMY, kind=need_walls("bubblewrap")) as box:
         with box.job() as job:
             assert job.ask({"code": "print(1)"})["text"].strip() == "1"
-            assert folders() == 1, "a file system of its own"
+            assert folders() == 1, "its own file system"
         for number in range(3):
             assert run(box, f"print({number})").strip() == str(number)
         deadline = time.monotonic() + LONG

@@ -188,8 +188,7 @@ def results(rows: list[Row]) -> dict[str, dict[str, PromptMean]]:
     measures["mean"] = _means(every)
     for k in powers(max(row["sample"] for row in rows) + 1):
         enough = [group for group in every if len(group) >= k]
-        share = partial(lambda k, right: pass_at(k, len(right), int(sum(right))), k)
-        measures[f"pass@{k}"] = _over_prompts(enough, share, ("strict", "lenient"))
+        measures[f"pass@{k}"] = _over_prompts(enough, partial(_pass_at, k), ("strict", "lenient"))
     measures["majority"] = _means([[group[majority([r["answer"] for r in group])]] for group in every])
     measures["best"] = _means([[max(group, key=lambda row: row["reward"])] for group in every])
     return {name: row for name, row in measures.items() if row}
@@ -203,6 +202,10 @@ def majority(answers: Sequence[str]) -> int:
 
 def _means(groups: list[list[Row]]) -> dict[str, PromptMean]:
     return _over_prompts(groups, lambda values: sum(values) / len(values), MEASURES)
+
+
+def _pass_at(k: int, right: list[float]) -> float:
+    return pass_at(k, len(right), int(sum(right)))
 
 
 def _over_prompts(

@@ -4,7 +4,7 @@ A seed decides the command, the moments and the signals. A killed command is con
 the result is compared with a run of the same command that nobody killed. SIGTERM and SIGHUP have to end it in order,
 with a line that says how to resume.
 
-A command runs in a fork of this process, with a temporary folder of its own. This process adopts orphans, so it sees
+A command runs in a fork of this process, with its own temporary folder. This process adopts orphans, so it sees
 every process that a command leaves behind. A complaint names its seed and its index, and
 
     python -c "from benchmarks.attacks import killed_commands as k; print(k.kill_commands(SEED, 1, INDEX))"
@@ -216,7 +216,7 @@ def write_stage(stage: Path) -> None:
 
 
 class Process:
-    """`ascent ARGS` in a fork of this process, in a session of its own; what it prints goes to a file."""
+    """`ascent ARGS` in a fork of this process, in its own session; what it prints goes to a file."""
 
     def __init__(self, args: list[str], folder: Path, before: Callable[[], object]):
         self.output, self.end = folder / "output", time.monotonic() + DEADLINE

@@ -27,28 +27,15 @@ from ascent.tasks.text.base import INDICES, Generated, Graded, Problem
 from ascent.tasks.text.rows import import_optional
 
 RIGHT = 1 - 1e-9
-FUNCTIONS = {
-    "Abs",
-    "Integral",
-    "acos",
-    "asin",
-    "atan",
-    "cos",
-    "cosh",
-    "exp",
-    "ln",
-    "log",
-    "sin",
-    "sinh",
-    "sqrt",
-    "tan",
-    "tanh",
-}
+FUNCTIONS = frozenset(
+    ["Abs", "Integral", "acos", "asin", "atan", "cos", "cosh", "exp", "ln", "log", "sin", "sinh", "sqrt", "tan", "tanh"]
+)
 """Functions that an expression in an answer may call."""
 PLAIN_NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop),
     *(ast.List, ast.Tuple, ast.Dict),
 )
+"""What such an expression may consist of."""
 
 
 @dataclass(frozen=True)
