@@ -86,6 +86,12 @@ RULES = (
     Rule("balances ranks: speed alone", "ascent/engines/ranks/ranks.py", "shares", line=r"load\[least\]"),
     Rule("room for later positions: memory alone", "ascent/engines/language/sampling/prepacked.py", old=r"2 \* there"),
     Rule("dividing by 1 changes nothing", "ascent/engines/language/sampling/draw.py", "draw_tokens", r"^1\.0$"),
+    Rule("means order like sums", "ascent/engines/language/sampling/model.py", "_form", r"sum\(\)$", "other function"),
+    Rule("messages among ranks: speed alone", "ascent/engines/ranks/group.py", "sum_buckets", "^bucket and"),
+    Rule(GPU, "ascent/engines/language/learning/captured.py", line="^SHARE = "),
+    Rule("torch sorts stably on a CPU", "ascent/core/values.py", old=r"stable=True", operator="drop argument"),
+    Rule("descriptor 0 is taken: stdin", "ascent/sandbox/kernel.py", "make_ruleset", "^0$", line=r"if rules < 0:"),
+    Rule("Linux has it", old="^0$", line=r'getattr\(select, "POLLRDHUP", 0\)'),
     Rule("version of a package for its metadata", "ascent/__init__.py"),
 )  # fmt: skip
 PERFORMANCE = {
