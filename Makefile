@@ -62,8 +62,7 @@ compiler:
 smollm2: setup
 	@$(BIN)/python tools/smollm2.py
 
-# Four workers on two cores, for those that drive a browser or start a process wait half of the time. They are forks of one
-# process that has the libraries loaded (tests/forked_workers.py). Bytecode is kept, whatever the
+# Four workers on two cores: tests that drive a browser or start a process wait half of the time. Bytecode is kept, whatever the
 # environment says: the tests start many processes, and each would have to compile the package again.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist worksteal
 
@@ -103,7 +102,7 @@ openenv: .engines/openenv/.installed
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(PACKAGE)
 	@touch $@
 
-# What the stand-ins of tests/test_agents.py are taken for, asked of the real ones.
+# What the stand-ins of tests/environments/test_agents.py are taken for, asked of the real ones.
 bridges-test: setup verifiers openenv
 	$(TESTS) -p no:cacheprovider tests/bridges.py
 
@@ -122,7 +121,7 @@ cluster-test: setup .engines/ray/.installed
 	@touch $@
 
 kernels-test: setup .engines/triton/.installed
-	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/.engines/triton $(TESTS) -p no:cacheprovider -n 2 -m "not smoke" tests/test_kernels.py tests/test_cuda_decoder.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/.engines/triton $(TESTS) -p no:cacheprovider -n 2 -m "not smoke" tests/ops/test_triton_kernels.py tests/inference/test_cuda_graph_runner.py
 
 # The wheel, installed with no extras into an empty environment: the demo runs, and what needs an extra says so. Minutes.
 wheel: setup

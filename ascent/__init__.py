@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ascent.api import load, resume, steps, train
+    from ascent.build.trained_run import Run
     from ascent.core.advantages import (
         Advantage,
         BatchNormalized,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ascent.core.config import Config
     from ascent.core.correction import Correction, Masked, NoCorrection, Truncated
     from ascent.core.critics import Critic, NoCritic, OwnCritic, SharedCritic
+    from ascent.core.errors import ConfigError, RunError
     from ascent.core.exploration import Annealed, Constant, Exploration, NoBonus
     from ascent.core.groups import All, Groups, NoShaping, Overlong, Shaping, WithSignal
     from ascent.core.kl import KL, InLoss, InReward, NoKL
@@ -38,27 +40,27 @@ if TYPE_CHECKING:
     from ascent.core.preferences import BradleyTerry, Dpo, Likelihood, StepValue
     from ascent.core.protocols import Task
     from ascent.core.reference import Every, Frozen, MovingAverage, NoReference, Reference
-    from ascent.core.types import Batch, Prompts, Refused, Rollouts, Scores, Space, Trouble
+    from ascent.core.types import Batch, Prompts, Rollouts, Scores, Space
     from ascent.core.update import Adam, TrustRegion, Update
     from ascent.core.values import GAE, TD, KStep, MonteCarlo, VTrace
     from ascent.core.weights import FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
-    from ascent.policies.causal_lm import CausalLM
-    from ascent.policies.small import PerPosition, Policy, Transformer
-    from ascent.records.run import Run, trust
+    from ascent.models.causal_lm import CausalLM
+    from ascent.models.small_policies import PerPosition, Policy, Transformer
+    from ascent.processes.reward_calls import Reward, batch
+    from ascent.runs.run import trust
     from ascent.tasks.base import SmallTask
-    from ascent.tasks.calls import Reward, batch
     from ascent.tasks.environment import Environment, Step
     from ascent.tasks.small.lecture import Lecture
-    from ascent.tasks.small.sort import Sort
-    from ascent.tasks.small.turns import Guess, Swaps
-    from ascent.tasks.text.base import Graded, Problem, TextTask
+    from ascent.tasks.small.multi_turn import Guess, Swaps
+    from ascent.tasks.small.sorting import Sort
     from ascent.tasks.text.countdown import Countdown
     from ascent.tasks.text.gsm8k import Gsm8k
     from ascent.tasks.text.reasoning_gym import ReasoningGym
-    from ascent.tasks.text.rows import Jsonl
+    from ascent.tasks.text.table_tasks import Jsonl
+    from ascent.tasks.text.text_task import Graded, Problem, TextTask
     from ascent.workflows.evaluate import evaluate
     from ascent.workflows.labels import make_pairs
-    from ascent.workflows.policy import export, sample
+    from ascent.workflows.loaded_policy import export, sample
 
 if sys.platform == "win32":
     raise ImportError(
@@ -77,16 +79,18 @@ if os.uname().machine == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load steps",
-    "records.run": "Run trust",
+    "build.trained_run": "Run",
+    "runs.run": "trust",
     "workflows.evaluate": "evaluate",
     "workflows.labels": "make_pairs",
-    "workflows.policy": "export sample",
+    "workflows.loaded_policy": "export sample",
     "tasks.base": "SmallTask",
     "tasks.environment": "Environment Step",
-    "tasks.text.base": "TextTask Problem Graded",
-    "tasks.calls": "Reward batch",
-    "policies.small": "Policy PerPosition Transformer",
-    "core.types": "Refused Trouble Batch Prompts Rollouts Scores Space",
+    "tasks.text.text_task": "TextTask Problem Graded",
+    "processes.reward_calls": "Reward batch",
+    "models.small_policies": "Policy PerPosition Transformer",
+    "core.errors": "ConfigError RunError",
+    "core.types": "Batch Prompts Rollouts Scores Space",
     "core.protocols": "Task",
     "core.config": "Config",
     "core.algorithms": "Algorithm ALGORITHMS",
@@ -103,14 +107,14 @@ _MODULES = {
     "core.update": "Update Adam TrustRegion",
     "core.values": "TD KStep GAE MonteCarlo VTrace",
     "core.preferences": "Likelihood Dpo BradleyTerry StepValue",
-    "policies.causal_lm": "CausalLM",
+    "models.causal_lm": "CausalLM",
     "tasks.small.lecture": "Lecture",
-    "tasks.small.sort": "Sort",
-    "tasks.small.turns": "Guess Swaps",
+    "tasks.small.sorting": "Sort",
+    "tasks.small.multi_turn": "Guess Swaps",
     "tasks.text.countdown": "Countdown",
     "tasks.text.gsm8k": "Gsm8k",
     "tasks.text.reasoning_gym": "ReasoningGym",
-    "tasks.text.rows": "Jsonl",
+    "tasks.text.table_tasks": "Jsonl",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted(_HOME)

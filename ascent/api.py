@@ -15,33 +15,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascent.assemble import Parts
+from ascent.build.assemble import Parts
+from ascent.build.cpu_threads import free_threads
+from ascent.build.launch import assemble_ranks
+from ascent.build.trained_run import Run
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
-from ascent.core.types import Batch, Refused, State, Trouble
-from ascent.engines.ranks.ranks import group_size, launch_here, rank_here
-from ascent.engines.threads import free_threads
+from ascent.core.types import Batch, State
+from ascent.distributed.ranks import group_size, launch_here, rank_here
 from ascent.explain.explain import formula, objective_in_words
-from ascent.launch import assemble_ranks
-from ascent.policies.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
-from ascent.records import checkpoint
-from ascent.records.ahead import check_ahead, put_together
-from ascent.records.code import record_run
-from ascent.records.display import Display, numbers
-from ascent.records.folder import RunFolder, refuse_taken, vacated, write_json
-from ascent.records.journal import Journal
-from ascent.records.notebook import Completions, for_stream
-from ascent.records.places import memory_ran_out
-from ascent.records.reading import naming
-from ascent.records.responses import sampled_rows
-from ascent.records.run import Run, Writer, about, default_folder, init_folder, read_settings, run_label
-from ascent.records.run import trust as trust_run
-from ascent.records.trackers import Sinks, check_sinks
-from ascent.records.watch import findings
+from ascent.models.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
+from ascent.processes.user_code import CODE
+from ascent.runs import checkpoint
+from ascent.runs.alerts.alerts import findings
+from ascent.runs.batch_files import check_ahead, put_together
+from ascent.runs.display.notebook import Completions, for_stream
+from ascent.runs.display.terminal import Display, numbers
+from ascent.runs.journal import Journal
+from ascent.runs.rollout_files import sampled_rows
+from ascent.runs.run import Writer, about, default_folder, init_folder, read_settings, run_label
+from ascent.runs.run import trust as trust_run
+from ascent.runs.run_folder import RunFolder, refuse_taken, vacated, write_json
+from ascent.runs.run_list import memory_ran_out
+from ascent.runs.trackers.trackers import Sinks, check_sinks
+from ascent.runs.trust import record_run
+from ascent.runs.untrusted_files import naming
 from ascent.settings import PLAIN, check_length, config_from, configure
-from ascent.tasks.files import CODE
-from ascent.tasks.objects import about_objects, compare_objects, label_of, renamed
+from ascent.tasks.python_objects import about_objects, compare_objects, label_of, renamed
 
 RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
 """The metrics in run.json's `result`."""
@@ -129,7 +131,7 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
         launch = {"launch": launch_here()} if launch_here() else {}
         settings = config.to_dict() | {"id": secrets.token_hex(16)}
         parts.notes += tuple(filter(None, [record_run(path, settings)]))  # first: a killed run can then be resumed
-        folder = RunFolder.create(path, settings | words, about(config) | launch)
+        folder = RunFolder.create(path, settings | words, about(config, parts.backend.packages) | launch)
         if given is not None:
             given.rename(path / "model")
     except BaseException:
@@ -170,17 +172,17 @@ def settled(config: Config) -> tuple[Config, str]:
 
 def recognize(folder: Path, config: Config) -> None:
     """Let this process load a run as far as it uses what this config does, which the user has given here."""
-    with suppress(Refused):  # it starts from a run that is gone
+    with suppress(ConfigError):  # it starts from a run that is gone
         written = read_settings(folder / "config.json", people=True)
         record_run(folder, settled(replace(config, threads=1))[0].to_dict() | {"id": written.get("id")})
 
 
 def _refuse_unreadable(config: Config) -> None:
     """Refuse a choice that lives only in this process: the run could be neither resumed nor loaded."""
-    with suppress(Refused):
+    with suppress(ConfigError):
         if config_from(config.to_dict()) == config:
             return
-    raise Refused(
+    raise ConfigError(
         "a choice or task of your own was given as an object whose fields config.json cannot hold: they have to be "
         "numbers, words, or lists of them"
     )
@@ -292,7 +294,7 @@ def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
     policy = read_settings(run.folder / "config.json")["policy"]
     if policy.get("model") != KEPT_MODEL:
         name = policy.get("model", policy["name"])
-        raise Refused(f"model: this run was made with {name} by its name, and loads it from there. Give no model")
+        raise ConfigError(f"model: this run was made with {name} by its name, and loads it from there. Give no model")
     name_model(model, tokenizer)
     return given
 
@@ -313,7 +315,7 @@ def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
     return notes
 
 
-class Step:
+class TrainingStep:
     """A step of a run that is driven, `for step in ascent.steps(…)`, once its records are written."""
 
     def __init__(self, number: int, writer: Writer, parts: Parts):
@@ -352,7 +354,7 @@ class Step:
         """Change settings that decide no number: how often to evaluate, to save and to record. The run says so."""
         odd = [name for name in settings if name not in CHANGEABLE]
         if odd:
-            raise Refused(
+            raise ConfigError(
                 f"{odd[0]}: it decides numbers, so a resumed run would have others. What may be changed: "
                 f"{', '.join(CHANGEABLE)}.{nearest(odd[0], CHANGEABLE)}"
             )
@@ -363,7 +365,7 @@ class Step:
         write_json(folder.path / "config.json", read_settings(folder.path / "config.json", people=True) | values)
 
 
-class Steps:
+class TrainingSteps:
     """A run that is driven step by step. Whoever leaves the loop early ends the run with that step; it is saved."""
 
     def __init__(self, begun: Begun):
@@ -371,10 +373,10 @@ class Steps:
         self._steps = drive(begun, driven=True)
         LIVE[self.folder.resolve()] = self
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[TrainingStep]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> TrainingStep:
         return next(self._steps)
 
     def close(self) -> None:
@@ -386,13 +388,13 @@ class Steps:
         return Run(self.folder)
 
 
-LIVE: weakref.WeakValueDictionary[Path, Steps] = weakref.WeakValueDictionary()
+LIVE: weakref.WeakValueDictionary[Path, TrainingSteps] = weakref.WeakValueDictionary()
 """The runs that this process drives."""
 
 
 def steps(
     task: Any, *, out: str | Path | None = None, show: bool = False, preflight: bool = True, **settings: Any
-) -> Steps:
+) -> TrainingSteps:
     """A run as `train` begins it (or, given a Run, as `resume` continues it), to be driven step by step.
 
     for step in ascent.steps(rows, model="FOLDER", reward=f):
@@ -403,13 +405,13 @@ def steps(
     if isinstance(task, Run):
         begun = reopen(task, display, **settings)
         if begun is None:
-            raise Refused(
+            raise ConfigError(
                 f"{task.folder} is finished: there is no step left. To go back: ascent.resume(run, from_step=N)"
             )
-        return Steps(begun)
+        return TrainingSteps(begun)
     check_length(settings)
     CODE.clear()
-    return Steps(begin(configure(task, settings), out, display, preflight))
+    return TrainingSteps(begin(configure(task, settings), out, display, preflight))
 
 
 def carry_out(begun: Begun) -> Run:
@@ -419,7 +421,7 @@ def carry_out(begun: Begun) -> Run:
     return Run(begun.folder.path)
 
 
-def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
+def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, None]:
     """Run the loop in a locked folder, and write into run.json how it ended, how far it came, and its result.
 
     `driven`: somebody else's code runs between two steps, and Ctrl-C is then theirs.
@@ -446,11 +448,11 @@ def drive(begun: Begun, driven: bool = False) -> Generator[Step, None, None]:
             evaluate = writer.journalled(parts.evaluator(writer.held_out))
             given = (parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
             made: Any = loop(config, *given, writer.journal)
-            step: Step | None = None
+            step: TrainingStep | None = None
             with suppress(StopIteration):
                 while True:
                     with waiting(driven):
-                        step = Step(made.send(None if step is None else step.changed), writer, parts)
+                        step = TrainingStep(made.send(None if step is None else step.changed), writer, parts)
                     try:
                         yield step
                     except GeneratorExit:
@@ -491,12 +493,12 @@ def end(parts: Parts, folder: RunFolder, display: Display, writer: Writer) -> No
 
 def _trouble(error: Exception, folder: Path) -> Exception:
     """The error to raise: itself where it explains itself, else what it was and where its details are."""
-    if isinstance(error, Trouble | Refused):
+    if isinstance(error, RunError | ConfigError):
         return error
     if isinstance(error, OSError):
-        return Trouble(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
+        return RunError(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
     vacated(folder / "error.txt").write_text("".join(traceback.format_exception(error)))
-    return Trouble(
+    return RunError(
         f"an error that Ascent did not expect: {type(error).__name__}: {error}. "
         f"The details are in {folder / 'error.txt'}"
     )

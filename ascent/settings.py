@@ -24,19 +24,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
 from ascent.core.config import Config, Torchrun
 from ascent.core.correction import Truncated
+from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.preferences import SHOWN
-from ascent.core.types import Refused
 from ascent.core.update import Adam
-from ascent.policies import POLICIES
-from ascent.policies.causal_lm import lora_settings, name_model
+from ascent.models import POLICIES
+from ascent.models.causal_lm import lora_settings, name_model
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
-from ascent.tasks.files import load_python
-from ascent.tasks.objects import find_object, label_of, name_class, names_in
+from ascent.tasks.python_objects import find_object, label_of, name_class, names_in
 from ascent.tasks.reward_sources import name_rewards
-from ascent.tasks.text.given import given_task, name_rows
+from ascent.tasks.text.python_rows import given_task, name_rows
 from ascent.tasks.tool_sources import PLAYED, name_played
+from ascent.tasks.user_files import load_python
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
@@ -91,7 +91,7 @@ class Setting:
         choices = [str(option) for kind in self.kinds if get_origin(kind) is Literal for option in get_args(kind)]
         wanted = f"one of {', '.join(choices)}" if choices else " or ".join(_in_words(k) for k in self.kinds[::-1])
         hint = nearest(str(value), choices)
-        raise Refused(f"{flag or self.flag} is {value!r}: it has to be {wanted}{f'.{hint}' if hint else ''}")
+        raise ConfigError(f"{flag or self.flag} is {value!r}: it has to be {wanted}{f'.{hint}' if hint else ''}")
 
 
 def _in_words(kind: Any) -> str:
@@ -190,10 +190,10 @@ class Resolved:
         policy, ranks = axes.pop("policy"), axes.pop("ranks")
         passes = self.plain.get("data_epochs")
         if passes is not None and not 0 < passes < float("inf"):
-            raise Refused(f"--data-epochs is {passes:g}: set a number of passes above 0")
+            raise ConfigError(f"--data-epochs is {passes:g}: set a number of passes above 0")
         needed, samples = self.needs.get("samples"), self.plain.get("samples")
         if needed not in (None, samples):
-            raise Refused(
+            raise ConfigError(
                 f"--samples {samples}: {row_label(Algorithm(**axes))} samples nothing; its {axes['loss'].data} have "
                 f"{needed} per prompt. Leave --samples out, or set it to {needed}"
             )
@@ -243,7 +243,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
         for key in [] if layer is preset else layer:
             if key.split(".")[0] not in known:
                 flag, flags = (f"--{key.replace('_', '-')}", [f"--{name.replace('_', '-')}" for name in known])
-                raise Refused(f"{flag}: there is no such setting for {name_of(cls)}.{nearest(flag, flags)}")
+                raise ConfigError(f"{flag}: there is no such setting for {name_of(cls)}.{nearest(flag, flags)}")
     given = {key for layer in layers for key in layer}  # what a preset sets, a row may replace
     resolved.plain |= {name: value for name, value in resolved.needs.items() if name not in given}
     if resolved.plain.get("ahead") and cls.kind == "text" and not given & {"correction", "old_logp"}:
@@ -274,7 +274,7 @@ def in_words(layer: Settings) -> dict[str, Any]:
     elif model is not None and not isinstance(model, str):
         words["policy.model"] = name_model(model, tokenizer)
     elif tokenizer is not None:
-        raise Refused("tokenizer goes with a model that is given as an object; a name or a folder brings its own")
+        raise ConfigError("tokenizer goes with a model that is given as an object; a name or a folder brings its own")
     return words
 
 
@@ -294,7 +294,9 @@ def name_given(objects: Settings) -> list[str]:
             names.append(name_of(cls))
         else:
             known = ["rows", "eval", "reward", *PLAYED, "task", *CHOICES]
-            raise Refused(f"{setting}: no such object of a run. There are {', '.join(known)}.{nearest(setting, known)}")
+            raise ConfigError(
+                f"{setting}: no such object of a run. There are {', '.join(known)}.{nearest(setting, known)}"
+            )
     return names
 
 
@@ -308,7 +310,7 @@ def check_length(settings: Settings) -> None:
     """Refuse a number of steps and a number of passes in one call."""
     steps, passes = settings.get("steps"), settings.get("data_epochs")
     if steps is not None and passes is not None:
-        raise Refused(f"--steps {steps} and --data-epochs {passes} both say how long the run is: give one of them")
+        raise ConfigError(f"--steps {steps} and --data-epochs {passes} both say how long the run is: give one of them")
 
 
 def canonical(key: str) -> str:
@@ -327,7 +329,7 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
             continue
         fields = value if isinstance(value, Mapping) else {"name": value}
         if not isinstance(fields.get("name"), str):
-            raise Refused(f"--{key} is {value!r:.80}: it has to be a name, or an object with a name and its fields")
+            raise ConfigError(f"--{key} is {value!r:.80}: it has to be a name, or an object with a name and its fields")
         flat[key] = fields["name"]
         flat |= {f"{key}.{k}" if key != "task" else k: v for k, v in fields.items() if k != "name"}
     return flat
@@ -371,7 +373,7 @@ def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
     base = CHOICES[axis][0].__mro__[1]
     if not (isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, base)):
         derived = "" if base is object else f" that derives from {base.__module__}.{base.__name__}"
-        raise Refused(
+        raise ConfigError(
             f"--{axis} {name}: a choice of your own must be a frozen dataclass{derived}, like those on the menu"
         )
 
@@ -394,7 +396,7 @@ def find_task(task: Any, rewarded: bool = False) -> tuple[Any, Settings]:
     cls = find_named("TASK", name, {name_of(cls): cls for cls in TASKS}, "task")
     if colon and "source" not in hyperparameters(cls):
         flags = ", ".join(setting.flag for setting in settings_of(cls).values())
-        raise Refused(f"TASK {task}: {name} takes no SOURCE; its settings are flags: {flags}")
+        raise ConfigError(f"TASK {task}: {name} takes no SOURCE; its settings are flags: {flags}")
     return cls, {"source": source} if colon else {}
 
 
@@ -403,7 +405,7 @@ def _own_task(name: str) -> Any:
     task = load_python("TASK", name)
     cls = task if isinstance(task, type) else type(task)
     if not (is_dataclass(cls) and issubclass(cls, BaseTask) and "default" in cls.presets):
-        raise Refused(
+        raise ConfigError(
             f"TASK {name}: a task of your own is a frozen dataclass that derives from ascent.SmallTask or "
             "ascent.TextTask and has `presets`, or an instance of such a class"
         )
@@ -433,7 +435,7 @@ def refuse_unknown_fields(axis: str, cls: type, names: Iterable[str]) -> None:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             hint = nearest(name, known).replace("mean ", f"mean --{axis}.").replace("_", "-")
-            raise Refused(f"--{axis}.{name.replace('_', '-')}: {name_of(cls)} has no such field; {has}.{hint}")
+            raise ConfigError(f"--{axis}.{name.replace('_', '-')}: {name_of(cls)} has no such field; {has}.{hint}")
 
 
 def spell(choice: Any, every: bool = False) -> str:
@@ -463,5 +465,5 @@ def row_label(algorithm: Algorithm) -> str:
 def find_named(flag: str, name: str, known: Mapping[str, Any], kind: str) -> Any:
     """What has this name among the known; an unknown name is refused with a list of the known ones."""
     if name not in known:
-        raise Refused(f"{flag} {name}: no such {kind}. There are {', '.join(known)}.{nearest(str(name), known)}")
+        raise ConfigError(f"{flag} {name}: no such {kind}. There are {', '.join(known)}.{nearest(str(name), known)}")
     return known[name]

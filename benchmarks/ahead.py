@@ -32,13 +32,13 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.config import Config
 from ascent.core.loop import Clock, collect
-from ascent.core.protocols import Finished, Sampler, Ticket
+from ascent.core.protocols import FinishedRollouts, RolloutRequest, Sampler
+from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
-from ascent.engines.language.sampling.draw import Support
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.policies import CausalLM, PerPosition
-from ascent.records.statistics import interval
-from ascent.tasks.small.sort import Sort
+from ascent.inference.engine import LanguageSampler
+from ascent.models import CausalLM, PerPosition
+from ascent.runs.statistics import interval
+from ascent.tasks.small.sorting import Sort
 from benchmarks import ahead_engine
 from benchmarks.common import close, markdown, pair, show, write_page
 from benchmarks.many import train_many
@@ -61,16 +61,16 @@ class Simulated(Sampler):
 
     def __init__(self, rng: random.Random):
         self.rng, self.version = rng, -1
-        self.written: dict[Ticket, list[list[int]]] = {}
+        self.written: dict[RolloutRequest, list[list[int]]] = {}
         """By ticket, the version of each token of each response so far."""
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.version = version
 
-    def copy(self) -> dict[Ticket, list[list[int]]]:
+    def copy(self) -> dict[RolloutRequest, list[list[int]]]:
         return {ticket: [list(row) for row in rows] for ticket, rows in self.written.items()}
 
-    def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         for one in self.pending:
             count = len(one.ticket.prompts) * one.ticket.samples
             rows = self.written.setdefault(one.ticket, [[] for _ in range(count)])
@@ -81,9 +81,9 @@ class Simulated(Sampler):
         mine = [one for one in self.pending if one.ticket.step == step]
         self.pending = tuple(one for one in self.pending if one.ticket.step != step)
         for one in mine:
-            yield Finished(one.ticket, torch.arange(len(one.ticket.prompts)), self.rollouts(one.ticket))
+            yield FinishedRollouts(one.ticket, torch.arange(len(one.ticket.prompts)), self.rollouts(one.ticket))
 
-    def rollouts(self, ticket: Ticket) -> Rollouts:
+    def rollouts(self, ticket: RolloutRequest) -> Rollouts:
         """Every token says which step it belongs to."""
         rows = self.written.pop(ticket)
         shape, width = (len(ticket.prompts), ticket.samples), max(map(len, rows))
@@ -158,7 +158,7 @@ def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
         lm = CausalLM(random_model(Path(folder), SMOKE), dtype="float32", device="cpu").load()
     lm.ends = frozenset({-1})  # no response ends before its length
     rows = 2 * groups * samples
-    sampler = Ragged(lm, 8 * mean, 1.0, torch.Generator().manual_seed(0), Support(), rows)
+    sampler = Ragged(lm, 8 * mean, 1.0, torch.Generator().manual_seed(0), SamplingParams(), rows)
     sampler.lengths = lengths_of(steps * groups * samples, mean, 8 * mean).view(-1, samples)
     net: Any = sampler.packed or lm
     passes, hidden = 0, net.hidden
@@ -174,7 +174,7 @@ def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
         sampler.load({}, step)
         while asked < min(step + ahead + 1, steps):
             problem = torch.arange(asked * groups, (asked + 1) * groups)
-            sampler.submit([Ticket(asked, Prompts(problem[:, None] % 100 + 2, problem), samples)])
+            sampler.submit([RolloutRequest(asked, Prompts(problem[:, None] % 100 + 2, problem), samples)])
             asked += 1
         tokens += sum(int(done.rollouts.length.sum()) for done in sampler.finished(step, 3600.0))
     assert tokens == int(sampler.lengths.sum()) and not sampler.pending

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from ascent.core.protocols import Ticket
+from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts
-from ascent.engines.serving.process import find_python
-from ascent.engines.serving.sampler import ServedSampler
-from ascent.policies import CausalLM
+from ascent.inference.remote.remote_engine import ServedSampler
+from ascent.inference.remote.server_process import find_python
+from ascent.models import CausalLM
 from benchmarks.common import RESULTS, close, markdown, show, write_page
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 
@@ -114,7 +114,7 @@ def kills(environment: str, count: int) -> dict[str, Any]:
                 begun = {one.ticket.step for one in sampler.pending}
                 for later in range(step, (step + AHEAD if last is None else last) + 1):
                     if later not in begun:
-                        sampler.submit([Ticket(later, Prompts.of(prompts), 4)])
+                        sampler.submit([RolloutRequest(later, Prompts.of(prompts), 4)])
                 done = list(sampler.finished(step, 1800.0))
                 assert sorted(int(one.place[0]) for one in done) == list(range(8)), "each group once"
                 for one in done:

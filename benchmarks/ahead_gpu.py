@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.core.types import Prompts
 from ascent.settings import configure

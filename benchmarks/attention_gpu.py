@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.engines.language.graphs import CudaGraphs, NoGraphs
-from ascent.engines.language.kernels import load_kernels
-from ascent.engines.language.sampling import step as formulas
-from ascent.engines.language.sampling.step import LENGTH, PAGE, Board, Turn
+from ascent.ops import decode_ops as formulas
+from ascent.ops import load_kernels
+from ascent.ops.cuda_graphs import CudaGraphs, NoGraphs
+from ascent.ops.decode_ops import Turn
+from ascent.ops.decode_state import LENGTH, PAGE, DecodeState
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.ragged_gpu import LIMIT, MEAN, lengths_of
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES
@@ -67,7 +68,9 @@ class Rows:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         need = [n // PAGE + 1 for n in lengths]
         like = torch.zeros((), dtype=dtype, device=device)
-        self.board = Board.empty(layers, self.shared, channel, count, sum(need), max(need), max(lengths) + 1, like)
+        self.board = DecodeState.empty(
+            layers, self.shared, channel, count, sum(need), max(need), max(lengths) + 1, like
+        )
         pages = torch.randperm(sum(need)).split(need)
         for lane, own in enumerate(pages):
             self.board.table[lane, : len(own)] = own.int()
@@ -109,7 +112,7 @@ def measure(name: str, lengths: list[int], count: int, cut: bool, smoke: bool) -
     shape, device = SHAPES[name], "cpu" if smoke else "cuda"
     torch.manual_seed(0)
     rows = Rows(shape, lengths, count, 2 if smoke else shape["num_hidden_layers"], device)
-    ops = formulas if smoke else load_kernels("decoding") or formulas
+    ops = formulas if smoke else load_kernels("triton_decoding") or formulas
     graphs = NoGraphs() if smoke else CudaGraphs()
     took, results = {}, {}
     for how in {cut, False}:

@@ -40,7 +40,7 @@ def ceiling() -> float:
     """How often the demonstrator is right on the prompts of the evaluation."""
     import torch
 
-    from ascent.tasks.small.sort import Sort
+    from ascent.tasks.small.sorting import Sort
 
     task = Sort(wrong=WRONG)
     prompt = task.held_out(1_000).prompt

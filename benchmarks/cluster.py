@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ascent.engines.cluster.transfer import Snapshot, WeightSender, receive_weights
+from ascent.distributed.weight_transfer import Snapshot, WeightSender, receive_weights
 from benchmarks.common import ROOT, close, show
 from benchmarks.killed_ranks import lines_of
 

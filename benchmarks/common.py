@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ascent.records.display import table
-from ascent.records.plot import COLORS, DASHES, figure
+from ascent.runs.display.plots import COLORS, DASHES, figure
+from ascent.runs.display.terminal import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

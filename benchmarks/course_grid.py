@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ascent.oracle.exact import every_response, probability, reward_table
-from ascent.records.statistics import interval
+from ascent.runs.statistics import interval
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Lectures, Stack, outcome, train_many
 

@@ -25,11 +25,11 @@ from ascent.core.advantages import Centered, LeaveOneOut, Normalized, Raw
 from ascent.core.algorithms import Algorithm
 from ascent.core.critics import OwnCritic
 from ascent.core.values import GAE, TD, KStep, MonteCarlo
+from ascent.models import Transformer
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
-from ascent.policies import Transformer
 from ascent.settings import spell
-from ascent.tasks.small.sort import Sort
+from ascent.tasks.small.sorting import Sort
 from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, write_page
 
 SAMPLES, LARGEST_BIAS = 4, 1e-9

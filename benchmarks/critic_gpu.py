@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
-from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
-from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM, LanguageModel
+from ascent.models import CausalLM, LanguageModel
+from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from benchmarks.common import close, options_with_gpu, random_batch, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 

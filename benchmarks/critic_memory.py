@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
-from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
-from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM
+from ascent.models import CausalLM
+from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from benchmarks.common import GIVEN_BACK, ROOT, close, random_batch, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2

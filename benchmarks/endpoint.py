@@ -37,15 +37,15 @@ from urllib.request import urlopen
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling.requests import serve_requests
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.engines.requests import Desk
-from ascent.environments.sessions import ChatWriter, Session
-from ascent.web.agents import ServerThread
-from ascent.web.endpoint import Endpoint
-from ascent.web.open_sessions import Rules
+from ascent.environments.chat_session import ChatWriter, Session
+from ascent.inference.continuous_batching import serve_requests
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.request_queue import RequestQueue
+from ascent.rollout.agents import ServerThread
+from ascent.server.endpoint import Endpoint
+from ascent.server.open_sessions import SessionRules
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers.models import SMOKE as TINY
 from benchmarks.peers.models import random_model
@@ -185,8 +185,8 @@ def client(pipe: Any) -> None:
 
 @contextmanager
 def serving(sampler: LanguageSampler, slots: int, limit: int, longest: int, writer: Any) -> Iterator[Any]:
-    desk = Desk(slots)
-    rules = Rules(limit + longest, longest, limit, fixed=True)
+    desk = RequestQueue(slots)
+    rules = SessionRules(limit + longest, longest, limit, fixed=True)
     endpoint = Endpoint(desk, writer, rules, sampler.lm.vocab)
     server = ServerThread(endpoint).start()
     decoding = threading.Thread(target=serve_requests, args=(sampler, desk, slots, limit, longest))
@@ -300,7 +300,7 @@ def attacks(folder: Path) -> tuple[dict[str, bool], int]:
 def tiny(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    from ascent.policies import CausalLM
+    from ascent.models import CausalLM
 
     random_model(folder, TINY | {"max_position_embeddings": 1024})
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -354,7 +354,7 @@ def learn(folder: Path, steps: int, name: str, agent: str) -> dict[str, float]:
     """Reward at the start and at the end, and the largest mean gap between sampler and learner."""
     from ascent.api import start
     from ascent.core.metric_names import MISMATCH
-    from ascent.records.display import Display
+    from ascent.runs.display.terminal import Display
     from ascent.settings import configure
 
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": "x", "task": i - 20, "seed": i} for i in range(20, 60)]

@@ -74,8 +74,8 @@ def overhead(model: Path, folder: Path, calls: int) -> float:
     The two take turns, call by call, so that a busy machine slows down both.
     """
     import ascent
+    from ascent.rewards.grading import Grading
     from ascent.settings import configure
-    from ascent.tasks.text.grading import Grading
 
     (folder / "mine.py").write_text(REWARD)
     space: dict[str, Any] = {"__name__": "__main__"}

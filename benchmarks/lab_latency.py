@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
-from ascent.lab.figure import Slider
+from ascent.lab.figure_base import Slider
 from ascent.lab.figures import all_figures
 from benchmarks.common import close, show
 from benchmarks.labs import lab

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ascent
-from ascent.records.metrics import ALWAYS_WRITTEN
+from ascent.runs.metrics import ALWAYS_WRITTEN
 from benchmarks.common import ROOT
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

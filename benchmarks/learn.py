@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.loop import train
-from ascent.records.statistics import interval, wilson
+from ascent.runs.statistics import interval, wilson
 from ascent.settings import configure
 from benchmarks.common import (
     COLORS,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import ascent
-from ascent.records.run import Run
+from ascent.build.trained_run import Run
 from benchmarks.common import close
 
 PRINTED = (0, 5)

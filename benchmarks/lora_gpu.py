@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ascent.core.correction import MISMATCH
-from ascent.policies.causal_lm import GIVEN, name_model
+from ascent.models.causal_lm import GIVEN, name_model
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import in_turns, middle
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts

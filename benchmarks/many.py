@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.advantages import BatchNormalized, RunningMean
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError
 from ascent.core.groups import without_signal
 from ascent.core.loop import train as loop
-from ascent.core.protocols import Stepped
-from ascent.core.types import Batch, Prompts, Refused, Space
+from ascent.core.protocols import UpdateResult
+from ascent.core.types import Batch, Prompts, Space
+from ascent.models import PerPosition, Policy
+from ascent.models.small_policies import Sampled
 from ascent.oracle.exact import every_response, probability, reward_table
-from ascent.policies import PerPosition, Policy
-from ascent.policies.small import Sampled
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from benchmarks.common import NoRecords
@@ -112,7 +113,7 @@ class Memory(NoRecords):
     responses: int = 0
     updates: int = 0
 
-    def step(self, step: int, metrics: Any, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None:
+    def step(self, step: int, metrics: Any, batch: Batch, minis: list[Batch], updates: list[UpdateResult]) -> None:
         self.silent.append(without_signal(batch).view(self.runs, -1).double().mean(1))
         self.responses += batch.valid.numel() // self.runs
         self.updates += len(updates)
@@ -146,7 +147,9 @@ def stack(one: Config, seeds: tuple[int, ...]) -> Config:
     """The config of one run made that of all."""
     update = one.algorithm.update
     if isinstance(one.algorithm.advantage, BatchNormalized | RunningMean) or update.max_norm is not None:
-        raise Refused("stacked runs must not see one another: no batch-normalized or running-mean credit, no max-norm")
+        raise ConfigError(
+            "stacked runs must not see one another: no batch-normalized or running-mean credit, no max-norm"
+        )
     algorithm = replace(one.algorithm, update=replace(update, eps=update.eps / len(seeds)))
     task = Lectures(one.task.reward, runs=len(seeds))
     sizes = {"prompts": 3 * len(seeds), "eval_every": one.steps, "threads": 1}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.settings import configure
-from ascent.workflows.compare import draw_comparison, run_all, summarize_runs
+from ascent.workflows.seed_comparison import draw_comparison, run_all, summarize_runs
 from benchmarks.common import COLORS, RESULTS, close, figure, markdown, save_picture, show, write_page
 
 ROWS = ("sft", "dpo", "reinforce", "grpo", "ppo", "trpo")
@@ -32,8 +32,8 @@ SHOWN = {"sft": "demonstrations", "dpo": "pairs"}
 
 def picture(runs: dict[str, Any], found: dict[str, Any]) -> None:
     """Accuracy against labels and against seconds, and the sizes of both."""
-    from ascent.records.plot import series
-    from ascent.workflows.compare import costs_by_step
+    from ascent.runs.display.plots import series
+    from ascent.workflows.seed_comparison import costs_by_step
 
     fig, axes = figure(1, 3, (14.0, 4.4))
     for i, (name, group) in enumerate(runs.items()):

@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch, Outputs
-from ascent.engines.language.learning.head import Head
-from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.learning.states import spread, targets
-from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM, LanguageModel
+from ascent.models import CausalLM, LanguageModel
+from ascent.models.lm_head import Head
+from ascent.training.language_learner import LanguageLearner
+from ascent.training.packing import spread, targets
 from benchmarks.common import GIVEN_BACK, ROOT, close, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2

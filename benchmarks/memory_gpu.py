@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM
+from ascent.build.model_verification import prove
+from ascent.models import CausalLM
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.memory_cpu import ALGORITHM, SIDES, batch_of
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.assemble import Parts, assemble
+from ascent.build.assemble import Parts, assemble
 from ascent.core.correction import mismatch
 from ascent.core.metric_names import MISMATCH
 from ascent.core.types import Batch, to_batch

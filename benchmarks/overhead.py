@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 import ascent
-from ascent.records.run import Run
+from ascent.build.trained_run import Run
 from benchmarks.common import close
 
 RATIO = 1.4

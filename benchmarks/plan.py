@@ -6,7 +6,7 @@ All measurements are read from docs/results: plan_gpu.json (`python -m benchmark
 the pages of the other benchmarks. They are in two sets:
 
 - **calibration**: calls of the 135M and the 1.5B shape with 256, 2,048 or 8,192 tokens. The constants of
-  `ascent.workflows.planning.cards.Fit` are fitted to them alone, by least squares of log(predicted / measured).
+  `ascent.workflows.planning.gpus.Fit` are fitted to them alone, by least squares of log(predicted / measured).
 - **held-out**: other shapes, other lengths, responses of many lengths, sampling ahead, whole steps. Nothing is fitted
   to them.
 
@@ -32,11 +32,11 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ascent.settings import configure
-from ascent.workflows.planning.cards import CARDS, FIT, GIB, Cluster, Fit
-from ascent.workflows.planning.costs import OneCard, Tokens
-from ascent.workflows.planning.plan import REWARD, Lengths, forecast
-from ascent.workflows.planning.schedule import Decoder, simulate
-from ascent.workflows.planning.shapes import ModelShape, shape_of
+from ascent.workflows.planning.cost_model import OneCard, Tokens
+from ascent.workflows.planning.gpus import CARDS, FIT, GIB, Cluster, Fit
+from ascent.workflows.planning.model_shapes import ModelShape, shape_of
+from ascent.workflows.planning.planner import REWARD, Lengths, forecast
+from ascent.workflows.planning.schedule_simulation import Decoder, simulate
 from benchmarks.common import RESULTS, close, markdown, show, write_page
 from benchmarks.plan_gpu import PROMPT, SHAPES, Job, lengths_in, llama_shape
 from benchmarks.ragged_gpu import lengths_of
@@ -322,7 +322,7 @@ not fit. Not measured are larger models, several cards, and any other kind of GP
 
 {markdown(["constant", "fitted", "in the code"], constants)}
 
-`ascent/workflows/planning/cards.py` says what each is. `operations` is at its bound: no card computes faster than its
+`ascent/workflows/planning/gpus.py` says what each is. `operations` is at its bound: no card computes faster than its
 rate. `passes` also pays for products that are too small to fill the card, so it is not a count of passes over memory.
 
 ## Times

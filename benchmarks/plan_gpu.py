@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.learning.plan import bytes_per_token
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.policies import LanguageModel
+from ascent.inference.engine import LanguageSampler
+from ascent.models import LanguageModel
+from ascent.training.language_learner import LanguageLearner
+from ascent.training.micro_batches import bytes_per_token
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES
 from benchmarks.ragged_gpu import lengths_of

@@ -33,10 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.sampler import PAGE, GroupDecoder, LanguageSampler
-from ascent.policies import CausalLM, LanguageModel
+from ascent.build.model_verification import prove
+from ascent.core.sampling_params import SamplingParams
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.generation_state import GenerationState
+from ascent.inference.runners.paged import PAGE, PagedRunner
+from ascent.models import CausalLM, LanguageModel
 from benchmarks.common import close, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, random_prompts, smollm2, sums
@@ -52,14 +54,14 @@ EVERY = 10.0
 @torch.no_grad()
 def draw(
     name: str, lm: LanguageModel, prompts: list[list[int]], lengths: Tensor, rows: int, room: int = 0
-) -> tuple[Drawn, Any, float, float]:
+) -> tuple[GenerationState, Any, float, float]:
     limit, total = int(lengths.max()), int(lengths.sum())
     seeds = torch.arange(len(lengths))
     sampler = LanguageSampler(lm, limit, 1.0, torch.Generator())
     if name == "before":
-        sampler.packed, sampler.decoder = None, GroupDecoder
+        sampler.packed, sampler.decoder = None, PagedRunner
     with sampler.prepared() as head:
-        drawn = Drawn(len(lengths), limit, lm.ends, head, seeds, 1.0, Support(), limits=lengths)
+        drawn = GenerationState(len(lengths), limit, lm.ends, head, seeds, 1.0, SamplingParams(), limits=lengths)
         decoder = sampler.decoder(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
         with telling(lambda: f"{name}: {int(drawn.length.sum())} of {total} tokens"):
             begin, cpu = time.perf_counter(), time.process_time()

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.engines.language.attention import ours
-from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling.cuda import graph_decoder
-from ascent.engines.language.sampling.draw import Drawn, Support
-from ascent.engines.language.sampling.step import PAGE
-from ascent.policies import LanguageModel
+from ascent.build.model_verification import prove
+from ascent.core.sampling_params import SamplingParams
+from ascent.inference.generation_state import GenerationState
+from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.models import LanguageModel
+from ascent.models.lm_head import Head, token_stats
+from ascent.models.packed_attention import ours
+from ascent.ops.decode_state import PAGE
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_of
 
@@ -101,7 +102,7 @@ def floors(lm: LanguageModel, lengths: Tensor, prompts: list[int], lanes: int) -
 
 
 @torch.no_grad()
-def apart(lm: LanguageModel, prompts: list[list[int]], drawn: Drawn, count: int) -> float:
+def apart(lm: LanguageModel, prompts: list[list[int]], drawn: GenerationState, count: int) -> float:
     """Mean |difference| of the log-probs of the first responses from one plain forward pass over each."""
     gaps = []
     for response in range(count):
@@ -128,7 +129,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for limits in [lengths] if smoke else [lengths // WARM + 1, lengths]:  # the first call captures the graphs
         seeds = torch.arange(count)
         head = Head.of(lm.model)
-        drawn = Drawn(count, limit, lm.ends, head, seeds, 1.0, Support(), limits=limits)
+        drawn = GenerationState(count, limit, lm.ends, head, seeds, 1.0, SamplingParams(), limits=limits)
         begin = time.perf_counter()
         with torch.no_grad(), ours(lm.model):
             run = decoder(lm, prompts, SAMPLES, lanes, drawn)

@@ -33,17 +33,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ascent.build.language_reward_model import add_head, response_scores, step_scores
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import SharedCritic
 from ascent.core.kl import InLoss
 from ascent.core.preferences import SHOWN
 from ascent.core.types import Batch, Prompts, Terms
-from ascent.engines.language.learning.learner import LanguageCritic, LanguageLearner
-from ascent.engines.language.learning.reward_model import add_head, response_scores, step_scores
-from ascent.engines.ranks.group import RankGroup
-from ascent.engines.ranks.leading import LeadingLearner, RankedSampler, follow
-from ascent.engines.ranks.ranks import ALONE, Ranks
-from ascent.engines.ranks.sharded import ShardedLearner, _cut, _full, _local
+from ascent.distributed.rank_group import RankGroup
+from ascent.distributed.ranks import ALONE, Ranks
+from ascent.rollout.rank_leader import LeadingLearner, RankedSampler, follow
+from ascent.training.fsdp import ShardedLearner, _cut, _full, _local
+from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from benchmarks.common import ROOT, close, show
 from benchmarks.killed_ranks import kills
 from tests.language import model_of, prompts_of, rewarded, sampler_of

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascent.core.types import Rollouts, to_batch
-from ascent.engines.ranks.group import RankGroup
-from ascent.engines.ranks.ranks import ALONE
-from ascent.engines.ranks.sharded import _full
+from ascent.distributed.rank_group import RankGroup
+from ascent.distributed.ranks import ALONE
+from ascent.training.fsdp import _full
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import Answer, in_turns, middle, raw
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts

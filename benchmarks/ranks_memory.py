@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ascent.engines.ranks.group import RankGroup
-from ascent.engines.ranks.leading import follow
-from ascent.workflows.planning.cards import CARDS
-from ascent.workflows.planning.costs import OneCard
-from ascent.workflows.planning.shapes import shape_of
+from ascent.distributed.rank_group import RankGroup
+from ascent.rollout.rank_leader import follow
+from ascent.workflows.planning.cost_model import OneCard
+from ascent.workflows.planning.gpus import CARDS
+from ascent.workflows.planning.model_shapes import shape_of
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers.models import SMOKE, random_model, random_prompts
 from benchmarks.peers.steps import Ours, Work

@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.advantages import LeaveOneOut
 from ascent.core.algorithms import Algorithm, SequenceSum
 from ascent.core.loop import train as loop
 from ascent.core.losses import Clipped, LogProb, Ratio, SequenceRatio
+from ascent.models import Policy
 from ascent.oracle.estimator import estimate, over_prompts
 from ascent.oracle.exact import Table
-from ascent.policies import Policy
-from ascent.records.statistics import interval
+from ascent.runs.statistics import interval
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page

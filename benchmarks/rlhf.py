@@ -57,17 +57,17 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
     """True and learned reward of a policy's samples, its KL to the SFT policy, and the share of exact answers."""
     import torch
 
-    from ascent.engines.small import SmallSampler
-    from ascent.engines.small.engine import chosen, log_probs
-    from ascent.records.run import Run
-    from ascent.rewards.reward_models import load_reward_model
-    from ascent.tasks.small import sort
+    from ascent.build.reward_loading import load_reward_model
+    from ascent.build.trained_run import Run
+    from ascent.rollout.small_sampler import SmallSampler
+    from ascent.tasks.small import sorting
+    from ascent.training.small_learner import chosen, log_probs
 
     torch.set_num_threads(1)
     policy, anchor = Run(root / run).policy, Run(root / "sft").policy
     task = Run(root / "sft").config.task
     rollouts = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1)).generate(task.held_out(prompts), 2)
-    scores = sort.score_sorting("positions", rollouts, task.space)
+    scores = sorting.score_sorting("positions", rollouts, task.space)
     with torch.no_grad():
         gap = rollouts.logp_sampler - chosen(log_probs(anchor, rollouts), rollouts)
     return {
@@ -80,7 +80,7 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
 
 def prepare(root: Path, options: argparse.Namespace) -> Any:
     """Demonstrations → SFT → pairs → the reward model."""
-    from ascent.rewards.reward_models import assess
+    from ascent.build.reward_loading import assess
     from ascent.workflows.labels import make_pairs
 
     train(root / "sft", algorithm="sft", steps=options.sft)
@@ -92,7 +92,7 @@ def prepare(root: Path, options: argparse.Namespace) -> Any:
 
 def path_of(root: Path, run: str) -> list[tuple[float, float, float]]:
     """Where a PPO run went: KL to the SFT policy (per response), learned and true reward of each step's samples."""
-    from ascent.records.run import Run
+    from ascent.build.trained_run import Run
 
     found = Run(root / run)
     return [(line["kl"] * found.config.task.length, line["reward"], line["positions"]) for line in found.metrics]
@@ -100,7 +100,7 @@ def path_of(root: Path, run: str) -> list[tuple[float, float, float]]:
 
 def draw(paths: dict[str, list[tuple[float, float, float]]], stages: dict[str, dict[str, float]], rm: Any) -> None:
     """Learned and true reward over PPO's steps; both at the end against β's grip; the reward model's calibration."""
-    from ascent.records.evaluation import draw_calibration as reliability
+    from ascent.runs.held_out import draw_calibration as reliability
 
     fig, axes = figure(2, 2, (10.4, 7.4))
     learned, true, far, sure = axes.flat

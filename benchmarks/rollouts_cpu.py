@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.policies import CausalLM
+from ascent.inference.engine import LanguageSampler
+from ascent.models import CausalLM
 from benchmarks.common import close, show
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw
 from benchmarks.peers.models import SMOKE, random_model, random_prompts, smollm2, sums

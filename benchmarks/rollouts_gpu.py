@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.types import Prompts, Rollouts
-from ascent.engines.language.attention import ours
-from ascent.engines.language.learning.head import Head, token_stats
-from ascent.engines.language.learning.states import hidden_states
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling.cuda import graph_decoder
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.policies import LanguageModel
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.models import LanguageModel
+from ascent.models.lm_head import Head, token_stats
+from ascent.models.packed_attention import ours
+from ascent.training.packing import hidden_states
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES
 
@@ -108,7 +108,7 @@ def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    from ascent.engines.language.sampling.step import LENGTH
+    from ascent.ops.decode_state import LENGTH
 
     decoder: Any = sampler.decoder
     graph = decoder.graph(rows, sampler.support, False)

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.policies import CausalLM, LanguageModel
+from ascent.models import CausalLM, LanguageModel
 from benchmarks.common import close, show
 from benchmarks.peers.models import SMOKE, random_model, random_prompts, smollm2, sums
 

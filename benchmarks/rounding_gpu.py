@@ -46,10 +46,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.loop import train
-from ascent.engines.language.sampling.cuda import GraphDecoder
-from ascent.records.statistics import interval
+from ascent.inference.runners.cuda_graph import CudaGraphRunner
+from ascent.runs.statistics import interval
 from ascent.settings import configure
 from benchmarks.common import ROOT, NoRecords, close, options_with_gpu, show
 from benchmarks.learn import SETTINGS, ours
@@ -76,14 +76,14 @@ Found = dict[str, Any]
 
 def draw_from_rounded(on: bool) -> None:
     """Let the sampler draw from logits in bfloat16, or from float32 ones again."""
-    step = GraphDecoder.__dict__.get("exact_step", GraphDecoder.step)
+    step = CudaGraphRunner.__dict__.get("exact_step", CudaGraphRunner.step)
 
     def rounded(self: Any, rows: int, splits: int, support: Any, greedy: bool) -> None:
         hidden, head = self.net.hidden(self.ops, self.board, self.tables, rows, splits), self.net.head
         self.ops.draw(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
 
-    GraphDecoder.exact_step = step  # type: ignore[attr-defined]
-    GraphDecoder.step = rounded if on else step  # type: ignore[method-assign]
+    CudaGraphRunner.exact_step = step  # type: ignore[attr-defined]
+    CudaGraphRunner.step = rounded if on else step  # type: ignore[method-assign]
 
 
 def learn(model: str, precision: str, seed: int, steps: int, more: dict[str, Any]) -> None:

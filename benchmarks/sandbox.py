@@ -24,17 +24,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ascent.sandbox.attempts import ATTEMPTS, try_all
-from ascent.sandbox.box import BoxLimits, Ended, Sandbox
-from ascent.sandbox.judge import CodeProblem, ProgramJudge
-from ascent.sandbox.walls import NoWalls, choose
-from ascent.tasks.text.code import read_humaneval
+from ascent.sandbox.escape_tests import ATTEMPTS, try_all
+from ascent.sandbox.isolation import IsolationError, choose
+from ascent.sandbox.program_judge import CodeProblem, ProgramJudge
+from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox
+from ascent.tasks.text.code_problems import read_humaneval
 from benchmarks.common import close, show
 
 KINDS = ("bubblewrap", "landlock")
 NOBODY = 65534
 MILLISECONDS = 6.0
-SESSION = "ascent.sandbox.session:serve_session"
+SESSION = "ascent.sandbox.python_session:serve_session"
 PATIENT = BoxLimits(seconds=60.0)
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
 SAYS = "V{\"passed\": 2, \"total\": 2, \"why\": \"\"}"  # fmt: skip
@@ -72,7 +72,7 @@ def attempts_as(user: int | None, kind: str) -> dict[str, Any] | None:
         shutil.copytree(Path(__file__).parents[1] / "ascent" / "sandbox", package / "sandbox")
         shutil.copy(Path(__file__).parents[1] / "ascent" / "__init__.py", package)
         code = (
-            f"import json, sys; sys.path.insert(0, {folder!r}); from ascent.sandbox.attempts import try_all; "
+            f"import json, sys; sys.path.insert(0, {folder!r}); from ascent.sandbox.escape_tests import try_all; "
             f"w, rs = try_all({kind!r}); "
             "print(json.dumps({'walls': w, 'results': [[r.attempt.kind, r.attempt.name, r.held, r.how] for r in rs]}))"
         )  # fmt: skip
@@ -119,7 +119,7 @@ def passes_beside(box: Sandbox, program: str) -> bool:
         with box.job() as job:
             answer = job.ask({"code": f"{program}\n{TESTS}\ncheck(f)\n"})
             return not (isinstance(answer, dict) and "Error" in str(answer.get("text")))
-    except Ended as ended:
+    except JobEndedError as ended:
         return "exit status 0" in str(ended)
 
 
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             choose(kind)
             kinds.append(kind)
-        except NoWalls as error:
+        except IsolationError as error:
             absent.append(f"{kind}: {error}")
     kinds = kinds[:1] if trial else kinds
     tried, held, missing = try_attempts(kinds)

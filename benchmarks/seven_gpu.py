@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
-from ascent.core.types import Trouble
-from ascent.engines.language.learning.plan import update_operations
-from ascent.policies.causal_lm import GIVEN, name_model
+from ascent.core.errors import RunError
+from ascent.models.causal_lm import GIVEN, name_model
+from ascent.training.micro_batches import update_operations
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts, smollm2
 from benchmarks.peers.steps import Ours, Work
@@ -131,7 +131,7 @@ def before(options: argparse.Namespace) -> dict[str, Any]:
     try:
         side = made(options, "float32")
         return {"seconds": side()["seconds"], **peaks()}
-    except (torch.OutOfMemoryError, Trouble) as error:
+    except (torch.OutOfMemoryError, RunError) as error:
         return {"failed": str(error)[:300], **peaks()}
     finally:
         if side is not None:

@@ -52,13 +52,13 @@ def log_probs(model: Any) -> torch.Tensor:
 
 def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     """A few steps in this process: seconds, the most memory, and the last loss; or what went wrong."""
+    from ascent import ops
     from ascent.core.metric_names import MISMATCH
-    from ascent.engines.language import kernels
-    from ascent.policies.causal_lm import name_model
+    from ascent.models.causal_lm import name_model
     from benchmarks.peers.steps import Ours, Work
 
     if side.get("plain") and not smoke:  # what such a card lacks
-        kernels._works = lambda: False  # type: ignore[assignment]
+        ops._works = lambda: False  # type: ignore[assignment]
         torch.backends.cuda.is_flash_attention_available = lambda: False  # type: ignore[assignment]
     device, shape = ("cpu", SMALLEST) if smoke else ("cuda", GPU_SHAPES[side["shape"]])
     prompts, samples, tokens = (2, 2, 8) if smoke else side["work"]
@@ -98,7 +98,7 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
 @torch.no_grad()
 def gap() -> int:
     """How far a real model in 4 bits is from itself, on responses of its own: the KL, and log-probs of their tokens."""
-    from ascent.policies.causal_lm import CausalLM
+    from ascent.models.causal_lm import CausalLM
     from benchmarks.peers.models import smollm2, sums
 
     plain, packed = (CausalLM(smollm2(), dtype="float32", device="cpu", lora=1, bits=bits).load() for bits in (0, 4))

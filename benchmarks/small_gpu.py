@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
-from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM, LanguageModel
+from ascent.models import CausalLM, LanguageModel
+from ascent.training.language_learner import LanguageLearner
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 from benchmarks.update_gpu import batch_of

@@ -20,8 +20,8 @@ import torch
 
 import ascent
 from ascent.core.config import Config
-from ascent.engines.small import SmallSampler
-from ascent.policies import Policy
+from ascent.models import Policy
+from ascent.rollout.small_sampler import SmallSampler
 from benchmarks.common import close, show
 
 ACCURACY, SECONDS = 0.99, 90.0

@@ -54,7 +54,7 @@ class Stopwatch(NoRecords):
 
 def run(row: str, seed: int, more: dict[str, Any]) -> tuple[str, int, Stopwatch]:
     """One run, until it is accurate or its steps are over."""
-    from ascent.assemble import assemble
+    from ascent.build.assemble import assemble
     from ascent.core.loop import train
     from ascent.settings import configure
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import ascent
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.loop import train
-from ascent.environments.choose import instruction_of, with_instruction
+from ascent.environments.tool_chat import instruction_of, with_instruction
 from ascent.environments.tools import BUILT_IN, schemas_of
-from ascent.records.statistics import wilson
+from ascent.runs.statistics import wilson
 from ascent.settings import configure
 from benchmarks.common import close, show
 from benchmarks.learn import Curve

@@ -42,7 +42,7 @@ class Watched(NoRecords):
 @torch.no_grad()
 def realised(old: Any, new: Any, batch: Any) -> float:
     """The mean over counted tokens of KL(π_old ‖ π), in float64."""
-    from ascent.engines.small.engine import log_probs
+    from ascent.training.small_learner import log_probs
 
     p, q = (log_probs(policy, batch).double().expand(*batch.mask.shape, -1) for policy in (old, new))
     return float((p.exp() * (p - q)).sum(-1)[batch.counted].mean())
@@ -50,7 +50,7 @@ def realised(old: Any, new: Any, batch: Any) -> float:
 
 def run(row: str, seed: int, updates: int) -> dict[str, Any]:
     """One run; for every update its KL and whether the parameters moved."""
-    from ascent.assemble import assemble
+    from ascent.build.assemble import assemble
     from ascent.core.loop import train
     from ascent.settings import configure
 

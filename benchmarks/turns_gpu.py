@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.engines.language.proof import prove
-from ascent.engines.language.sampling import cuda
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.environments.play import Answer
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.runners import cuda_graph
+from ascent.rollout.conversations import TurnReply
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import SHAPES, SMOKE, model_of, prompts_of
 
@@ -53,13 +53,13 @@ class Timed:
         self.asked[response] = self.asked.get(response, 0) + 1
         self.due.append((time.perf_counter() + self.seconds, response))
 
-    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
         if wait and self.due:
             time.sleep(max(0.0, self.due[0][0] - time.perf_counter()))
         now = time.perf_counter()
         ready = [response for when, response in self.due if when <= now]
         self.due = [(when, response) for when, response in self.due if when > now]
-        return [(r, Answer([5] * self.observed if self.asked[r] < self.turns else [])) for r in ready]
+        return [(r, TurnReply([5] * self.observed if self.asked[r] < self.turns else [])) for r in ready]
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     sampler = LanguageSampler(lm, tokens + 1, 1.0, generator)  # one more, so that the last turn is answered too
     if smoke:
-        decoder, note = cuda.graph_decoder(lm)
+        decoder, note = cuda_graph.graph_decoder(lm)
         assert decoder is not None, note
         sampler.decoder = decoder
     alone = LanguageSampler(lm, tokens, 1.0, generator)
@@ -99,11 +99,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         return timed(sampler, replace(few, play=Timed(turns, drawn, observed, wait)), own, tokens, options.repeats)
 
     found = {"one_answer": timed(alone, prompts, samples, tokens, options.repeats), "at_once": episodes(0.0)}
-    chosen = cuda.PREFILL
+    chosen = cuda_graph.PREFILL
     for name, steps in (("encoded", 0), ("fed", 10**9)):
-        cuda.PREFILL = steps
+        cuda_graph.PREFILL = steps
         found[name] = episodes(0.0)
-    cuda.PREFILL = chosen
+    cuda_graph.PREFILL = chosen
     found |= {"one_episode": episodes(0.0, 1, 1), "late": episodes(seconds)}
     least = max(found["one_answer"], turns * seconds + found["one_episode"])
     return found | {"ratio": found["at_once"] / found["one_answer"], "waiting": found["late"] / least}

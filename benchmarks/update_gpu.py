@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
+from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
-from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.learning.plan import bytes_per_token, head_bytes, update_operations
-from ascent.engines.language.learning.states import parts_of
-from ascent.engines.language.proof import prove
-from ascent.policies import CausalLM, LanguageModel
+from ascent.models import CausalLM, LanguageModel
+from ascent.training.language_learner import LanguageLearner
+from ascent.training.micro_batches import bytes_per_token, head_bytes, update_operations
+from ascent.training.packing import parts_of
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 

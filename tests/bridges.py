@@ -1,4 +1,4 @@
-"""What the stand-ins of tests/test_agents.py are taken for, asked of real ones by `make bridges-test` alone.
+"""Ask real verifiers and OpenEnv what the stand-ins of test_agents.py answer (`make bridges-test`).
 
 verifiers 0.4 and OpenEnv 0.10 run the examples, offline, each from an environment of its own.
 """
@@ -19,11 +19,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from ascent.core.types import Refused
-from ascent.environments.agents import Agent, Assignment, Outcome, read_agent
-from ascent.environments.agents.openenv import describe_action
+from ascent.core.errors import ConfigError
+from ascent.environments.agents import Agent, AgentResult, Assignment, read_agent
+from ascent.environments.agents.openenv_agent import describe_action
+from tests.environments.test_agents import EXAMPLES, given, guesses, keys_of, outcomes, trained
 from tests.fake_judge import Reply, serving
-from tests.test_agents import EXAMPLES, given, guesses, keys_of, outcomes, trained
 
 ENGINES = Path(__file__).parents[1] / ".engines"
 ROWS = [json.loads(line) for line in (EXAMPLES / "numbers.jsonl").read_text().splitlines()]
@@ -131,7 +131,7 @@ def test_a_plain_and_endless_taskset_needs_no_harness(tmp_path: Path) -> None:
     agent = read_agent(f"verifiers:{tmp_path}/env.toml:{ENGINES}/verifiers")
     with serving(lambda *_: Reply(text="7")) as endpoint, closing(agent):
         made = outcomes(agent, [given("x", endpoint.url, task=12)])
-    assert made == [Outcome(1.0, "", {"short": 1.0, "length": 1.0, "turns": 1.0})]
+    assert made == [AgentResult(1.0, "", {"short": 1.0, "length": 1.0, "turns": 1.0})]
     assert [(m["role"], m["content"]) for m in endpoint.bodies[0]["messages"]] == [
         ("system", "Be brief."),
         ("user", "Say 12."),
@@ -148,12 +148,12 @@ def test_an_environment_that_breaks_is_the_error_of_its_own_episode(tmp_path: Pa
         (again,) = outcomes(agent, [asked[1]])
     assert "it broke" in made[0].error and made[1].reward == 1.0 == again.reward
     assert made[2].error == "its agent took longer than 1 s"
-    assert died == [Outcome(error="the process of verifiers ended: exit status 5")]
+    assert died == [AgentResult(error="the process of verifiers ended: exit status 5")]
 
 
 def test_a_taskset_that_is_not_there_says_so() -> None:
     agent = read_agent(f"verifiers:no-such-taskset:{ENGINES}/verifiers")
-    with closing(agent), pytest.raises(Refused, match="taskset 'no-such-taskset' not found"):
+    with closing(agent), pytest.raises(ConfigError, match="taskset 'no-such-taskset' not found"):
         agent.rows(1)  # type: ignore[attr-defined]
 
 
@@ -197,7 +197,7 @@ def test_what_openenv_calls_invalid_is_answered_and_may_be_tried_again(server: s
 
     with serving(policy) as endpoint, closing(read_agent(f"openenv:{server}")) as agent:
         (made,) = outcomes(agent, [given("Guess.", endpoint.url, seed=4)])
-    assert made == Outcome(1.0, "", {"actions": 1.0, "refused_actions": 1.0})
+    assert made == AgentResult(1.0, "", {"actions": 1.0, "refused_actions": 1.0})
 
 
 def test_the_policy_is_trained_through_both(tiny_folder: Path, tmp_path: Path, server: str) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from ascent.lab.server import lab_server
-from ascent.records.folder import is_locked
-from ascent.web.guard import prefix_of
-from ascent.web.secret import kept_secret
+from ascent.runs.run_folder import is_locked
+from ascent.server.guard import prefix_of
+from ascent.server.lab_secret import kept_secret
 from benchmarks.labs import BROWSERS
 from tests.processes import ascent_process
 

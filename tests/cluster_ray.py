@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import ray  # noqa: F401 (make cluster-test sets it up first)
 
-from ascent.records.replicas import replica_events, replicas_of
-from ascent.records.run import Run
+from ascent.build.trained_run import Run
+from ascent.runs.replica_log import replica_events, replicas_of
 from benchmarks.cluster import Launched, difference, lines_of, training
-from tests.test_serving import fake_environment
+from tests.inference.remote.test_remote_engine import fake_environment
 
 
 @pytest.fixture

@@ -43,15 +43,16 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from ascent.build.backend import BoundTask  # noqa: E402
 from ascent.core.algorithms import ALGORITHMS, Algorithm  # noqa: E402
 from ascent.core.protocols import Learner, Records, Sampler, Task  # noqa: E402
 from ascent.core.types import Batch, Prompts, Rollouts, Space, to_batch  # noqa: E402
-from ascent.engines.backend import BoundTask  # noqa: E402
-from ascent.engines.small import SmallLearner, SmallSampler  # noqa: E402
+from ascent.models import PerPosition, Policy, Transformer  # noqa: E402
+from ascent.models.small_policies import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
 from ascent.oracle.exact import EnumerableTask  # noqa: E402
-from ascent.policies import PerPosition, Policy, Transformer  # noqa: E402
-from ascent.policies.small import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
+from ascent.rollout.small_sampler import SmallSampler  # noqa: E402
 from ascent.tasks.base import BoundBase  # noqa: E402
+from ascent.training.small_learner import SmallLearner  # noqa: E402
 from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
 from tests.warm_python import warm_python  # noqa: E402, F401
 
@@ -92,7 +93,7 @@ def no_picture() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def proven_once() -> Iterator[None]:
     """Each run proves the passes of its model. Here hundreds of runs have the same few, which are proven once each."""
-    from ascent.engines.language import backend, proof
+    from ascent.build import language_backend, model_verification
 
     known: dict[Any, tuple[str | None, bool]] = {}
 
@@ -100,12 +101,12 @@ def proven_once() -> Iterator[None]:
         shapes = [(name, p.shape, p.dtype) for name, p in lm.model.named_parameters()]
         key = repr((type(lm.model), lm.config, shapes, args, more))
         if key not in known:
-            known[key] = proof.prove(lm, *args, **more), lm.shares
+            known[key] = model_verification.prove(lm, *args, **more), lm.shares
         why, lm.shares = known[key]
         return why
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "prove", prove)
+        patch.setattr(language_backend, "prove", prove)
         yield
 
 
@@ -237,27 +238,11 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     return policy_of(TINY, FIXED if request.param == "transformer" else ENDED)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Workers are forks of this process, which first loads everything where all tests are run."""
-    from tests.forked_workers import fork_workers, load_tests
-
-    if not config.option.file_or_dir:
-        load_tests(config)
-    config.get_terminal_writer().flush()  # what waits to be written would be written by every fork
-    fork_workers(len(specs))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test in a real browser on a busy machine gets a second chance, and the last lines name those that took it."""
     for item in items:
         if item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.flaky(reruns=1))
-    workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    if workers > 1:
-        from tests.forked_workers import in_shares
-
-        items[:] = in_shares(items, workers)
 
 
 def pytest_collection_finish() -> None:

@@ -25,20 +25,21 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from ascent.core.protocols import Ticket
-from ascent.core.types import Prompts, Rollouts, Trouble
-from ascent.engines.ranks.ranks import CLUSTER
-from ascent.engines.serving.sampler import ServedSampler
-from ascent.engines.serving.weights import checkpoint_tensors
-from ascent.policies import CausalLM
-from ascent.workflows.policy import model_policy
-from ascent.workflows.serve import ServeSettings, service_of
+from ascent.core.errors import RunError
+from ascent.core.protocols import RolloutRequest
+from ascent.core.types import Prompts, Rollouts
+from ascent.distributed.ranks import CLUSTER
+from ascent.inference.remote.remote_engine import ServedSampler
+from ascent.inference.remote.weight_files import checkpoint_tensors
+from ascent.models import CausalLM
+from ascent.workflows.loaded_policy import model_policy
+from ascent.workflows.policy_server import ServeSettings, service_of
+from tests.distributed.test_replicas import Local, trained
+from tests.inference.remote.test_remote_engine import gap, same, wait_for_end
 from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
-from tests.test_cluster import Local, trained
-from tests.test_relay import KEY, relaying
-from tests.test_serve import HELLO, post, until
-from tests.test_serve_engine import client_of, say, streamed, text_of, true_logp
-from tests.test_serving import gap, same, wait_for_end
+from tests.server.test_engine_relay import KEY, relaying
+from tests.workflows.test_serve import HELLO, post, until
+from tests.workflows.test_serve_engine import client_of, say, streamed, text_of, true_logp
 
 ENVIRONMENT = Path(__file__).parents[1] / ".engines" / "vllm"
 SYNCS = 20
@@ -94,7 +95,7 @@ def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(serv
     sampler, old = served.sampler, deepcopy(served.lm)
     version, limit = sampler.version, sampler.limit
     sampler.limit = 250
-    sampler.submit([Ticket(5, served.prompts(), 4, seed=1)])
+    sampler.submit([RolloutRequest(5, served.prompts(), 4, seed=1)])
     while running(served.url) < 1:
         pass
     served.move(99)
@@ -147,8 +148,8 @@ def test_a_sabotaged_load_is_caught(served: Served, what: str, monkeypatch: pyte
     sent: dict[str, Any] = {k: v for k, v in now.items() if k != "model.layers.1.mlp.up_proj.weight"}
     if what == "another head":
         sent = now | {head: now[head] + 0.05 * torch.randn(now[head].shape)}
-    monkeypatch.setattr("ascent.engines.serving.fleet.checkpoint_tensors", lambda _: sent)
-    with pytest.raises(Trouble, match=r"nothing was loaded into|does not draw from this policy"):
+    monkeypatch.setattr("ascent.inference.remote.server_pool.checkpoint_tensors", lambda _: sent)
+    with pytest.raises(RunError, match=r"nothing was loaded into|does not draw from this policy"):
         served.sampler.load({}, version)
     monkeypatch.undo()
     served.sampler.load({}, version)
@@ -178,7 +179,7 @@ def test_a_server_of_another_model_is_trouble_and_stays_usable(served: Served, t
     other = write_tiny(tmp_path / "other", hidden_size=64, head_dim=16)
     policy = CausalLM(str(other), device="cpu", engine="vllm", engine_url=(served.url,), engine_deadline=60.0)
     sampler = ServedSampler(policy, policy.load(), 40, 512, 0.7, torch.Generator())
-    with pytest.raises(Trouble, match=r"lost 4 times in a row|Does the server serve this model"):
+    with pytest.raises(RunError, match=r"lost 4 times in a row|Does the server serve this model"):
         sampler.load({}, 0)
     sampler.close()
     served.sampler.load({}, served.sampler.version + 1)
@@ -294,7 +295,7 @@ def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(serve
     expected = served.sampler.generate(prompts, 4, seed=5)
     assert server.process is not None and server.process._running is not None
     first = server.process._running.pid
-    served.sampler.submit([Ticket(9, prompts, 4, seed=5)])
+    served.sampler.submit([RolloutRequest(9, prompts, 4, seed=5)])
     os.killpg(first, signal.SIGKILL)
     done = {int(each.place[0]): each.rollouts for each in served.sampler.finished(9, 900.0)}
     assert sorted(done) == [0, 1]

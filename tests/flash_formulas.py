@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.engines.language.attention import Spans
+from ascent.models.packed_attention import Spans
 
 
 class FlashFormulas:

@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Batch, Prompts, Rollouts, to_batch
-from ascent.engines.language.learning.learner import LanguageLearner
-from ascent.engines.language.sampling.draw import Support
-from ascent.engines.language.sampling.sampler import LanguageSampler
-from ascent.environments.play import Answer
-from ascent.policies import LanguageModel
+from ascent.inference.engine import LanguageSampler
+from ascent.models import LanguageModel
+from ascent.rollout.conversations import TurnReply
+from ascent.training.language_learner import LanguageLearner
 
 VOCAB, END = 37, 3
 SHAPE: dict[str, Any] = {
@@ -134,7 +134,7 @@ def prompts_of(lengths: tuple[int, ...] = (5, 2, 7), seed: int = 0) -> torch.Ten
 
 def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, **more: Any) -> LanguageSampler:
     temperature, stops = more.pop("temperature", 1.0), more.pop("stops", None)
-    generator, support = torch.Generator().manual_seed(seed), Support(**more)
+    generator, support = torch.Generator().manual_seed(seed), SamplingParams(**more)
     return LanguageSampler(lm, limit, temperature, generator, support, rows, stops)
 
 
@@ -146,7 +146,7 @@ class AtOnce:
     def __init__(self, answer: Callable[[int, list[int]], list[int]]):
         self.answer = answer
         self.so_far: dict[int, list[int]] = {}
-        self.ready: list[tuple[int, Answer]] = []
+        self.ready: list[tuple[int, TurnReply]] = []
 
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> AtOnce:
         made = AtOnce(self.answer)
@@ -158,9 +158,9 @@ class AtOnce:
         tokens += turn
         following = list(self.answer(response, list(tokens)))
         tokens += following
-        self.ready.append((response, Answer(following)))
+        self.ready.append((response, TurnReply(following)))
 
-    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
         ready, self.ready = self.ready, []
         return ready
 
@@ -180,7 +180,7 @@ class InAnyOrder(AtOnce):
         made.turn_tokens = self.turn_tokens
         return made
 
-    def answers(self, wait: bool) -> list[tuple[int, Answer]]:
+    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
         self.rng.shuffle(self.ready)
         count = max(int(wait), self.rng.randint(0, 2) if self.rng.random() < 0.3 else 0)
         arrived, self.ready = self.ready[:count], self.ready[count:]

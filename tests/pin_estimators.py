@@ -30,12 +30,12 @@ from ascent.core.losses import LOSSES, LogProb, Ratio, SequenceRatio
 from ascent.core.types import Rollouts, Scores, Space
 from ascent.core.values import GAE, TD, KStep, MonteCarlo, Valued, VTrace
 from ascent.core.weights import WEIGHTS, SequenceSum, TokenMean
+from ascent.models import PerPosition, Policy, Transformer
 from ascent.oracle.estimator import enumerate_groups, estimate
 from ascent.oracle.exact import Table
-from ascent.policies import PerPosition, Policy, Transformer
 from ascent.settings import spell
 from ascent.tasks.base import SmallTask
-from ascent.tasks.small import sort
+from ascent.tasks.small import sorting
 
 PINS = Path(__file__).parent / "data" / "estimators.json"
 SAMPLES = 3
@@ -50,12 +50,12 @@ class Tiny(SmallTask):
     reward: Callable[[Rollouts, Space], Tensor]
 
     def score(self, rollouts: Rollouts) -> Scores:
-        return replace(sort.score_sorting("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
+        return replace(sorting.score_sorting("exact", rollouts, self.space), reward=self.reward(rollouts, self.space))
 
 
 def positions(rollouts: Rollouts, space: Space) -> Tensor:
     """The number of positions right, for the whole response."""
-    return sort.score_sorting("positions", rollouts, space).reward
+    return sorting.score_sorting("positions", rollouts, space).reward
 
 
 def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
@@ -68,7 +68,7 @@ def a_point_each(rollouts: Rollouts, space: Space) -> Tensor:
 
 def exactly(rollouts: Rollouts, space: Space) -> Tensor:
     """1 for the sorted prompt, else 0."""
-    return sort.score_sorting("exact", rollouts, space).reward
+    return sorting.score_sorting("exact", rollouts, space).reward
 
 
 def nothing(rollouts: Rollouts, space: Space) -> Tensor:

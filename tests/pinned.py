@@ -1,6 +1,6 @@
 """Pinned values: what a test compares with a file of tests/data, number by number.
 
-python -m tests.test_pinned_views     writes its file anew; look at the difference before you commit it
+python -m tests.lab.test_pinned_views     writes its file anew; look at the difference before you commit it
 """
 
 from __future__ import annotations

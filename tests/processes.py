@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ascent.records.run import Writer
+from ascent.runs.run import Writer
 
 
 def as_a_program(program: Callable[[], Any], *files: int) -> int:

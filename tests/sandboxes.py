@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from ascent.sandbox import kernel, walls
+from ascent.sandbox import isolation, kernel_isolation
 
 KINDS = ("bubblewrap", "landlock")
 NO_BUBBLEWRAP = "bubblewrap is not installed: `make sandbox` installs it, or says how"
@@ -19,8 +19,8 @@ def need_walls(kind: str) -> str:
     """The test is left out where these walls cannot be. Where CI=true, bubblewrap has to be installed."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(NO_BUBBLEWRAP)
-    if kind == "bubblewrap" and (trouble := walls.bubblewrap_trouble()):
+    if kind == "bubblewrap" and (trouble := isolation.bubblewrap_trouble()):
         pytest.skip(f"{FORBIDDEN}: {trouble}")
-    if kind == "landlock" and not kernel.landlock_version():
+    if kind == "landlock" and not kernel_isolation.landlock_version():
         pytest.skip(NO_LANDLOCK)
     return kind

@@ -149,7 +149,7 @@ def test_the_published_run_is_told_from_another() -> None:
 
 @pytest.mark.smoke
 def test_a_lecture_that_is_not_solved_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten steps of a hundred; that a hundred are enough is for tests/test_demo.py."""
+    """Ten steps of a hundred; that a hundred are enough is for tests/cli/test_demo.py."""
     closing, before = run("lecture_solve", capsys, "--seeds", "1", "--steps", "10")
     assert not closing["ok"] and 2 < closing["peer"] < closing["value"] < 4.9
     assert any("no" in line.split() for line in before)
@@ -170,7 +170,7 @@ def test_the_core_is_small(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.long
 def test_the_house_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("house", capsys)
-    assert closing["circles"] == closing["unchecked_rooms"] == closing["kinds_asked"] == closing["wrong_imports"] == 0
+    assert closing["cycles"] == closing["unlisted_folders"] == closing["kinds_asked"] == closing["wrong_imports"] == 0
 
 
 @pytest.mark.smoke
@@ -210,7 +210,7 @@ def test_the_learned_ones_run(
     name: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of each part. After so few nothing is reached but what `map` asks for: that labels are counted right."""
-    monkeypatch.setattr("ascent.workflows.compare.ProcessPoolExecutor", Here)
+    monkeypatch.setattr("ascent.workflows.seed_comparison.ProcessPoolExecutor", Here)
     closing, before = run(name, capsys, "--jobs", "1", "--no-page", *flags)
     assert closing["ok"] == (name == "map") and before
     if name == "rlhf":

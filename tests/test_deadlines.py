@@ -9,27 +9,28 @@ from typing import Any
 
 import pytest
 
-from ascent.core.types import Trouble
-from ascent.rewards.judge.client import Answers
-from ascent.web import secret
-from ascent.workflows import cluster
+from ascent.core.errors import RunError
+from ascent.processes import user_state
+from ascent.rewards.judge.judge_client import Answers
+from ascent.server import lab_secret
+from ascent.workflows import ray_cluster
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(cluster, "PLACED", 0.1)
+    monkeypatch.setattr(user_state, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(ray_cluster, "PLACED", 0.1)
 
 
 def test_a_lab_whose_secret_is_locked_starts_with_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    kept, why = secret.kept_secret(tmp_path)
-    assert not why and secret.kept_secret(tmp_path) == (kept, "")
+    kept, why = lab_secret.kept_secret(tmp_path)
+    assert not why and lab_secret.kept_secret(tmp_path) == (kept, "")
     with open(tmp_path / "ascent" / "lab" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        other, why = secret.kept_secret(tmp_path)
+        other, why = lab_secret.kept_secret(tmp_path)
     assert other != kept and "another process has locked it" in why
-    assert secret.kept_secret(tmp_path) == (kept, "")
+    assert lab_secret.kept_secret(tmp_path) == (kept, "")
 
 
 def test_a_judges_cache_that_stays_locked_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_a_judges_cache_that_stays_locked_is_an_error_and_loses_nothing(tmp_path
     cache.put("a", {"text": "1"})
     with open(tmp_path / "answers.jsonl", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(Trouble, match="another process has locked it"):
+        with pytest.raises(RunError, match="another process has locked it"):
             cache.put("b", {"text": "2"})
     cache.put("b", {"text": "2"})
     again = Answers(tmp_path / "answers.jsonl")
@@ -63,6 +64,6 @@ def silent_actor() -> Any:
 
 def test_learners_of_a_cluster_that_do_not_answer_end_the_run() -> None:
     run: Any = SimpleNamespace(ray=SilentRay(), ranks=[silent_actor()], asked=[], drawing=[], heard=False)
-    with pytest.raises(Trouble, match="a learner does not come back"):
-        cluster.Launch._ready(run)
-    assert cluster.Launch._hear(run, run.ranks[0]) == 1
+    with pytest.raises(RunError, match="a learner does not come back"):
+        ray_cluster.Launch._ready(run)
+    assert ray_cluster.Launch._hear(run, run.ranks[0]) == 1

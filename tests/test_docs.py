@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ascent
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 from tests.browser import chromium, until
 from tools import docs
 
@@ -66,7 +66,7 @@ def test_the_page_of_a_choice_says_what_explain_says(pages: Path) -> None:
 
 
 def test_a_guide_without_a_place_is_refused() -> None:
-    with pytest.raises(Refused, match=r"docs/new\.md has no place in the documentation: add it to GUIDES"):
+    with pytest.raises(ConfigError, match=r"docs/new\.md has no place in the documentation: add it to GUIDES"):
         docs._order({"docs/new.md": ""}, [], {}, {})
 
 

@@ -16,19 +16,21 @@ import ascent
 from ascent.cli.runs import responses
 from ascent.core.advantages import Advantage, Raw
 from ascent.core.algorithms import Algorithm
+from ascent.core.errors import ConfigError, RunError
 from ascent.core.groups import Overlong
 from ascent.core.kl import KL
 from ascent.core.loop import describe, scored
 from ascent.core.reference import Frozen
-from ascent.core.types import Refused, Scores, Trouble
+from ascent.core.types import Scores
 from ascent.core.update import Adam
-from ascent.engines.small import SmallSampler
-from ascent.policies import PerPosition
-from ascent.records import checkpoint, plot
-from ascent.records.plot import OF_A_POLICY, panels_of
+from ascent.models import PerPosition
+from ascent.rollout.small_sampler import SmallSampler
+from ascent.runs import checkpoint
+from ascent.runs.display import plots
+from ascent.runs.display.plots import OF_A_POLICY, panels_of
 from ascent.tasks.small.lecture import Lecture
-from ascent.tasks.small.sort import Sort
-from ascent.workflows.policy import responses_text
+from ascent.tasks.small.sorting import Sort
+from ascent.workflows.loaded_policy import responses_text
 
 
 def small(tmp_path: Path, **settings: Any) -> ascent.Run:
@@ -155,9 +157,9 @@ def test_a_step_without_signal_is_nothing(tmp_path: Path, settings: dict[str, An
 def test_a_step_without_signal_in_a_plot_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds are averaged at the steps that all of them have measured, and not by their order."""
     drawn: list[Any] = []
-    monkeypatch.setattr(plot, "draw_line", lambda *a: drawn.append(a))
+    monkeypatch.setattr(plots, "draw_line", lambda *a: drawn.append(a))
     steps = [np.array([1, 2, 4]), np.array([1, 3, 4])]
-    plot._band(None, [(s, 10.0 * s) for s in steps], 0, False, lambda _, common: common)
+    plots._band(None, [(s, 10.0 * s) for s in steps], 0, False, lambda _, common: common)
     ((_, x, y, *_),) = drawn
     assert x.tolist() == [1, 4] and y.tolist() == [10, 40]
 
@@ -213,13 +215,13 @@ def test_credit_of_a_wrong_shape_is_refused_with_the_right_one(tmp_path: Path) -
         "@dataclass(frozen=True)\nclass Wide(Advantage):\n    group = False\n\n"
         "    def __call__(self, batch, state):\n        return batch.reward.unsqueeze(-1)\n"
     )
-    with pytest.raises((Refused, Trouble), match=r"returned \[3, 10, 1, 1\].*\[3, 10, 1\]"):
+    with pytest.raises((ConfigError, RunError), match=r"returned \[3, 10, 1, 1\].*\[3, 10, 1\]"):
         small(tmp_path, advantage=f"python:{tmp_path / 'wide.py'}:Wide")
 
 
 @pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"max_norm": 0.0}, {"beta1": 1.5}, {"weight_decay": -1.0}])
 def test_adam_refuses_what_would_walk_downhill(wrong: dict[str, float]) -> None:
-    with pytest.raises(Refused, match="--update"):
+    with pytest.raises(ConfigError, match="--update"):
         Adam(**wrong)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_objects import cell
+from tests.tasks.test_python_objects import cell
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 

@@ -68,11 +68,11 @@ def as_installed_without_extras() -> int:
     for needing in (
         fresh.Run("run").frame,
         lambda: fresh.train(rows, model="x", show=False),
-        lambda: import_module("ascent.workflows.hub").Hub("me/it"),
+        lambda: import_module("ascent.workflows.model_card").Hub("me/it"),
     ):
         try:
             needing()
-        except fresh.Refused as error:
+        except fresh.ConfigError as error:
             print("refused:", error, flush=True)
     return 0
 
@@ -133,7 +133,7 @@ def test_import_ascent_alone_needs_no_posix(tmp_path: Path) -> None:
         without("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "syslog")
         import ascent as fresh
 
-        fresh.Config, fresh.Normalized, fresh.GAE, fresh.Refused, fresh.Problem  # noqa: B018
+        fresh.Config, fresh.Normalized, fresh.GAE, fresh.ConfigError, fresh.Problem  # noqa: B018
         return 0
 
     child = ended(program, tmp_path)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import MAY_IMPORT
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
@@ -65,9 +63,3 @@ def test_every_name_that_a_page_imports_exists(path: Path) -> None:
 def test_a_name_that_is_not_there_is_found() -> None:
     page = "```python\nfrom ascent import Advantage, Nothing\n```\n"
     assert [exists(*pair) for pair in imported(page)] == [True, False]
-
-
-def test_contributing_lists_every_room_in_the_order_of_imports() -> None:
-    table = (ROOT / "CONTRIBUTING.md").read_text().split("| room |")[1].split("\n\n")[0]
-    listed = [name.removesuffix(".py").rstrip("/") for name in re.findall(r"^\| `([\w./]+)` \|", table, re.MULTILINE)]
-    assert listed == [room for room in MAY_IMPORT if room and "." not in room and room != "__main__"]

@@ -21,17 +21,17 @@ from typing import Any
 
 import ascent
 from ascent.core.algorithms import MENU
+from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
-from ascent.core.types import Refused
 from ascent.explain.about import ABOUT_ALGORITHMS, fill_in, first_line
 from ascent.explain.choices import ABOUT_ESTIMATORS
-from ascent.explain.explain import CHOICES, Page, Section, about_of, pages_of
-from ascent.explain.mathematics import INLINE
+from ascent.explain.explain import CHOICES, MenuPage, Section, about_of, pages_of
+from ascent.explain.latex import INLINE
 from ascent.lab.figures import all_figures
-from ascent.lab.mathematics import block_of_math, mathml
+from ascent.lab.mathml import block_of_math, mathml
 from ascent.lab.pages.lesson.page import BOUND, Lesson, read_lessons
-from ascent.tasks.small import sort
-from ascent.tasks.text.answers import CHECKS
+from ascent.tasks.small import sorting
+from ascent.tasks.text.answer_checking import CHECKS
 
 ROOT = Path(__file__).parents[1]
 GUIDES = {
@@ -54,12 +54,14 @@ GUIDES = {
     "performance": "Performance",
     "trust": "Why trust it",
 }
-ROOMS = {
+FOLDERS = {
     "api": "Training",
-    "records": "Runs",
+    "build": "Runs",
+    "runs": "Trust of runs",
     "workflows": "What is done with runs",
-    "tasks": "Tasks and rewards",
-    "policies": "Policies",
+    "tasks": "Tasks",
+    "processes": "Rewards",
+    "models": "Policies",
     "core": "The menu and its types",
 }
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notebooks/README.md", "lessons/README.md")
@@ -160,7 +162,7 @@ def names_of_the_menu() -> dict[str, list[tuple[str, str]]]:
     for axis, menu in (MENU | CHOICES).items():
         found[f"`--{axis}`" if axis in MENU else axis.capitalize()] = [(name_of(cls), first_line(cls)) for cls in menu]
     found["`--kl.estimator`"] = [(name, known.formula) for name, known in ABOUT_ESTIMATORS.items()]
-    found["Rewards of the sorting tasks"] = list(sort.REWARDS.items())
+    found["Rewards of the sorting tasks"] = list(sorting.REWARDS.items())
     found["Checks of answers"] = [(name, first_line(check)) for name, check in CHECKS.items()]
     return found
 
@@ -177,7 +179,7 @@ def link_to(known: Iterable[str]) -> Callable[[str], str]:
     return lambda name: f"[{name}]({name}.md)" if name in names else name
 
 
-def _explained(page: Page, link: Callable[[str], str]) -> str:
+def _explained(page: MenuPage, link: Callable[[str], str]) -> str:
     kind = page.kind.replace("--", r"\--")
     text = f'<div class="docstring">{html.escape(page.text)}</div>' if "$" not in page.text else page.text
     parts = [
@@ -187,7 +189,7 @@ def _explained(page: Page, link: Callable[[str], str]) -> str:
     return "\n\n".join([*parts, *_formula_of(page), *(_section(section, link) for section in page.sections)])
 
 
-def _formula_of(page: Page) -> list[str]:
+def _formula_of(page: MenuPage) -> list[str]:
     """The formula of a choice at its defaults."""
     choices = [
         cls
@@ -252,13 +254,13 @@ def menu_index(found: dict[str, list[tuple[str, str]]]) -> str:
 # ── the whole ───────────────────────────────────────────────────────────────────────────────────
 
 
-def reference_page(room: str) -> str:
-    """The public names of a room, from their docstrings."""
-    names = {name: module for name, module in ascent._HOME.items() if module.split(".")[0] == room}
+def reference_page(folder: str) -> str:
+    """Return the reference page of the public names of a folder."""
+    names = {name: module for name, module in ascent._HOME.items() if module.split(".")[0] == folder}
     parts = [f"::: ascent.{module}.{name}\n" for name, module in names.items()]
     return "\n".join(
         [
-            f"# {ROOMS[room]}\n",
+            f"# {FOLDERS[folder]}\n",
             f"`from ascent import {', '.join(list(names)[:4])}`{' …' if len(names) > 4 else ''}\n",
             *parts,
         ]
@@ -277,7 +279,7 @@ def write_pages(folder: Path, live: bool = True) -> list[Any]:
     found = names_of_the_menu()
     known = sorted({name for names in found.values() for name, _ in names})
     pages |= {f"menu/{name}.md": menu_page(name, known) for name in known} | {"menu/index.md": menu_index(found)}
-    pages |= {f"reference/{room}.md": reference_page(room) for room in ROOMS}
+    pages |= {f"reference/{folder}.md": reference_page(folder) for folder in FOLDERS}
     shutil.rmtree(folder, ignore_errors=True)
     for name, text in pages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +302,7 @@ def _order(
         if re.fullmatch(r"docs/[\w-]+\.md", name) and Path(name).stem not in {*GUIDES, "benchmarks"}
     ]
     if missing:
-        raise Refused(f"{', '.join(missing)} has no place in the documentation: add it to GUIDES in tools/docs.py")
+        raise ConfigError(f"{', '.join(missing)} has no place in the documentation: add it to GUIDES in tools/docs.py")
     results = [name for name in pages if name.startswith("docs/results/")]
     placed: set[str] = set()
     menu: list[Any] = ["menu/index.md"]
@@ -314,7 +316,7 @@ def _order(
         {"Lessons": ["lessons/README.md", *({lesson.title: f"lessons/{files[lesson.slug]}"} for lesson in lessons)]},
         {"Notebooks": "notebooks/README.md"},
         {"Menu": menu},
-        {"Reference": [{title: f"reference/{room}.md"} for room, title in ROOMS.items()]},
+        {"Reference": [{title: f"reference/{room}.md"} for room, title in FOLDERS.items()]},
         {
             "Benchmarks": [
                 {"Commands and figures": "docs/benchmarks.md"},
@@ -347,7 +349,7 @@ def build(out: Path = ROOT / "build", live: bool = True) -> Path:
         from mkdocs.commands.build import build as build_site
         from mkdocs.config import load_config
     except ImportError:
-        raise Refused("the documentation needs mkdocs-material: pip install 'ascent-rl[docs]'") from None
+        raise ConfigError("the documentation needs mkdocs-material: pip install 'ascent-rl[docs]'") from None
     order = write_pages(out / "docs", live)
     config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(out / "docs"), site_dir=str(out / "site"), nav=order)
     config.plugins.on_startup(command="build", dirty=False)
@@ -365,5 +367,5 @@ if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         print(build())
-    except Refused as error:
+    except ConfigError as error:
         sys.exit(str(error))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
+from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of
-from ascent.core.types import Refused
 from ascent.explain.explain import describe_choices, objective_in_words
 from ascent.settings import field_docs
 
@@ -67,7 +67,7 @@ def with_menu(page: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise Refused(f"there is no place for the menu: add the lines {BEGIN} and {END} to the page")
+        raise ConfigError(f"there is no place for the menu: add the lines {BEGIN} and {END} to the page")
     return f"{before}{BEGIN}\n{menu_markdown()}\n{END}{after}"
 
 

@@ -5,11 +5,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ascent.build.trained_run import Run
 from ascent.cli.flags import Command, parse_train
-from ascent.core.types import Refused, check_counts
-from ascent.records.display import table
-from ascent.records.replicas import COLUMNS, replicas_of
-from ascent.records.run import Run
+from ascent.core.errors import ConfigError
+from ascent.core.types import check_counts
+from ascent.runs.display.terminal import table
+from ascent.runs.replica_log import COLUMNS, replicas_of
 
 LIVE = ("run", "name", "state", "pid", "version", "tokens", "rate", "idle")
 VERBS = {"train": "TASK …", "resume": "RUN", "status": "[RUN]", "add": "COUNT", "remove": "NAME"}
@@ -54,43 +55,43 @@ class ClusterCommand(Command):
             command.check_training(verb, rest)
         elif verb not in VERBS or len(rest) > 1 or (not rest and verb != "status"):
             usages = ", ".join(f"{verb} {more}" for verb, more in VERBS.items())
-            raise Refused(f"{' '.join(command.rest) or 'nothing'}: after its flags `ascent cluster` takes {usages}")
+            raise ConfigError(f"{' '.join(command.rest) or 'nothing'}: after its flags `ascent cluster` takes {usages}")
         elif verb == "add" and not (rest[0].isdecimal() and int(rest[0])):
-            raise Refused(f"add {rest[0]}: the number of samplers to add is 1 or more")
+            raise ConfigError(f"add {rest[0]}: the number of samplers to add is 1 or more")
         return command
 
     def check_training(self, verb: str, rest: list[str]) -> None:
-        from ascent.engines.cluster.sampler import check_cluster
+        from ascent.rollout.replica_sampler import check_cluster
 
         check_counts(1, learners=self.learners, samplers=self.samplers)
         check_counts(0, restarts=self.restarts)
         if verb == "resume":
             if len(rest) != 1:
-                raise Refused("ascent cluster resume takes the run's folder, and nothing else")
+                raise ConfigError("ascent cluster resume takes the run's folder, and nothing else")
             check_cluster(Run(rest[0]).config)
             return
         config, options = parse_train(rest, "ascent cluster train")
         check_cluster(config)
         if self.restarts and options.out is None:
-            raise Refused(f"--restarts {self.restarts} needs --out FOLDER: learners that start again look there")
+            raise ConfigError(f"--restarts {self.restarts} needs --out FOLDER: learners that start again look there")
 
     def execute(self) -> int | None:
-        from ascent.workflows import cluster
+        from ascent.workflows import ray_cluster
 
         verb, *rest = self.rest
         if verb in ("train", "resume"):
-            return cluster.Launch(self.rest, self.learners, self.samplers, self.gpus, self.restarts, pass_on)(
+            return ray_cluster.Launch(self.rest, self.learners, self.samplers, self.gpus, self.restarts, pass_on)(
                 self.address
             )
         if verb == "add":
-            run = cluster.add_samplers(self.address, self.run, int(rest[0]))
+            run = ray_cluster.add_samplers(self.address, self.run, int(rest[0]))
             print(f"{run}: asked for {rest[0]} more. They draw as soon as the cluster has room: ascent cluster status")
         elif verb == "remove":
-            print(f"{cluster.remove_sampler(self.address, self.run, rest[0])}: {rest[0]} has left")
+            print(f"{ray_cluster.remove_sampler(self.address, self.run, rest[0])}: {rest[0]} has left")
         elif rest:
             self.show(replicas_of(Run(rest[0]).folder), COLUMNS, f"{rest[0]} was not trained on a cluster.")
         else:
-            self.show(cluster.cluster_status(self.address), LIVE, "No cluster run is there.")
+            self.show(ray_cluster.cluster_status(self.address), LIVE, "No cluster run is there.")
         return None
 
     def show(self, found: list[dict[str, Any]], columns: tuple[str, ...], nothing: str) -> None:

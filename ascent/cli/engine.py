@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ascent.cli.flags import Command
-from ascent.core.types import Refused
-from ascent.engines.serving.client import Client
-from ascent.engines.serving.engines import dialect_of
-from ascent.engines.serving.relayed import read_key
+from ascent.core.errors import ConfigError
+from ascent.inference.remote.adapters import dialect_of
+from ascent.inference.remote.relay_client import read_key
+from ascent.inference.remote.server_client import Client
 
 
 @dataclass
@@ -47,14 +47,14 @@ class EngineCommand(Command):
     def execute(self) -> int:
         missing = [name for name in ("starlette", "uvicorn", "httpx") if importlib.util.find_spec(name) is None]
         if missing:
-            raise Refused(f"ascent engine needs {' and '.join(missing)}: pip install 'ascent-rl[lab,judge]'")
-        from ascent.policies.causal_lm import check_address
-        from ascent.web.connections import is_local
-        from ascent.web.relay import Relay, relay_server
+            raise ConfigError(f"ascent engine needs {' and '.join(missing)}: pip install 'ascent-rl[lab,judge]'")
+        from ascent.models.causal_lm import check_address
+        from ascent.server.connections import is_local
+        from ascent.server.engine_relay import Relay, relay_server
 
         check_address(self.url, relayed=False, flag="--url")
         if bool(self.tls_cert) != bool(self.tls_key) or not (is_local(self.host) or self.tls_cert):
-            raise Refused(
+            raise ConfigError(
                 f"--host {self.host}: key and weights would cross the network in the open. Set --tls-cert and "
                 "--tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
             )

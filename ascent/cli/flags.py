@@ -15,16 +15,17 @@ from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin
 
+from ascent.build.backends import backend_of
+from ascent.build.reward_loading import check_rewards
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
-from ascent.core.types import Refused
-from ascent.engines.backends import backend_of
 from ascent.explain.about import first_line
-from ascent.records.code import DESCRIPTION, check_trust
-from ascent.records.reading import naming, read_json
-from ascent.records.run import read_settings
-from ascent.rewards.reward_models import check_rewards
+from ascent.processes.user_code import CODE
+from ascent.runs.run import read_settings
+from ascent.runs.trust import DESCRIPTION, check_trust
+from ascent.runs.untrusted_files import naming, read_json
 from ascent.settings import (
     CHOICES,
     PLAIN,
@@ -43,7 +44,6 @@ from ascent.settings import (
     settings_of,
 )
 from ascent.tasks import TASKS
-from ascent.tasks.files import CODE
 
 Group = tuple[str, Iterable[Setting]]
 """A heading in help, and the settings below it."""
@@ -99,7 +99,7 @@ class Command:
             rest = plain_words(cls.prog(), rest, [*flags, *others.values()], most=len(words))
         for setting in words:
             if not rest or (cls.takes_more and is_flag(rest[0])):
-                raise Refused(f"{_metavar(setting)} is missing: {setting.help.rstrip('.')}. Usage: {cls.usage()}")
+                raise ConfigError(f"{_metavar(setting)} is missing: {setting.help.rstrip('.')}. Usage: {cls.usage()}")
             values[setting.name] = setting.check(rest.pop(0), _metavar(setting), typed=True)
         command = cls(**{name: value for name, value in values.items() if name in own})
         command.rest = rest
@@ -166,7 +166,7 @@ def take(args: list[str], settings: Iterable[Setting]) -> tuple[dict[str, Any], 
 
 def _needed(words: list[str], setting: Setting) -> list[str]:
     if not words:
-        raise Refused(f"{setting.flag} needs a value after it: {setting.flag} {_metavar(setting)}")
+        raise ConfigError(f"{setting.flag} needs a value after it: {setting.flag} {_metavar(setting)}")
     return words
 
 
@@ -175,10 +175,10 @@ def plain_words(prog: str, rest: list[str], settings: Iterable[Setting], most: i
     end = rest.index("--") if "--" in rest else len(rest)
     for flag in (word.partition("=")[0] for word in rest[:end] if is_flag(word)):
         hint = nearest(flag.replace("_", "-"), [setting.flag for setting in settings])
-        raise Refused(f"{flag}: {prog} has no such flag.{hint} `{prog} --help` says more")
+        raise ConfigError(f"{flag}: {prog} has no such flag.{hint} `{prog} --help` says more")
     words = rest[:end] + rest[end + 1 :]
     if most is not None and len(words) > most:
-        raise Refused(f"{words[most]}: {prog} has no place for this word. `{prog} --help` says more")
+        raise ConfigError(f"{words[most]}: {prog} has no place for this word. `{prog} --help` says more")
     return words
 
 
@@ -271,7 +271,7 @@ def parse_train(
         layers.append(layer)
     if task is None and not asks_for_help(args):
         spelled = [name_of(cls) + (":SOURCE" if "source" in hyperparameters(cls) else "") for cls in TASKS]
-        raise Refused(f"TASK is missing: it comes first, as in {prog} lecture. There are {', '.join(spelled)}")
+        raise ConfigError(f"TASK is missing: it comes first, as in {prog} lecture. There are {', '.join(spelled)}")
     names, args = take(args, _choices(None))
     resolved = resolve(task or "sort", *layers, names)
     groups = _groups(resolved)
@@ -302,7 +302,7 @@ def is_task(name: str) -> bool:
         return False
     try:
         find_task(name)
-    except Refused:
+    except ConfigError:
         return False
     return True
 
@@ -313,9 +313,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             tables = tomllib.load(file)
     except OSError as error:
-        raise Refused(f"--config {path}: {error.strerror}") from None
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(f"--config {path} is not TOML: {error}") from None
+        raise ConfigError(f"--config {path} is not TOML: {error}") from None
     flat: dict[str, Any] = {}
     for key, value in tables.items():
         named = value if isinstance(value, dict) else {"name": value}

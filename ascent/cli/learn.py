@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 from ascent.api import start
+from ascent.build.trained_run import Run
 from ascent.cli.flags import Command
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 from ascent.explain.explain import explanation, menu_text
-from ascent.records.display import wrapped
-from ascent.records.notebook import for_stream
-from ascent.records.plot import draw_line, figure, finish_panel, line_style, save_figure, series
-from ascent.records.run import Run
+from ascent.runs.display.notebook import for_stream
+from ascent.runs.display.plots import draw_line, figure, finish_panel, line_style, save_figure, series
+from ascent.runs.display.terminal import wrapped
 from ascent.settings import configure
-from ascent.workflows.policy import problems, run_policy
+from ascent.workflows.loaded_policy import problems, run_policy
 
 
 @dataclass
@@ -65,11 +65,11 @@ class LabCommand(Command):
         needed = ("starlette", "uvicorn", "markdown_it", "latex2mathml")
         missing = [name for name in needed if importlib.util.find_spec(name) is None]
         if missing:
-            raise Refused(
+            raise ConfigError(
                 f"the lab needs {' and '.join(missing)}, which is not installed: pip install 'ascent-rl[lab]'"
             )
         if not 0 <= self.port <= 65535:
-            raise Refused(f"--port {self.port}: ports go from 0 to 65535; 0 takes a free one")
+            raise ConfigError(f"--port {self.port}: ports go from 0 to 65535; 0 takes a free one")
         from ascent.lab.server import serve_lab
 
         return serve_lab(self.runs, self.host, self.port, self.open)

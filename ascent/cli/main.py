@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import ascent.cli
 from ascent.api import interruptible
 from ascent.cli.flags import Command
+from ascent.core.errors import ConfigError, RunError
 from ascent.core.menu import nearest
-from ascent.core.types import Refused, Trouble
-from ascent.engines.ranks.ranks import rank_here, size_here
-from ascent.records import code
-from ascent.records.display import printable
+from ascent.distributed.ranks import rank_here, size_here
+from ascent.runs import trust
+from ascent.runs.display.terminal import printable
 
 SECTIONS = ("train", "train on offline data", "make data", "look at a run", "learn")
 
@@ -57,8 +57,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped by trouble, 2 bad input, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
-    code.asking = "--trust" in args
-    code.TRUSTED.update(arg.removeprefix("--trust=") for arg in args if arg.startswith("--trust="))
+    trust.asking = "--trust" in args
+    trust.TRUSTED.update(arg.removeprefix("--trust=") for arg in args if arg.startswith("--trust="))
     args = [arg for arg in args if arg.partition("=")[0] != "--trust"]  # of every command that loads a run
     return guarded(lambda: _execute(args))
 
@@ -75,10 +75,12 @@ def _execute(args: list[str]) -> int:
 
 def _command(name: str) -> type[Command]:
     if name not in commands():
-        raise Refused(f"{name}: no such command.{nearest(name, commands())} `ascent --help` lists them")
+        raise ConfigError(f"{name}: no such command.{nearest(name, commands())} `ascent --help` lists them")
     if size_here() > 1 and not commands()[name].ranks:
         several = " and ".join(command for command, cls in commands().items() if cls.ranks)
-        raise Refused(f"ascent {name} is work for one process: start it without torchrun. With it there are {several}")
+        raise ConfigError(
+            f"ascent {name} is work for one process: start it without torchrun. With it there are {several}"
+        )
     return commands()[name]
 
 
@@ -104,13 +106,13 @@ def guarded(work: Callable[[], int]) -> int:
         return status
     except SystemExit as ended:  # after help was printed
         return int(ended.code or 0)
-    except Refused as error:
+    except ConfigError as error:
         tell(f"ascent: {error}")
         return 2
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (Trouble, OSError) as error:
+    except (RunError, OSError) as error:
         tell(f"ascent: stopped: {error}")
         return 1
     except KeyboardInterrupt as error:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from ascent.build.reward_loading import write_assessment
+from ascent.build.trained_run import Run
 from ascent.cli.flags import Command, is_task, parse_train
 from ascent.cli.train import run_training
-from ascent.records.run import Run
-from ascent.rewards.judge.settings import Judge, read_judge
-from ascent.rewards.reward_models import write_assessment
-from ascent.tasks.text.rows import SEPARATOR
+from ascent.rewards.judge.judge_settings import Judge, read_judge
+from ascent.tasks.text.table_tasks import SEPARATOR
 from ascent.workflows.labels import label_pairs, label_steps, make_pairs
 
 

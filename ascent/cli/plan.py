@@ -4,11 +4,12 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
+from ascent.build.backends import backend_of
 from ascent.cli.flags import Command, asks_for_help, parse_train
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
-from ascent.core.types import Refused, check_counts
-from ascent.engines.backends import backend_of
+from ascent.core.types import check_counts
 
 MOST = 100_000
 """Cards of a plan."""
@@ -52,30 +53,30 @@ class PlanCommand(Command):
         return command
 
     def execute(self) -> None:
-        from ascent.workflows.planning.cards import Cluster, bytes_per_second, card_of
-        from ascent.workflows.planning.plan import Lengths, forecast
-        from ascent.workflows.planning.shapes import read_shape
-        from ascent.workflows.planning.words import plan_text
+        from ascent.workflows.planning.gpus import Cluster, bytes_per_second, card_of
+        from ascent.workflows.planning.model_shapes import read_shape
+        from ascent.workflows.planning.plan_text import plan_text
+        from ascent.workflows.planning.planner import Lengths, forecast
 
         config = self.config
         if not backend_of(config).words or config.data != "samples":
-            raise Refused(
+            raise ConfigError(
                 f"ascent plan {name_of(config.task)}: plans are for language models that sample, as in ascent plan "
                 "gsm8k --model FOLDER"
             )
         if config.policy.dtype == "float32":
-            raise Refused("--policy.dtype float32: plans are for bfloat16 on a GPU. Leave it out")
+            raise ConfigError("--policy.dtype float32: plans are for bfloat16 on a GPU. Leave it out")
         dtype = "mixed" if config.policy.dtype == "mixed" else "bfloat16"
         config = replace(config, policy=replace(config.policy, dtype=dtype))
         check_counts(1, gpus=self.gpus, nodes=self.nodes, prompt_tokens=self.prompt_tokens)
         if self.gpus * self.nodes > MOST:
-            raise Refused(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MOST:,} cards")
+            raise ConfigError(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MOST:,} cards")
         limit = config.task.room
         mean = max(1, limit // 2) if self.answer_tokens is None else self.answer_tokens
         if not 1 <= mean <= limit:
-            raise Refused(f"--answer-tokens {mean}: from 1 to the limit of a response, {limit} (--max-tokens)")
+            raise ConfigError(f"--answer-tokens {mean}: from 1 to the limit of a response, {limit} (--max-tokens)")
         if not 0 <= self.answer_spread <= 3:
-            raise Refused(f"--answer-spread {self.answer_spread:g}: from 0 (all equal) to 3")
+            raise ConfigError(f"--answer-spread {self.answer_spread:g}: from 0 (all equal) to 3")
         cluster = Cluster(card_of(self.gpu), self.gpus, self.nodes, bytes_per_second(self.network))
         answers = Lengths(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
         plan = forecast(config, read_shape(config.policy.model), cluster, answers)

@@ -14,23 +14,24 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
+from ascent.build.backends import backend_of
+from ascent.build.trained_run import Run
 from ascent.cli.runs import LENGTHS, PolicyCommand
-from ascent.core.types import Prompts, Refused, Trouble
-from ascent.engines.backends import backend_of
-from ascent.environments.choose import instruction_of
-from ascent.environments.episode import Source
-from ascent.environments.play import GLANCE, Pool, environment_source, shared_seed
-from ascent.environments.processes import Episodes, LocalEpisodes
+from ascent.core.errors import ConfigError, RunError
+from ascent.core.types import Prompts
+from ascent.environments.episode_pool import EpisodePool, LocalEpisodes
+from ascent.environments.episode_process import Source
+from ascent.environments.tool_chat import instruction_of
 from ascent.environments.tools import Tools, load_tool, read_counts, schemas_of
-from ascent.records.conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
-from ascent.records.display import printable, wrapped
-from ascent.records.run import Run
+from ascent.processes.supervisor import Limits
+from ascent.rewards.grading import Grading
+from ascent.rollout.conversations import GLANCE, PlayerPool, environment_source, shared_seed
+from ascent.runs.display.terminal import printable, wrapped
+from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
 from ascent.settings import find_task
 from ascent.tasks.environment import Environment, Step
-from ascent.tasks.keeper import Limits
-from ascent.tasks.text.base import Problem
-from ascent.tasks.text.grading import Grading
-from ascent.workflows.policy import LoadedPolicy, conversations, unscored
+from ascent.tasks.text.text_task import Problem
+from ascent.workflows.loaded_policy import LoadedPolicy, conversations, unscored
 
 CHOSEN_FROM = 64
 """Held-out problems that one is chosen from."""
@@ -64,12 +65,14 @@ class PlayCommand(PolicyCommand):
         seed = secrets.randbelow(2**31) if self.seed is None else self.seed
         terminal, of_run = Terminal(colour_wanted()), self.model is None and Path(self.source).is_dir()
         if self.json:
-            raise Refused("--json: a game is for people. For scripts, `ascent sample --json` has conversations")
+            raise ConfigError("--json: a game is for people. For scripts, `ascent sample --json` has conversations")
         if self.as_ == "policy":
             if self.model is not None:
-                raise Refused(f"--model {self.model}: you take the policy's part. Leave it out, or --as environment")
+                raise ConfigError(
+                    f"--model {self.model}: you take the policy's part. Leave it out, or --as environment"
+                )
             if of_run and (self.rest or self.task):
-                raise Refused(
+                raise ConfigError(
                     f"{' '.join(self.rest) or '--task'}: a run has its task and its settings. Name a task first"
                 )
             config = Run(self.source).config if of_run else self._config(self.source, self.rest)
@@ -78,12 +81,12 @@ class PlayCommand(PolicyCommand):
             return play_policy(game, seed, terminal)
         if not of_run and self.model is None:
             policy = "--model FOLDER" if find_task(self.source)[0].kind == "text" else "its folder in place of the task"
-            raise Refused(f"--as environment with {self.source}: name the policy to play with, {policy}")
+            raise ConfigError(f"--as environment with {self.source}: name the policy to play with, {policy}")
         run, task = (self.source, self.task) if of_run else (None, self.source)
         play_environment(self.load(run, task, self.rest, ("temperature", *LENGTHS, "device")), seed, terminal)
 
 
-class Left(KeyboardInterrupt):
+class PlayerLeftError(KeyboardInterrupt):
     """The input is over. No environment and no sampler catches it."""
 
 
@@ -107,12 +110,12 @@ class Terminal:
             line = input(f"  {who:<11}  ")
         except (EOFError, RuntimeError):  # RuntimeError: there is no input at all
             print(flush=True)
-            raise Left from None
+            raise PlayerLeftError from None
         except KeyboardInterrupt:
             print(flush=True)
             raise
         except UnicodeDecodeError as error:
-            raise Refused(f"what was typed is not text: {error}") from None
+            raise ConfigError(f"what was typed is not text: {error}") from None
         if not self.typed_here:
             print(printable(line), flush=True)
         return line
@@ -121,13 +124,13 @@ class Terminal:
 # ---- the policy's part ------------------------------------------------------------------------------------------
 
 
-class Game(NamedTuple):
+class SmallGame(NamedTuple):
     """What a person plays: a problem, who answers, and how turns and answers are written."""
 
     problem: Problem
     chat: str
     """What stands before the first turn."""
-    pool: Pool | None
+    pool: PlayerPool | None
     """None: a response is one turn."""
     read: Callable[[str], str]
     """A line as the environment reads it; refused where it is no turn."""
@@ -139,14 +142,14 @@ class Game(NamedTuple):
     """What the task gives for the last turn, and why."""
 
 
-def play_policy(game: Game, seed: int, terminal: Terminal) -> None:
+def play_policy(game: SmallGame, seed: int, terminal: Terminal) -> None:
     rewards: list[float] = []
     with ExitStack() as stack:
         if game.pool is not None:
             stack.enter_context(closing(game.pool))
         try:
             last = take_turns(game, seed, terminal, rewards)
-        except Left:
+        except PlayerLeftError:
             return terminal.note(f"The input is over: the episode was left after {_earned(rewards)}.")
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the episode was left after {_earned(rewards)}") from None
@@ -159,7 +162,7 @@ def _earned(rewards: list[float]) -> str:
     return f"{turns} ({', '.join(f'{reward:.3g}' for reward in rewards)})" if rewards else turns
 
 
-def take_turns(game: Game, seed: int, terminal: Terminal, rewards: list[float]) -> str:
+def take_turns(game: SmallGame, seed: int, terminal: Terminal, rewards: list[float]) -> str:
     """Play until the episode is over, and add what every turn earned to `rewards`. Returns the last turn."""
     pool = game.pool
     terminal.say("prompt", game.chat)
@@ -171,7 +174,7 @@ def take_turns(game: Game, seed: int, terminal: Terminal, rewards: list[float]) 
         line = terminal.ask(YOU)
         try:
             action = game.read(line)
-        except Refused as wrong:
+        except ConfigError as wrong:
             terminal.note(f"{wrong}. Nothing was sent")
             continue
         if pool is None:
@@ -190,18 +193,18 @@ def take_turns(game: Game, seed: int, terminal: Terminal, rewards: list[float]) 
             return action
 
 
-def _answer(pool: Pool, turn: int) -> Step:
+def _answer(pool: PlayerPool, turn: int) -> Step:
     while not (replies := pool.answers(GLANCE)):
         pass  # its own deadline is a reply too
     if replies[0].step is None:
         when = f"in turn {turn}" if turn else "when it began"
-        raise Trouble(f"the environment failed {when}: {replies[0].error}. In a run, such a response is not valid")
+        raise RunError(f"the environment failed {when}: {replies[0].error}. In a run, such a response is not valid")
     return replies[0].step
 
 
-def small_game(task: Any, seed: int) -> Game:
+def small_game(task: Any, seed: int) -> SmallGame:
     if task.episode() is None:
-        raise Refused(f"{type(task).__name__.lower()} has one turn, and nobody answers it. Try guess or swaps")
+        raise ConfigError(f"{type(task).__name__.lower()} has one turn, and nobody answers it. Try guess or swaps")
     prompts, tokens = task.held_out(CHOSEN_FROM), tokens_of(task)
     problem = task.problem(prompts, random.Random(seed).randrange(len(prompts)))
 
@@ -210,13 +213,13 @@ def small_game(task: Any, seed: int) -> Game:
     def read(line: str) -> str:
         numbers = read_tokens(line, tokens)
         if len(numbers) != task.turn_tokens:
-            raise Refused(f"{line!r:.60}: {rule}")
+            raise ConfigError(f"{line!r:.60}: {rule}")
         return " ".join(map(str, numbers))
 
     def show(words: str) -> str:
         return task.text(list(map(int, words.split()))) if words else ""
 
-    return Game(problem, f"{problem.prompt}\n({rule})", LocalEpisodes(task.episode), read, show)
+    return SmallGame(problem, f"{problem.prompt}\n({rule})", LocalEpisodes(task.episode), read, show)
 
 
 def tokens_of(task: Any) -> dict[str, int]:
@@ -234,11 +237,11 @@ def read_tokens(line: str, tokens: Mapping[str, int]) -> list[int]:
     words = [line.strip()] if line.strip() in tokens else line.replace(",", " ").strip("[] \t").split()
     unknown = [word for word in words if word not in tokens]
     if unknown or not words:
-        raise Refused(f"{line!r:.60}: write some of {spelled(tokens)}")
+        raise ConfigError(f"{line!r:.60}: write some of {spelled(tokens)}")
     return [tokens[word] for word in words]
 
 
-def text_game(task: Any, seed: int) -> Game:
+def text_game(task: Any, seed: int) -> SmallGame:
     problem = random.Random(seed).choice(task.test(CHOSEN_FROM))
     chat, limits = task.messages(problem), Limits(task.turn_seconds, task.reward_memory, task.reward_env)
     pool, answers = None, ENVIRONMENT
@@ -246,17 +249,19 @@ def text_game(task: Any, seed: int) -> Game:
         schemas, answers = schemas_of([load_tool(source) for source in task.tools]), TOOL
         chat.insert(0, {"role": "system", "content": instruction_of(schemas)})
         settings = {"sources": list(task.tools), "schemas": schemas, "form": "plain", "sandbox": task.tool_sandbox}
-        pool = Episodes(Source("ascent.environments.tools:make_tools", settings), limits)
+        pool = EpisodePool(Source("ascent.environments.tools:make_tools", settings), limits)
     elif task.environment:
-        pool = Episodes(environment_source(task.environment), limits)
+        pool = EpisodePool(environment_source(task.environment), limits)
 
     def read(line: str) -> str:
         if not line.strip():
-            raise Refused("a turn has words")
+            raise ConfigError("a turn has words")
         return line
 
     words = "\n\n".join(message["content"] for message in chat)
-    return Game(problem, words, pool, read, observation_words, answers, task.max_turns, partial(grade, task, problem))
+    return SmallGame(
+        problem, words, pool, read, observation_words, answers, task.max_turns, partial(grade, task, problem)
+    )
 
 
 def observation_words(observation: Any) -> str:
@@ -270,7 +275,7 @@ def grade(task: Any, problem: Problem, words: str) -> tuple[float, str]:
     with closing(Grading(replace(task, reward_workers=1), partial=True)) as grading:
         (mark,) = grading([(problem, words)])
     if mark.error is not None:
-        raise Trouble(mark.error)
+        raise RunError(mark.error)
     said = [f"and {mark.value:g} for the answer ({mark.reason or ('right' if mark.strict else 'wrong')})"]
     if problem.answer is None and not mark.value:
         said = []
@@ -299,10 +304,10 @@ class Person(Environment):
                         return Step(reward=paid, done=True, reason="you ended it")
                     reward = paid
                 elif line.startswith("/") and not line.startswith("//"):
-                    raise Refused(f"{command}: there are /reward X and /end [X]; // begins an answer with /")
+                    raise ConfigError(f"{command}: there are /reward X and /end [X]; // begins an answer with /")
                 else:
                     return Step(self.read(line.removeprefix("/")), reward)
-            except Refused as wrong:
+            except ConfigError as wrong:
                 self.terminal.note(f"{wrong}. Nothing was sent")
 
 
@@ -312,14 +317,14 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise Refused(f"{text!r:.40}: a reward is a number")
+        raise ConfigError(f"{text!r:.40}: a reward is a number")
     return number
 
 
 def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> None:
     task, words = loaded.config.task, loaded.backend.words
     if not words and task.episode() is None:
-        raise Refused(f"{type(task).__name__.lower()} has one turn: the policy takes no answer to it")
+        raise ConfigError(f"{type(task).__name__.lower()} has one turn: the policy takes no answer to it")
     if words and not task.plays:  # anybody may be answered; the class is never made in a process
         answered = replace(task, environment=f"python:{__file__}:Person")
         loaded = replace(loaded, config=replace(loaded.config, task=answered))
@@ -330,7 +335,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
             tools = words and bool(task.tools)
             prompts = _first_words(bound, words and not tools, tools, seed, terminal)
             rollouts = loaded.sampler(prompts, seed).generate(prompts, 1)
-        except Left:
+        except PlayerLeftError:
             return terminal.note("The input is over: the episode was left.")
         batch = unscored(rollouts)
         (talk,) = conversations(bound, batch)
@@ -338,7 +343,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
     if len(said) > terminal.turns:  # a limit of tokens cut off the last turn, which was not answered
         terminal.say(POLICY, said[-1]["text"])
     if not bool(batch.valid.all()):
-        raise Trouble(f"the episode failed: {talk['ended']}")
+        raise RunError(f"the episode failed: {talk['ended']}")
     rewards = [speech["reward"] or 0.0 for speech in said]
     terminal.note(f"The episode is over: {talk['ended']}.")
     terminal.note(f"Total reward {sum(rewards):.4g}: {_earned(rewards)}.")
@@ -357,7 +362,7 @@ def _stand_in(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callabl
 
         def read(line: str) -> str:
             if not line.strip():
-                raise Refused("an answer has words; /end ends the episode")
+                raise ConfigError("an answer has words; /end ends the episode")
             return line
 
         return lambda: Person(terminal, lambda action: action, read)

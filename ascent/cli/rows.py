@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascent.cli.flags import Command
-from ascent.core.types import Refused
-from ascent.environments.agents.verifiers import VerifiersAgent
+from ascent.core.errors import ConfigError
+from ascent.environments.agents.verifiers_agent import VerifiersAgent
+from ascent.processes.supervisor import Limits
 from ascent.tasks.agent_sources import agent_source, verify_agent
-from ascent.tasks.files import write_jsonl
-from ascent.tasks.keeper import Limits
+from ascent.tasks.user_files import write_jsonl
 
 
 @dataclass
@@ -29,9 +29,9 @@ class RowsCommand(Command):
     def execute(self) -> None:
         source = agent_source(self.agent)
         if not source.startswith("verifiers:"):
-            raise Refused(f"ascent rows {self.agent}: only a taskset of verifiers has rows, verifiers:NAME")
+            raise ConfigError(f"ascent rows {self.agent}: only a taskset of verifiers has rows, verifiers:NAME")
         if self.count < 1:
-            raise Refused(f"--count is {self.count}: it has to be at least 1")
+            raise ConfigError(f"--count is {self.count}: it has to be at least 1")
         verify_agent(source)
         with closing(VerifiersAgent(source.removeprefix("verifiers:"), Limits(0.0), 1)) as agent:
             rows = agent.rows(self.count)

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from ascent.build.trained_run import Run
 from ascent.cli.flags import Command, is_task, leading, parse_train, plain_words
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of, nearest
-from ascent.core.types import Refused
-from ascent.records.conversation import colour_wanted, conversation, conversation_lines, ending
-from ascent.records.display import cell_text, printable, table, width, wrapped
-from ascent.records.metrics import short_of
-from ascent.records.places import memory_ran_out
-from ascent.records.reading import naming, read_json
-from ascent.records.responses import path_of
-from ascent.records.run import Run, read_settings
+from ascent.runs.display.terminal import cell_text, printable, table, width, wrapped
+from ascent.runs.metrics import short_of
+from ascent.runs.recorded_conversation import colour_wanted, conversation, conversation_lines, ending
+from ascent.runs.rollout_files import path_of
+from ascent.runs.run import read_settings
+from ascent.runs.run_list import memory_ran_out
+from ascent.runs.untrusted_files import naming, read_json
 from ascent.settings import find_task, settings_of
 from ascent.workflows.evaluate import evaluate_policy
-from ascent.workflows.policy import (
+from ascent.workflows.loaded_policy import (
     LoadedPolicy,
     ask,
     export,
@@ -81,9 +82,9 @@ class ReportCommand(Command):
 
     def execute(self) -> None:
         try:
-            from ascent.lab.report.page import write_report
+            from ascent.lab.report.run_report import write_report
         except ModuleNotFoundError as missing:
-            raise Refused(f"a report needs {missing.name}: pip install 'ascent-rl[lab]'") from None
+            raise ConfigError(f"a report needs {missing.name}: pip install 'ascent-rl[lab]'") from None
 
         out, size = write_report(self.run, self.out, self.force)
         print(f"Report: {out} ({size / 1000:,.0f} kB, opens in any browser)")
@@ -207,26 +208,28 @@ class PolicyCommand(CheckpointCommand):
         changed = {name: getattr(self, name) for name in changes}
         if run is not None:
             if task in (None, "own") and flags:
-                raise Refused(
+                raise ConfigError(
                     f"{' '.join(flags)}: {self.prog()} has no such flag; a run already has its task's settings. "
                     "Add --task TASK to set others"
                 )
             if is_task(run):
-                raise Refused(f"{run} is a task: name a model for it, {self.prog()} {run} --model FOLDER")
+                raise ConfigError(f"{run} is a task: name a model for it, {self.prog()} {run} --model FOLDER")
             other = None if task is None or task == "own" else self._config(task, flags).task
             return run_policy(run, self.step, self.best, other, **changed)
         assert self.model is not None
         if self.step is not None or self.best:
-            raise Refused("--model with --step or --best: a model has no checkpoints to choose from. Leave them out")
+            raise ConfigError(
+                "--model with --step or --best: a model has no checkpoints to choose from. Leave them out"
+            )
         if task is None:
             return model_policy(self.model, **changed)
         if Path(task).is_dir() and ":" not in task:
-            raise Refused(
+            raise ConfigError(
                 f"{task} is a folder. With --model the first argument must be a TASK; a run has its own model, "
                 "so leave out --model"
             )
         if find_task(task)[0].kind != "text":
-            raise Refused(
+            raise ConfigError(
                 f"--model with the task {task}: this is not a text task, so a language model cannot read its prompts. "
                 f"Train on it: ascent train {task}"
             )
@@ -238,7 +241,7 @@ class PolicyCommand(CheckpointCommand):
         known = [setting.flag for setting in settings_of(type(config.task)).values()]
         for flag in (arg.partition("=")[0].replace("_", "-") for arg in flags if arg.startswith("--")):
             if not {flag, flag.replace("--no-", "--", 1)} & set(known) and not flag.startswith("--policy."):
-                raise Refused(
+                raise ConfigError(
                     f"{flag}: {self.prog()} has no such flag, and {name_of(config.task)} has no such setting."
                     + nearest(flag, known)
                 )
@@ -276,9 +279,9 @@ class EvalCommand(PolicyCommand):
     def execute(self) -> None:
         if self.out is not None and (self.out.exists() or not self.out.parent.is_dir()):
             why = "already there" if self.out.exists() else f"there is no folder {self.out.parent}"
-            raise Refused(f"--out {self.out}: {why}. Choose another file")
+            raise ConfigError(f"--out {self.out}: {why}. Choose another file")
         if self.model is not None and self.task is not None:
-            raise Refused(f"--task {self.task} with --model: the task comes first, ascent eval TASK --model FOLDER")
+            raise ConfigError(f"--task {self.task} with --model: the task comes first, ascent eval TASK --model FOLDER")
         run, task = (self.source, self.task) if self.model is None else (None, self.source)
         loaded = self.load(run, task, self.rest, ("temperature", *LENGTHS, "device", "rows"))
         evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
@@ -329,7 +332,9 @@ class SampleCommand(PolicyCommand):
         else:
             words, flags = plain_words(self.prog(), self.rest, settings_of(type(self)).values()), []
         if self.model is None and not words:
-            raise Refused('RUN is missing: ascent sample RUN "…", or without a run, ascent sample --model FOLDER "…"')
+            raise ConfigError(
+                'RUN is missing: ascent sample RUN "…", or without a run, ascent sample --model FOLDER "…"'
+            )
         run = words.pop(0) if self.model is None else None
         prompts = words if self.task or words else _from_stdin()
         changes = ("temperature", "top_p", "top_k", "min_p", *LENGTHS, "system", "device")
@@ -346,7 +351,7 @@ def _from_stdin() -> list[str]:
     lines = [] if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().splitlines()
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise Refused('no prompt: give one, "What is 3 + 4?", or --task, or one prompt per line on standard input')
+        raise ConfigError('no prompt: give one, "What is 3 + 4?", or --task, or one prompt per line on standard input')
     return prompts
 
 

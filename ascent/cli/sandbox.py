@@ -7,10 +7,10 @@ from statistics import median
 from typing import Literal
 
 from ascent.cli.flags import Command
-from ascent.core.types import Refused
-from ascent.sandbox.attempts import LIMITS, try_all
-from ascent.sandbox.box import Broken, Sandbox
-from ascent.sandbox.walls import NoWalls, choose
+from ascent.core.errors import ConfigError
+from ascent.sandbox.escape_tests import LIMITS, try_all
+from ascent.sandbox.isolation import IsolationError, choose
+from ascent.sandbox.sandbox import Sandbox, SandboxError
 
 JOBS = 50
 """Jobs whose time is measured."""
@@ -37,7 +37,7 @@ class SandboxCommand(Command):
             try:
                 walls = choose(kind)
                 words, results = try_all(kind)
-            except (NoWalls, Broken) as error:
+            except (IsolationError, SandboxError) as error:
                 missing.append(f"{kind:<12}{error}")
                 continue
             print(f"{kind:<12}{words}; a job takes {_milliseconds(kind):.1f} ms")
@@ -51,7 +51,7 @@ class SandboxCommand(Command):
                 print(f"{'':<12}GOT OUT: {result.attempt.kind}, {result.attempt.name}: {result.how}")
         print(*missing, sep="\n", end="\n" if missing else "")
         if len(missing) == len(kinds):
-            raise Refused("there is no sandbox here: tasks that run code are refused, unless --sandbox none is set")
+            raise ConfigError("there is no sandbox here: tasks that run code are refused, unless --sandbox none is set")
         print(f"{'used':<12}{choose(self.sandbox).words()}")
         return 1 if got_out else None
 
@@ -59,7 +59,7 @@ class SandboxCommand(Command):
 def _milliseconds(kind: str) -> float:
     """The median time of a job, from its beginning until nothing of it is left."""
     times = []
-    with Sandbox("ascent.sandbox.session:serve_session", LIMITS, kind=kind) as box:
+    with Sandbox("ascent.sandbox.python_session:serve_session", LIMITS, kind=kind) as box:
         box.start()
         for _ in range(JOBS):
             began = time.perf_counter()

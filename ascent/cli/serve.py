@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ascent.cli.flags import Command
-from ascent.core.types import Refused
-from ascent.engines.serving.relayed import read_key
-from ascent.web.packages import check_packages
-from ascent.workflows.policy import find_policy
-from ascent.workflows.serve import ServeSettings, serve_policy
+from ascent.core.errors import ConfigError
+from ascent.inference.remote.relay_client import read_key
+from ascent.server.requirements import check_packages
+from ascent.workflows.loaded_policy import find_policy
+from ascent.workflows.policy_server import ServeSettings, serve_policy
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ class ServeCommand(Command):
 
     def execute(self) -> int:
         check_packages("ascent serve")
-        from ascent.web.connections import is_local
+        from ascent.server.connections import is_local
 
         if bool(self.tls_cert) != bool(self.tls_key) or not (is_local(self.host) or self.tls_cert):
-            raise Refused(
+            raise ConfigError(
                 f"--host {self.host}: the key and all that is said would cross the network in the open. Set --tls-cert "
                 "and --tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
             )
         for name in ("rows", "queue", "max_context", "cache"):
             if not getattr(self, name) >= 0:
-                raise Refused(f"--{name.replace('_', '-')} is {getattr(self, name)}: set 0 or more")
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: set 0 or more")
         key = read_key("", self.key_file) if self.key_file else ""
         of_run = (Path(self.source) / "run.json").exists()
         changes = {"temperature": self.temperature, "device": self.device}

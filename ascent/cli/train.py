@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from ascent.api import recognize, resume, start
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
+from ascent.build.trained_run import Run
 from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
-from ascent.core.types import Refused
-from ascent.engines.ranks.ranks import launch_here, rank_here, restarted
+from ascent.core.errors import ConfigError
+from ascent.distributed.ranks import launch_here, rank_here, restarted
 from ascent.explain.explain import formula, objective_in_words
-from ascent.records.display import cell_text, table, width, wrapped
-from ascent.records.folder import refuse_taken, write_json
-from ascent.records.notebook import for_stream
-from ascent.records.plot import plot_runs
-from ascent.records.run import Run, default_folder
+from ascent.runs.display.notebook import for_stream
+from ascent.runs.display.plots import plot_runs
+from ascent.runs.display.terminal import cell_text, table, width, wrapped
+from ascent.runs.run import default_folder
+from ascent.runs.run_folder import refuse_taken, write_json
 from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell
-from ascent.workflows.compare import COSTS, draw_comparison, run_all, summarize_runs
 from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
+from ascent.workflows.seed_comparison import COSTS, draw_comparison, run_all, summarize_runs
 
 
 @dataclass
@@ -174,7 +175,7 @@ class RoundsCommand(Command):
         reward_model, rest = reward_model_settings(self.rest)
         if (Path(self.source) / ROUNDS_FILE).exists():
             if self.rest:
-                raise Refused(
+                raise ConfigError(
                     f"{' '.join(self.rest)}: the rounds in {self.source} already have their settings. "
                     f"Leave this out: ascent rounds {self.source}"
                 )
@@ -250,17 +251,17 @@ class CompareCommand(Command):
             try:
                 settings.append(shlex.split(text))
             except ValueError as error:
-                raise Refused(f"--setting {text}: {error}") from None
+                raise ConfigError(f"--setting {text}: {error}") from None
         if self.jobs < 0:
-            raise Refused(f"--jobs {self.jobs}: set the number of parallel runs, 1 or more, or 0 for one per core")
+            raise ConfigError(f"--jobs {self.jobs}: set the number of parallel runs, 1 or more, or 0 for one per core")
         if not settings:
-            raise Refused('nothing to compare: set --algorithms reinforce,rloo,grpo, or --setting "…" twice')
+            raise ConfigError('nothing to compare: set --algorithms reinforce,rloo,grpo, or --setting "…" twice')
         configs: dict[str, Config] = {}
         shared, rest = take(self.rest, [PLAIN[name] for name in ROW_SETTINGS])
         for flags in settings:
             name = " ".join(flags).removeprefix("--algorithm ").replace("--", "")
             if name in configs:
-                raise Refused(f"{name!r} is given twice: each setting is compared once")
+                raise ConfigError(f"{name!r} is given twice: each setting is compared once")
             configs[name], _ = parse_train([self.task, *rest, *flags], self.prog(), shared)
         return configs
 
@@ -269,11 +270,11 @@ def parse_seeds(text: str) -> list[int]:
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
-        raise Refused(f"--seeds {text}: give a number of seeds, or a list such as 3,5,8") from None
+        raise ConfigError(f"--seeds {text}: give a number of seeds, or a list such as 3,5,8") from None
     if len(seeds) == 1 and "," not in text:
         seeds = list(range(seeds[0]))
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise Refused(f"--seeds {text}: seeds must be distinct and not negative, and there must be at least one")
+        raise ConfigError(f"--seeds {text}: seeds must be distinct and not negative, and there must be at least one")
     return seeds
 
 

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.core.types import Batch, Refused, State, at_last, reward_to_go
+from ascent.core.errors import ConfigError
+from ascent.core.types import Batch, State, at_last, reward_to_go
 
 Credit = Float[Tensor, "prompt sample #token"]
 Keep = Bool[Tensor, "prompt sample 1"]
@@ -131,7 +132,7 @@ class Normalized(Advantage):
 
     def __post_init__(self) -> None:
         if not self.eps >= 0 or self.ddof not in (0, 1):
-            raise Refused(f"--advantage.eps is {self.eps:g}, .ddof {self.ddof}: ε is 0 or more, and ddof 0 or 1")
+            raise ConfigError(f"--advantage.eps is {self.eps:g}, .ddof {self.ddof}: ε is 0 or more, and ddof 0 or 1")
 
     def __call__(self, batch: Batch, state: State) -> Credit:
         R, keep, n = _group(batch)
@@ -172,7 +173,7 @@ class RunningMean(Advantage):
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise Refused(f"--advantage.momentum is {self.momentum:g}: a share of the old mean, from 0 to below 1")
+            raise ConfigError(f"--advantage.momentum is {self.momentum:g}: a share of the old mean, from 0 to below 1")
 
     def start(self) -> State:
         return {"baseline": 0.0}

@@ -10,6 +10,7 @@ from ascent.core import advantages as credit_
 from ascent.core.advantages import ADVANTAGES, Advantage
 from ascent.core.correction import CORRECTIONS, Correction, NoCorrection
 from ascent.core.critics import CRITICS, VALUE_SUMS, Critic, NoCritic, OwnCritic
+from ascent.core.errors import ConfigError
 from ascent.core.exploration import EXPLORATIONS, Exploration, NoBonus
 from ascent.core.groups import GROUPS, SHAPINGS, All, Groups, NoShaping, Overlong, Shaping, WithSignal
 from ascent.core.kl import KL, KLS, InLoss, InReward, NoKL, adapt, estimate_kl
@@ -17,7 +18,7 @@ from ascent.core.losses import LOSSES, Cispo, Clipped, LogProb, Loss, Ratio, Seq
 from ascent.core.menu import name_of
 from ascent.core.preferences import PREFERENCES, BradleyTerry, Dpo, Likelihood, StepValue
 from ascent.core.reference import REFERENCES, Frozen, NoReference, Reference
-from ascent.core.types import Batch, Metrics, Outputs, Refused, State, Terms, add_outcome
+from ascent.core.types import Batch, Metrics, Outputs, State, Terms, add_outcome
 from ascent.core.update import UPDATES, Adam, TrustRegion, Update
 from ascent.core.values import GAE, VALUES, Valued
 from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
@@ -67,25 +68,25 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         if self.kl.where != "nowhere" and not self.reference.kept:
-            raise Refused(
+            raise ConfigError(
                 f"--kl {name_of(self.kl)} with --reference {name_of(self.reference)}: a KL needs a "
                 "reference policy. Set --reference frozen (or every, moving-average), or --kl no-kl"
             )
         if self.sequence and self.correction.on and self.correction.level == "token":
-            raise Refused(
+            raise ConfigError(
                 f"--loss {name_of(self.loss)} has one term per response, but --correction {name_of(self.correction)} "
                 "weighs single tokens. Set --correction.level sequence"
             )
         valued = "value" in self.advantage.needs
         critic = f"with --critic {name_of(self.critic)}"
         if valued != self.critic.on:
-            raise Refused(
+            raise ConfigError(
                 f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and other "
                 "credit does not use one. Set --advantage gae and --critic own-critic, or neither"
             )
         if self.update.whole and self.critic.shared:
             why = "what the critic learns would move the policy out of the region. Set --critic own-critic"
-            raise Refused(f"--update {name_of(self.update)} {critic}: {why}")
+            raise ConfigError(f"--update {name_of(self.update)} {critic}: {why}")
         self.loss.check(self)
 
     @property
@@ -135,7 +136,7 @@ class Algorithm:
         credited = self.credited(batch, state)
         δ = self.advantage(credited, state)
         if δ.shape[:-1] != batch.valid.shape or δ.shape[-1] not in (1, batch.mask.shape[-1]):
-            raise Refused(
+            raise ConfigError(
                 f"--advantage {name_of(self.advantage)} returned {list(δ.shape)}: credit is [prompt sample 1], or "
                 f"[prompt sample token], here {[*batch.valid.shape, 1]} or {list(batch.mask.shape)}"
             )

@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ascent.core.algorithms import MENU, Algorithm
+from ascent.core.errors import ConfigError
 from ascent.core.groups import Overlong, WithSignal
 from ascent.core.menu import name_of, to_dict
-from ascent.core.types import Refused, check_counts
+from ascent.core.types import check_counts
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Torchrun:
 
     def __post_init__(self) -> None:
         if not self.deadline > 0:
-            raise Refused(f"--ranks.deadline is {self.deadline:g}: set a number of seconds above 0")
+            raise ConfigError(f"--ranks.deadline is {self.deadline:g}: set a number of seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -94,21 +95,21 @@ class Config:
         check_counts(1, **{name: getattr(self, name) for name in _ONE_OR_MORE})
         check_counts(0, **{name: getattr(self, name) for name in _NOT_NEGATIVE})
         if not self.temperature > 0:
-            raise Refused(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
+            raise ConfigError(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
         if self.samples < 2 and self.algorithm.advantage.group:
-            raise Refused(
+            raise ConfigError(
                 f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: a group credit compares the "
                 "responses of a prompt, and one alone gives 0. Set --samples 2 or more, or --advantage raw, "
                 "running-mean or greedy"
             )
         if self.samples < 2 and isinstance(self.algorithm.groups, WithSignal):
             why = "it trains on groups whose rewards differ, and those of a group of one never do"
-            raise Refused(f"--samples 1 with --groups with-signal: {why}. Set --samples 2 or more, or --groups all")
+            raise ConfigError(f"--samples 1 with --groups with-signal: {why}. Set --samples 2 or more, or --groups all")
         if self.minibatches > self.prompts:
             why = "mini-batches are cut between prompts, so there cannot be more of them than prompts"
-            raise Refused(f"--minibatches {self.minibatches} with --prompts {self.prompts}: {why}")
+            raise ConfigError(f"--minibatches {self.minibatches} with --prompts {self.prompts}: {why}")
         if self.algorithm.update.whole and self.epochs * self.minibatches > 1:
-            raise Refused(
+            raise ConfigError(
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
             )
@@ -117,18 +118,18 @@ class Config:
             object.__setattr__(self, "old_logp", "learner")
         if self.old_logp == "sampler" and "logp_old" in self.algorithm.needs:
             axis = "correction" if self.algorithm.correction.on else "advantage"
-            raise Refused(
+            raise ConfigError(
                 f"--{axis} {name_of(getattr(self.algorithm, axis))} with --old-logp sampler: it weighs the gap between "
                 "the two, which is then 0 by definition. Set --old-logp learner"
             )
         if self.ahead:
             self._check_ahead()
         if not (self.record_rollouts in ("all", "none") or self.record_rollouts.isdigit()):
-            raise Refused(f"--record-rollouts {self.record_rollouts}: a number of groups, `all` or `none`")
+            raise ConfigError(f"--record-rollouts {self.record_rollouts}: a number of groups, `all` or `none`")
         self.task.check_prompts(self.prompts)
         shaping, limit = self.algorithm.shaping, self.task.space.limit
         if isinstance(shaping, Overlong) and self.task.space.end is not None and shaping.margin >= limit:
-            raise Refused(
+            raise ConfigError(
                 f"--shaping.margin {shaping.margin} with a limit of {limit} tokens: every response would be punished. "
                 f"Set it below {limit}, or --shaping no-shaping"
             )
@@ -137,15 +138,17 @@ class Config:
         """Refuse to sample ahead where nothing would weigh that older policies drew the tokens."""
         algorithm, set_it = self.algorithm, "Set --correction truncated (with --old-logp learner)"
         if self.data != "samples":
-            raise Refused(f"--ahead {self.ahead}: this run learns from {self.data}, and samples nothing. Leave it out")
+            raise ConfigError(
+                f"--ahead {self.ahead}: this run learns from {self.data}, and samples nothing. Leave it out"
+            )
         if algorithm.correction.on:
             return
         if algorithm.loss.high is None:
             why = "nothing bounds or weighs how far older policies are from the one that is trained"
-            raise Refused(f"--ahead {self.ahead} with --loss {name_of(algorithm.loss)}: {why}. {set_it}")
+            raise ConfigError(f"--ahead {self.ahead} with --loss {name_of(algorithm.loss)}: {why}. {set_it}")
         if self.old_logp == "learner":
             why = "its ratio begins at 1 whoever drew the tokens"
-            raise Refused(f"--ahead {self.ahead} with --old-logp learner and no correction: {why}. {set_it}")
+            raise ConfigError(f"--ahead {self.ahead} with --old-logp learner and no correction: {why}. {set_it}")
         object.__setattr__(self, "old_logp", "sampler")
 
     @property

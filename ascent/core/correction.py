@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ascent.core.errors import ConfigError
 from ascent.core.metric_names import LAG, MISMATCH
-from ascent.core.types import Batch, PerToken, Refused, check_counts
+from ascent.core.types import Batch, PerToken, check_counts
 
 Factor = Float[Tensor, "prompt sample #token"]
 Level = Literal["token", "sequence"]
@@ -127,7 +128,7 @@ class Truncated(Weighted):
     def __post_init__(self) -> None:
         check_counts(1, **{"correction.geometric": self.geometric})
         if not (self.cap > 0 and 0 <= self.floor <= self.cap):
-            raise Refused(
+            raise ConfigError(
                 f"--correction.cap is {self.cap:g}, the floor {self.floor:g}: set 0 ≤ floor ≤ cap, cap above 0"
             )
 
@@ -151,7 +152,7 @@ class Masked(Weighted):
     def __post_init__(self) -> None:
         check_counts(1, **{"correction.geometric": self.geometric})
         if not 0 <= self.low <= self.high:
-            raise Refused(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
+            raise ConfigError(f"--correction band {self.low:g} to {self.high:g} is empty: set 0 ≤ low ≤ high")
 
     def __call__(self, batch: Batch) -> Factor:
         w = _weight(batch, self.level)

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ascent.core.errors import ConfigError
 from ascent.core.protocols import Learner
-from ascent.core.types import Batch, Refused
+from ascent.core.types import Batch
 from ascent.core.update import Adam, Schedule
 
 VALUE_SUMS = ("value/loss", "value/clip_ratio")
@@ -79,7 +80,7 @@ class OwnCritic(Critic):
     def __post_init__(self) -> None:
         bounds = all(bound is None or bound > 0 for bound in (self.clip, self.max_norm))
         if not (self.lr > 0 and self.steps >= 1 and bounds and 0 <= self.warmup < 1):
-            raise Refused(f"--critic {self}: lr > 0, steps ≥ 1, clip and max-norm > 0 or None, and 0 ≤ warmup < 1")
+            raise ConfigError(f"--critic {self}: lr > 0, steps ≥ 1, clip and max-norm > 0 or None, and 0 ≤ warmup < 1")
 
     @property
     def update(self) -> Adam:  # type: ignore[override]
@@ -107,7 +108,7 @@ class SharedCritic(Critic):
 
     def __post_init__(self) -> None:
         if not (self.coef > 0 and (self.clip is None or self.clip > 0)):
-            raise Refused(f"--critic {self}: coef > 0, and clip > 0 or None")
+            raise ConfigError(f"--critic {self}: coef > 0, and clip > 0 or None")
 
 
 CRITICS = (NoCritic, OwnCritic, SharedCritic)

@@ -5,7 +5,7 @@ objective = Σ weight · (surrogate + c · H(π(· | state)))
 
 from dataclasses import dataclass
 
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 
 
 class Exploration:
@@ -53,7 +53,7 @@ class Annealed(Exploration):
 
     def __post_init__(self) -> None:
         if not 0 < self.until <= 1:
-            raise Refused(f"--exploration.until is {self.until:g}: it is a share of the run, above 0 and at most 1")
+            raise ConfigError(f"--exploration.until is {self.until:g}: it is a share of the run, above 0 and at most 1")
 
     def __call__(self, progress: float) -> float:
         return self.start + (self.end - self.start) * min(1.0, progress / self.until)

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ascent.core.advantages import all_equal
-from ascent.core.types import Batch, Refused
+from ascent.core.errors import ConfigError
+from ascent.core.types import Batch
 
 
 def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
@@ -48,7 +49,7 @@ class WithSignal(Groups):
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
-            raise Refused(f"--groups.rounds is {self.rounds}: at least one draw is needed")
+            raise ConfigError(f"--groups.rounds is {self.rounds}: at least one draw is needed")
 
     def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
         return ~without_signal(batch)
@@ -80,7 +81,7 @@ class Overlong(Shaping):
 
     def __post_init__(self) -> None:
         if self.margin < 1:
-            raise Refused(f"--shaping.margin is {self.margin}: it is a number of tokens, 1 or more")
+            raise ConfigError(f"--shaping.margin is {self.margin}: it is a number of tokens, 1 or more")
 
     def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
         if not batch.ends:

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ascent.core.types import Batch, PerToken, Refused, add_outcome, at_last
+from ascent.core.errors import ConfigError
+from ascent.core.types import Batch, PerToken, add_outcome, at_last
 
 Estimator = Literal["k1", "abs", "k2", "k3", "exact"]
 
@@ -67,10 +68,10 @@ class KL:
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
-            raise Refused(f"--kl.coef is {self.coef:g}: a penalty is 0 or more")
+            raise ConfigError(f"--kl.coef is {self.coef:g}: a penalty is 0 or more")
         if self.target is not None and not (self.coef > 0 and self.target > 0):
             why = "an adaptive coefficient is multiplied, so 0 stays 0. Set both above 0, or leave --kl.target out"
-            raise Refused(f"--kl.coef {self.coef:g} with --kl.target {self.target:g}: {why}")
+            raise ConfigError(f"--kl.coef {self.coef:g} with --kl.target {self.target:g}: {why}")
 
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward minus the penalty, for a penalty that goes into the reward."""

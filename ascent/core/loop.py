@@ -17,23 +17,11 @@ from torch import Generator, Tensor
 from ascent.core.algorithms import Algorithm
 from ascent.core.config import Config
 from ascent.core.correction import mismatch
+from ascent.core.errors import ConfigError, RunError
 from ascent.core.groups import without_signal
 from ascent.core.metric_names import MISMATCH
-from ascent.core.protocols import Journal, Learner, Records, Sampler, Stepped, Task, Ticket
-from ascent.core.types import (
-    Batch,
-    Metrics,
-    Prompts,
-    Refused,
-    Rollouts,
-    State,
-    Streams,
-    Trouble,
-    at_actions,
-    at_last,
-    join,
-    to_batch,
-)
+from ascent.core.protocols import Learner, Records, RolloutJournal, RolloutRequest, Sampler, Task, UpdateResult
+from ascent.core.types import Batch, Metrics, Prompts, Rollouts, State, Streams, at_actions, at_last, join, to_batch
 
 DEADLINE = 3600.0
 """Seconds that a step waits for its groups, at most."""
@@ -52,7 +40,7 @@ class Clock:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
             advice = "--policy.rows or --max-tokens" if phase in ("generate", "eval") else "--micro-batch"
-            raise Trouble(f"out of memory in the phase {phase}: lower {advice}. It said: {error}") from None
+            raise RunError(f"out of memory in the phase {phase}: lower {advice}. It said: {error}") from None
         self.spent[f"time/{phase}"] += time.perf_counter() - begin
 
 
@@ -66,7 +54,7 @@ def train(
     evaluate: Callable[[], Metrics],
     start: int = 0,
     state: State | None = None,
-    journal: Journal | None = None,
+    journal: RolloutJournal | None = None,
 ) -> Iterator[int]:
     """Steps `start` … `config.steps` from this state, or the first; each is yielded, and a config sent back is used."""
     algorithm = config.algorithm
@@ -85,7 +73,7 @@ def train(
         batch, state = algorithm.credit(batch, state)
         batch = batch.add(**algorithm.scalars(state, step / config.steps))
         minis: list[Batch] = []
-        updates: list[Stepped] = []
+        updates: list[UpdateResult] = []
         with clock("update"):
             for part in batch.minibatches(config.epochs, config.minibatches, streams.order):
                 if not part.tokens:  # no step: Adam's momentum alone would move the policy
@@ -119,7 +107,13 @@ def train(
 
 
 def next_batch(
-    journal: Journal | None, task: Task, sampler: Sampler, config: Config, rng: Generator, clock: Clock, step: int
+    journal: RolloutJournal | None,
+    task: Task,
+    sampler: Sampler,
+    config: Config,
+    rng: Generator,
+    clock: Clock,
+    step: int,
 ) -> tuple[Batch, Metrics]:
     """A step's batch, as the journal has it; or as it is drawn, and then journalled before its update."""
     kept = None if journal is None else journal.read(step)
@@ -131,7 +125,9 @@ def next_batch(
     return kept
 
 
-def ask(task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, step: int) -> list[Ticket]:
+def ask(
+    task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, step: int
+) -> list[RolloutRequest]:
     """Submit the tickets of this step and of those that may be drawn ahead of it; this step's are returned."""
     greedy, begun = "reward_greedy" in algorithm.needs, {one.ticket.step for one in sampler.pending}
     for later in range(step, min(step + config.ahead, config.steps - 1) + 1):
@@ -174,7 +170,7 @@ def collect(
     metrics |= {} if epoch is None else {"epoch": epoch}
     failed = min(max(len(errors), int((~everything.valid).sum())), everything.valid.numel())
     if failed > config.max_reward_errors * metrics["num_responses"]:
-        raise Trouble(
+        raise RunError(
             f"the reward failed on {failed} of {metrics['num_responses']:.0f} responses, more than "
             f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {[*errors, 'a rollout failed'][0]}"
         )
@@ -184,20 +180,20 @@ def collect(
     return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
 
 
-def tickets(step: int, prompts: Prompts, samples: int, greedy: bool, seed: int | None = None) -> list[Ticket]:
+def tickets(step: int, prompts: Prompts, samples: int, greedy: bool, seed: int | None = None) -> list[RolloutRequest]:
     """What a step asks of its sampler: responses to these prompts and, with `greedy`, one greedy response to each."""
-    asked = Ticket(step, prompts, samples, seed=seed)
+    asked = RolloutRequest(step, prompts, samples, seed=seed)
     return [asked, replace(asked, samples=1, greedy=True)] if greedy else [asked]
 
 
-def answered(asked: list[Ticket], task: Task, sampler: Sampler, clock: Clock) -> tuple[Batch, list[str]]:
+def answered(asked: list[RolloutRequest], task: Task, sampler: Sampler, clock: Clock) -> tuple[Batch, list[str]]:
     """The groups of the first ticket with their rewards: scored as they arrive, and then put in the ticket's order.
 
     The second, if there is one, asks for the greedy response to each prompt. Without that baseline a group has no
     credit: it is left out as if its own rewards had failed.
     """
     ticket, *baseline = asked
-    scores: dict[Ticket, list[tuple[Tensor, Batch, list[str]]]] = {each: [] for each in asked}
+    scores: dict[RolloutRequest, list[tuple[Tensor, Batch, list[str]]]] = {each: [] for each in asked}
     arrivals = sampler.finished(ticket.step, DEADLINE)
     while True:
         with clock("generate"):
@@ -214,7 +210,7 @@ def answered(asked: list[Ticket], task: Task, sampler: Sampler, clock: Clock) ->
     return batch, errors
 
 
-def _in_order(ticket: Ticket, parts: list[tuple[Tensor, Batch, list[str]]]) -> tuple[Batch, list[str]]:
+def _in_order(ticket: RolloutRequest, parts: list[tuple[Tensor, Batch, list[str]]]) -> tuple[Batch, list[str]]:
     """All groups of a ticket in its order; trouble where one is missing, or came twice."""
     wanted = torch.arange(len(ticket.prompts))
     place = torch.cat([place for place, _, _ in parts]) if parts else wanted[:0]
@@ -223,7 +219,7 @@ def _in_order(ticket: Ticket, parts: list[tuple[Tensor, Batch, list[str]]]) -> t
     if not torch.equal(place.sort().values, wanted):
         late = sorted(set(wanted.tolist()) - set(place.tolist()))
         which = f"groups {late[:8]} of {len(wanted)} did not finish within {DEADLINE:g} seconds"
-        raise Trouble(f"step {ticket.step}: {which if late else 'a group came back twice'}; look at the sampler")
+        raise RunError(f"step {ticket.step}: {which if late else 'a group came back twice'}; look at the sampler")
     parts = sorted(parts, key=lambda part: int(part[0][0]))
     batch, place = join([batch for _, batch, _ in parts]), torch.cat([place for place, _, _ in parts])
     errors = [reason for _, _, reasons in parts for reason in reasons]
@@ -295,7 +291,7 @@ def describe(batch: Batch) -> Metrics:
     return {**metrics, "num_responses": batch.valid.numel()}
 
 
-def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[Stepped], config: Config) -> Metrics:
+def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[UpdateResult], config: Config) -> Metrics:
     """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them.
 
     A step without an update measures only what is masked: what it leaves out is null in its records.
@@ -326,7 +322,7 @@ def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> No
     """Refuse, before any work, what neither the sampler nor the learner can bring."""
     missing = needs - sampler.fills - learner.fills
     if missing:
-        raise Refused(
+        raise ConfigError(
             f"these choices need {', '.join(sorted(missing))}, which neither {type(sampler).__name__} nor "
             f"{type(learner).__name__} can compute; choose others, or another engine"
         )
@@ -347,12 +343,12 @@ def stop_on_trouble(
         bad.append("the parameters")
     if bad:
         where = records.dump(step, batch)
-        raise Trouble(
+        raise RunError(
             f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
             "saved is from before. Lower --lr, or set --update.max-norm (--critic.lr and --critic.max-norm for value/…)"
         )
     if (gap := metrics.get(MISMATCH, 0.0)) > max_mismatch:
-        raise Trouble(
+        raise RunError(
             f"step {step}: the log-probs of sampler and trainer are {gap:.3g} apart on average, more than "
             f"--max-mismatch {max_mismatch:g}: they are not the same policy. The batch is kept in "
             f"{records.dump(step, batch)}"

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.core.types import Batch, Outputs, PerToken, Refused, Terms
+from ascent.core.errors import ConfigError
+from ascent.core.types import Batch, Outputs, PerToken, Terms
 
 Broadcast = Float[Tensor, "prompt sample #token"]
 Clips = tuple[Bool[Tensor, "prompt sample token"], Bool[Tensor, "prompt sample token"]]
@@ -36,7 +37,7 @@ class Loss:
     def __post_init__(self) -> None:
         for bound, flag in ((self.low, "--loss.low"), (self.high, "--loss.high")):
             if bound is not None and not bound > 0:
-                raise Refused(f"{flag} is {bound:g}, but a clipping bound is a distance from 1: set it above 0")
+                raise ConfigError(f"{flag} is {bound:g}, but a clipping bound is a distance from 1: set it above 0")
 
     def check(self, row: Any) -> None:
         """Refuse an algorithm that this loss does not fit."""
@@ -117,7 +118,7 @@ class Clipped(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dual is not None and not self.dual > 1:
-            raise Refused(f"--loss.dual is {self.dual:g}: at 1 or less it would clip fresh samples; set it above 1")
+            raise ConfigError(f"--loss.dual is {self.dual:g}: at 1 or less it would clip fresh samples; set it above 1")
 
     def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> PerToken:
         ρ = torch.exp(logp - logp_old)
@@ -151,7 +152,7 @@ class SequenceRatio(Loss):
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise Refused("--loss.low and --loss.high: set both, or both to None for no clipping")
+            raise ConfigError("--loss.low and --loss.high: set both, or both to None for no clipping")
         super().__post_init__()
 
     def log_ratio(self, log_ratio: PerToken, mask: Tensor) -> Float[Tensor, "prompt sample 1"]:

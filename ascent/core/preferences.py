@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ascent.core.advantages import Raw
 from ascent.core.correction import NoCorrection
+from ascent.core.errors import ConfigError
 from ascent.core.exploration import NoBonus
 from ascent.core.groups import All, NoShaping
 from ascent.core.kl import NoKL
 from ascent.core.losses import LogProb, Loss
 from ascent.core.menu import name_of
 from ascent.core.reference import NoReference
-from ascent.core.types import Batch, Outputs, Refused, Terms
+from ascent.core.types import Batch, Outputs, Terms
 from ascent.core.update import Adam
 from ascent.core.weights import SequenceMean
 
@@ -34,14 +35,14 @@ def _refuse_others(row: Any, loss: Loss, **wanted: type) -> None:
     always = {"advantage": Raw, "correction": NoCorrection, "groups": All, "shaping": NoShaping}
     for axis, kind in (always | wanted).items():
         if type(getattr(row, axis)) is not kind:
-            raise Refused(
+            raise ConfigError(
                 f"--loss {name_of(loss)} with --{axis} {name_of(getattr(row, axis))}: it learns from {loss.data}, "
                 f"which the policy did not sample, so --{axis} has no effect. Set --{axis} {name_of(kind)}"
             )
     given = {f"--critic {name_of(row.critic)}": row.critic.on, f"--kl {name_of(row.kl)}": row.kl.where == "reward"}
     given |= {"--kl.importance": row.kl.importance, "--groups.mask-truncated": row.groups.mask_truncated}
     for what in (what for what, on in given.items() if on):
-        raise Refused(f"--loss {name_of(loss)} with {what}: {loss.data} have no reward; leave it at its default")
+        raise ConfigError(f"--loss {name_of(loss)} with {what}: {loss.data} have no reward; leave it at its default")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class PairLoss(Loss):
         """Σ over pairs of weight · value, with the four metrics that TRL reports for pairs."""
         assert mini.weight is not None
         if mini.mask.shape[1] != 2:
-            raise Refused(f"--loss {name_of(self)}: a pair has two responses, but there are {mini.mask.shape[1]}")
+            raise ConfigError(f"--loss {name_of(self)}: a pair has two responses, but there are {mini.mask.shape[1]}")
         weight = mini.weight.sum((1, 2), keepdim=True)
         rating = self.rating(mini, out)
         fixed = rating.detach()
@@ -118,14 +119,16 @@ class Dpo(PairLoss):
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise Refused(f"--loss.beta is {self.beta:g}: a reward is β times a log-ratio, so set it above 0")
+            raise ConfigError(f"--loss.beta is {self.beta:g}: a reward is β times a log-ratio, so set it above 0")
         if not 0 <= self.smoothing < 0.5:
-            raise Refused(f"--loss.smoothing is {self.smoothing:g}: a share of wrong labels lies from 0 to below 0.5")
+            raise ConfigError(
+                f"--loss.smoothing is {self.smoothing:g}: a share of wrong labels lies from 0 to below 0.5"
+            )
 
     def check(self, row: Any) -> None:
         super().check(row)
         if not row.reference.kept:
-            raise Refused(
+            raise ConfigError(
                 f"--loss dpo with --reference {name_of(row.reference)}: it compares the policy with a reference. Set "
                 "--reference frozen"
             )
@@ -160,21 +163,21 @@ class BradleyTerry(PairLoss):
 
     def __post_init__(self) -> None:
         if not self.center >= 0:
-            raise Refused(f"--loss.center is {self.center:g}: it pulls rewards to 0, so it is 0 or more")
+            raise ConfigError(f"--loss.center is {self.center:g}: it pulls rewards to 0, so it is 0 or more")
 
     def check(self, row: Any) -> None:
         super().check(row)
         if row.reference.kept or row.update.whole:
             axis = "reference" if row.reference.kept else "update"
             what = f"--{axis} {name_of(getattr(row, axis))}"
-            raise Refused(
+            raise ConfigError(
                 f"--loss bradley-terry with {what}: a reward model has neither a reference nor a trust region. Set "
                 "--reference no-reference --update adam"
             )
 
     def rating(self, mini: Batch, out: Outputs) -> Rating:
         if out.rating is None:
-            raise Refused("--loss bradley-terry trains a reward model, but this learner has a policy")
+            raise ConfigError("--loss bradley-terry trains a reward model, but this learner has a policy")
         return out.rating
 
     def value(self, rating: Rating) -> Margin:
@@ -202,7 +205,7 @@ class StepValue(Loss):
     def terms(self, mini: Batch, out: Outputs) -> Terms:
         assert mini.weight is not None
         if out.rating is None:
-            raise Refused("--loss step-value trains a process reward, but this learner has a policy")
+            raise ConfigError("--loss step-value trains a process reward, but this learner has a policy")
         error = torch.where(mini.counted, out.rating - mini.reward, 0.0) ** 2
         return Terms(-0.5 * (mini.weight * error).sum(), {"steps/error": error.detach().sum()})
 

@@ -75,7 +75,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
-class Stepped:
+class UpdateResult:
     """What an optimizer step reports, as tensors that are read once the whole step is over."""
 
     metrics: dict[str, Tensor]
@@ -91,7 +91,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class RolloutRequest:
     """Groups that a step asks of a sampler: which prompts, in which order, and how many responses to each.
 
     The step owns them from the start: whenever they finish, they are trained in their place.
@@ -106,10 +106,10 @@ class Ticket:
 
 
 @dataclass(frozen=True, eq=False)
-class Open:
+class PendingRollout:
     """A ticket that is not trained on yet, and what was drawn for it so far."""
 
-    ticket: Ticket
+    ticket: RolloutRequest
     drawn: Rollouts | None = None
     """Its responses, each as far as it has come; None: not begun."""
     going: Bool[Tensor, "prompt sample"] | None = None
@@ -119,10 +119,10 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRollouts:
     """Groups of a ticket that are done."""
 
-    ticket: Ticket
+    ticket: RolloutRequest
     place: Int[Tensor, "prompt"]
     """Which prompts of the ticket they answer."""
     rollouts: Rollouts
@@ -143,7 +143,7 @@ class Sampler(Protocol):
     """Responses that it draws at once."""
     note: str | None = None
     """What its user should know of how it works here."""
-    pending: tuple[Open, ...] = ()
+    pending: tuple[PendingRollout, ...] = ()
     """Tickets that were submitted and not yet handed over, in the order of their steps."""
     exact: bool = True
     """Does a seed give the same tokens again? If not, a journal keeps what was drawn."""
@@ -160,25 +160,25 @@ class Sampler(Protocol):
         """Responses to these prompts, now: of at most `limit` tokens, from the stream of this seed or from its own."""
         raise NotImplementedError
 
-    def submit(self, tickets: list[Ticket]) -> None:
+    def submit(self, tickets: list[RolloutRequest]) -> None:
         """Take these tickets. Any of them may be begun at once, also one of a later step."""
-        self.pending += tuple(map(Open, tickets))
+        self.pending += tuple(map(PendingRollout, tickets))
 
-    def held(self) -> tuple[Open, ...]:
+    def held(self) -> tuple[PendingRollout, ...]:
         """`pending` with all that a checkpoint has to hold of it."""
         return self.pending
 
-    def finished(self, step: int, deadline: float) -> Iterator[Finished]:
+    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         """The groups of this step as they finish, in any order; it ends when all have, or after `deadline` seconds.
 
         Here every ticket is drawn whole. Those of later steps, if there are any, come behind, in their order.
         """
         later = tuple(one for one in self.pending if one.ticket.step != step)
         for one in [one for one in self.pending if one.ticket.step == step]:
-            yield Finished(one.ticket, torch.arange(len(one.ticket.prompts)), self._whole(one))
+            yield FinishedRollouts(one.ticket, torch.arange(len(one.ticket.prompts)), self._whole(one))
         self.pending = tuple(replace(one, drawn=self._whole(one)) for one in later)
 
-    def _whole(self, one: Open) -> Rollouts:
+    def _whole(self, one: PendingRollout) -> Rollouts:
         ticket = one.ticket
         return one.drawn or self.generate(ticket.prompts, ticket.samples, ticket.greedy, seed=ticket.seed)
 
@@ -207,7 +207,7 @@ class Learner(Protocol):
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The batch fields that were asked for and that come from a model."""
 
-    def step(self, mini: Batch, objective: Objective, update: TakeStep) -> Stepped:
+    def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
         """One update on a mini-batch, and what to report of it."""
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
@@ -245,9 +245,13 @@ class Learner(Protocol):
 class Records(Protocol):
     """Where a run is written down, and who may ask it to stop."""
 
-    def step(self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[Stepped]) -> None: ...
+    def step(
+        self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[UpdateResult]
+    ) -> None: ...
 
-    def checkpoint(self, step: int, learner: Learner, streams: Streams, state: State, ahead: tuple[Open, ...]) -> None:
+    def checkpoint(
+        self, step: int, learner: Learner, streams: Streams, state: State, ahead: tuple[PendingRollout, ...]
+    ) -> None:
         """Save all that a resume needs to continue with `step`: `ahead` is what was drawn for later steps."""
 
     def dump(self, step: int, batch: Batch) -> str:
@@ -259,7 +263,7 @@ class Records(Protocol):
         """Was the last evaluation the best one, and is it to be kept?"""
 
 
-class Journal(Protocol):
+class RolloutJournal(Protocol):
     """The batches of steps with their rewards, each kept before its update: a resumed run replays them."""
 
     def read(self, step: int) -> tuple[Batch, Metrics] | None:

@@ -6,8 +6,8 @@ The learner keeps the reference beside its policy; a choice only says when to re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ascent.core.errors import ConfigError
 from ascent.core.protocols import Learner
-from ascent.core.types import Refused
 
 
 class Reference:
@@ -46,7 +46,7 @@ class Every(Reference):
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise Refused(f"--reference.n is {self.n}: set a number of steps of 1 or more")
+            raise ConfigError(f"--reference.n is {self.n}: set a number of steps of 1 or more")
 
     def __call__(self, learner: Learner, step: int) -> None:
         if (step + 1) % self.n == 0:
@@ -67,7 +67,7 @@ class MovingAverage(Reference):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
-            raise Refused(f"--reference.rate is {self.rate:g}: a share lies between 0 and 1")
+            raise ConfigError(f"--reference.rate is {self.rate:g}: a share lies between 0 and 1")
 
     def __call__(self, learner: Learner, step: int) -> None:
         learner.mix_reference(self.rate)

@@ -26,6 +26,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ascent.core.errors import ConfigError
+
 Some = TypeVar("Some", bound="Rollouts")
 PerToken = Float[Tensor, "prompt sample token"]
 Metrics = dict[str, int | float]
@@ -33,19 +35,11 @@ State = dict[str, float]
 """What choices remember from step to step: small, named numbers that the checkpoint saves."""
 
 
-class Refused(ValueError):
-    """Bad input, found before any work was done: what was given, why it cannot be, what to set."""
-
-
-class Trouble(RuntimeError):
-    """A run that had to stop: what happened, where its last good state is, what to change."""
-
-
 def check_counts(least: int = 1, **counts: Any) -> None:
     """Refuse a count below the least that makes sense, by the name of its flag."""
     for name, count in counts.items():
         if count is not None and not count >= least:
-            raise Refused(f"--{name.replace('_', '-')} is {count}: it has to be at least {least}")
+            raise ConfigError(f"--{name.replace('_', '-')} is {count}: it has to be at least {least}")
 
 
 class Streams:

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ascent.core.errors import ConfigError
 from ascent.core.protocols import Learner, Objective
-from ascent.core.types import Batch, Refused, Terms
+from ascent.core.types import Batch, Terms
 
 Vector = list[Tensor]  # one for each trainable parameter
 Schedule = Literal["constant", "linear", "cosine"]
@@ -63,13 +64,15 @@ class Adam(Update):
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise Refused(f"--lr is {self.lr:g}: it must be above 0")
+            raise ConfigError(f"--lr is {self.lr:g}: it must be above 0")
         if not 0 <= self.warmup < 1:
-            raise Refused(f"--update.warmup is {self.warmup:g}: set a share of the run, at least 0 and below 1")
+            raise ConfigError(f"--update.warmup is {self.warmup:g}: set a share of the run, at least 0 and below 1")
         if self.max_norm is not None and not self.max_norm > 0:
-            raise Refused(f"--update.max-norm is {self.max_norm:g}: set it above 0, or to None for no limit")
+            raise ConfigError(f"--update.max-norm is {self.max_norm:g}: set it above 0, or to None for no limit")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps >= 0 and self.weight_decay >= 0):
-            raise Refused("--update: beta1 and beta2 must be at least 0 and below 1, eps and weight-decay 0 or more")
+            raise ConfigError(
+                "--update: beta1 and beta2 must be at least 0 and below 1, eps and weight-decay 0 or more"
+            )
 
     def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
         betas, decay = (self.beta1, self.beta2), self.weight_decay
@@ -159,7 +162,7 @@ class TrustRegion(Update):
     def __post_init__(self) -> None:
         counts = self.iterations >= 1 and min(self.damping, self.fisher_tokens, self.backtracks) >= 0
         if not (counts and self.delta > 0 and 0 < self.shrink < 1):
-            raise Refused(f"--update {self}: delta > 0, 0 < shrink < 1, iterations ≥ 1, and the rest 0 or more")
+            raise ConfigError(f"--update {self}: delta > 0, 0 < shrink < 1, iterations ≥ 1, and the rest 0 or more")
 
     def __call__(self, learner: Learner, mini: Batch, objective: Objective) -> tuple[Terms, dict[str, Tensor]]:
         terms = learner.gradient(mini, objective)

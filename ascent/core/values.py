@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ascent.core.advantages import Advantage, whiten
 from ascent.core.correction import log_weight
-from ascent.core.types import Batch, PerToken, Refused, State, at_last
+from ascent.core.errors import ConfigError
+from ascent.core.types import Batch, PerToken, State, at_last
 
 
 def td_errors(
@@ -76,7 +77,9 @@ class Valued(Advantage):
     def __post_init__(self) -> None:
         counts = getattr(self, "k", 1) >= 1 and min(getattr(self, "rho", 1), getattr(self, "c", 1)) > 0
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1 and counts):
-            raise Refused(f"--advantage {self}: γ, λ must be between 0 and 1, k must be 1 or more, rho and c above 0")
+            raise ConfigError(
+                f"--advantage {self}: γ, λ must be between 0 and 1, k must be 1 or more, rho and c above 0"
+            )
 
     def spread(self, d: PerToken, factor: float | PerToken, batch: Batch, order: Tensor) -> tuple[PerToken, PerToken]:
         """A_t, and the return minus V(s_t), with the actions moved to the front."""
@@ -133,7 +136,7 @@ class KStep(Valued):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per == "turn":
-            raise Refused("--advantage.per turn with --advantage k-step: its k counts tokens. Set --advantage gae")
+            raise ConfigError("--advantage.per turn with --advantage k-step: its k counts tokens. Set --advantage gae")
 
     def spread(self, d: PerToken, factor: float | PerToken, batch: Batch, order: Tensor) -> tuple[PerToken, PerToken]:
         later = torch.nn.functional.pad(d, (0, self.k))[..., self.k :]

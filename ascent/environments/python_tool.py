@@ -7,10 +7,10 @@ crashes its session or takes too long ends it; the model reads so, and its next 
 import functools
 import time
 
-from ascent.sandbox.box import BoxJob, BoxLimits, Broken, Ended, Sandbox
-from ascent.tasks.sandboxed import SHARE, SandboxSettings
+from ascent.sandbox.sandbox import BoxJob, BoxLimits, JobEndedError, Sandbox, SandboxError
+from ascent.sandbox.sandboxed_reward import SHARE, SandboxSettings
 
-GUEST = "ascent.sandbox.session:serve_session"
+GUEST = "ascent.sandbox.python_session:serve_session"
 LOADED = "math random re collections itertools functools statistics fractions datetime json"
 CALLS = 20
 """Calls of an episode that may take as long as one may: more computing ends its session."""
@@ -51,9 +51,9 @@ class PythonSession:
         try:
             answer = self.job.ask({"code": code}, max(0.0, self.until - time.monotonic()))
             return str(answer["text"]) or "(nothing was printed)"
-        except (Ended, Broken, KeyError, TypeError) as error:
+        except (JobEndedError, SandboxError, KeyError, TypeError) as error:
             self.close()
-            why = str(error) if isinstance(error, Ended | Broken) else "what it sent is no answer"
+            why = str(error) if isinstance(error, JobEndedError | SandboxError) else "what it sent is no answer"
             return f"error: {why}. The session is over: names are gone, and the next call begins a new one"
 
     def close(self) -> None:

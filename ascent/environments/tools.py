@@ -26,17 +26,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ascent.core.errors import ConfigError
 from ascent.environments import python_tool
 from ascent.environments.calculator import calculator
-from ascent.environments.calls import FORMATS, Schema, ToolCall, kind_of, kinds_of, types_of
-from ascent.sandbox.box import Broken
-from ascent.sandbox.walls import NoWalls
-from ascent.tasks.base import error_line, refuse
+from ascent.environments.tool_call_formats import FORMATS, Schema, ToolCall, kind_of, kinds_of, types_of
+from ascent.sandbox.isolation import IsolationError
+from ascent.sandbox.sandbox import SandboxError
+from ascent.sandbox.sandboxed_reward import SandboxSettings
+from ascent.tasks.base import error_line
 from ascent.tasks.environment import Environment, Step
-from ascent.tasks.files import load_python
-from ascent.tasks.objects import PREFIX, find_object
-from ascent.tasks.sandboxed import SandboxSettings
-from ascent.tasks.text.base import Message, Problem
+from ascent.tasks.python_objects import PREFIX, find_object
+from ascent.tasks.text.text_task import Message, Problem
+from ascent.tasks.user_files import load_python
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python_tool.python}
 LONGEST_RESULT = 4_000
@@ -105,7 +106,7 @@ class Tools(Environment):
             wrong = self._wrong(call)
             if not wrong:
                 return self._cut(as_text(self._run(call)))
-        except (Broken, NoWalls):  # no fault of the model's
+        except (SandboxError, IsolationError):  # no fault of the model's
             raise
         except (Exception, SystemExit) as error:
             wrong = traceback.format_exception_only(type(error), error)[-1].strip()
@@ -210,7 +211,7 @@ def load_tool(source: str, flag: str = "--tools") -> Callable[..., Any]:
         return BUILT_IN[source]
     function = find_object(source, flag) if source.startswith(PREFIX) else load_python(flag, source)
     if not callable(function):
-        refuse(f"{flag} {source}: it is {type(function).__name__}, and a tool is a function")
+        raise ConfigError(f"{flag} {source}: it is {type(function).__name__}, and a tool is a function")
     return function
 
 
@@ -219,7 +220,7 @@ def schemas_of(functions: Sequence[Callable[..., Any]], flag: str = "--tools") -
     schemas = [schema_of(function, flag) for function in functions]
     names = Counter(schema["function"]["name"] for schema in schemas)
     if doubled := [name for name, count in names.items() if count > 1]:
-        refuse(f"{flag}: two tools have the name {doubled[0]}. Give them different names")
+        raise ConfigError(f"{flag}: two tools have the name {doubled[0]}. Give them different names")
     return schemas
 
 
@@ -236,15 +237,17 @@ def schema_of(function: Callable[..., Any], flag: str = "--tools") -> Schema:
         whole = whole.func
     name = getattr(whole, "__name__", type(whole).__name__)
     if isinstance(whole, type) or not re.fullmatch(r"[A-Za-z_][\w-]{0,63}", name):
-        refuse(f"{flag} {name}: a tool is a function with a name, made by def")
+        raise ConfigError(f"{flag} {name}: a tool is a function with a name, made by def")
     try:
         called = whole if inspect.isroutine(whole) else type(whole).__call__
         signature, hints = inspect.signature(function), typing.get_type_hints(called)
     except (TypeError, ValueError, NameError) as error:
-        refuse(f"{flag} {name}: its signature cannot be read ({error_line(error)})")
+        raise ConfigError(f"{flag} {name}: its signature cannot be read ({error_line(error)})") from None
     fixed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if odd := [each for each in signature.parameters.values() if each.kind not in fixed]:
-        refuse(f"{flag} {name}: {str(odd[0]).split(':')[0]} cannot be given by name. A tool has named parameters only")
+        raise ConfigError(
+            f"{flag} {name}: {str(odd[0]).split(':')[0]} cannot be given by name. A tool has named parameters only"
+        )
     about, described, _ = parse_google_format_docstring((inspect.getdoc(whole) or "").strip())
 
     def shadow() -> None: ...
@@ -258,7 +261,7 @@ def schema_of(function: Callable[..., Any], flag: str = "--tools") -> Schema:
     try:
         schema = get_json_schema(shadow)
     except Exception as error:
-        refuse(f"{flag} {name}: {error_line(error)}")
+        raise ConfigError(f"{flag} {name}: {error_line(error)}") from None
     for each, text in given.items():
         if not text:
             del schema["function"]["parameters"]["properties"][each]["description"]

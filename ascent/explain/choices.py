@@ -19,7 +19,7 @@ from ascent.core import (
     weights,
 )
 from ascent.explain.about import OFF, About, Gradient, fill
-from ascent.explain.mathematics import unicode_of
+from ascent.explain.latex import unicode_of
 
 GROUP = "over the G scored responses to the same prompt"
 TOKEN_RATIO = r"\rho_t = \exp(\text{logp}_t - \text{logp\_old}_t)"

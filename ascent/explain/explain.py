@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 from ascent.core import kl as kl_
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
 from ascent.core.config import Torchrun
+from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
-from ascent.core.types import Refused
 from ascent.core.values import Valued
 from ascent.explain.about import ABOUT_ALGORITHMS, OWN, About, bias_of, fill_in, first_line
 from ascent.explain.choices import ABOUT_ESTIMATORS, ABOUTS, LOG_RATIO, TOKEN_RATIO
-from ascent.explain.mathematics import unicode_in, unicode_of
-from ascent.policies import POLICIES
+from ascent.explain.latex import unicode_in, unicode_of
+from ascent.models import POLICIES
 from ascent.settings import field_docs, spell
 from ascent.tasks import TASKS
-from ascent.tasks.files import load_python
-from ascent.tasks.small import sort
-from ascent.tasks.text.answers import CHECKS
+from ascent.tasks.small import sorting
+from ascent.tasks.text.answer_checking import CHECKS
+from ascent.tasks.user_files import load_python
 
-__all__ = ["Page", "explanation", "formula", "latex", "menu_text", "objective_in_words", "pages_of"]
+__all__ = ["MenuPage", "explanation", "formula", "latex", "menu_text", "objective_in_words", "pages_of"]
 
 WIDTH = 96
 OBJECTIVE = r"\text{objective} = "
@@ -191,7 +191,7 @@ class Section(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Page:
+class MenuPage:
     """What is known of one thing. A terminal prints it; the documentation has a page of it."""
 
     name: str
@@ -222,7 +222,7 @@ def _try(command: str) -> Section:
     return Section("TRY", command=f"ascent train {command}" if command else "")
 
 
-def _row(name: str) -> Page:
+def _row(name: str) -> MenuPage:
     algorithm, row = ALGORITHMS[name], ABOUT_ALGORITHMS[name]
     parts, kl, sampled = describe_choices(algorithm), algorithm.kl, algorithm.loss.data == "samples"
     on = [axis for axis, part in parts.items() if not part.off and (part.formula or part.words)]
@@ -244,7 +244,7 @@ def _row(name: str) -> Page:
         _elsewhere(row),
         _try(_row_command(name)),
     )
-    return Page(name, "a named algorithm", str(row.words), sections=sections)
+    return MenuPage(name, "a named algorithm", str(row.words), sections=sections)
 
 
 def _row_command(name: str) -> str:
@@ -265,7 +265,7 @@ def _command(axis: str, cls: Any, off: bool) -> str:
     return f"sort --{axis} {name_of(cls)}" + ("" if off else also.get(axis, ""))
 
 
-def _choice(cls: type, axis: str) -> Page:
+def _choice(cls: type, axis: str) -> MenuPage:
     docs, known = field_docs(cls), about_of(cls) or About(trl="", verl="")
     kind = f"a choice of --{axis}" if axis in MENU else f"a {axis}" if axis in CHOICES else axis
     fields: list[tuple[str, str]] = []
@@ -283,10 +283,10 @@ def _choice(cls: type, axis: str) -> Page:
         _elsewhere(known),
         _try(_command(axis, cls, known.off)),
     )
-    return Page(name_of(cls), kind, text=inspect.getdoc(cls) or first_line(cls), sections=sections)
+    return MenuPage(name_of(cls), kind, text=inspect.getdoc(cls) or first_line(cls), sections=sections)
 
 
-def _estimator(name: str) -> Page:
+def _estimator(name: str) -> MenuPage:
     estimator = ABOUT_ESTIMATORS[name]
     rows = [row for row, a in ALGORITHMS.items() if a.kl.where != "nowhere" and a.kl.estimator == name]
     place = "in-reward" if name == "k1" else "in-loss"
@@ -296,17 +296,17 @@ def _estimator(name: str) -> Page:
         _try(f"sort --kl {place} --kl.estimator {name} --reference frozen"),
     )
     kind = f"an estimator of KL(π ‖ π_ref), with {LOG_RATIO} of a token drawn from π"
-    return Page(name, kind, text=f"{name} = {estimator.formula}", sections=sections)
+    return MenuPage(name, kind, text=f"{name} = {estimator.formula}", sections=sections)
 
 
-def _reward(name: str) -> Page:
-    text = textwrap.fill(sort.REWARDS[name], WIDTH - 2, break_on_hyphens=False)
-    return Page(name, "a reward of the sorting tasks", text=text, sections=(_try(f"sort --reward {name}"),))
+def _reward(name: str) -> MenuPage:
+    text = textwrap.fill(sorting.REWARDS[name], WIDTH - 2, break_on_hyphens=False)
+    return MenuPage(name, "a reward of the sorting tasks", text=text, sections=(_try(f"sort --reward {name}"),))
 
 
-def _check(name: str) -> Page:
+def _check(name: str) -> MenuPage:
     command = _try(f"jsonl:FILE --model MODEL --check {name}")
-    return Page(name, "a check of answers", text=inspect.getdoc(CHECKS[name]) or "", sections=(command,))
+    return MenuPage(name, "a check of answers", text=inspect.getdoc(CHECKS[name]) or "", sections=(command,))
 
 
 def explanation(name: str) -> str:
@@ -314,7 +314,7 @@ def explanation(name: str) -> str:
     return ("\n\n" + "─" * WIDTH + "\n").join(page.printed() for page in pages_of(name))
 
 
-def pages_of(name: str) -> list[Page]:
+def pages_of(name: str) -> list[MenuPage]:
     """Everything with this name: an algorithm, choices, an estimator of the KL, a policy, a task, a reward, a check."""
     if name.startswith("python:"):
         return [_choice(load_python("explain", name), "your own choice")]
@@ -323,13 +323,13 @@ def pages_of(name: str) -> list[Page]:
     pages = [_row(wanted)] if wanted in ALGORITHMS else []
     pages += [_choice(cls, axis) for axis, menu in menus.items() for cls in menu if name_of(cls) == wanted]
     pages += [_estimator(wanted)] if wanted in ABOUT_ESTIMATORS else []
-    pages += [_reward(wanted)] if wanted in sort.REWARDS else []
+    pages += [_reward(wanted)] if wanted in sorting.REWARDS else []
     pages += [_check(wanted)] if wanted in CHECKS else []
     if not pages:
         choices = (name_of(c) for menu in menus.values() for c in menu)
-        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sort.REWARDS, *CHECKS]
+        names = [*ALGORITHMS, *choices, *ABOUT_ESTIMATORS, *sorting.REWARDS, *CHECKS]
         hint = f"{nearest(wanted, names)} `ascent list` shows every name"
-        raise Refused(f"explain {name}: there is no algorithm or choice with this name.{hint}")
+        raise ConfigError(f"explain {name}: there is no algorithm or choice with this name.{hint}")
     return pages
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ascent.records.columns import Columns, bucket_starts, bucket_width, buckets, numbers_or_none, parse_objects
-from ascent.records.foreign import fingerprint, foreign_lines
-from ascent.records.metrics import DRAWN
-from ascent.records.places import Place
+from ascent.runs.foreign_runs import fingerprint, foreign_lines
+from ascent.runs.metric_columns import Columns, bucket_starts, bucket_width, buckets, numbers_or_none, parse_objects
+from ascent.runs.metrics import DRAWN
+from ascent.runs.run_list import Place
 
 POINTS = 600
 """Points of a curve if nobody says how many: about the width of a chart."""

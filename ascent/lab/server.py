@@ -19,13 +19,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 from ascent.lab import modules_in, places_of
 from ascent.lab.figures import all_figures
-from ascent.lab.page import Lab
-from ascent.web.connections import Connection, bind, configure, is_local
-from ascent.web.guard import ONWARD, Guard, host_name, host_names
-from ascent.web.secret import kept_secret
+from ascent.lab.page_base import Lab
+from ascent.server.connections import Connection, bind, configure, is_local
+from ascent.server.guard import ONWARD, Guard, host_name, host_names
+from ascent.server.lab_secret import kept_secret
 
 STATIC = Path(__file__).parent / "static"
 SERVED = {".js", ".mjs", ".css", ".svg", ".woff2"}
@@ -40,7 +40,7 @@ def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
+        raise ConfigError(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
     secret, unkept = kept_secret(runs)
     server, listening, guard = lab_server(runs.resolve(), host, port, secret)
     print(f"The lab is at {guard.address}\nCtrl-C closes it. Trainings continue.", flush=True)
@@ -129,7 +129,7 @@ def application(runs: Path) -> Starlette:
         *(Mount(f"/static/{kind}", Assets(places_of(kind))) for kind in ("figures", "pages")),
         Mount("/static", Assets([STATIC])),
     ]
-    return Starlette(routes=routes, exception_handlers={Refused: _refused, 404: _missing, 405: _missing})
+    return Starlette(routes=routes, exception_handlers={ConfigError: _refused, 404: _missing, 405: _missing})
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -24,7 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ascent.core.algorithms import Algorithm
-from ascent.core.types import Batch, Outputs, Refused, State
+from ascent.core.errors import ConfigError
+from ascent.core.types import Batch, Outputs, State
 from ascent.oracle.exact import Table
 
 MOST_GROUPS = 50_000
@@ -66,7 +67,7 @@ def over_prompts(estimates: list[Estimate]) -> Estimate:
     E[g] = (1/P) Σ_p E[g_p],  Var = (1/P²) Σ_p Var_p, for groups that do not depend on one another.
     """
     if len(estimates) > 1 and any(e.coupled for e in estimates):
-        raise Refused(
+        raise ConfigError(
             f"a batch of {len(estimates)} prompts with a credit or weights that look across groups (batch-normalized, "
             "token-mean where lengths differ) is not a mean of single groups: use one prompt, or other choices"
         )
@@ -142,11 +143,11 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
     if samples < 1:
-        raise Refused(f"the group size is {samples}: set 1 or more")
+        raise ConfigError(f"the group size is {samples}: set 1 or more")
     groups = math.comb(classes + samples - 1, samples)
     numbers = groups * (table.batch.mask.numel() + sum(p.numel() for p in table.policy.parameters()))
     if groups > MOST_GROUPS or numbers > MOST_NUMBERS:
-        raise Refused(
+        raise ConfigError(
             f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the credit can tell apart make "
             f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MOST_GROUPS:,} groups and "
             f"{MOST_NUMBERS:,} numbers. Lower the group size or the length limit, or use a reward with fewer levels"
@@ -160,7 +161,9 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     everything = pick(batch, example[members])
     keep = algorithm.groups(everything)
     if not bool(keep.any()):
-        raise Refused("no group is ever kept, because all responses earn the same. Set --groups all, or another reward")
+        raise ConfigError(
+            "no group is ever kept, because all responses earn the same. Set --groups all, or another reward"
+        )
     if not bool(keep.all()):
         chance = torch.where(keep, chance, 0.0) / chance[keep].sum()
     return EnumeratedGroups(members, chance, class_of, *credit_groups(algorithm, everything, state))

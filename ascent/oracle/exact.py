@@ -17,11 +17,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ascent.core.errors import ConfigError
 from ascent.core.loop import total_reward
-from ascent.core.types import Batch, Outputs, Prompts, Refused, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
+from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
 from ascent.core.update import Adam
-from ascent.engines.small.engine import SmallLearner, SmallSampler, chosen, log_probs
-from ascent.policies.small import Policy
+from ascent.models.small_policies import Policy
+from ascent.rollout.small_sampler import SmallSampler
+from ascent.training.small_learner import SmallLearner, chosen, log_probs
 
 MOST_RESPONSES = 50_000
 """Maximum number of responses to one prompt."""
@@ -62,7 +64,7 @@ def all_responses(space: Space) -> Responses:
     """All responses of a space, of different lengths where there is an end token."""
     count = responses_count(space)
     if count > MOST_RESPONSES:
-        raise Refused(
+        raise ConfigError(
             f"{space.vocab} tokens at up to {space.limit} positions make {count:,} responses, but at most "
             f"{MOST_RESPONSES:,} can be enumerated: lower the vocabulary or the length limit"
         )
@@ -109,7 +111,9 @@ def every_episode(task: Any, prompts: Prompts, temperature: float = 1.0) -> tupl
         ended += [e for e in after if e.over]
         going = [e for e in after if not e.over]
         if len(ended) + len(going) > MOST_RESPONSES:
-            raise Refused(f"more than {MOST_RESPONSES:,} conversations: lower the vocabulary or the number of turns")
+            raise ConfigError(
+                f"more than {MOST_RESPONSES:,} conversations: lower the vocabulary or the number of turns"
+            )
     width = max(len(e.tokens) for e in ended)
 
     def rows(values: list[list[Any]], kind: torch.dtype) -> Tensor:
@@ -300,7 +304,7 @@ class Table:
         if name not in self._jacobians:
             size, parameters = self.batch.mask.numel(), sum(p.numel() for p in self._parameters)
             if size * parameters > MOST_NUMBERS:
-                raise Refused(
+                raise ConfigError(
                     f"the gradients of {size:,} tokens by {parameters:,} parameters are {size * parameters:,} numbers, "
                     f"but at most {MOST_NUMBERS:,} are allowed: use a smaller policy, vocabulary or length limit"
                 )
@@ -317,7 +321,9 @@ class Table:
     def filled(self, needs: frozenset[str]) -> Batch:
         """The batch with the fields that an algorithm needs, computed by the library's own sampler and learner."""
         if needs & {"logp_ref", "kl_full"} and self.reference is None:
-            raise Refused("the algorithm needs a reference policy, but the table has none: pass Table(reference=...)")
+            raise ConfigError(
+                "the algorithm needs a reference policy, but the table has none: pass Table(reference=...)"
+            )
         missing = needs.difference(self._fields)
         if "reward_greedy" in missing:
             sampler = SmallSampler(self.sampler, self.batch.temperature, torch.Generator())
@@ -328,14 +334,14 @@ class Table:
         self._fields |= self._learner(True).score(self.batch, missing)
         unknown = sorted(needs.difference(self._fields))
         if unknown:
-            raise Refused(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")
+            raise ConfigError(f"the algorithm needs {', '.join(unknown)}, which the exact oracle cannot compute")
         return self.batch.add(**{name: self._fields[name] for name in needs})
 
 
 def _scored(task: EnumerableTask, rollouts: Rollouts) -> Scores:
     scores = task.score(rollouts)
     if not bool(scores.valid.all()):
-        raise Refused(
+        raise ConfigError(
             f"the exact gradient is a sum over all responses, but the reward failed on {int((~scores.valid).sum())} of "
             f"{scores.valid.numel()}; the first: {' '.join(scores.errors[:1])}. Fix the reward"
         )

@@ -1,6 +1,6 @@
 """Where code that nobody trusts runs: without a network, without the host's files, and ended with its job.
 
-    box = Sandbox("ascent.sandbox.session:serve_session", BoxLimits(seconds=5))
+    box = Sandbox("ascent.sandbox.python_session:serve_session", BoxLimits(seconds=5))
     with box.job() as job:
         job.ask({"code": "print(1 + 1)"})
 

@@ -5,15 +5,15 @@ from typing import Any
 
 _MODULES = {
     "small.lecture": "Lecture",
-    "small.sort": "Sort",
-    "small.turns": "Guess Swaps",
+    "small.sorting": "Sort",
+    "small.multi_turn": "Guess Swaps",
     "text.reasoning_gym": "ReasoningGym",
     "text.gsm8k": "Gsm8k",
     "text.countdown": "Countdown",
     "text.textarena": "Textarena",
-    "text.code": "Code",
-    "text.rows": "Jsonl Dataset Demonstrations Preferences Steps",
-    "text.given": "Rows RowStream",
+    "text.code_problems": "Code",
+    "text.table_tasks": "Jsonl Dataset Demonstrations Preferences Steps",
+    "text.python_rows": "Rows RowStream",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ascent.tasks.base import refuse
-from ascent.tasks.calls import Wrong
-from ascent.tasks.files import absolute_path, load_python
-from ascent.tasks.objects import PREFIX, find_object
+from ascent.core.errors import ConfigError
+from ascent.core.menu import nearest
+from ascent.processes.reward_calls import RewardCallError
+from ascent.tasks.python_objects import PREFIX, find_object
+from ascent.tasks.user_files import absolute_path, load_python
 
 KINDS = ("python", "command", "verifiers", "openenv")
 FORMS = "python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL"
@@ -38,20 +39,20 @@ def agent_source(text: str) -> str:
     if text.startswith(PREFIX):
         return text
     if kind in KINDS and not where.strip():
-        refuse(f"--agent {text}: nothing follows {kind}{colon}. An agent is {FORMS}")
+        raise ConfigError(f"--agent {text}: nothing follows {kind}{colon}. An agent is {FORMS}")
     if kind not in KINDS or not colon:
-        refuse(f"--agent {text}: an agent is {FORMS}.", kind, KINDS)
+        raise ConfigError((f"--agent {text}: an agent is {FORMS}.") + nearest(kind, KINDS))
     if kind == "python":
         file, _, name = where.rpartition(":")
         if not file or not name:
-            refuse(f"--agent {text}: write python:FILE:NAME")
+            raise ConfigError(f"--agent {text}: write python:FILE:NAME")
         return f"python:{absolute_path(file)}:{name}"
     if kind == "verifiers":
         taskset, environment = split_verifiers(where)
         taskset = absolute_path(taskset) if taskset.endswith((".py", ".toml")) else taskset
         return f"verifiers:{taskset}:{environment}"
     if kind == "openenv" and (urlsplit(where).scheme not in ("http", "https") or not urlsplit(where).hostname):
-        refuse(f"--agent {text}: write the address of its server, such as openenv:http://127.0.0.1:8000")
+        raise ConfigError(f"--agent {text}: write the address of its server, such as openenv:http://127.0.0.1:8000")
     return text
 
 
@@ -68,16 +69,16 @@ def verify_agent(source: str) -> None:
         try:
             given = source.startswith(PREFIX)
             read_signature(find_object(source, "agent") if given else load_python("--agent", source))
-        except Wrong as error:
-            refuse(f"--agent {source}: {error}")
+        except RewardCallError as error:
+            raise ConfigError(f"--agent {source}: {error}") from None
     elif kind == "command":
         _verify_command(source, where)
     elif kind == "verifiers":
         taskset, folder = split_verifiers(where)
         if taskset.endswith((".py", ".toml")) and not Path(taskset).is_file():
-            refuse(f"--agent {source}: there is no file {taskset}")
+            raise ConfigError(f"--agent {source}: there is no file {taskset}")
         if not os.access(Path(folder, "bin", "python"), os.X_OK):
-            refuse(
+            raise ConfigError(
                 f"--agent {source}: there is no virtual environment with verifiers in {folder}. `make verifiers` makes "
                 ".engines/verifiers; for another one, write verifiers:NAME:FOLDER"
             )
@@ -89,14 +90,14 @@ def _verify_command(source: str, where: str) -> None:
     try:
         words = shlex.split(where)
     except ValueError as error:
-        refuse(f"--agent {source}: its words cannot be read: {error}")
+        raise ConfigError(f"--agent {source}: its words cannot be read: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        refuse(f"--agent {source}: there is no program {words[0] if words else ''!r} to start")
+        raise ConfigError(f"--agent {source}: there is no program {words[0] if words else ''!r} to start")
 
 
 def _verify_server(source: str, url: str) -> None:
     if importlib.util.find_spec("websockets") is None:
-        refuse(f"--agent {source} needs websockets: pip install 'ascent-rl[agents]'")
+        raise ConfigError(f"--agent {source} needs websockets: pip install 'ascent-rl[agents]'")
     import urllib.error  # here: every process that computes rewards imports this file
     import urllib.request
 
@@ -105,7 +106,9 @@ def _verify_server(source: str, url: str) -> None:
             answer.read(1)
     except (OSError, ValueError) as error:
         reason = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(error)
-        refuse(f"--agent {source}: no server of OpenEnv answers at {url} ({reason:.120}). Start it first")
+        raise ConfigError(
+            f"--agent {source}: no server of OpenEnv answers at {url} ({reason:.120}). Start it first"
+        ) from None
 
 
 # ---- how a function is called -------------------------------------------------------------------------
@@ -127,11 +130,11 @@ class Signature(NamedTuple):
 def read_signature(function: Any) -> Signature:
     """By its parameters; refused if they cannot be those of an agent."""
     if not callable(function) or isinstance(function, type):
-        raise Wrong(f"it is a {type(function).__name__}, and {FORM}")
+        raise RewardCallError(f"it is a {type(function).__name__}, and {FORM}")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise Wrong(f"its signature cannot be read: {FORM}") from None
+        raise RewardCallError(f"its signature cannot be read: {FORM}") from None
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty and p.kind not in variable]
@@ -146,6 +149,6 @@ def read_signature(function: Any) -> Signature:
         return Signature(function, None)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) and not needed:
         return Signature(function, None)
-    raise Wrong(
+    raise RewardCallError(
         f"it takes ({', '.join(map(str, parameters))}), and {FORM}; by name it may ask for any of {', '.join(GIVEN)}"
     )

@@ -1,6 +1,6 @@
 """What every task has. The processes that compute rewards import it, so it does without torch."""
 
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 
 class BaseTask:
@@ -105,11 +105,3 @@ class WrittenPrompt(NamedTuple):
 def error_line(error: Exception) -> str:
     """The first line of an error, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def refuse(message: str, value: str = "", known: Any = ()) -> NoReturn:
-    """Refuse bad input, with the known name that is nearest to `value`. `types` brings torch: so only on use."""
-    from ascent.core.menu import nearest
-    from ascent.core.types import Refused
-
-    raise Refused(message + nearest(value, known))

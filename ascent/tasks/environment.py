@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ascent.tasks.text.base import Message, Problem
+from ascent.tasks.text.text_task import Message, Problem
 
 
 class Step(NamedTuple):

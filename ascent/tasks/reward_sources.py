@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascent.tasks.base import refuse
-from ascent.tasks.calls import Call, Wrong, read_call
-from ascent.tasks.files import absolute_path, load_python
-from ascent.tasks.objects import find_object, label_of, name_object
-from ascent.tasks.sandboxed import SandboxSettings, describe_sandboxed
+from ascent.core.errors import ConfigError
+from ascent.core.menu import nearest
+from ascent.processes.reward_calls import RewardCall, RewardCallError, read_call
+from ascent.sandbox.sandboxed_reward import SandboxSettings, describe_sandboxed
+from ascent.tasks.python_objects import find_object, label_of, name_object
+from ascent.tasks.user_files import absolute_path, load_python
 
 OWN, FUNCTIONS = "own", ("python", "object", "sandbox")
 FORMS = (r"(python|sandbox):.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
@@ -53,9 +54,9 @@ class RewardSource:
         if self.kind == "sandbox":
             file = Path(self.source.removeprefix("sandbox:").rsplit(":", 1)[0])
             if not file.is_file():
-                refuse(f"--reward {self.source}: there is no file {file}")
+                raise ConfigError(f"--reward {self.source}: there is no file {file}")
         elif self.kind in FUNCTIONS and not callable(find_function(self.source)):
-            refuse(f"--reward {self.source}: a reward is a function, f(prompt, response, answer, **columns)")
+            raise ConfigError(f"--reward {self.source}: a reward is a function, f(prompt, response, answer, **columns)")
         if self.kind not in LEARNED:
             return
         what, wanted, command = LEARNED[self.kind]
@@ -63,11 +64,13 @@ class RewardSource:
         try:
             loss = json.loads((run / "config.json").read_text())["loss"]["name"]
         except (OSError, ValueError, KeyError, TypeError):
-            refuse(f"--reward {self.source}: {run} is not a run; `ascent {command}` makes one")
+            raise ConfigError(f"--reward {self.source}: {run} is not a run; `ascent {command}` makes one") from None
         if loss != wanted:
-            refuse(f"--reward {self.source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}")
+            raise ConfigError(
+                f"--reward {self.source}: {run} trained something else ({loss}); `ascent {command}` trains a {what}"
+            )
         if not any((run / "checkpoints").glob("step_*")):
-            refuse(f"--reward {self.source}: {run} has no checkpoint yet, so there is no {what} to load")
+            raise ConfigError(f"--reward {self.source}: {run} has no checkpoint yet, so there is no {what} to load")
 
 
 def find_function(source: str) -> Any:
@@ -75,7 +78,7 @@ def find_function(source: str) -> Any:
     return load_python("--reward", source) if source.startswith("python:") else find_object(source, "reward")
 
 
-def call_of(source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None) -> Call:
+def call_of(source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None) -> RewardCall:
     """How a reward function is called; refused if its signature does not say, or asks for other `columns`."""
     try:
         if source.startswith("sandbox:"):
@@ -84,9 +87,9 @@ def call_of(source: str, columns: Collection[str] | None = None, sandbox: Sandbo
             call = read_call(find_function(source))
         if columns is not None:
             call.check_columns(columns)
-    except Wrong as error:
+    except RewardCallError as error:
         name = label_of(source) if source.startswith("object:") else source
-        refuse(f"reward {name}: {error}")
+        raise ConfigError(f"reward {name}: {error}") from None
     return call
 
 
@@ -105,7 +108,9 @@ def _name_reward(entry: Any) -> str:
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], int | float):
         return f"{float(entry[0])!r}*{_name_reward(entry[1])}"
     if not callable(entry):
-        refuse(f"reward {entry!r:.60}: a reward is a function, a name such as own or judge:FILE, or (weight, reward)")
+        raise ConfigError(
+            f"reward {entry!r:.60}: a reward is a function, a name such as own or judge:FILE, or (weight, reward)"
+        )
     return name_object("reward", entry)
 
 
@@ -114,13 +119,14 @@ def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
     weighed = re.fullmatch(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)", entry)
     weight, source = (float(weighed[1]), weighed[2].strip()) if weighed else (1.0, entry.strip())
     if not (source in own or any(re.fullmatch(form, source) for form in FORMS)) or not math.isfinite(weight):
-        refuse(
-            f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "
-            "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or, for words, sandbox:FILE:NAME "
-            "(a function in a sandbox) or judge:FILE (a "
-            "model that is asked), with a weight if wanted: 0.5*model:RUN.",
-            source,
-            own,
+        raise ConfigError(
+            (
+                f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "
+                "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or, for text, sandbox:FILE:NAME "
+                "(a function in a sandbox) or judge:FILE (a "
+                "model that is asked), with a weight if wanted: 0.5*model:RUN."
+            )
+            + nearest(source, own)
         )
     return weight, source
 

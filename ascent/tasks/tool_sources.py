@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ascent.tasks.base import refuse
-from ascent.tasks.files import absolute_path
-from ascent.tasks.objects import PREFIX, name_object
+from ascent.core.errors import ConfigError
+from ascent.core.menu import nearest
+from ascent.tasks.python_objects import PREFIX, name_object
+from ascent.tasks.user_files import absolute_path
 
 PLAYED = {
     "environment": "an environment is a class, which each episode makes",
@@ -37,10 +38,9 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
         elif file and entry.isidentifier():
             sources.append(f"{file}:{entry}")
         else:
-            refuse(
-                f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN_TOOLS)}.",
-                entry,
-                BUILT_IN_TOOLS,
+            raise ConfigError(
+                (f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN_TOOLS)}.")
+                + nearest(entry, BUILT_IN_TOOLS)
             )
     return tuple(sources)
 
@@ -57,7 +57,7 @@ def name_played(setting: str, value: Any) -> Any:
 
 def _name(setting: str, value: Any) -> str:
     if not callable(value):
-        refuse(f"{setting} {value!r:.60}: {PLAYED[setting]}")
+        raise ConfigError(f"{setting} {value!r:.60}: {PLAYED[setting]}")
     return name_object(setting, value)
 
 
@@ -65,9 +65,11 @@ def check_game(name: str) -> None:
     """Refuse a game that textarena lacks. Its list of games is read as text: importing it takes seconds."""
     found = importlib.util.find_spec("textarena")
     if found is None:
-        refuse(f"textarena:{name} needs textarena: pip install 'ascent-rl[gym]'")
+        raise ConfigError(f"textarena:{name} needs textarena: pip install 'ascent-rl[gym]'")
     lists = [Path(folder, "envs", "__init__.py") for folder in found.submodule_search_locations or ()]
     text = "".join(file.read_text(encoding="utf-8") for file in lists if file.is_file())
     games = re.findall(r"^register_with_versions\(\s*id=[\"']([^\"']+)", text, re.MULTILINE)
     if games and name not in games and f"{name}-v0" not in games:
-        refuse(f"textarena has no game {name}.", name, [game.replace("-v0", "", 1) for game in games])
+        raise ConfigError(
+            (f"textarena has no game {name}.") + nearest(name, [game.replace("-v0", "", 1) for game in games])
+        )

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from ascent.build.backend import BoundTask
+from ascent.core.errors import RunError
 from ascent.core.protocols import Sampler
-from ascent.core.types import Prompts, Trouble, check_counts
-from ascent.engines.backend import BoundTask
-from ascent.records.conversation import POLICY, WAITED, calls_words, counts_of
-from ascent.records.display import progress, table, wrapped
-from ascent.records.responses import write_parquet
-from ascent.records.statistics import PromptMean, pass_at, powers, prompt_mean
-from ascent.workflows.policy import LoadedPolicy, Row, find_policy, response_lines, scored_rows
+from ascent.core.types import Prompts, check_counts
+from ascent.runs.display.terminal import progress, table, wrapped
+from ascent.runs.recorded_conversation import POLICY, WAITED, calls_words, counts_of
+from ascent.runs.rollout_files import write_parquet
+from ascent.runs.statistics import PromptMean, pass_at, powers, prompt_mean
+from ascent.workflows.loaded_policy import LoadedPolicy, Row, find_policy, response_lines, scored_rows
 
 MEASURES = ("strict", "lenient", "reward")
 
@@ -142,7 +143,7 @@ def evaluate_policy(loaded: LoadedPolicy, prompts: int | None, samples: int, see
                 advance(len(part))
         ends = task.space.end is not None
     if not any(row["valid"] for row in rows):
-        raise Trouble(f"the reward failed on every one of {len(rows)} responses. The first: {errors[0]}")
+        raise RunError(f"the reward failed on every one of {len(rows)} responses. The first: {errors[0]}")
     about = {"prompts": len(held_out), "samples": samples, "seed": seed, "ends": ends}
     return Evaluation(loaded.about() | about, rows, errors, results(rows), time.perf_counter() - begin)
 
@@ -156,7 +157,7 @@ def _responses(
         try:
             rollouts = sampler.generate(prompts[start : start + at_once], samples, greedy=greedy)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise Trouble(f"out of memory: lower --rows or --max-tokens. It said: {error}") from None
+            raise RunError(f"out of memory: lower --rows or --max-tokens. It said: {error}") from None
         rows, failed = scored_rows(task, rollouts)
         for i, row in enumerate(rows):
             row["problem"] = start + i // samples

@@ -22,18 +22,19 @@ from typing import Any, Literal
 import torch
 
 from ascent.api import interruptible
+from ascent.build.backend import BoundTask
+from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import scored
-from ascent.core.types import Prompts, Refused, Rollouts, Trouble, check_counts
-from ascent.engines.backend import BoundTask
-from ascent.records.display import progress
-from ascent.records.reading import read_lines
-from ascent.rewards.judge.client import JudgeClient, JudgeError, Unparsed
-from ascent.rewards.judge.settings import Judge
-from ascent.rewards.judge.verdicts import Pair, Preference, compare_responses
-from ascent.tasks.files import read_jsonl, write_jsonl
+from ascent.core.types import Prompts, Rollouts, check_counts
+from ascent.rewards.judge.judge_client import JudgeClient, JudgeError, JudgeParseError
+from ascent.rewards.judge.judge_rewards import Pair, Preference, compare_responses
+from ascent.rewards.judge.judge_settings import Judge
+from ascent.runs.display.terminal import progress
+from ascent.runs.untrusted_files import read_lines
 from ascent.tasks.scoring import pad_responses
-from ascent.tasks.text.rows import SEPARATOR, read_prompt
-from ascent.workflows.policy import LoadedPolicy, Row, run_policy
+from ascent.tasks.text.table_tasks import SEPARATOR, read_prompt
+from ascent.tasks.user_files import read_jsonl, write_jsonl
+from ascent.workflows.loaded_policy import LoadedPolicy, Row, run_policy
 
 PairLabel = Callable[[Any, Any, Any], bool | None]
 """From a prompt and two responses: is the first one better? None: nobody can say."""
@@ -48,14 +49,16 @@ ROUNDS = 20
 def refuse_turns(prompts: Prompts) -> None:
     """Refuse conversations: a file of responses has no place for what was said in between."""
     if prompts.play is not None:
-        raise Refused("this task's responses have several turns; pairs and labelled steps are of responses with one")
+        raise ConfigError(
+            "this task's responses have several turns; pairs and labelled steps are of responses with one"
+        )
 
 
 def refuse_existing(out: Path) -> None:
     """Refuse a file that is already there, or whose folder is not."""
     if out.exists() or not out.parent.is_dir():
         why = "already there, and nothing is overwritten" if out.exists() else f"there is no folder {out.parent}"
-        raise Refused(f"{out}: {why}. Choose another file")
+        raise ConfigError(f"{out}: {why}. Choose another file")
 
 
 def side_file(out: Path, kind: str, *job: Any) -> Path:
@@ -90,7 +93,7 @@ def make_pairs(
         loaded = replace(loaded, config=replace(loaded.config, task=replace(loaded.config.task, reward=rewards)))
     pairs = draw_pairs(loaded, count, seed, label)
     if len(pairs) < count:
-        raise Trouble(
+        raise RunError(
             f"only {len(pairs)} of {count} pairs: the policy's two responses to a prompt are mostly equal, or earn the "
             "same. Ask for fewer, or take an earlier checkpoint (--step), which tries more"
         )
@@ -193,13 +196,13 @@ def label_pairs(
         if rows:
             write_jsonl(side_file(out, kind), rows)
     if len(failed) > max_failed * len(different):
-        raise Trouble(
+        raise RunError(
             f"the judge failed on {len(failed)} of {len(different)} pairs, more than --max-failed {max_failed:g} "
             f"allows ({side_file(out, 'failed')}). The answers received so far are kept; run the same command again "
             f"to continue. The first failure: {failed[0]['why']}"
         )
     if not won:
-        raise Trouble(f"of {len(candidates)} pairs, none has a winner: {len(tied)} ties. Nothing is written to {out}")
+        raise RunError(f"of {len(candidates)} pairs, none has a winner: {len(tied)} ties. Nothing is written to {out}")
     write_jsonl(out, won)
     return LabelledPairs(len(won), len(tied), len(failed), len(candidates) - len(different), out, client.counts.words())
 
@@ -212,7 +215,7 @@ def _sorted(
     for (prompt, *both, _), verdict in zip(candidates, verdicts, strict=True):
         row = {"prompt": prompt, "responses": both}
         if isinstance(verdict, JudgeError):
-            raw = verdict.raw if isinstance(verdict, Unparsed) else None
+            raw = verdict.raw if isinstance(verdict, JudgeParseError) else None
             failed.append(row | {"error": type(verdict).__name__, "why": str(verdict), "raw": raw})
         elif verdict.winner is None:
             tied.append(row | {"verdicts": list(verdict.verdicts), "judge": model})
@@ -228,13 +231,13 @@ def read_candidates(path: Path) -> list[Pair]:
     for where, row in read_jsonl(path):
         responses = row.get("responses", [row[name] for name in ("chosen", "rejected") if name in row])
         if "prompt" not in row or not isinstance(responses, list) or len(responses) < 2:
-            raise Refused(
+            raise ConfigError(
                 f"{where}: a line has a prompt and at least two responses, or chosen and rejected; this one has "
                 f"{', '.join(row) or 'nothing'}"
             )
         for response in responses:
             if not isinstance(response, str):
-                raise Refused(f"{where}: a response is words, and one is {response!r:.80}")
+                raise ConfigError(f"{where}: a response is words, and one is {response!r:.80}")
         answer = row.get("answer")
         answer = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
         prompt = read_prompt(row["prompt"], f"{where}, column prompt")
@@ -245,7 +248,7 @@ def read_candidates(path: Path) -> list[Pair]:
 def draw_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: int) -> list[Row]:
     """`samples` responses of a policy to each of `prompts` training prompts, which the seed decides."""
     if not loaded.backend.words:
-        raise Refused(f"{loaded.run}: its responses are not words, and a judge reads words")
+        raise ConfigError(f"{loaded.run}: its responses are not words, and a judge reads words")
     rows = []
     with closing(loaded.task()) as task:
         drawn = task.draw(prompts, torch.Generator().manual_seed(seed + 5_000_011))
@@ -293,7 +296,7 @@ def label_steps(
             advance(len(part))
     rows = [row for chunk in read_lines(kept) for row in chunk["rows"]]
     if not rows:
-        raise Trouble(f"of {prompts * samples} responses none could be labelled: all were empty, or the reward failed")
+        raise RunError(f"of {prompts * samples} responses none could be labelled: all were empty, or the reward failed")
     write_jsonl(out, rows)
     kept.unlink()
     return out
@@ -313,7 +316,7 @@ class Labeller:
         drawn = self.sampler.generate(self.prompts, samples)
         batch, errors = scored(self.task, drawn)
         if errors and not bool(batch.valid.any()):
-            raise Trouble(f"the reward failed on every response. The first: {errors[0]}")
+            raise RunError(f"the reward failed on every response. The first: {errors[0]}")
         rows: list[Row] = []
         places: list[int] = []
         prefixes: list[list[int]] = []

@@ -24,21 +24,23 @@ from typing import Any
 import torch
 
 from ascent.api import resume, settled, start
+from ascent.build.backends import backend_of
+from ascent.build.trained_run import Run, load_policy
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError, RunError
 from ascent.core.menu import to_dict
-from ascent.core.types import Refused, Trouble, check_counts
-from ascent.engines.backends import backend_of
-from ascent.records.code import check_trust, record_run
-from ascent.records.display import Display
-from ascent.records.folder import RunFolder, write_json
-from ascent.records.notebook import for_stream
-from ascent.records.reading import naming, read_json
-from ascent.records.run import Run, init_folder, load_policy
-from ascent.rewards.judge.settings import read_judge
+from ascent.core.types import check_counts
+from ascent.rewards.judge.judge_settings import read_judge
+from ascent.runs.display.notebook import for_stream
+from ascent.runs.display.terminal import Display
+from ascent.runs.run import init_folder
+from ascent.runs.run_folder import RunFolder, write_json
+from ascent.runs.trust import check_trust, record_run
+from ascent.runs.untrusted_files import naming, read_json
 from ascent.settings import config_from, configure, flatten
-from ascent.tasks.files import absolute_path, read_jsonl, write_jsonl
+from ascent.tasks.user_files import absolute_path, read_jsonl, write_jsonl
 from ascent.workflows.labels import draw_candidates, draw_pairs, label_pairs
-from ascent.workflows.policy import LoadedPolicy, Row, for_asking, untrained_policy
+from ascent.workflows.loaded_policy import LoadedPolicy, Row, for_asking, untrained_policy
 
 ROUNDS_FILE = "rounds.json"
 
@@ -59,7 +61,7 @@ class RoundsPlan:
     def __post_init__(self) -> None:
         check_counts(rounds=self.rounds, pairs=self.pairs)
         if not 0 <= self.replay < 1:
-            raise Refused(f"--replay is {self.replay:g}: a share of old pairs, from 0 to below 1")
+            raise ConfigError(f"--replay is {self.replay:g}: a share of old pairs, from 0 to below 1")
 
 
 class Rounds:
@@ -74,15 +76,17 @@ class Rounds:
         self.reward_model_config(Path("pairs.jsonl"), 1)  # what would fail in a later part is refused now
         if plan.judge is not None:
             if not self.backend.words:
-                raise Refused("--judge with a small task: a judge reads words. Leave it out: the true reward labels")
+                raise ConfigError(
+                    "--judge with a small task: a judge reads words. Leave it out: the true reward labels"
+                )
             read_judge(plan.judge).insist()
         if any(not source.startswith("judge:") for source in self.backend.reward_sources(config.task)):
-            raise Refused(
+            raise ConfigError(
                 f"--reward {config.task.reward}: in rounds this is the true reward, which labels pairs, so it "
                 "cannot be a learned one"
             )
         if config.data != "samples":
-            raise Refused("--algorithm: the policy of a round learns from its own samples, as in grpo")
+            raise ConfigError("--algorithm: the policy of a round learns from its own samples, as in grpo")
 
     def go(self) -> None:
         """Every part of every round that is not finished yet, in order."""
@@ -125,14 +129,14 @@ class Rounds:
         label_pairs(candidates, path, read_judge(self.plan.judge), show=self.show)
         try:
             self.insist([row for _, row in read_jsonl(path)], number)
-        except Trouble:
+        except RunError:
             path.unlink()
             raise
 
     def insist(self, rows: list[Row], number: int) -> None:
         """Enough pairs to train a reward model on some prompts and test it on others; fewer than planned are told."""
         if len({json.dumps(row["prompt"]) for row in rows}) < 2:
-            raise Trouble(
+            raise RunError(
                 f"round {number}: {len(rows)} pairs with a winner, and a reward model needs at least two prompts: "
                 "a prompt's responses are equal, or nobody can say which is better. Ask for more --pairs in a new "
                 "folder"
@@ -219,10 +223,10 @@ def begin_rounds(
     rounds = Rounds(folder, config, plan, reward_model, show)
     if kept:
         if {name: kept.get(name) for name in settings} != json.loads(json.dumps(settings)):
-            raise Refused(f"--out {folder}: rounds with other settings. Continue those: ascent rounds {folder}")
+            raise ConfigError(f"--out {folder}: rounds with other settings. Continue those: ascent rounds {folder}")
         return rounds
     if folder.exists() and any(folder.iterdir()):
-        raise Refused(f"--out {folder}: already there and not empty. Choose another folder")
+        raise ConfigError(f"--out {folder}: already there and not empty. Choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     settings["id"] = secrets.token_hex(16)
     record_run(folder, all_settings(settings))  # first: rounds that are killed here can then be continued

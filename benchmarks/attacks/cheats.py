@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ascent.sandbox.judge import CodeProblem
+from ascent.sandbox.program_judge import CodeProblem
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 import ascent
 from ascent.cli import main as cli
-from ascent.core.types import Refused, Trouble
-from ascent.records import checkpoint, columns, parquet, reading, responses
-from ascent.records import folder as folders
-from ascent.records import run as runs
-from ascent.records.display import Display
+from ascent.core.errors import ConfigError, RunError
+from ascent.runs import checkpoint, metric_columns, parquet_reader, rollout_files, untrusted_files
+from ascent.runs import run as runs
+from ascent.runs import run_folder as folders
+from ascent.runs.display.terminal import Display
 from benchmarks.attacks.attempt import Attack, Fork, scratch
 from benchmarks.attacks.damage import Damage
 from benchmarks.attacks.tour import contents, tour
@@ -84,24 +84,24 @@ def odd_bytes(run: Path, _: Path) -> None:
 def plain_open() -> None:
     """As it was: whatever has the name is opened."""
     from ascent.lab.figures.training import routes, trainings
-    from ascent.lab.report import page
+    from ascent.lab.report import run_report
 
-    for module in (reading, folders, checkpoint, columns, parquet, page, routes, trainings):
+    for module in (untrusted_files, folders, checkpoint, metric_columns, parquet_reader, run_report, routes, trainings):
         module.open_regular = lambda path, _=None: open(path, "rb")  # type: ignore[attr-defined]  # noqa: SIM115
     folders.refuse_ways_out = runs.refuse_ways_out = lambda *_: None
 
 
 def nested_lines() -> None:
-    columns.NESTED = 1 << 40
+    metric_columns.NESTED = 1 << 40
 
 
 def unnamed_errors() -> None:
     """What is wrong with a file is nobody's business."""
     from ascent.lab.pages.completions import completions
 
-    for module in (folders, parquet, responses, completions):
+    for module in (folders, parquet_reader, rollout_files, completions):
         module.naming = nullcontext  # type: ignore[attr-defined]
-    parquet.UNREADABLE = ()
+    parquet_reader.UNREADABLE = ()
 
 
 def reads_outside(stage: Path) -> Callable[[Path], str | None]:
@@ -143,7 +143,7 @@ def writes_outside(stage: Path, name: str, hard: bool = False) -> Callable[[Path
             (run / name).rename(there)
             (run / name).symlink_to(there)
         before = contents(outside)
-        with suppress(Refused, Trouble):
+        with suppress(ConfigError, RunError):
             ascent.resume(run, Display(), from_step=4)
         return "a byte was written outside" if contents(outside) != before else None
 
@@ -201,14 +201,14 @@ def takes_memory(stage: Path, file: str) -> Callable[[Path], str | None]:
 
 
 def any_size() -> None:
-    parquet.Parquet.refuse_large = lambda *_: None  # type: ignore[method-assign]
+    parquet_reader.Parquet.refuse_large = lambda *_: None  # type: ignore[method-assign]
 
 
 def believe_the_footer() -> None:
     def pages(_: Any, chunk: Any) -> Any:
-        yield parquet.Page(chunk.total_uncompressed_size, chunk.num_values, 0)
+        yield parquet_reader.ParquetPage(chunk.total_uncompressed_size, chunk.num_values, 0)
 
-    parquet.Parquet._pages = pages  # type: ignore[method-assign]
+    parquet_reader.Parquet._pages = pages  # type: ignore[method-assign]
 
 
 def attacks(stage: Path) -> list[Attack]:

@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ascent.core.types import Refused, Trouble
-from ascent.rewards.judge import client, patterns, verdicts
-from ascent.rewards.judge.client import JudgeClient
-from ascent.rewards.judge.settings import Judge
-from ascent.rewards.judge.verdicts import Scored, score_responses
+from ascent.core.errors import ConfigError, RunError
+from ascent.rewards.judge import judge_client, judge_rewards, pattern_search
+from ascent.rewards.judge.judge_client import JudgeClient
+from ascent.rewards.judge.judge_rewards import Scored, score_responses
+from ascent.rewards.judge.judge_settings import Judge
 from benchmarks.attacks.attempt import Attack
 
 KIND = "judges"
@@ -75,7 +75,7 @@ def judged(folder: Path, server: Server, **settings: Any) -> Iterator[list[Any]]
     about |= {"key_env": "ATTACKS_JUDGE_KEY", "retries": 0, "again": 0, "timeout": 2.0, "deadline": 2.0, **settings}
     try:
         yield score_responses(JudgeClient(Judge(**about)), [("p", "BAD", None), ("p", "good", None)])
-    except (Refused, Trouble):
+    except (ConfigError, RunError):
         raise
     except Exception as error:  # one bad answer ends all questions
         yield [error, error]
@@ -121,7 +121,7 @@ def key_in_the_open(folder: Path) -> str | None:
     try:
         with judged(folder, server, url=f"http://0.0.0.0:{server.port}/v1"):
             pass
-    except Refused:
+    except ConfigError:
         pass
     return "the key was sent over plain http" if any(key and KEY in key for key in server.keys) else None
 
@@ -130,11 +130,11 @@ def key_in_the_open(folder: Path) -> str | None:
 
 
 def quadratic_pattern() -> None:
-    verdicts.last_match = lambda _, text: patterns.last_match(QUADRATIC, text)
+    judge_rewards.last_match = lambda _, text: pattern_search.last_match(QUADRATIC, text)
 
 
 def search_here() -> None:
-    patterns.Searches.last_match = lambda _, pattern, text, __: patterns.last_match(pattern, text)  # type: ignore
+    pattern_search.Searches.last_match = lambda _, pattern, text, __: pattern_search.last_match(pattern, text)  # type: ignore
 
 
 class Deep(Exception):
@@ -150,17 +150,17 @@ def deep_json() -> None:
         except RecursionError:
             raise Deep from None
 
-    client.json = type(json)("json")
-    vars(client.json).update(vars(json) | {"loads": uncaught})
+    judge_client.json = type(json)("json")
+    vars(judge_client.json).update(vars(json) | {"loads": uncaught})
 
 
 def any_size() -> None:
-    client.largest_reply = lambda _: 1 << 40
+    judge_client.largest_reply = lambda _: 1 << 40
 
 
 def echo_all() -> None:
     JudgeClient._masked = lambda _, text: text  # type: ignore[method-assign]
-    client.USAGE = (*client.USAGE, KEY, KEY[:12])
+    judge_client.USAGE = (*judge_client.USAGE, KEY, KEY[:12])
 
 
 def not_exposed() -> None:

@@ -35,8 +35,8 @@ from typing import Any
 
 from ascent.cli.main import main as ascent_main
 from ascent.cli.main import sections
-from ascent.records import run as runs
-from ascent.workflows import compare as comparison
+from ascent.runs import run as runs
+from ascent.workflows import seed_comparison as comparison
 from benchmarks.attacks import lives
 from benchmarks.attacks.attempt import BROKEN, Fork, scratch
 
@@ -184,7 +184,7 @@ KINDS: dict[str, Callable[[Path, random.Random], Command]] = {
 
 PRELOADED = (
     *("torch._dynamo", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"),
-    *("ascent.web.agents", "ascent.environments.agents.function"),
+    *("ascent.rollout.agents", "ascent.environments.agents.function_agent"),
 )
 
 

@@ -23,15 +23,15 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.testclient import TestClient
 
-from ascent.core.types import Refused
-from ascent.lab import page, server
+from ascent.core.errors import ConfigError
+from ascent.lab import page_base, server
 from ascent.lab.figures.training import figure, routes, trainings
-from ascent.lab.pages.compare import comparison
+from ascent.lab.pages.compare import run_comparison
 from ascent.lab.pages.runs import page as runs_page
 from ascent.lab.server import application, lab_server
-from ascent.records.places import Place
-from ascent.web import connections, guard, secret
-from ascent.web.guard import Guard, host_names
+from ascent.runs.run_list import Place
+from ascent.server import connections, guard, lab_secret
+from ascent.server.guard import Guard, host_names
 from benchmarks.attacks.attempt import Attack
 
 GUARD, SECRET, PATHS, CROWDS = "the lab's guard", "the lab's secret", "paths out of the lab", "crowds at the lab"
@@ -167,7 +167,7 @@ def two_first_starts(folder: Path) -> str | None:
         found = []
         for i in range(rounds):
             barrier.wait(20)
-            found.append(secret.kept_secret(folder / f"runs{i}")[0])
+            found.append(lab_secret.kept_secret(folder / f"runs{i}")[0])
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -177,8 +177,8 @@ def two_first_starts(folder: Path) -> str | None:
 
 
 def no_lock() -> None:
-    secret.fcntl = trainings.fcntl = type(os)("fcntl")
-    for module in (secret, trainings):
+    lab_secret.fcntl = trainings.fcntl = type(os)("fcntl")
+    for module in (lab_secret, trainings):
         vars(module.fcntl).update(vars(fcntl) | {"flock": lambda *_: None})
 
 
@@ -189,11 +189,11 @@ def secret_of_the_folder(folder: Path) -> str | None:
     (runs / ".lab").mkdir(parents=True)
     (runs / ".lab" / "secret").write_bytes(known)
     (runs / ".lab" / "secret").chmod(0o600)
-    return "its maker knows the secret" if secret.kept_secret(runs)[0] == known else None
+    return "its maker knows the secret" if lab_secret.kept_secret(runs)[0] == known else None
 
 
 def trust_the_folder() -> None:
-    secret.kept_secret = lambda runs: ((runs / ".lab" / "secret").read_bytes(), "")
+    lab_secret.kept_secret = lambda runs: ((runs / ".lab" / "secret").read_bytes(), "")
 
 
 def token_on_a_command_line(folder: Path) -> str | None:
@@ -281,7 +281,7 @@ def outside_of(stage: Path, folder: Path) -> tuple[Path, Path]:
     for path in outside.glob("*/*.parquet"):
         import pyarrow.parquet as pq
 
-        from ascent.records.responses import write_parquet
+        from ascent.runs.rollout_files import write_parquet
 
         rows = [row | {"prompt_text": "SECRET", "response_text": "SECRET"} for row in pq.read_table(path).to_pylist()]
         write_parquet(path, rows, len(rows))
@@ -305,10 +305,10 @@ def any_path() -> None:
     def find(root: Path, id: str) -> Place:
         return Place(id, (root / id).resolve(), "ascent")
 
-    page.find_run = comparison.find_run = runs_page.find_run = find
+    page_base.find_run = run_comparison.find_run = runs_page.find_run = find
     for module in (figure, routes, trainings):
         module.run_folder = lambda runs, name: (runs / name).resolve()  # type: ignore[attr-defined]
-    figure.NAME = page.re.compile(".*")
+    figure.NAME = page_base.re.compile(".*")
 
 
 def any_file() -> None:
@@ -375,7 +375,7 @@ def many_trainings(folder: Path) -> str | None:
 
     def start(i: int) -> bool:
         barrier.wait(20)
-        with suppress(Refused, OSError):
+        with suppress(ConfigError, OSError):
             labs[i % 2].start(settings, "a", 1)
             return True
         return False

@@ -21,12 +21,12 @@ import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
 from ascent import api
-from ascent.core.types import Trouble
-from ascent.records import checkpoint, responses
-from ascent.records import folder as folders
-from ascent.records import run as runs
-from ascent.records.display import Display
-from ascent.records.reading import read_lines
+from ascent.core.errors import RunError
+from ascent.runs import checkpoint, rollout_files
+from ascent.runs import run as runs
+from ascent.runs import run_folder as folders
+from ascent.runs.display.terminal import Display
+from ascent.runs.untrusted_files import read_lines
 from ascent.settings import configure
 from benchmarks.attacks.attempt import BROKEN, Attack, Fork, scratch
 
@@ -76,8 +76,8 @@ TOUCHES: tuple[tuple[Any, str], ...] = (
     *((Path, name) for name in ("mkdir", "write_text", "unlink", "rename")),
     (checkpoint, "save"),
     (checkpoint, "save_file"),
-    (responses, "write_rollouts"),
-    (responses, "write_answers"),
+    (rollout_files, "write_rollouts"),
+    (rollout_files, "write_answers"),
     (runs.Writer, "_line"),
 )
 
@@ -196,7 +196,7 @@ def full_disk(room: int) -> Callable[[Path], str | None]:
             try:
                 live(folder / "run")
                 return "it finished"
-            except Trouble as trouble:
+            except RunError as trouble:
                 return str(trouble)
 
         said = Fork(work, LIFE).result()
@@ -217,7 +217,7 @@ def words_of_the_disk() -> None:
     class Other(Exception): ...
 
     checkpoint.SafetensorError = Other
-    api._trouble = lambda error, _: Trouble(f"{type(error).__name__}: {error}")
+    api._trouble = lambda error, _: RunError(f"{type(error).__name__}: {error}")
 
 
 def attacks(_: Path) -> list[Attack]:

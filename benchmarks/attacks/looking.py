@@ -14,11 +14,11 @@ import torch
 from starlette.testclient import TestClient
 
 from ascent.cli.main import main as command
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 from ascent.lab.server import application
-from ascent.policies import CausalLM
-from ascent.records import code, reading
-from ascent.records import run as runs
+from ascent.models import CausalLM
+from ascent.runs import run as runs
+from ascent.runs import trust, untrusted_files
 from ascent.settings import config_from
 from benchmarks.attacks.attempt import Attack
 
@@ -62,7 +62,7 @@ def hostile_run(stage: Path, folder: Path, form: str = "python:{folder}/mine.py:
     about = (run / "run.json").read_text().replace(str(stage / "mine.py"), str(file))
     (run / "run.json").write_text(about)
     if forged:
-        (run / "run.json").write_text(json.dumps(json.loads(about) | {"code": code.code_hashes(json.loads(config))}))
+        (run / "run.json").write_text(json.dumps(json.loads(about) | {"code": trust.code_hashes(json.loads(config))}))
     return run
 
 
@@ -94,16 +94,16 @@ def by_page(stage: Path, path: str) -> Callable[[Path], str | None]:
 
 def build_to_look() -> None:
     """As it was: whoever reads the settings of a run or its largest reward builds its task."""
-    parse = reading.parse_json
+    parse = untrusted_files.parse_json
 
     def parse_and_build(data: bytes, **hooks: Any) -> Any:
         value = parse(data, **hooks)
         if isinstance(value, dict) and "task" in value and "objective" in value:
-            with suppress(Refused):
-                config_from({k: v for k, v in value.items() if k not in code.DESCRIPTION})
+            with suppress(ConfigError):
+                config_from({k: v for k, v in value.items() if k not in trust.DESCRIPTION})
         return value
 
-    reading.parse_json = parse_and_build
+    untrusted_files.parse_json = parse_and_build
     runs.check_trust = lambda *_: None
     runs.Run.max_reward = property(lambda run: run.config.task.max_reward)  # type: ignore[assignment,method-assign]
     whole = runs.Run.__init__
@@ -117,9 +117,9 @@ def build_to_look() -> None:
 
 def list_by_building() -> None:
     build_to_look()
-    from ascent.records import places
+    from ascent.runs import run_list
 
-    kind = places.run_kind
+    kind = run_list.run_kind
 
     def built_kind(folder: Path) -> str | None:
         found = kind(folder)
@@ -127,7 +127,7 @@ def list_by_building() -> None:
             _ = runs.Run(folder).config
         return found
 
-    places.run_kind = built_kind
+    run_list.run_kind = built_kind
 
 
 # ---- loading --------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def model_with_code(folder: Path) -> str | None:
     (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}))
     (model / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n\n\nclass Evil:\n    pass\n")
-    with suppress(Refused, AttributeError):  # what ran was not a model, of course
+    with suppress(ConfigError, AttributeError):  # what ran was not a model, of course
         CausalLM(model=str(model)).load()
     return ran(folder)
 
@@ -193,7 +193,7 @@ def model_with_a_pickle(stage: Path) -> Callable[[Path], str | None]:
         for weights in model.glob("*.safetensors*"):
             weights.unlink()
         torch.save({"model.embed_tokens.weight": Touch(str(folder / "ran"))}, model / "pytorch_model.bin")
-        with suppress(Refused):
+        with suppress(ConfigError):
             CausalLM(model=str(model)).load()
         return ran(folder)
 

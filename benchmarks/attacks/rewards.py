@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import ascent
-from ascent.tasks import keeper, workers
-from ascent.tasks.files import load_python
-from ascent.tasks.grader import Grader, Job
-from ascent.tasks.small import sort
-from ascent.tasks.workers import Limits, Outcome, Pool
+from ascent.processes import supervisor
+from ascent.tasks import reward_worker_pool as worker_pool
+from ascent.tasks.reward_worker import Grader, Job
+from ascent.tasks.reward_worker_pool import Limits, RewardOutcome, RewardWorkerPool
+from ascent.tasks.small import sorting
+from ascent.tasks.user_files import load_python
 from benchmarks.attacks.attempt import Attack, soon
 
 SHIFTED, SECRETS, OUTLIVING, SMALL_TASKS = (
@@ -112,9 +113,9 @@ def daemons(prompt, response, answer):
 
 
 @contextmanager
-def pool_of(folder: Path, name: str, workers: int = 1, **limits: Any) -> Iterator[Pool]:
+def pool_of(folder: Path, name: str, workers: int = 1, **limits: Any) -> Iterator[RewardWorkerPool]:
     (folder / "r.py").write_text(REWARDS)
-    pool = Pool([Grader(f"python:{folder / 'r.py'}:{name}")], workers, Limits(**{"seconds": 2.0, **limits}))
+    pool = RewardWorkerPool([Grader(f"python:{folder / 'r.py'}:{name}")], workers, Limits(**{"seconds": 2.0, **limits}))
     try:
         yield pool
     finally:
@@ -145,9 +146,9 @@ def shifts(name: str) -> Callable[[Path], str | None]:
 
 def any_number() -> None:
     """Any answer counts for the response that is waiting, and a forked child answers too."""
-    answers = workers.Worker.answers
+    answers = worker_pool.RewardWorker.answers
 
-    def numbered(worker: workers.Worker) -> list[dict[str, Any]]:
+    def numbered(worker: worker_pool.RewardWorker) -> list[dict[str, Any]]:
         waiting = [number for _, number, _ in worker.jobs]
         replies = answers(worker)
         return [
@@ -155,27 +156,31 @@ def any_number() -> None:
             for i, reply in enumerate(replies)
         ]
 
-    workers.Worker.answers = numbered  # type: ignore[method-assign]
+    worker_pool.RewardWorker.answers = numbered  # type: ignore[method-assign]
     patch_graders("g.os = type(sys)('os'); vars(g.os).update(vars(os)); g.os._exit = lambda code: None")
 
 
 def patch_graders(code: str) -> None:
     """Let every grading process run this first; `g` is the module that it runs."""
-    start = keeper.subprocess.Popen
+    start = supervisor.subprocess.Popen
 
     def patched(command: list[str], **more: Any) -> Any:
-        first = f"import ascent.tasks.grader as g, os, sys; {code}; "
+        first = f"import ascent.tasks.reward_worker as g, os, sys; {code}; "
         return start(
-            [*command[:-1], command[-1].replace("from ascent.tasks.grader", f"{first}from ascent.tasks.grader")], **more
+            [
+                *command[:-1],
+                command[-1].replace("from ascent.tasks.reward_worker", f"{first}from ascent.tasks.reward_worker"),
+            ],
+            **more,
         )
 
-    keeper.subprocess = type(sys)("subprocess")
-    vars(keeper.subprocess).update(vars(__import__("subprocess")) | {"Popen": patched})
+    supervisor.subprocess = type(sys)("subprocess")
+    vars(supervisor.subprocess).update(vars(__import__("subprocess")) | {"Popen": patched})
 
 
 def no_deadline() -> None:
-    note = workers.Worker.note
-    workers.Worker.note = lambda worker, call, _: note(worker, call, 1e6)  # type: ignore[method-assign]
+    note = worker_pool.RewardWorker.note
+    worker_pool.RewardWorker.note = lambda worker, call, _: note(worker, call, 1e6)  # type: ignore[method-assign]
 
 
 # ---- secrets, memory, processes ----------------------------------------------------------------------------
@@ -199,12 +204,12 @@ def takes_memory(folder: Path) -> str | None:
 
 
 def no_memory_limit() -> None:
-    make = workers.Worker.__init__
+    make = worker_pool.RewardWorker.__init__
 
-    def unlimited(worker: workers.Worker, graders: bytes, limits: Limits) -> None:
+    def unlimited(worker: worker_pool.RewardWorker, graders: bytes, limits: Limits) -> None:
         make(worker, graders, limits._replace(memory=0.0))
 
-    workers.Worker.__init__ = unlimited  # type: ignore[method-assign]
+    worker_pool.RewardWorker.__init__ = unlimited  # type: ignore[method-assign]
 
 
 def running(words: str) -> list[int]:
@@ -241,7 +246,7 @@ def outlives(ending: str) -> Callable[[Path], str | None]:
 
 
 def leave_children() -> None:
-    patch_graders("import ascent.tasks.keeper as k; g.end_children = k.prctl = lambda *_: None")
+    patch_graders("import ascent.processes.supervisor as k; g.end_children = k.prctl = lambda *_: None")
 
 
 # ---- small tasks ---------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ def in_a_run(deed: str) -> Callable[[Path], str | None]:
 
     def attempt(folder: Path) -> str | None:
         os.chdir(folder)
-        sort.OWN_SECONDS = 0.5
+        sorting.OWN_SECONDS = 0.5
         body = f"    if response[0] == 2:\n        {DOES[deed]}\n    return response[0]\n"
         (folder / "r.py").write_text(f"import os, sys, time\n\n\ndef f(prompt, response):\n{body}")
         small = {"length": 2, "numbers": 3, "prompts": 1, "samples": 6, "eval_prompts": 2, "steps": 2}
@@ -272,7 +277,7 @@ def in_a_run(deed: str) -> Callable[[Path], str | None]:
             return _harm(run, deed)
         except SystemExit as ended:
             return f"the run ended with status {ended.code}"
-        except (OSError, ascent.core.types.Refused) as error:
+        except (OSError, ascent.core.errors.ConfigError) as error:
             return f"the run lost its folder: {error}"
 
     return attempt
@@ -297,12 +302,12 @@ def grade_in_process() -> None:
         def __init__(self, source: str):
             self.function = load_python("--reward", source)
 
-        def run(self, jobs: list[Job]) -> list[Outcome]:
-            return [Outcome(float(self.function(list(job.prompt), list(job.response)))) for job in jobs]
+        def run(self, jobs: list[Job]) -> list[RewardOutcome]:
+            return [RewardOutcome(float(self.function(list(job.prompt), list(job.response)))) for job in jobs]
 
         def close(self) -> None: ...
 
-    sort.own_pool = lambda source, _: Here(source)  # type: ignore[assignment]
+    sorting.own_pool = lambda source, _: Here(source)  # type: ignore[assignment]
 
 
 def attacks(_: Path) -> list[Attack]:

@@ -13,14 +13,14 @@ from typing import Any
 
 from ascent.cli import main as cli
 from ascent.cli import runs as commands
-from ascent.core.types import Trouble
-from ascent.lab import page
-from ascent.lab.report import page as report
-from ascent.records import display
-from ascent.records.responses import write_parquet
-from ascent.tasks.grader import Grader, Job
-from ascent.tasks.workers import Limits, Outcome, Pool
-from ascent.workflows import policy
+from ascent.core.errors import RunError
+from ascent.lab import page_base
+from ascent.lab.report import run_report as report
+from ascent.runs.display import terminal as display
+from ascent.runs.rollout_files import write_parquet
+from ascent.tasks.reward_worker import Grader, Job
+from ascent.tasks.reward_worker_pool import Limits, RewardOutcome, RewardWorkerPool
+from ascent.workflows import loaded_policy
 from benchmarks.attacks.attempt import Attack
 
 TEXT, SCRIPTS = "text for files and terminals", "scripts in content"
@@ -32,7 +32,7 @@ EVIL = '</pre></script><script>alert(1)</script><img src=http://x.test/a onerror
 def broken_character(folder: Path) -> str | None:
     """A reward whose reason is half of a character: can its response still be recorded?"""
     (folder / "r.py").write_text("def f(prompt, response, answer):\n    return 1.0, 'why ' + chr(0xD83D)\n")
-    pool = Pool([Grader(f"python:{folder / 'r.py'}:f")], 1, Limits(5.0))
+    pool = RewardWorkerPool([Grader(f"python:{folder / 'r.py'}:f")], 1, Limits(5.0))
     (found,) = pool.run([Job(0, "p", "r", None, {})])
     pool.close()
     try:
@@ -43,7 +43,7 @@ def broken_character(folder: Path) -> str | None:
 
 
 def any_words() -> None:
-    Outcome.__post_init__ = lambda _: None  # type: ignore[method-assign]
+    RewardOutcome.__post_init__ = lambda _: None  # type: ignore[method-assign]
 
 
 def poisoned(stage: Path, folder: Path, words: str) -> Path:
@@ -95,7 +95,7 @@ def told(how: str) -> Callable[[Path], str | None]:
         words = "the response " + "".join(ESCAPES)
 
         def fail() -> int:
-            raise Trouble(words)
+            raise RunError(words)
 
         if how == "error":
             return printed(lambda: cli.guarded(fail))
@@ -109,7 +109,7 @@ def told(how: str) -> Callable[[Path], str | None]:
                 "logp": [0.0],
                 "truncated": 0,
             }
-            return printed(lambda: print(policy.responses_text([row], None)))
+            return printed(lambda: print(loaded_policy.responses_text([row], None)))
         line = display.Lines()
         return printed(lambda: (line.start(0, 10, words), line.say(words)))
 
@@ -117,7 +117,7 @@ def told(how: str) -> Callable[[Path], str | None]:
 
 
 def print_anything() -> None:
-    for module in (display, commands, cli, policy):
+    for module in (display, commands, cli, loaded_policy):
         module.printable = lambda words: words  # type: ignore[attr-defined]
 
 
@@ -156,8 +156,8 @@ def in_a_report(stage: Path) -> Callable[[Path], str | None]:
 
 
 def escape_nothing() -> None:
-    page.TEMPLATES.autoescape = False
-    page.TEMPLATES.cache.clear()  # type: ignore[union-attr]
+    page_base.TEMPLATES.autoescape = False
+    page_base.TEMPLATES.cache.clear()  # type: ignore[union-attr]
 
 
 def attacks(stage: Path) -> list[Attack]:

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from ascent.cli import main as cli
 from ascent.cli import train as training
-from ascent.lab.report import page
+from ascent.lab.report import run_report
 from ascent.lab.server import application
 
 ROUTES: dict[str, tuple[str, ...]] = {
@@ -101,8 +101,8 @@ def tour(root: Path, ours: bool, out: Path, complain: Callable[[str], None], tho
 
 
 def draw_few_charts() -> None:
-    drawn, count = page.chart, itertools.count()
-    page.chart = lambda *a, **k: drawn(*a, **k) if next(count) < FEW else ""
+    drawn, count = run_report.chart, itertools.count()
+    run_report.chart = lambda *a, **k: drawn(*a, **k) if next(count) < FEW else ""
 
 
 def run_command(args: list[str], complain: Callable[[str], None]) -> None:

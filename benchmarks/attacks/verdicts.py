@@ -10,8 +10,8 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from ascent.sandbox.box import BoxLimits, Ended, Sandbox
-from ascent.sandbox.judge import ProgramJudge
+from ascent.sandbox.program_judge import ProgramJudge
+from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox
 from benchmarks.attacks.attempt import Attack
 from benchmarks.attacks.cheats import FAMILIES, STYLES, Cheat, TestStyle, generate_cheats
 
@@ -59,7 +59,7 @@ def misjudged(judge: ProgramJudge, style: TestStyle) -> str | None:
 
 def judge_beside(cheats: Iterator[Cheat]) -> str | None:
     """The first cheat that passes where tests run beside it. Many tests are too much for most of them."""
-    with Sandbox("ascent.sandbox.session:serve_session", HASTY) as box:
+    with Sandbox("ascent.sandbox.python_session:serve_session", HASTY) as box:
         for cheat in islice(cheats, 10 * BATCH):
             style = cheat.style
             code = "\n".join((style.prelude, cheat.program, style.tests, RUNS_TESTS.format(entry=style.entry)))
@@ -67,7 +67,7 @@ def judge_beside(cheats: Iterator[Cheat]) -> str | None:
                 with box.job() as job:
                     answer = job.ask({"code": code})
                     passes = not (isinstance(answer, dict) and "Traceback" in str(answer.get("text")))
-            except Ended as ended:
+            except JobEndedError as ended:
                 passes = "exit status 0" in str(ended)
             if passes:
                 return f"all tests of {style.name} pass"

@@ -34,7 +34,7 @@ from benchmarks.mutants.trials import Trials, record_calls
 
 TARGET = 0.95
 """The share of mutants that have to be caught: 57 of 60."""
-SMOKE = ("ascent/core/weights.py", "tests/test_weights.py")
+SMOKE = ("ascent/core/weights.py", "tests/core/test_weights.py")
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from benchmarks.mutants.operators import Mutant
 
-KERNELS = "ascent/engines/language/kernels"
+OPS = "ascent/ops"
 TRITON = Path(".engines/triton/triton")
 TRITON_FILES = tuple(
-    f"{KERNELS}/{name}.py" for name in ("compact", "decoding", "elementwise", "head", "norms", "paged", "products")
+    f"{OPS}/triton_{name}.py"
+    for name in ("adamw", "decoding", "elementwise", "lm_head", "norms", "paged_attention", "matmul")
 )
 
 
@@ -40,28 +41,28 @@ class Rule:
 
 GPU = "runs on a GPU alone"
 RULES = (
-    Rule(GPU, f"{KERNELS}/__init__.py", "_works"),
-    Rule(GPU, f"{KERNELS}/products.py", "early"),
-    Rule(GPU, f"{KERNELS}/head.py", "add_product"),
-    Rule(GPU, f"{KERNELS}/products.py", "_roomy"),
-    Rule(GPU, f"{KERNELS}/products.py", "in_parts"),
-    Rule(GPU, f"{KERNELS}/decoding.py", "*_product"),
-    Rule(GPU, "ascent/engines/language/sampling/graphs.py"),
-    Rule(GPU, "ascent/engines/language/sampling/cuda.py", old=r"\bevent\.|on_card|\.stream\b"),
+    Rule(GPU, f"{OPS}/__init__.py", "_works"),
+    Rule(GPU, f"{OPS}/triton_matmul.py", "early"),
+    Rule(GPU, f"{OPS}/triton_lm_head.py", "add_product"),
+    Rule(GPU, f"{OPS}/triton_matmul.py", "_roomy"),
+    Rule(GPU, f"{OPS}/triton_matmul.py", "in_parts"),
+    Rule(GPU, f"{OPS}/triton_decoding.py", "*_product"),
+    Rule(GPU, "ascent/ops/cuda_graphs.py"),
+    Rule(GPU, "ascent/inference/runners/cuda_graph.py", old=r"\bevent\.|on_card|\.stream\b"),
     Rule(GPU, line=r"get_device_capability|torch\.cuda\."),
-    Rule(GPU, f"{KERNELS}/products.py", line=r"^MEMORY = "),
-    Rule(GPU, "ascent/engines/language/learning/learner.py", line=r"^    captures = "),
-    Rule("chooses sizes of tiles, which decide speed alone", f"{KERNELS}/p*.py", "*tile*"),
+    Rule(GPU, f"{OPS}/triton_matmul.py", line=r"^MEMORY = "),
+    Rule(GPU, "ascent/training/language_learner.py", line=r"^    captures = "),
+    Rule("chooses sizes of tiles, which decide speed alone", f"{OPS}/triton_*.py", "*tile*"),
     Rule("chooses by the presence or the kind of a GPU", old=r"cuda|is_cpu|\.device\b"),
-    Rule("a number of warps or stages decides speed alone", f"{KERNELS}/*", old="num_warps|num_stages|warps"),
-    Rule("needs Ray, which `make cluster-test` installs", "ascent/engines/cluster/ray*.py"),
-    Rule("needs Ray, which `make cluster-test` installs", "ascent/engines/cluster/crew.py", "RayCrew*"),
-    Rule("needs Ray, which `make cluster-test` installs", "ascent/workflows/cluster.py"),
-    Rule("runs inside vLLM, which `make engines-test` installs", "ascent/engines/serving/inside/*"),
+    Rule("a number of warps or stages decides speed alone", f"{OPS}/triton_*", old="num_warps|num_stages|warps"),
+    Rule("needs Ray, which `make cluster-test` installs", "ascent/distributed/ray*.py"),
+    Rule("needs Ray, which `make cluster-test` installs", "ascent/rollout/ray_replicas.py", "RayReplicas*"),
+    Rule("needs Ray, which `make cluster-test` installs", "ascent/workflows/ray_cluster.py"),
+    Rule("runs inside vLLM, which `make engines-test` installs", "ascent/inference/remote/inside/*"),
     Rule("needs verifiers or OpenEnv, which `make bridges-test` installs", "ascent/environments/agents/inside/*"),
     Rule("the order of arguments decides nothing", old=r"^(max|min|math\.gcd|hmac\.compare_digest|torch\.equal)\(",
          operator="swap arguments"),
-    Rule("an escape that is tried inside the sandbox: part of a test", "ascent/sandbox/attempts.py"),
+    Rule("an escape that is tried inside the sandbox: part of a test", "ascent/sandbox/escape_tests.py"),
     Rule("a method that every subclass replaces", old=r"^raise NotImplementedError"),
     Rule("the argument checks what callers guarantee", line=r"strict=(True|False)\)", old="^(True|False)$"),
     Rule(
@@ -76,21 +77,21 @@ RULES = (
     ),
     Rule("a warning or a line on the screen: wording and display", old=r"^(warnings\.)?warn\(|^print\(|\.print\("),
     Rule("collects garbage or empties a cache: memory alone", old=r"gc\.|empty_cache|malloc_trim|cache_clear"),
-    Rule("draws pictures: styling", "ascent/records/plot.py", operator="constant"),
+    Rule("draws pictures: styling", "ascent/runs/display/plots.py", operator="constant"),
     Rule("draws pictures: styling", "ascent/lab/*chart*.py", operator="constant"),
     Rule("draws pictures: styling", line=r"pyplot\.rc\(|\.legend\(|\.set_[xy]lim\(|tight_layout"),
-    Rule("a point at NaN is not drawn either", "ascent/records/plot.py", "_ends", "^continue$"),
-    Rule("a folder inside another one is shown twice", "ascent/sandbox/walls.py", "system_paths", r"^any\("),
-    Rule("the deviation of one value is NaN, too", "ascent/records/statistics.py", "interval", "^2$"),
+    Rule("a point at NaN is not drawn either", "ascent/runs/display/plots.py", "_ends", "^continue$"),
+    Rule("a folder inside another one is shown twice", "ascent/sandbox/isolation.py", "system_paths", r"^any\("),
+    Rule("the deviation of one value is NaN, too", "ascent/runs/statistics.py", "interval", "^2$"),
     Rule("only a power cut shows the difference", old=r"^(file\.flush|os\.fsync)\("),
-    Rule("balances ranks: speed alone", "ascent/engines/ranks/ranks.py", "shares", line=r"load\[least\]"),
-    Rule("room for later positions: memory alone", "ascent/engines/language/sampling/prepacked.py", old=r"2 \* there"),
-    Rule("dividing by 1 changes nothing", "ascent/engines/language/sampling/draw.py", "draw_tokens", r"^1\.0$"),
-    Rule("means order like sums", "ascent/engines/language/sampling/model.py", "_form", r"sum\(\)$", "other function"),
-    Rule("messages among ranks: speed alone", "ascent/engines/ranks/group.py", "sum_buckets", "^bucket and"),
-    Rule(GPU, "ascent/engines/language/learning/captured.py", line="^SHARE = "),
+    Rule("balances ranks: speed alone", "ascent/distributed/ranks.py", "shares", line=r"load\[least\]"),
+    Rule("room for later positions: memory alone", "ascent/inference/runners/packed_cpu_model.py", old=r"2 \* there"),
+    Rule("dividing by 1 changes nothing", "ascent/ops/token_sampling.py", "draw_tokens", r"^1\.0$"),
+    Rule("means order like sums", "ascent/models/decoder_model.py", "_form", r"sum\(\)$", "other function"),
+    Rule("messages among ranks: speed alone", "ascent/distributed/rank_group.py", "sum_buckets", "^bucket and"),
+    Rule(GPU, "ascent/training/captured_updates.py", line="^SHARE = "),
     Rule("torch sorts stably on a CPU", "ascent/core/values.py", old=r"stable=True", operator="drop argument"),
-    Rule("descriptor 0 is taken: stdin", "ascent/sandbox/kernel.py", "make_ruleset", "^0$", line=r"if rules < 0:"),
+    Rule("descriptor 0 is stdin", "ascent/sandbox/kernel_isolation.py", "make_ruleset", "^0$", line=r"if rules < 0:"),
     Rule("Linux has it", old="^0$", line=r'getattr\(select, "POLLRDHUP", 0\)'),
     Rule("version of a package for its metadata", "ascent/__init__.py"),
 )  # fmt: skip

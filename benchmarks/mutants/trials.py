@@ -22,7 +22,7 @@ from benchmarks.mutants.operators import Mutant
 
 STYLE = ("test_structure.py", "test_conventions.py", "test_texts.py")
 """Tests that read the source as text: they would notice how a mutant is written, and not what it does."""
-KERNEL_TESTS = ("tests/test_kernels.py", "tests/test_cuda_decoder.py")
+KERNEL_TESTS = ("tests/ops/test_triton_kernels.py", "tests/inference/test_cuda_graph_runner.py")
 FIRST_SECONDS, FIRST_TESTS = 20.0, 40
 """What the first tests of a mutant may take by themselves, and how many there are."""
 START, SLOWER = 180.0, 6.0
@@ -167,7 +167,7 @@ class Trials:
         elif near := [file for file in self.calls.near(mutant.path) if self._exists(file)]:
             yield "tests of its folder", near, START * 10, ["-m", "not smoke"], {}
         if self.whole:
-            ignored = [f"--ignore=tests/{name}" for name in STYLE]
+            ignored = [f"--ignore-glob=*/{name}" for name in STYLE]
             yield "whole suite", ["tests"], WHOLE_SECONDS, ["-n", "2", "-m", "not smoke", *ignored], {}
 
     def _exists(self, test: str) -> bool:
@@ -179,10 +179,10 @@ class Trials:
         module, name = mutant.path.removesuffix(".py").replace("/", "."), mutant.function.rpartition(".")[2]
         parent, _, last = module.rpartition(".")
         scores = {}
-        for path in (self.root / "tests").glob("test_*.py"):
+        for path in (self.root / "tests").rglob("test_*.py"):
             text = path.read_text()
             used = module in text or re.search(rf"from {re.escape(parent)} import .*\b{last}\b", text) is not None
-            scores[f"tests/{path.name}"] = 2 * used + (1 if name and re.search(rf"\b{name}\b", text) else 0)
+            scores[str(path.relative_to(self.root))] = 2 * used + (1 if name and re.search(rf"\b{name}\b", text) else 0)
         best = sorted((file for file, score in scores.items() if score), key=lambda file: (-scores[file], file))
         return [file for file in best if Path(file).name not in STYLE][:8]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ascent.assemble import assemble
+from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.core.types import Metrics
-from ascent.engines.ranks.leading import share_out
-from ascent.engines.ranks.ranks import ALONE, Ranks
+from ascent.distributed.ranks import ALONE, Ranks
+from ascent.rollout.rank_leader import share_out
 from ascent.settings import configure
 from benchmarks.common import NoRecords, close
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw

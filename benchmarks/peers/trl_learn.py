@@ -22,11 +22,12 @@ from turns import WORK, answer, wait
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ascent.core.config import Config
-from ascent.engines.language.sampling.sampler import LanguageSampler, PlainDecoder
-from ascent.policies import LanguageModel
-from ascent.records.evaluation import sample_evaluator
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.runners.eager import EagerRunner
+from ascent.models import LanguageModel
+from ascent.rewards.tokenized_task import TokenizedTask
+from ascent.runs.held_out import sample_evaluator
 from ascent.settings import configure
-from ascent.tasks.text.tokenized import TokenizedTask
 
 SETTINGS = WORK["settings"]
 
@@ -48,7 +49,7 @@ class Watch(TrainerCallback):
         lm = LanguageModel(model, tokenizer)
         task = TokenizedTask(config.task, lm)
         sampler = LanguageSampler(lm, config.task.max_tokens, 1.0, torch.Generator(), rows=512)
-        sampler.decoder = PlainDecoder
+        sampler.decoder = EagerRunner
         self.evaluate, self.config, self.task = sample_evaluator(config, task, sampler), config, task
         self.points: list[dict[str, float]] = []
         self.spent, self.done = 0.0, 0

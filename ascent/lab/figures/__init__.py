@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from ascent.lab import modules_in
-from ascent.lab.figure import Figure
+from ascent.lab.figure_base import Figure
 
 
 @lru_cache(maxsize=1)

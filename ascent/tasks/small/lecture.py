@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ascent.core.types import Prompts, Refused, Space
-from ascent.tasks.small.sort import SortingTask
+from ascent.core.errors import ConfigError
+from ascent.core.types import Prompts, Space
+from ascent.tasks.small.sorting import SortingTask
 
 LECTURE_PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))
 
@@ -68,7 +69,9 @@ class Lecture(SortingTask):
 
     def check_prompts(self, prompts: int) -> None:
         if prompts != len(LECTURE_PROMPTS):
-            raise Refused(f"--prompts {prompts}: the lecture has three prompts and draws all of them; set --prompts 3")
+            raise ConfigError(
+                f"--prompts {prompts}: the lecture has three prompts and draws all of them; set --prompts 3"
+            )
 
     def held_out(self, count: int) -> Prompts:
         """The same three: the lecture holds nothing out."""

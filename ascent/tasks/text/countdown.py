@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ascent.tasks.base import refuse
-from ascent.tasks.text.answers import MINUS, marked_answer, tidy
-from ascent.tasks.text.base import Generated, Graded, Problem
+from ascent.core.errors import ConfigError
+from ascent.tasks.text.answer_checking import MINUS, marked_answer, tidy
+from ascent.tasks.text.text_task import Generated, Graded, Problem
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -41,11 +41,11 @@ class Countdown(Generated):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.numbers <= 8:
-            refuse(f"--numbers is {self.numbers}: Countdown takes from 2 to 8 numbers")
+            raise ConfigError(f"--numbers is {self.numbers}: Countdown takes from 2 to 8 numbers")
         if self.largest < 2 or self.largest_target < 2:
-            refuse("--largest and --largest-target have to be at least 2")
+            raise ConfigError("--largest and --largest-target have to be at least 2")
         if not 0 <= self.partial <= self.lenient:
-            refuse(
+            raise ConfigError(
                 f"--partial is {self.partial:g}: a wrong value may earn between 0 and --lenient {self.lenient:g}, "
                 "which is what a right value in the wrong form earns"
             )

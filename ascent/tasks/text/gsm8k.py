@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascent.tasks.base import refuse
-from ascent.tasks.files import read_jsonl
-from ascent.tasks.text.answers import MINUS, last_number, same_number
-from ascent.tasks.text.base import Graded, Problem
-from ascent.tasks.text.rows import Rows, TableTask, load_dataset
+from ascent.core.errors import ConfigError
+from ascent.tasks.text.answer_checking import MINUS, last_number, same_number
+from ascent.tasks.text.table_tasks import Rows, TableTask, load_dataset
+from ascent.tasks.text.text_task import Graded, Problem
+from ascent.tasks.user_files import read_jsonl
 
 MARK = re.compile(r"####\s*(-?[0-9][0-9.,]*|-?\.[0-9]+)")
 
@@ -41,7 +41,9 @@ class Gsm8k(TableTask):
         question, solution = row.get("question"), row.get("answer")
         marked = MARK.search(solution) if isinstance(solution, str) else None
         if not isinstance(question, str) or marked is None:
-            refuse(f"{where} is not a GSM8K problem: it needs a question, and an answer with #### and a number")
+            raise ConfigError(
+                f"{where} is not a GSM8K problem: it needs a question, and an answer with #### and a number"
+            )
         return Problem(question, marked[1].replace(",", "").rstrip("."), {"solution": solution})
 
     def grade(self, problem: Problem, response: str) -> Graded:

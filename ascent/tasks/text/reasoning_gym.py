@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from ascent.tasks.base import error_line, refuse
-from ascent.tasks.text.answers import final_answer, loose_answer, tidy, whole_number
-from ascent.tasks.text.base import INDICES, Generated, Graded, Problem
-from ascent.tasks.text.rows import import_optional
+from ascent.core.errors import ConfigError
+from ascent.core.menu import nearest
+from ascent.tasks.base import error_line
+from ascent.tasks.text.answer_checking import final_answer, loose_answer, tidy, whole_number
+from ascent.tasks.text.table_tasks import import_optional
+from ascent.tasks.text.text_task import INDICES, Generated, Graded, Problem
 
 RIGHT = 1 - 1e-9
 FUNCTIONS = frozenset(
@@ -60,23 +62,27 @@ class ReasoningGym(Generated):
     def verify(self) -> None:
         gym = import_optional("reasoning_gym.factory", f"reasoning-gym:{self.source}", "gym")
         if not self.source:
-            refuse("reasoning-gym needs a name: ascent train reasoning-gym:chain_sum")
+            raise ConfigError("reasoning-gym needs a name: ascent train reasoning-gym:chain_sum")
         if self.source not in gym.DATASETS:
-            refuse(f"reasoning-gym:{self.source}: there is no such data set.", self.source, gym.DATASETS)
+            raise ConfigError(
+                (f"reasoning-gym:{self.source}: there is no such data set.") + nearest(self.source, gym.DATASETS)
+            )
         try:
             options = json.loads(self.options or "{}")
         except ValueError as error:
-            refuse(f"--options {self.options}: not valid JSON: {error}")
+            raise ConfigError(f"--options {self.options}: not valid JSON: {error}") from None
         if not isinstance(options, dict) or {"seed", "size"} & options.keys():
-            refuse(f"--options {self.options}: an object of the data set's parameters, without seed and size")
+            raise ConfigError(
+                f"--options {self.options}: an object of the data set's parameters, without seed and size"
+            )
         try:
             self.make(0)
         except Exception as error:
             known = ", ".join(k for k in gym.DATASETS[self.source][1].__dataclass_fields__ if k not in ("seed", "size"))
-            refuse(
+            raise ConfigError(
                 f"reasoning-gym:{self.source} cannot be made with --options {self.options or '{}'}: {error_line(error)}"
                 f". Its options: {known}"
-            )
+            ) from None
         super().verify()
 
     def make(self, index: int) -> Problem:

@@ -6,8 +6,8 @@ the end. A problem is no more than the number of a game, which gives its seed. N
 
 from dataclasses import dataclass
 
-from ascent.tasks.base import refuse
-from ascent.tasks.text.base import TEXTARENA, Generated, Graded, Problem
+from ascent.core.errors import ConfigError
+from ascent.tasks.text.text_task import TEXTARENA, Generated, Graded, Problem
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Textarena(Generated):
     def __post_init__(self) -> None:
         game = f"{TEXTARENA}{self.source}" if self.source else ""
         if self.environment not in ("", game):
-            refuse(f"{game} with --environment {self.environment}: the game answers the turns")
+            raise ConfigError(f"{game} with --environment {self.environment}: the game answers the turns")
         object.__setattr__(self, "environment", game)
         super().__post_init__()
 
     def verify(self) -> None:
         if not self.source:
-            refuse("textarena needs the name of a game: ascent train textarena:Nim")
+            raise ConfigError("textarena needs the name of a game: ascent train textarena:Nim")
         super().verify()
 
     def make(self, index: int) -> Problem:

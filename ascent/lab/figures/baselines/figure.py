@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ascent.core.advantages import Advantage, Credit
 from ascent.core.algorithms import Algorithm
 from ascent.core.types import Batch, Rollouts, Scores, Space, State
-from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
+from ascent.lab.figure_base import ControlState, DataTable, Figure, Look, Slider, short, signed
+from ascent.models.small_policies import Policy
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import EnumerableTask
 from ascent.oracle.exact import Table as Oracle
-from ascent.policies.small import Policy
 
 REWARDS = ((11.0, 9.0), (0.0, 2.0))
 """Of the two actions in state 1, and in state 2."""

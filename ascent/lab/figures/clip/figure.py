@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ascent.core.errors import ConfigError
 from ascent.core.losses import Clipped, Ratio
-from ascent.core.types import Refused
-from ascent.lab.figure import ControlState, DataTable, Figure, Look, Slider, short, signed
-from ascent.records.reading import modified_at, naming
-from ascent.records.responses import path_of, read_rollouts, recorded_files
+from ascent.lab.figure_base import ControlState, DataTable, Figure, Look, Slider, short, signed
+from ascent.runs.rollout_files import path_of, read_rollouts, recorded_files
+from ascent.runs.untrusted_files import modified_at, naming
 
 _MOST_TRIED = 20
 """Recorded batches that are opened until one can be read."""
@@ -129,7 +129,7 @@ def _newest(runs: Path | None) -> tuple[list[float], list[float], str] | None:
     folders = [] if runs is None else [path.parent for path in runs.glob("*/rollouts") if not path.parent.is_symlink()]
     files = [(modified_at(p) or 0.0, run, step) for run in folders for step, p in recorded_files(run, "ascent").items()]
     for _, run, step in sorted(files, reverse=True)[:_MOST_TRIED]:
-        with suppress(Refused):
+        with suppress(ConfigError):
             return *_recorded(run, step), f"step {step} of {run.name}"
     return None
 
@@ -149,7 +149,7 @@ def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
 @lru_cache(maxsize=1)
 def _sampled_now() -> tuple[list[float], list[float]]:
     """One step of the lecture's default settings, in memory: where no run has been recorded yet."""
-    from ascent.assemble import assemble
+    from ascent.build.assemble import assemble
     from ascent.core.loop import Clock, collect
     from ascent.settings import configure
 

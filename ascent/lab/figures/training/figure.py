@@ -5,17 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ascent.build.trained_run import Run
 from ascent.core.advantages import ADVANTAGES, Greedy, OptimalBaseline
 from ascent.core.config import Config
+from ascent.core.errors import ConfigError
 from ascent.core.losses import LOSSES
 from ascent.core.menu import name_of
-from ascent.core.types import Refused
 from ascent.core.values import GAE
 from ascent.explain.explain import menu_label
-from ascent.lab.figure import NAME, Choice, Control, ControlState, DataTable, Figure, Look, Name, Slider, short
-from ascent.records.run import Run
+from ascent.lab.figure_base import NAME, Choice, Control, ControlState, DataTable, Figure, Look, Name, Slider, short
 from ascent.settings import configure
-from ascent.tasks.small.sort import REWARDS
+from ascent.tasks.small.sorting import REWARDS
 
 _SMALL = {"policy.width": 16, "policy.layers": 1, "policy.heads": 2, "eval_prompts": 200, "eval_every": 5}
 _FOUR = {"length": 4, "numbers": 5, "prompts": 32, "steps": 120, **_SMALL}
@@ -109,10 +109,10 @@ def _snippet(state: ControlState) -> str:
 def run_folder(runs: Path, name: str) -> Path:
     """The folder of a run by its name; whatever would lead out of the runs folder is refused."""
     if not NAME.fullmatch(name):
-        raise Refused(f"{name[:80]!r} is not the name of a run")
+        raise ConfigError(f"{name[:80]!r} is not the name of a run")
     folder = (runs / name).resolve()
     if folder.parent != runs.resolve():
-        raise Refused(f"{name}: that is not inside {runs}")
+        raise ConfigError(f"{name}: that is not inside {runs}")
     return folder
 
 
@@ -158,7 +158,7 @@ def _last(runs: Path | None, name: str) -> dict[str, str] | None:
     try:
         run = Run(run_folder(runs, name))
         return metrics_in_words(run.metrics[-1], run.max_reward) if run.metrics else {}
-    except Refused:  # a link from another machine: its settings still say everything
+    except ConfigError:  # a link from another machine: its settings still say everything
         return None
 
 
@@ -172,7 +172,7 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
         try:
             config_of(state, side)
             error = None
-        except Refused as refused:
+        except ConfigError as refused:
             error = str(refused)
         run = state[f"{side}.run"]
         last = _last(runs, run)

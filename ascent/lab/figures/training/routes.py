@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from ascent.core.types import Refused
+from ascent.build.trained_run import Run
+from ascent.core.errors import ConfigError
 from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics_in_words, point_of, run_folder
 from ascent.lab.figures.training.trainings import ENDED, Trainings
-from ascent.lab.page import Lab, body, json_route, read_whole, whole_value
-from ascent.records.reading import is_metrics, naming, open_regular, parse_json
-from ascent.records.responses import path_of, recorded_steps
-from ascent.records.run import Run
+from ascent.lab.page_base import Lab, body, json_route, read_whole, whole_value
+from ascent.runs.rollout_files import path_of, recorded_steps
+from ascent.runs.untrusted_files import is_metrics, naming, open_regular, parse_json
 
 MOST_READ = 1 << 24
 """Bytes that are read of it at a time."""
@@ -34,7 +34,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
         run = request.path_params["run"]
         folder = run_folder(lab.runs, run)
         if not folder.exists() and not trainings.kept(run).exists():
-            raise Refused(f"there is no run {run}")
+            raise ConfigError(f"there is no run {run}")
         after = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
         parts = stream(folder, read_whole("after", after), lambda: trainings.status(run))
         return StreamingResponse(parts, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
@@ -46,9 +46,9 @@ def routes(lab: Lab) -> list[BaseRoute]:
         wanted = await body(request)
         sides, steps = wanted.get("sides"), wanted.get("steps")
         if not (isinstance(sides, list) and sides and set(sides) <= set(SIDES)):
-            raise Refused("sides: a list of a and b is needed")
+            raise ConfigError("sides: a list of a and b is needed")
         if type(steps) is not int or not 1 <= steps <= 10**9:
-            raise Refused("steps: how many steps may be done, 1 or more")
+            raise ConfigError("steps: how many steps may be done, 1 or more")
         state = FIGURE.read(str(wanted.get("state", "")))
         for side in sides:
             config_of(state, side)  # both are right, or neither is started
@@ -97,7 +97,7 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
 
 
 def _maximum(folder: Path) -> float | None:
-    with suppress(Refused):
+    with suppress(ConfigError):
         return Run(folder).max_reward
     return None
 

@@ -26,16 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from ascent.api import start
+from ascent.build.trained_run import Run
 from ascent.core.config import Config
-from ascent.core.types import Refused, Trouble
+from ascent.core.errors import ConfigError, RunError
 from ascent.lab.figures.training.figure import config_of, run_folder, side_settings
-from ascent.records.display import Lines
-from ascent.records.folder import write_json
-from ascent.records.plot import plot_runs
-from ascent.records.reading import is_metrics, open_regular, parse_json, read_regular
-from ascent.records.run import Run, run_label
+from ascent.processes.user_state import lock_file
+from ascent.runs.display.plots import plot_runs
+from ascent.runs.display.terminal import Lines
+from ascent.runs.run import run_label
+from ascent.runs.run_folder import write_json
+from ascent.runs.untrusted_files import is_metrics, open_regular, parse_json, read_regular
 from ascent.settings import configure
-from ascent.web.secret import lock_file
 
 MOST = 4
 """Trainings at a time: more would only slow one another down."""
@@ -62,7 +63,7 @@ class Trainings:
         kept = self.runs / ".lab" / run_folder(self.runs, run).name
         for folder in (kept.parent, kept):
             if folder.is_symlink():
-                raise Refused(f"{folder} is a link, which could lead out of the folder of runs: remove it")
+                raise ConfigError(f"{folder} is a link, which could lead out of the folder of runs: remove it")
         return kept
 
     def start(self, state: dict[str, Any], side: str, steps: int) -> str:
@@ -72,7 +73,7 @@ class Trainings:
             with self._one_at_a_time():
                 return self._start(config, *side_settings(state, side), side, steps)
         except OSError as error:
-            raise Refused(f"{self.runs}: no training can be kept there ({error.strerror or error})") from None
+            raise ConfigError(f"{self.runs}: no training can be kept there ({error.strerror or error})") from None
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -87,10 +88,10 @@ class Trainings:
     def _start(self, config: Config, task: str, settings: dict[str, Any], side: str, steps: int) -> str:
         alive = []
         for gate in (self.runs / ".lab").glob("*/gate"):
-            with suppress(Refused):  # what is not ours counts for nothing
+            with suppress(ConfigError):  # what is not ours counts for nothing
                 alive += [gate] if self.status(gate.parent.name)["status"] not in ENDED else []
         if len(alive) >= MOST:
-            raise Refused(f"{len(alive)} trainings are running, and {MOST} is the most: wait, or reset one of them")
+            raise ConfigError(f"{len(alive)} trainings are running, and {MOST} is the most: wait, or reset one of them")
         label = re.sub(r"[^A-Za-z0-9._+-]+", "-", run_label(config))[:40]
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{label}-s{config.seed}-{side}"
         names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
@@ -113,9 +114,9 @@ class Trainings:
         done = self.status(run)["step"]
         allowed = {"play": sys.maxsize, "pause": done, "step": done + 1, "stop": -1}
         if command not in allowed:
-            raise Refused(f"{command[:20]}: there are {', '.join(allowed)}")
+            raise ConfigError(f"{command[:20]}: there are {', '.join(allowed)}")
         if not gate.exists():
-            raise Refused(f"{run}: {command} is not for this run; it was not started from this page")
+            raise ConfigError(f"{run}: {command} is not for this run; it was not started from this page")
         write_json(gate, allowed[command])
         return self.status(run)
 
@@ -130,7 +131,7 @@ class Trainings:
         try:
             begun = Run(folder)
             status, steps = begun.status, begun.info.get("steps", 0)
-        except Refused:  # not begun, or refused before it began
+        except ConfigError:  # not begun, or refused before it began
             status = "failed" if code is not None or not kept.exists() else "starting" if alive else "died"
         if status == "died" and alive and code is None:
             status = "running"  # for the moment until its shell has written down how it ended
@@ -244,9 +245,9 @@ def train_gated(gate: str, out: str, task: str, settings: str) -> int:
     """Exit status as that of `ascent train`: 0 finished, 1 stopped by trouble, 2 refused, 130 interrupted."""
     try:
         run = start(configure(task, json.loads(settings)), out, Gated(Path(gate)))
-    except (Refused, Trouble, OSError) as error:
+    except (ConfigError, RunError, OSError) as error:
         print(f"ascent: {error}", file=sys.stderr)
-        return 2 if isinstance(error, Refused) else 1
+        return 2 if isinstance(error, ConfigError) else 1
     if run.status != "finished":
         return 130
     title = f"{run.info['task']}, {run.info['label']}, seed {run.info['seed']}"

@@ -20,20 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
+from ascent.build.small_backend import SmallBackend
 from ascent.core.advantages import ADVANTAGES
 from ascent.core.loop import scored
 from ascent.core.menu import name_of
 from ascent.core.types import Batch, Prompts
 from ascent.core.values import GAE
-from ascent.engines.small.backend import SmallBackend
-from ascent.engines.small.engine import SmallSampler, log_probs
 from ascent.explain.explain import menu_label
-from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, short, signed
+from ascent.lab.figure_base import Choice, ControlState, DataTable, Figure, Look, Slider, short, signed
+from ascent.models import Transformer
+from ascent.models.small_policies import Policy
 from ascent.oracle.exact import Table as Oracle
-from ascent.policies import Transformer
-from ascent.policies.small import Policy
-from ascent.tasks.small.sort import Sort
-from ascent.tasks.small.turns import Swaps
+from ascent.rollout.small_sampler import SmallSampler
+from ascent.tasks.small.multi_turn import Swaps
+from ascent.tasks.small.sorting import Sort
+from ascent.training.small_learner import log_probs
 
 
 class World(NamedTuple):

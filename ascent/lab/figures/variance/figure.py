@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from ascent.core.advantages import ADVANTAGES, BatchNormalized
 from ascent.core.algorithms import Algorithm
+from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
-from ascent.core.types import Refused, Rollouts, Scores, Space
+from ascent.core.types import Rollouts, Scores, Space
 from ascent.explain.explain import menu_label
-from ascent.lab.figure import Choice, ControlState, DataTable, Figure, Look, Slider, signed
+from ascent.lab.figure_base import Choice, ControlState, DataTable, Figure, Look, Slider, signed
+from ascent.models.small_policies import Policy, Sampled, draw_next
 from ascent.oracle.estimator import Estimate, estimate, pick
 from ascent.oracle.exact import EnumerableTask, all_responses
 from ascent.oracle.exact import Table as Oracle
-from ascent.policies.small import Policy, Sampled, draw_next
 
 PROMPT = (2, 0, 1)
 """[0 1 2] is right."""
@@ -122,7 +123,7 @@ def exact_estimate(rewarded: int, baseline: str, samples: int) -> Estimate | Non
     table = exact_oracle(rewarded)
     try:
         return estimate(table, Algorithm(BASELINES[baseline]()), samples, {"baseline": table.expected_reward})
-    except Refused:
+    except ConfigError:
         return None
 
 

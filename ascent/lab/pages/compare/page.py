@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 from ascent.lab.curves import EVERYTHING, View
-from ascent.lab.page import Lab, json_route, view_of, viewer_page
-from ascent.lab.pages.compare.comparison import Comparison
-from ascent.records.metrics import SHARES, chart_of, title_of
-from ascent.records.plot import draw_line, figure, finish_panel, legend_handles, line_style, plain
+from ascent.lab.page_base import Lab, json_route, view_of, viewer_page
+from ascent.lab.pages.compare.run_comparison import Comparison
+from ascent.runs.display.plots import draw_line, figure, finish_panel, legend_handles, line_style, plain
+from ascent.runs.metrics import SHARES, chart_of, title_of
 
 LONGEST = 80
 """Characters of a file's name."""
@@ -47,7 +47,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
     def drawn(kind: str, request: Request) -> Response:
         seeds = request.query_params.get("seeds", "band")
         if seeds not in SEEDS:
-            raise Refused(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
+            raise ConfigError(f"seeds={seeds[:20]}: there are {', '.join(SEEDS)}")
         with compared(request) as comparison:
             chosen = selected(request, comparison)
             data = picture(comparison, chosen, kind, seeds)
@@ -88,11 +88,11 @@ def selected(request: Request, comparison: Comparison) -> Selection:
     """What is asked for; without metrics, what is looked at first: the first series of the first chart."""
     metrics = list(dict.fromkeys(request.query_params.getlist("metric")))
     if len(metrics) > MOST_PANELS:
-        raise Refused(f"{len(metrics)} metrics: at most {MOST_PANELS} at once")
+        raise ConfigError(f"{len(metrics)} metrics: at most {MOST_PANELS} at once")
     metrics = metrics or [one["metric"] for chart in comparison.charts()[:1] for one in chart["series"][:1]]
     low, high = view_of(request)
     if low > high:
-        raise Refused(f"from={low:g} is behind to={high:g}: nothing lies between")
+        raise ConfigError(f"from={low:g} is behind to={high:g}: nothing lies between")
     return Selection(metrics, request.query_params.get("x", "step"), (low, high))
 
 
@@ -102,7 +102,7 @@ def selected(request: Request, comparison: Comparison) -> Selection:
 def picture(found: Comparison, chosen: Selection, kind: str = "png", seeds: str = "band") -> bytes:
     """A panel per metric. A line is a setting: the mean over its seeds with the 95 % interval; or a seed."""
     if not chosen.metrics:
-        raise Refused(f"0 metrics: a picture has 1 to {MOST_PANELS}")
+        raise ConfigError(f"0 metrics: a picture has 1 to {MOST_PANELS}")
     import matplotlib
     from matplotlib import pyplot
 
@@ -173,7 +173,7 @@ def _legend(fig: Any, found: Comparison, seeds: str, ends: Sequence[tuple[Any, A
 def csv_table(found: Comparison, what: str, chosen: Selection, base: str | None = None) -> str:
     """One of the tables as CSV, numbers in full."""
     if what not in TABLES:
-        raise Refused(f"table={what[:20]}: there are {', '.join(TABLES)}")
+        raise ConfigError(f"table={what[:20]}: there are {', '.join(TABLES)}")
     if what == "settings":
         summary = found.summary()
         differing = ([row["name"], *row["values"]] for row in summary["difference"])

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ascent.core.types import Refused
-from ascent.records import responses as recorded
-from ascent.records.columns import evenly
-from ascent.records.conversation import OF_TURNS, conversation, drawn_tokens, turn_numbers, turn_words
-from ascent.records.reading import FileCache, naming, read_object
+from ascent.core.errors import ConfigError
+from ascent.runs import rollout_files as recorded
+from ascent.runs.metric_columns import evenly
+from ascent.runs.recorded_conversation import OF_TURNS, conversation, drawn_tokens, turn_numbers, turn_words
+from ascent.runs.untrusted_files import FileCache, naming, read_object
 
 Row = dict[str, Any]
 IS: dict[str, Callable[[Row], bool]] = {
@@ -58,7 +58,7 @@ def check_choices(**choices: str) -> None:
     """Refuse a sort, show or set that there is not."""
     for name, value in choices.items():
         if value not in CHOICES[name]:
-            raise Refused(f"{name}={value[:40]}: there are {', '.join(CHOICES[name])}")
+            raise ConfigError(f"{name}={value[:40]}: there are {', '.join(CHOICES[name])}")
 
 
 def completions_page(
@@ -75,7 +75,7 @@ def completions_page(
     """Some groups of a step (the newest, if not told; the nearest, if that one was not recorded)."""
     check_choices(sort=sort, show=show, set=which)
     if len(q) > LONGEST:
-        raise Refused(f"q: at most {LONGEST} characters are searched for, here are {len(q)}")
+        raise ConfigError(f"q: at most {LONGEST} characters are searched for, here are {len(q)}")
     sets = {name: recorded.recorded_steps(folder, kind, name) for name in recorded.SETS}
     steps, chosen, groups, problems = sets[which], None, list[Row](), list[str]()
     if steps:
@@ -83,7 +83,7 @@ def completions_page(
         try:
             with naming(recorded.recorded_files(folder, kind, which)[chosen]):
                 groups = groups_of(recorded.light_rows(folder, kind, chosen, which=which))
-        except Refused as error:
+        except ConfigError as error:
             problems.append(str(error))
     else:
         problems.append(NONE[which])
@@ -208,7 +208,7 @@ def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], lis
         try:
             with naming(path):
                 indexes[step] = _indexes(path, partial(read, step), weight=lambda index: 100 + len(str(index)))
-        except Refused as error:
+        except ConfigError as error:
             problems.append(str(error))
     return indexes, problems
 
@@ -219,14 +219,14 @@ def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMP
     indexed, problems = _indexed(folder, kind, which)
     steps = [step for step, keys in indexed.items() if key in keys]
     if not steps:
-        raise Refused("this prompt is in none of the recorded steps")
+        raise ConfigError("this prompt is in none of the recorded steps")
     told, prompt, paths = [], "", recorded.recorded_files(folder, kind, which)
     for step in evenly(steps, MOST):
         group, _ = indexed[step][key]
         try:
             with naming(paths[step]):
                 made = _summaries(paths[step], partial(_summary, folder, kind, step, group, which), group)
-        except Refused as error:
+        except ConfigError as error:
             problems.append(str(error))
             continue
         prompt = made["prompt"]
@@ -398,7 +398,7 @@ def loss_of(folder: Path) -> tuple[Any, dict[str, Any]]:
     cls = next((cls for cls in MENU["loss"] if name_of(cls) == name), None)
     try:
         loss = build("loss", cls, fields) if cls is not None else None
-    except (Refused, TypeError):
+    except (ConfigError, TypeError):
         loss = None
     if loss is None:
         return None, {"words": f"config.json names a loss that this version does not know: {name[:80]}"}

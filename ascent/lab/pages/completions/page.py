@@ -5,12 +5,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.page import Lab, json_route, many_values, one_value, read_whole, viewer_page, whole_value
+from ascent.lab.page_base import Lab, json_route, many_values, one_value, read_whole, viewer_page, whole_value
 from ascent.lab.pages.completions.completions import MOST_GROUPS, all_prompts, completions_page, prompt_history, tokens
-from ascent.records.metrics import greedy_of
-from ascent.records.places import Place
-from ascent.records.reading import read_object
-from ascent.records.responses import SAMPLED
+from ascent.runs.metrics import greedy_of
+from ascent.runs.rollout_files import SAMPLED
+from ascent.runs.run_list import Place
+from ascent.runs.untrusted_files import read_object
 
 
 def routes(lab: Lab) -> list[BaseRoute]:

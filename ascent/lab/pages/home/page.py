@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.page import Lab, page_of
+from ascent.lab.page_base import Lab, page_of
 from ascent.lab.pages.lesson.page import Lesson, read_lessons
 
 

@@ -24,13 +24,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
-from ascent.core.types import Refused
 from ascent.lab import assets_of
-from ascent.lab.figure import Figure
+from ascent.lab.figure_base import Figure
 from ascent.lab.figures import all_figures
-from ascent.lab.mathematics import with_mathematics
-from ascent.lab.page import Lab, json_route, page_of
+from ascent.lab.mathml import with_mathematics
+from ascent.lab.page_base import Lab, json_route, page_of
 
 FOLDER = Path(__file__).parents[2] / "lessons"
 LONG = 5
@@ -56,7 +56,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
         slug, lessons = request.path_params["slug"], read_lessons()
         lesson = next((lesson for lesson in lessons if lesson.slug == slug), None)
         if lesson is None:
-            raise Refused(f"there is no lesson {slug[:80]}")
+            raise ConfigError(f"there is no lesson {slug[:80]}")
         return _lesson_with_figure(request, lesson, lessons, lab)
 
     def figure_page(request: Request) -> Response:
@@ -76,7 +76,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
 def figure_of(request: Request) -> Figure:
     name = request.path_params["name"]
     if name not in all_figures():
-        raise Refused(f"there is no figure {name[:80]}")
+        raise ConfigError(f"there is no figure {name[:80]}")
     return all_figures()[name]
 
 
@@ -91,7 +91,7 @@ def _lesson_with_figure(request: Request, lesson: Lesson, lessons: list[Lesson],
         figure, error = all_figures()[lesson.figure], ""
         try:
             look = figure.look(request.url.query or lesson.state, lab.runs)
-        except Refused as refused:
+        except ConfigError as refused:
             look, error = figure.look(lesson.state, lab.runs), str(refused)
         start = {"about": figure.about_itself(), "look": look, "start": figure.read(lesson.state), "error": error}
         values |= {"figure": figure, "start": json.dumps(start), "current": figure.name}
@@ -105,7 +105,7 @@ def read_lessons(folder: Path = FOLDER) -> list[Lesson]:
     """All lessons, in the order of their file names, NN-slug.md."""
     found = [read_lesson(path) for path in sorted(folder.glob("*.md")) if path.stem != "README"]
     if len({lesson.slug for lesson in found}) != len(found):
-        raise Refused(f"{folder}: two lessons have the same name")
+        raise ConfigError(f"{folder}: two lessons have the same name")
     return found
 
 
@@ -118,10 +118,10 @@ def read_lesson(path: Path) -> Lesson:
     unknown = set(head) - {"title", "figure", "state"}
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise Refused(f"{path.name}: {names} does not belong in a lesson's head: title, figure, state")
+        raise ConfigError(f"{path.name}: {names} does not belong in a lesson's head: title, figure, state")
     figure, known = head.get("figure"), all_figures()
     if figure is not None and figure not in known:
-        raise Refused(f"{path.name}: figure {figure}: there are {', '.join(known)}.{nearest(figure, known)}")
+        raise ConfigError(f"{path.name}: figure {figure}: there are {', '.join(known)}.{nearest(figure, known)}")
     heading = re.search(r"^# (.+)$", text, re.MULTILINE)
     title = head.get("title") or (heading[1] if heading else path.stem)
     if heading is not None and not text[: heading.start()].strip():
@@ -156,7 +156,9 @@ def render(lesson: Lesson, texts: dict[str, str], slugs: list[str]) -> str:
     def bound(match: re.Match[str]) -> str:
         key = match[1]
         if key not in texts:
-            raise Refused(f"lesson {lesson.slug}: {{{{{key}}}}} is nothing that the figure says.{nearest(key, texts)}")
+            raise ConfigError(
+                f"lesson {lesson.slug}: {{{{{key}}}}} is nothing that the figure says.{nearest(key, texts)}"
+            )
         return f'<output class="bound" data-bind="{key}">{html.escape(texts[key])}</output>'
 
     return BOUND.sub(bound, CODE.sub(folded, made))
@@ -169,14 +171,14 @@ def _link(lesson: Lesson, token: Token, slugs: list[str]) -> None:
     if kind == "figure":
         rest = rest.replace("%7B", "{")
         if lesson.figure is None:
-            raise Refused(f"lesson {lesson.slug}: a link to {href}, but the lesson has no figure")
+            raise ConfigError(f"lesson {lesson.slug}: a link to {href}, but the lesson has no figure")
         fresh, rest = rest.startswith("!"), rest.removeprefix("!")
         all_figures()[lesson.figure].read(rest)
         query = urlencode(parse_qsl(rest, keep_blank_values=True))
         token.attrs = {"href": f"?{query}", "class": "set", "data-set": query, "data-fresh": str(fresh).lower()}
     elif kind == "lesson":
         if rest not in slugs:
-            raise Refused(f"lesson {lesson.slug}: no lesson {rest}.{nearest(rest, slugs)}")
+            raise ConfigError(f"lesson {lesson.slug}: no lesson {rest}.{nearest(rest, slugs)}")
         token.attrs = {"href": f"../lesson/{rest}"}  # from /lesson/… and /figure/… alike
     elif kind in ("http", "https"):
         token.attrs = {"href": href, "rel": "noreferrer noopener", "target": "_blank"}

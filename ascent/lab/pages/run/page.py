@@ -8,15 +8,15 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
 from ascent.lab.curves import Library, curves, measured_metrics
-from ascent.lab.page import Lab, json_route, view_of, viewer_page, whole_value
+from ascent.lab.page_base import Lab, json_route, view_of, viewer_page, whole_value
 from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
-from ascent.records.code import DESCRIPTION
-from ascent.records.foreign import foreign_lines
-from ascent.records.metrics import charts_of, greedy_of
-from ascent.records.places import Place, how_to_resume
-from ascent.records.reading import finite_number, parse_json, read_object, read_regular
-from ascent.records.replicas import replica_events, replicas_of
-from ascent.records.responses import HELD_OUT, recorded_steps
+from ascent.runs.foreign_runs import foreign_lines
+from ascent.runs.metrics import charts_of, greedy_of
+from ascent.runs.replica_log import replica_events, replicas_of
+from ascent.runs.rollout_files import HELD_OUT, recorded_steps
+from ascent.runs.run_list import Place, how_to_resume
+from ascent.runs.trust import DESCRIPTION
+from ascent.runs.untrusted_files import finite_number, parse_json, read_object, read_regular
 
 MOST_SLICES = 256
 """Numbers of a step's responses over time that are drawn."""

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.core.types import Refused
+from ascent.core.errors import ConfigError
 from ascent.lab.curves import spark
-from ascent.lab.page import MOST_ASKED, Json, Lab, body, json_route, many_values, viewer_page
-from ascent.records.folder import is_locked, write_json
-from ascent.records.foreign import READERS, foreign_events, foreign_files, foreign_lines
-from ascent.records.metrics import greedy_of
-from ascent.records.places import MOST_RUNS, Place, find_run, runs_below, started_at, status_of, status_reason
-from ascent.records.reading import (
+from ascent.lab.page_base import MOST_ASKED, Json, Lab, body, json_route, many_values, viewer_page
+from ascent.runs.foreign_runs import READERS, foreign_events, foreign_files, foreign_lines
+from ascent.runs.metrics import greedy_of
+from ascent.runs.run_folder import is_locked, write_json
+from ascent.runs.run_list import MOST_RUNS, Place, find_run, runs_below, started_at, status_of, status_reason
+from ascent.runs.untrusted_files import (
     FileCache,
     finite_json,
     finite_number,
@@ -55,7 +55,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
         """The small curves of some runs; one that is gone meanwhile is left out."""
         curves = {}
         for id in many_values(request, "id", MOST_ASKED):
-            with suppress(Refused, OSError), lab.library.columns(find_run(lab.runs, id)) as columns:
+            with suppress(ConfigError, OSError), lab.library.columns(find_run(lab.runs, id)) as columns:
                 curves[id] = spark(columns)
         return curves
 
@@ -221,23 +221,23 @@ def read_note(folder: Path) -> dict[str, Any]:
 def write_note(folder: Path, text: Any, tags: Any, revision: Any) -> dict[str, Any]:
     """Replace text and tags, if they are still those that the writer has seen."""
     if not isinstance(text, str) or len(text) > MOST_TEXT or text != printable(text):
-        raise Refused(f"a note is text of at most {MOST_TEXT:,} characters")
+        raise ConfigError(f"a note is text of at most {MOST_TEXT:,} characters")
     if not isinstance(tags, list) or not all(isinstance(tag, str) and tag == printable(tag) for tag in tags):
-        raise Refused("tags are a list of words")
+        raise ConfigError("tags are a list of words")
     tags = list(dict.fromkeys(tag.strip() for tag in tags if tag.strip()))
     if len(tags) > MOST_TAGS or any(len(tag) > LONGEST_TAG for tag in tags):
-        raise Refused(f"a run has at most {MOST_TAGS} tags, each of at most {LONGEST_TAG} characters")
+        raise ConfigError(f"a run has at most {MOST_TAGS} tags, each of at most {LONGEST_TAG} characters")
     with _writing:
         now = read_note(folder)
         if "problem" in now:
-            raise Refused(f"{now['problem']}. Nothing was written over: mend or move {folder / FILE} first")
+            raise ConfigError(f"{now['problem']}. Nothing was written over: mend or move {folder / FILE} first")
         if now["revision"] != revision:
-            raise Refused(
+            raise ConfigError(
                 "someone else has changed this note meanwhile, and nothing was written over. It says now: "
                 f"{now['text'] or '(nothing)'} (tags: {', '.join(now['tags']) or 'none'})"
             )
         try:
             write_json(folder / FILE, {"text": text, "tags": tags})
         except OSError as error:
-            raise Refused(f"the note cannot be written ({error.strerror}): is the folder yours?") from None
+            raise ConfigError(f"the note cannot be written ({error.strerror}): is the folder yours?") from None
         return read_note(folder)

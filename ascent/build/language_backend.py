@@ -1,0 +1,457 @@
+"""Language models on text tasks, in one process, on a CPU or one GPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.build.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
+from ascent.build.language_reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
+from ascent.build.model_verification import prove
+from ascent.build.precision import precision_of, why_not_float16
+from ascent.build.preflight import (
+    arithmetic,
+    report_memory,
+    report_reward,
+    report_sample,
+    report_seconds,
+    report_update,
+)
+from ascent.core.config import Config
+from ascent.core.errors import ConfigError
+from ascent.core.groups import All
+from ascent.core.losses import LogProb
+from ascent.core.menu import name_of
+from ascent.core.protocols import Learner, Sampler
+from ascent.core.sampling_params import SamplingParams
+from ascent.core.types import Prompts, Streams
+from ascent.core.update import Adam
+from ascent.distributed.ranks import ALONE, Ranks, in_cluster, launched
+from ascent.inference.continuous_batching import PolledSampler
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.occupancy import Timeline
+from ascent.inference.remote.adapters import dialect_of
+from ascent.inference.remote.relay_client import read_key
+from ascent.inference.remote.remote_engine import ServedSampler
+from ascent.inference.remote.remote_requests import VisitedServers
+from ascent.inference.stop_strings import Stops
+from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
+from ascent.rewards.grading import rate_responses, self_test
+from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
+from ascent.rollout.conversations import play_text
+from ascent.sandbox.sandboxed_reward import check_walls
+from ascent.tasks.reward_sources import FUNCTIONS
+from ascent.training.fsdp import ShardedLearner
+from ascent.training.language_learner import LanguageCritic, LanguageLearner, load_params
+from ascent.training.micro_batches import CROWDED, SHARE, always_bytes, state_bytes
+
+LEARNED = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}
+"""What a loss trains, where that is not a policy."""
+COMMANDS = {
+    "pairs": "--algorithm dpo or reward-model, as in `ascent dpo FILE`",
+    "steps": "--algorithm process-reward, as in `ascent process-reward FILE`",
+}
+"""What learns from each kind of offline data."""
+
+
+class LanguageBackend(Backend):
+    name = "language"
+    task_kind = "text"
+    words = True
+    packages = ("transformers", "peft")
+    seeded = True
+
+    def mismatch(self, config: Config) -> str:
+        return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"
+
+    def check(self, config: Config) -> None:
+        if "score_norm" in config.algorithm.needs:
+            raise ConfigError(
+                f"--advantage {name_of(config.algorithm.advantage)} with a language model: the exact ‖∇ log π‖² takes "
+                "a gradient per response, which is for small policies. Set --advantage.norm length"
+            )
+        if config.policy.engine != "local":
+            check_engine(config)
+        if config.ranks.shard == "shard" and (why := never_in_shards(config)) is not None:
+            raise ConfigError(f"--ranks.shard shard with {why}. Set replicate, or leave it out")
+        if config.policy.optimizer_state == "bfloat16" and not isinstance(config.algorithm.update, Adam):
+            raise ConfigError(
+                f"--policy.optimizer-state bfloat16 with --update {name_of(config.algorithm.update)}: it is for Adam's "
+                "moments. Leave it out"
+            )
+        offline, data = config.task.data, config.algorithm.loss.data
+        if config.task.plays and config.data != "samples":
+            raise ConfigError(
+                "--tools, --environment and --agent answer what the policy samples, and this run learns from "
+                f"{config.data}: leave them out"
+            )
+        if config.task.agent and config.ahead:
+            raise ConfigError(
+                f"--ahead {config.ahead} with --agent: an episode is drawn whole by one policy. Leave --ahead out"
+            )
+        if offline == "demonstrations" and data == "samples" and type(config.algorithm.loss) is LogProb:
+            return
+        if offline == "demonstrations" and data != "demonstrations":
+            raise ConfigError(
+                "demonstrations were not sampled by the policy: there is one response per prompt, and no ratio to an "
+                "old policy. Set --algorithm sft, which is what `ascent sft` does"
+            )
+        if offline != data and (offline in COMMANDS or data in COMMANDS):
+            needed = data if data in COMMANDS else offline
+            raise ConfigError(
+                f"--loss {name_of(config.algorithm.loss)} with the task {name_of(config.task)}: the loss learns from "
+                f"{data}, and the task has {offline}. For {needed} there is {COMMANDS[needed]}"
+            )
+
+    def check_ranks(self, config: Config, size: int) -> None:
+        if size and config.policy.engine != "local" and not in_cluster():
+            raise ConfigError(f"--engine {config.policy.engine} under torchrun was never tried: set --engine local")
+        if size and ":" in config.policy.device:
+            raise ConfigError(
+                f"--policy.device {config.policy.device} under torchrun: each has a GPU of its own; set cuda"
+            )
+        if (size > 1 or config.ranks.shard == "shard") and config.policy.optimizer_state == "bfloat16":
+            raise ConfigError(
+                "--policy.optimizer-state bfloat16 on several ranks: they sum gradients in float32. Leave it out; "
+                "--ranks.shard shard needs less memory on each"
+            )
+        if not size and config.ranks.shard == "shard":
+            raise ConfigError(
+                "--ranks.shard shard: one process has nothing to share. Start it by torchrun, or leave it out"
+            )
+        super().check_ranks(config, size)
+
+    def model(
+        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+    ) -> tuple[LanguageModel, tuple[str, ...]]:
+        """A reward head is added after the start from a policy, and before the start from another reward model."""
+        lm, why = _loaded(config, fresh)
+        trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not launched())
+        notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.whole)
+        trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
+        if trains in LEARNED and rated:
+            add_head(lm, trains == "steps")
+        if start is not None:
+            try:
+                load_params(lm.trained(), start.params)
+            except ConfigError as error:
+                raise ConfigError(f"--init {start.source}: {error}") from None
+        if trains in LEARNED and not rated:
+            add_head(lm, trains == "steps")
+        return lm, notes
+
+    def settled(self, config: Config, model: LanguageModel) -> Config:
+        """The config says which precision was chosen, so that a resumed run computes in it on any device."""
+        if config.policy.dtype != "auto" or config.policy.model in GIVEN:
+            return config
+        chosen: Any = "mixed" if is_mixed(model.model) else str(model.model.dtype).removeprefix("torch.")
+        return replace(config, policy=replace(config.policy, dtype=chosen))
+
+    def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
+        """If some would be in float16 and others in bfloat16, all are in bfloat16."""
+        narrow = {name for name, config in configs.items() if why_not_float16(config) is None}
+        if len(narrow) in (0, len(configs)):
+            return configs
+        plain = {name: replace(configs[name].policy, dtype="bfloat16") for name in narrow}
+        return {n: replace(config, policy=plain.get(n, config.policy)) for n, config in configs.items()}
+
+    def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
+        algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
+        choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
+        learner: LanguageLearner
+        if in_shards(config, model, ranks):
+            learner = ShardedLearner(
+                model, algorithm.update, kept, outputs, *memory, ranks, choice, config.ranks.gather * 2**30
+            )
+        else:
+            critic = LanguageCritic(model, choice.shared) if choice.on else None
+            rounding = config.seed if in_bfloat16(config, model, critic, ranks) else None
+            learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update, rounding)
+            learner.ranks = ranks
+        if algorithm.loss.trains != "policy":
+            learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.passes))
+        return learner
+
+    def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
+        """The engine's, if the run has one; the first load of weights starts it. In a cluster replicas have it."""
+        local = config.policy.engine == "local" or in_cluster()
+        return (self.local_sampler if local else self.served_sampler)(config, model, generator)
+
+    def served_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> ServedSampler:
+        task = config.task
+        stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        longest, most = task.max_prompt + task.room, task.max_tokens if task.plays else 0
+        kind = VisitedServers if task.agent else ServedSampler
+        return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
+
+    def local_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
+        task, support = config.task, SamplingParams(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
+        stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        how = (config.temperature, generator, support, config.policy.rows, stops)
+        kind = PolledSampler if task.agent else LanguageSampler
+        return kind(model, task.room, *how, most=task.max_tokens if task.plays else 0)
+
+    def timeline(self, sampler: Any) -> Timeline:
+        return sampler.timeline
+
+    def score_early(self, task: Any, sampler: Any) -> None:
+        if isinstance(sampler, LanguageSampler) and isinstance(task, TokenizedTask):
+            sampler.score_early = task.score_early
+
+    def train_early(self, config: Config, sampler: Any, learner: Any) -> None:
+        """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
+        whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
+        if whole and isinstance(sampler, LanguageSampler) and isinstance(learner, LanguageLearner):
+            sampler.train_early = learner.begin
+
+    def keep_logs(self, sampler: Any, folder: Path) -> None:
+        sampler.folder = folder / "engine"
+
+    def dtype(self, model: LanguageModel) -> torch.dtype:
+        return model.model.dtype
+
+    def bind(self, task: Any, model: LanguageModel, rewards: Mapping[str, Any]) -> Any:
+        """`rewards`: judges as graders, reward models and process rewards as they were loaded."""
+        graders = {
+            source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
+            for source, reward in rewards.items()
+        }
+        return play_text(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
+
+    def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, Sampler]:
+        task = OfflineTextTask(config.task, model, config.data)
+        return task, OfflineSampler(task.offline_rollouts)
+
+    def preflight(
+        self, config: Config, model: Any, task: Any, learner: Any, sampler: Sampler | None, notes: Sequence[str]
+    ) -> Report:
+        """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
+        report, limits = Report(arithmetic(config)), config.task
+        room, need = _positions(model), limits.max_prompt + limits.room
+        if room is not None and need > room:
+            what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"
+            if limits.plays:
+                what = f"a conversation may have {need} tokens (--max-context)"
+            report.refusals.append(f"{what}, and the model has {room}: lower one of them.")
+        here = sampler if config.policy.engine == "local" else None
+        report_memory(config, learner, 0 if here is None else here.rows, report)
+        report_update(config, learner, report)
+        report.lines += [f"note       {note}" for note in notes]
+        if config.data == "samples":
+            judges = {source: grader for source, grader in task.graders.items() if source.startswith("judge:")}
+            report_reward(self_test(config.task, judges=judges), report)
+        if config.policy.engine != "local":
+            where = " ".join(config.policy.engine_url) or f"started from {config.policy.engine_python}"
+            report.lines.append(f"engine     {config.policy.engine}, {where}: probed after each load of weights")
+        elif config.data == "samples" and not report.refusals:
+            probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
+            sample = report_sample(config, task, probe, report)
+            if not config.task.agent:  # how long agents take, short trials of the model do not say
+                report_seconds(config, learner, task, probe, sample, report)
+        if config.task.sandboxed:
+            report.lines.append(f"sandbox    {check_walls(config.task.sandbox_settings).words()}")
+        report.lines += [f"data       {line}" for line in task.report()]
+        return report
+
+    def policy(self, config: Config, params: Params | None) -> LanguageModel:
+        return _filled(_in_float32_on_cpu(config.policy), config.seed, params)
+
+    def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
+        if device is not None:
+            config = replace(config, policy=replace(config.policy, device=device))
+        trains = config.algorithm.loss.trains
+        lm = add_head(_in_float32_on_cpu(config.policy).load(config.seed), trains == "steps")
+        load_params(lm.trained(), params)
+        lm.model.requires_grad_(False)
+        _check_sharing(lm, config)
+        return LEARNED[trains](lm, config, batch)
+
+    def reward_sources(self, task: Any) -> list[str]:
+        return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", *FUNCTIONS)))
+
+    def reward_placement(self, task: Any) -> tuple[str | None, int]:
+        return task.reward_device, task.reward_batch
+
+    def export(self, config: Config, run: Path, params: Params, folder: Path) -> None:
+        """An ordinary Hugging Face folder, in the precision in which the model was trained."""
+        _filled(replace(config.policy, device="cpu"), config.seed, params).save(folder)
+
+    def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
+        def among(names: tuple[str, ...]) -> dict[str, Any]:
+            return {name: value for name, value in changes.items() if name in names}
+
+        task = replace(config.task, **among(("max_tokens", "min_tokens", "stop", "system", "instruction")))
+        policy = replace(config.policy, **among(("device", "rows")))
+        return replace(config, task=task, policy=policy, **among(SAMPLING_SETTINGS))
+
+    def answering_sampler(
+        self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
+    ) -> LanguageSampler:
+        limit, width = config.task.room, prompts.prompt.shape[1]
+        room = _positions(policy) or width + limit
+        if width + limit > room:
+            raise ConfigError(
+                f"--max-tokens {limit} with a prompt of {width} tokens: the model has {room} positions; "
+                f"lower it to {room - width}"
+                if width < room
+                else f"the prompt has {width} tokens, and the model {room} positions: shorten it"
+            )
+        prove(policy, width + limit, config.policy.share_prompts)
+        sampler = self.local_sampler(config, policy, torch.Generator().manual_seed(seed))
+        sampler.load({}, version)
+        return sampler
+
+    def endpoint_sampler(self, config: Config, policy: LanguageModel, context: int, version: int) -> Any:
+        room = _positions(policy) or context
+        if not 2 <= context <= room:
+            raise ConfigError(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
+        if config.policy.engine != "local":
+            check_temperature(config)
+            served = ServedSampler(config.policy, policy, context, context, config.temperature, torch.Generator())
+            return served
+        prove(policy, context, config.policy.share_prompts)
+        support = SamplingParams(config.top_k, config.top_p, config.min_p)
+        how = (config.temperature, torch.Generator(), support, config.policy.rows)
+        sampler = LanguageSampler(policy, context, *how)
+        sampler.load({}, version)
+        return sampler
+
+    def continue_responses(
+        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Any
+    ) -> list[list[list[int]]]:
+        begun = [row[row >= 0].tolist() + tokens for row, tokens in zip(prompts.prompt, prefixes, strict=True)]
+        width = max(map(len, begun))
+        prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in begun])
+        lengths = torch.tensor([len(tokens) for tokens in prefixes])
+        limits = (config.task.max_tokens if prompts.limits is None else prompts.limits) - lengths
+        begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), sampler.support
+        left, stops = (support.min_tokens - lengths).clamp(min=0), sampler.stops
+        groups: list[list[list[int]]] = [[] for _ in prefixes]
+        for least in left.unique().tolist():  # the tokens of a prefix count
+            rows = (left == least).nonzero().flatten()
+            sampler.support = replace(support, min_tokens=least)
+            drawn = sampler.generate(begun_prompts[rows], count, limit=int(limits[rows].max()))
+            for row, group, masks in zip(rows.tolist(), drawn.response, drawn.mask, strict=True):
+                groups[row] = [prefixes[row] + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
+        sampler.support = support
+        for tokens, group in zip(prefixes, groups, strict=True) if stops else ():  # a string may begin in a prefix
+            start = max(len(tokens), support.min_tokens - 1)
+            group[:] = [ids[: stops.end(ids, start) or len(ids)] for ids in group]
+        return groups
+
+    def reward_setting(self, reward: Sequence[str]) -> tuple[str, ...]:
+        return tuple(reward)
+
+    def reward_model_task(self, config: Config, pairs: Path) -> tuple[Any, dict[str, Any]]:
+        limits = {name: getattr(config.task, name) for name in ("max_prompt", "max_tokens")}
+        return f"preferences:{pairs.resolve()}", {"preset": "reward-model", **limits}
+
+
+def _check_sharing(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
+    """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
+    longest, share = config.task.max_prompt + config.task.room, config.policy.share_prompts
+    sampled = config.algorithm.loss.trains == "policy" and config.task.data == "samples"
+    why = prove(lm, longest, share, sampled, fused)
+    if why is None or not share:
+        return ()
+    return (
+        f"prompts are encoded once per response and not once per group: the architecture does not allow it ({why})",
+    )
+
+
+def _positions(lm: LanguageModel) -> int | None:
+    """The most tokens that the model can read, where its config says it."""
+    return getattr(lm.config, "max_position_embeddings", None)
+
+
+def check_engine(config: Config) -> None:
+    """Refuse what a serving engine cannot do, or cannot say what it did."""
+    engine, dialect = f"--engine {config.policy.engine}", dialect_of(config.policy.engine)
+    if config.policy.engine_key_env or config.policy.engine_key_file:
+        read_key(config.policy.engine_key_env, config.policy.engine_key_file, "--engine.")
+    check_temperature(config)
+    if (config.top_k, config.top_p, config.min_p, config.task.min_tokens) != (0, 1.0, 0.0, 0):
+        raise ConfigError(
+            f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
+            "set --engine local"
+        )
+    if config.data != "samples":
+        raise ConfigError(f"{engine} samples, and this run learns from {config.data}: leave it out")
+
+
+def check_temperature(config: Config) -> None:
+    engine, coldest = config.policy.engine, dialect_of(config.policy.engine).coldest
+    if config.temperature < coldest:
+        raise ConfigError(
+            f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
+            f"{coldest:g}. Set {coldest:g} or more, or --engine local"
+        )
+
+
+def _in_float32_on_cpu(policy: Any) -> Any:
+    """The policy for inference: on a CPU half precision is slow, and float32 holds the same parameters."""
+    if policy.dtype == "auto" or policy.model in GIVEN or pick_device(policy.device).type != "cpu":
+        return policy
+    return replace(policy, optimizer_state="auto", dtype="float32")
+
+
+def _filled(policy: Any, seed: int, params: Params | None) -> LanguageModel:
+    """The model of a policy with these parameters, or with its first ones."""
+    lm = policy.load(seed)
+    if params is not None:
+        load_params(lm.trained(), params)
+    return lm
+
+
+def _loaded(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]]:
+    """The model in its precision, and a note where a new run would have taken float16 if the model had allowed it."""
+    policy = config.policy
+    if not fresh or why_not_float16(config) is not None:
+        return policy.load(config.seed, exact=True), ()
+    lm = replace(policy, dtype="float16").load(config.seed, exact=True)
+    dtype, why = precision_of(config, lm)
+    if why is None:
+        return lm, ()
+    del lm
+    return replace(policy, dtype=dtype).load(config.seed, exact=True), (f"parameters are not in float16: {why}",)
+
+
+def never_in_shards(config: Config) -> str | None:
+    """Why a run cannot be trained in shards, where it cannot."""
+    update = config.algorithm.update
+    if update.whole:
+        return f"--update {name_of(update)}: FSDP2 does not differentiate twice, as Fisher products do"
+    if config.policy.dtype == "float16":
+        return "--policy.dtype float16: its gradients were never summed over shards"
+    if config.policy.bits:
+        return "--policy.bits 4: FSDP2 gathers parameters that it can add up, and packed ones it cannot"
+    return None
+
+
+def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
+    """Is the trained state spread over the ranks? By itself only where a GPU could not hold all of it."""
+    if ranks is ALONE or config.ranks.shard == "replicate":
+        return False
+    if config.ranks.shard == "shard":
+        return True
+    if ranks.size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
+        return False
+    return state_bytes(lm) > SHARE * lm.gpu_memory
+
+
+def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
+    """Are gradients and moments in bfloat16? By itself only where float32 would leave a GPU nothing to work with."""
+    asked, adam = config.policy.optimizer_state, isinstance(config.algorithm.update, Adam)
+    able = adam and ranks.size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())
+    if asked == "bfloat16" and not able:
+        raise ConfigError(
+            f"--policy.optimizer-state bfloat16 is for parameters in bfloat16, and on {lm.device} they are in "
+            f"{str(lm.model.dtype).removeprefix('torch.')}: set --policy.dtype bfloat16, or leave it out"
+        )
+    if asked != "auto" or not able or lm.device.type != "cuda":
+        return able and asked == "bfloat16"
+    taken = always_bytes(lm, config.algorithm.reference.kept, critic)
+    return taken > CROWDED * lm.gpu_memory

@@ -1,0 +1,136 @@
+"""Reward models and process rewards on a language model's backbone: their heads, and they themselves.
+
+A reward model's head is read behind the last token of a response, a process reward's behind each of its actions.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ascent.build.backend import LearnedReward
+from ascent.build.model_verification import prove
+from ascent.core.config import Config
+from ascent.core.types import Rollouts
+from ascent.models.causal_lm import LanguageModel
+from ascent.models.packed_attention import ours, send
+from ascent.training.packing import Forward, States, after_actions, last_states, spread
+
+HEAD = "rating"
+"""The head's name in the model, and so in checkpoints."""
+Chat = list[dict[str, str]]
+
+
+def add_head(lm: LanguageModel, bias: bool = False) -> LanguageModel:
+    """The model with a rating head, 0 at first, in place of its head for words, which is no longer trained.
+
+    A reward model has no bias: a constant in every reward cancels in a pair. In a process reward it counts.
+    """
+    words = lm.model.get_output_embeddings().weight
+    if words is not lm.model.get_input_embeddings().weight:
+        words.requires_grad_(False)
+    head = nn.Linear(words.shape[1], 1, bias=False, device=words.device, dtype=words.dtype)
+    nn.init.zeros_(head.weight)
+    if bias:
+        head.bias = nn.Parameter(torch.zeros_like(head.weight[:, 0]))
+    setattr(lm.model, HEAD, head)
+    return lm
+
+
+def response_scores(
+    lm: LanguageModel, batch: Rollouts, forward: Forward | None = None
+) -> Float[Tensor, "prompt sample 1"]:
+    """What the head gives the state behind the last token of each response."""
+    return _ratings(lm, batch, last_states(batch), forward).view(*batch.mask.shape[:2], 1)
+
+
+def step_scores(
+    lm: LanguageModel, batch: Rollouts, forward: Forward | None = None
+) -> Float[Tensor, "prompt sample token"]:
+    """What the head gives the state that each action leads to; 0 at other tokens."""
+    states = after_actions(batch)
+    return spread(_ratings(lm, batch, states, forward), send(states, batch.mask.device))[..., 1:]
+
+
+def _ratings(lm: LanguageModel, batch: Rollouts, states: States, forward: Forward | None) -> Float[Tensor, "asked"]:
+    """The rating head's number at each of these states, in float32 or better. `forward`: a learner's passes."""
+
+    def read(_: object, hidden: Tensor) -> Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        head = getattr(lm.model, HEAD)
+        bias = None if head.bias is None else head.bias.to(exact)
+        return F.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
+
+    return (forward or Forward(lm))(batch, read, states)
+
+
+class LanguageRewardModel(LearnedReward):
+    """A reward model, loaded from a run: call it with rollouts in its own tokens, or let it rate texts."""
+
+    read = staticmethod(response_scores)
+
+    def __init__(self, lm: LanguageModel, config: Config, batch: int):
+        self.model, self.config, self.batch = lm, config, batch
+        self.limit: int = config.task.max_tokens
+        self.proven: int = config.task.max_prompt + config.task.max_tokens
+        """The longest text that its forward pass was proven for."""
+
+    @torch.no_grad()
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "prompt sample #token"]:
+        with ours(self.model.model, self.model.shares):
+            return self.read(self.model, rollouts).cpu()
+
+    def rate(self, responses: Sequence[tuple[Chat | str, str]]) -> list[float]:
+        """A number per (chat or prompt, response), tokenized as in the reward model's own training."""
+        chats = [[{"role": "user", "content": chat}] if isinstance(chat, str) else chat for chat, _ in responses]
+        tokens = [[*self.model.tokenize(words), self.model.end][: self.limit] for _, words in responses]
+        return [float(score) for score in self._scores(chats, tokens)]
+
+    def _scores(self, chats: list[Chat], responses: list[list[int]]) -> Iterator[Float[Tensor, "#token"]]:
+        """The scores of one response per chat, `batch` of them at once."""
+        for start in range(0, len(chats), self.batch):
+            part = slice(start, start + self.batch)
+            yield from self(self._rollouts(chats[part], responses[part]))[:, 0]
+
+    def _rollouts(self, chats: list[Chat], responses: list[list[int]]) -> Rollouts:
+        """Nobody sampled these responses, so there are no log-probs."""
+        prompts = [self.model.encode(chat) for chat in chats]
+        longest, width = max(map(len, prompts)), max(map(len, responses))
+        if longest + width > self.proven:  # another task may have longer prompts than its own training
+            self.proven = longest + width
+            prove(self.model, self.proven, self.model.shares, sampled=False)
+        mask = torch.arange(width) < torch.tensor([[len(ids)] for ids in responses]).unsqueeze(-1)
+        return Rollouts(
+            prompt=torch.tensor([ids + [-1] * (longest - len(ids)) for ids in prompts]),
+            response=torch.tensor([[ids + [0] * (width - len(ids))] for ids in responses]),
+            mask=mask,
+            logp_sampler=torch.zeros(mask.shape),
+            limit=self.limit,
+            truncated=torch.zeros(mask.shape[:2], dtype=torch.bool),
+            sampled=False,
+        )
+
+
+class LanguageProcessReward(LanguageRewardModel):
+    """A process reward, loaded from a run: it scores every step of a response."""
+
+    read = staticmethod(step_scores)
+
+    def __init__(self, lm: LanguageModel, config: Config, batch: int):
+        super().__init__(lm, config, batch)
+        self.separator: str = config.task.separator
+
+    def rate(self, responses: Sequence[tuple[Chat, list[str], bool]]) -> list[list[float]]:  # type: ignore[override]
+        """A number per step of each (chat, steps of a response, whether it has ended).
+
+        It tokenizes as in its own training: it need not share the policy's tokens.
+        """
+        pieces = [self.model.tokenize_steps(steps, self.separator, ended) for _, steps, ended in responses]
+        tokens = [[token for step in steps for token in step] for steps in pieces]
+        scores = []
+        for row, steps in zip(self._scores([chat for chat, _, _ in responses], tokens), pieces, strict=True):
+            ends = torch.tensor([len(step) for step in steps]).cumsum(0)
+            scores.append(torch.where(ends > 0, row[(ends - 1).clamp(min=0)], 0.0).tolist())
+        return scores

@@ -1,0 +1,79 @@
+"""Which precision a new run on a GPU computes in, where nobody says it: the fastest that loses no accuracy per sample.
+
+That was measured on a policy that is trained with every parameter (docs/results/rounding_gpu.md): float16 and mixed
+learn as float32 does, and bfloat16 loses a point. float16 is the faster one, but it has a smaller range: a model is
+tried first, and takes mixed where its activations are too large. Where nothing was measured, it is bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascent.core.config import Config
+from ascent.core.update import Adam
+from ascent.distributed.ranks import in_cluster, launched
+from ascent.models.causal_lm import GIVEN, LanguageModel, pick_device
+from ascent.training.micro_batches import CROWDED, always_bytes
+
+MARGIN = 2
+"""The largest activation of a probe, times this, has to fit into the range of float16: a run moves them a little."""
+PROBE = (64, 8)
+"""Texts and tokens. The largest activations of most models are at the first token, much the same for any text."""
+
+
+def why_not_float16(config: Config) -> str | None:
+    """Why a new run does not compute in float16 by itself, as far as its config and its GPU say it."""
+    policy, algorithm = config.policy, config.algorithm
+    reasons = {
+        "--policy.dtype says it": policy.dtype != "auto",
+        "the model was given, with its own precision": policy.model in GIVEN,
+        "it was measured on policies alone": config.data != "samples" or algorithm.loss.trains != "policy",
+        "it was measured with every parameter, and not with adapters": bool(policy.lora or policy.last_layers),
+        "it was not measured with a critic": algorithm.critic.on,
+        "gradients are scaled for Adam": not isinstance(algorithm.update, Adam),
+        "bfloat16 state is for parameters in bfloat16": policy.optimizer_state == "bfloat16",
+        "an engine has the precision that it was started with": policy.engine != "local",
+        "it was not measured on several ranks": launched() or in_cluster(),
+    }
+    return next((why for why, holds in reasons.items() if holds), None) or _why_not_here(pick_device(policy.device))
+
+
+def _why_not_here(device: torch.device) -> str | None:
+    """The same, as far as the device says it."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return "it was measured on a GPU of NVIDIA's that has bfloat16 too"
+    return None
+
+
+def precision_of(config: Config, lm: LanguageModel) -> tuple[str, str | None]:
+    """What a run computes in whose model was loaded in float16; and why, where it is something else."""
+    if lm.device.type == "cuda" and always_bytes(lm, config.algorithm.reference.kept, None) > CROWDED * lm.gpu_memory:
+        return "auto", "bfloat16 state, which fits the GPU, is for parameters in bfloat16"
+    largest, most = largest_activation(lm), torch.finfo(torch.float16).max / MARGIN
+    if largest < most:
+        return "float16", None
+    return "mixed", f"float16 has not enough range: activations of a few random tokens are as large as {largest:.3g}"
+
+
+@torch.no_grad()
+def largest_activation(lm: LanguageModel) -> float:
+    """Of all that the model's parts compute from random tokens; infinite where one is no number."""
+    found: list[Tensor] = []
+
+    def look(_module: Any, _args: Any, out: Any) -> None:
+        for part in out if isinstance(out, tuple) else (out,):
+            if isinstance(part, Tensor) and part.is_floating_point() and part.numel():
+                found.append(part.abs().amax().nan_to_num(torch.inf, torch.inf).double())
+
+    ids = torch.randint(lm.vocab, PROBE, generator=torch.Generator().manual_seed(0))
+    ids[0, 0] = lm.end
+    hooks = [module.register_forward_hook(look) for module in lm.backbone.modules()]
+    try:
+        lm.backbone(input_ids=ids.to(lm.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(torch.stack(found).max())

@@ -1,0 +1,108 @@
+"""Reward models, process rewards and judges, loaded and handed to the task that names them; and how good one is.
+
+--reward own 0.5*model:RUN 0.1*judge:FILE     for text tasks, with --reward-batch and --reward-device
+--reward positions 0.5*model:RUN              for sort
+--reward positions 0.5*process:RUN            for sort, step by step
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.build.backend import Backend, BoundTask
+from ascent.build.backends import backend_of
+from ascent.build.trained_run import Run
+from ascent.core.errors import ConfigError
+from ascent.core.preferences import margin_of
+from ascent.rewards.judge.judge_rewards import JudgeGrader
+from ascent.rewards.judge.judge_settings import read_judge
+from ascent.runs import checkpoint
+from ascent.runs.held_out import Calibration, calibration, calibration_text, draw_calibration, offline_batch
+from ascent.runs.run import best_of
+from ascent.runs.run_folder import write_json
+from ascent.server.requirements import check_packages
+
+BATCH = 16
+
+
+def load_reward_model(
+    run: str | Path, device: str | None = None, batch: int = BATCH, what: str = "reward model"
+) -> Any:
+    """The reward model of a run's best held-out evaluation, else its newest: call it with rollouts, or `rate` words.
+
+    device: where it runs; None: as it was trained. batch: responses at once. what: reward model, or process reward.
+    """
+    existing = Run(run)
+    config = existing.config
+    if config.algorithm.loss.trains != {"reward model": "rewards", "process reward": "steps"}[what]:
+        raise ConfigError(f"{run} did not train a {what}; `ascent {what.replace(' ', '-')}` does")
+    best = best_of(existing.metrics) if config.keep_best else None
+    kept = [path for path in existing.checkpoints if best is not None and checkpoint.step_of(path) == best[0]]
+    params = checkpoint.params(kept[0] if kept else existing.checkpoint())
+    return backend_of(config).learned_reward(config, params, device, batch)
+
+
+def load_process_reward(run: str | Path, device: str | None = None, batch: int = BATCH) -> Any:
+    """The process reward of a run, as `load_reward_model`: call it with rollouts, or `rate` the steps of words."""
+    return load_reward_model(run, device, batch, "process reward")
+
+
+def check_rewards(backend: Backend, task: Any) -> None:
+    """Refuse, before any work, a task that cannot be trained on, and judges whose settings are wrong."""
+    task.verify()
+    for source in backend.reward_sources(task):
+        if source.startswith("judge:"):
+            read_judge(source.removeprefix("judge:")).insist()
+
+
+def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> BoundTask:
+    """The task as the loop calls it: bound to the policy's tokens, to the rewards that it names, and to its agent.
+
+    Where it scores nothing, as on other ranks than 0, the models of its rewards are not loaded.
+    """
+    rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task) if scores}
+    bound = backend.bind(task, model, rewards)
+    if not (backend.words and task.agent):
+        return bound
+    check_packages("--agent")
+    from ascent.rollout.agents import play_agents
+
+    return play_agents(task, model, bound)
+
+
+def _reward(backend: Backend, task: Any, source: str) -> Any:
+    kind, _, path = source.partition(":")
+    if kind == "judge":
+        return JudgeGrader(path)
+    load = load_reward_model if kind == "model" else load_process_reward
+    model = load(path, *backend.reward_placement(task))
+    other = backend_of(model.config)
+    if other.task_kind != backend.task_kind:
+        raise ConfigError(
+            f"--reward {source}: it was trained for a {other.task_kind} task, and this is a {backend.task_kind} task. "
+            "Train one for this kind of task"
+        )
+    return model
+
+
+def assess(run: str | Path, pairs: int | None = None) -> Calibration:
+    """Accuracy, log-loss and calibration of a reward model on the pairs that its run held out."""
+    model = load_reward_model(run)
+    task, sampler = backend_of(model.config).offline(model.config, model.model, torch.Generator())
+    held_out = offline_batch(sampler.generate(task.held_out(pairs or model.config.eval_prompts), 2))
+    parts = torch.arange(len(held_out.prompt)).split(model.batch)
+    return calibration(torch.cat([margin_of(model(held_out.select(rows))).flatten() for rows in parts]))
+
+
+def write_assessment(run: Run) -> str:
+    """calibration.json and calibration.png into the run's folder; the figures as text."""
+    from ascent.runs.display.plots import figure, save_figure
+
+    result = assess(run.folder)
+    write_json(run.folder / "calibration.json", asdict(result))
+    fig, axes = figure(1, 1, (5.2, 4.2))
+    draw_calibration(axes[0][0], result)
+    axes[0][0].set_title(f"{result.pairs} held-out pairs, {result.accuracy:.1%} right")
+    return f"{calibration_text(result)}\nCalibration: {save_figure(fig, run.folder / 'calibration.png')}"

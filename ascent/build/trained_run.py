@@ -1,0 +1,38 @@
+"""A run with its trained policy: the reader of the run folder, and the backend that loads the policy."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ascent.build.backends import backend_of
+from ascent.core.config import Config
+from ascent.runs import checkpoint
+from ascent.runs.display.notebook import Completions
+from ascent.runs.run import RunRecord, check_trains_policy
+
+
+class Run(RunRecord):
+    """A run: its records, and the policy that it trained."""
+
+    def sample(self, prompts: str | Sequence[str], count: int = 1, greedy: bool = False, seed: int = 0) -> Completions:
+        """How the newest policy answers prompts, asked as in training. `ascent.sample(run, …)` has more options."""
+        path, config = self.checkpoint(), self.config
+        backend, policy = backend_of(config), load_policy(config, path)
+        task = backend.bind(config.task, policy, {})
+        typed, words = task.read_prompts([prompts] if isinstance(prompts, str) else prompts, False)
+        sampler = backend.answering_sampler(config, policy, typed, seed, checkpoint.step_of(path))
+        drawn = sampler.generate(typed, count, greedy)
+        rows = [(p, s) for p in range(len(words)) for s in range(count)]
+        texts = [task.words(drawn.response[p, s][drawn.mask[p, s]].tolist()) for p, s in rows]
+        return Completions({"prompt": words[p], "response": text} for (p, _), text in zip(rows, texts, strict=True))
+
+    @property
+    def policy(self) -> Any:
+        """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
+        return load_policy(self.config, self.checkpoint())
+
+
+def load_policy(config: Config, path: Path) -> Any:
+    """The policy of a checkpoint, without what only training needs."""
+    check_trains_policy(config, path.parent.parent)
+    return backend_of(config).policy(config, checkpoint.params(path))

@@ -1,1 +1,0 @@
-"""Engines: how rollouts are made and steps are taken. One process is the reference."""

@@ -1,1 +1,0 @@
-"""Engines for language models in one process, on a CPU or one GPU."""

@@ -1,0 +1,110 @@
+"""An agent that is a program: what runs in the process of its episode.
+
+It is told where to go by environment variables:
+
+    ASCENT_BASE_URL, ASCENT_API_KEY     the endpoint and the session's key; also as OPENAI_BASE_URL, OPENAI_API_KEY
+    ASCENT_PROBLEM                      JSON: prompt, answer, messages, columns
+    ASCENT_PROBLEM_FILE                 a file with the same, in place of it, if it is longer than a variable can be
+    ASCENT_SEED, ASCENT_SECONDS         the episode's seed and deadline
+
+and its last line on stdout may say what it earned: {"reward": 1.0, "metrics": {"turns": 3}}. Without such a line the
+task scores the last answer. Another exit status than 0 makes the episode invalid.
+"""
+
+import json
+import os
+import random
+import select
+import shlex
+import subprocess
+import tempfile
+from contextlib import suppress
+from typing import IO, Any
+
+from ascent.environments.agents.agent import Assignment
+from ascent.environments.agents.agent_pool import written_outcome
+from ascent.processes.reward_calls import RewardCallError
+from ascent.processes.supervisor import ending_words
+from ascent.tasks.environment import Environment
+
+LONGEST = 100_000
+"""Bytes of a problem that fit into an environment variable."""
+TAIL = 1 << 16
+"""Bytes of its output that are kept: the last ones."""
+GLANCE = 50
+"""Milliseconds between two looks at whether it has ended."""
+WORDS = 200
+"""Characters of its last words in an error."""
+
+
+class CommandAgent(Environment):
+    """One episode of a program: it is over when `begin` returns."""
+
+    def __init__(self, command: str):
+        self.words = shlex.split(command)
+
+    def begin(self, problem: Any, rng: random.Random) -> str:
+        assignment: Assignment = problem
+        with tempfile.TemporaryFile() as file:
+            variables = os.environ | _variables(assignment, file)
+            process = subprocess.Popen(
+                self.words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=variables,
+                pass_fds=(file.fileno(),),
+            )
+            code, output, errors = _ended(process)
+        if code != 0:
+            last = (errors.split("\n")[-1] or output.split("\n")[-1])[-WORDS:]
+            raise RewardCallError(f"the program ended with {ending_words(code)}" + (f": {last}" if last else ""))
+        return written_outcome(_reward(output.split("\n")[-1]))
+
+
+def _variables(assignment: Assignment, file: IO[bytes]) -> dict[str, str]:
+    problem = assignment.problem
+    about = problem.columns | {"prompt": problem.prompt, "answer": problem.answer, "messages": [*assignment.messages]}
+    written = json.dumps(about, default=str)
+    if len(written) > LONGEST:  # it has no name in the file system, so it is gone with whoever reads it
+        file.write(written.encode())
+        file.seek(0)
+        told = {"ASCENT_PROBLEM_FILE": f"/dev/fd/{file.fileno()}"}
+    else:
+        told = {"ASCENT_PROBLEM": written}
+    where = {f"{name}_BASE_URL": assignment.url for name in ("ASCENT", "OPENAI")}
+    keys = {f"{name}_API_KEY": assignment.key for name in ("ASCENT", "OPENAI")}
+    return {**where, **keys, **told, "ASCENT_SEED": str(assignment.seed), "ASCENT_SECONDS": f"{assignment.seconds:g}"}
+
+
+def _ended(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    """Its exit status, and the end of what it has written to stdout and stderr, however much that was."""
+    assert process.stdout is not None and process.stderr is not None
+    kept = {stream.fileno(): b"" for stream in (process.stdout, process.stderr)}
+    poll = select.poll()
+    for file in kept:
+        os.set_blocking(file, False)
+        poll.register(file, select.POLLIN)
+    alive, reading = True, set(kept)
+    while alive and reading:  # what it leaves running may hold the pipes, so its end is looked for too
+        poll.poll(GLANCE)
+        alive = process.poll() is None  # looked at first: what it wrote before is in the pipe
+        for file in list(reading):
+            with suppress(BlockingIOError):
+                while part := os.read(file, TAIL):
+                    kept[file] = (kept[file] + part)[-TAIL:]
+                reading.remove(file)
+                poll.unregister(file)
+    output, errors = (part.decode(errors="replace").rstrip() for part in kept.values())
+    return process.wait(), output, errors
+
+
+def _reward(line: str) -> Any:
+    """What the last line says; nothing, if it is not an object with a reward or metrics."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or not said.keys() & {"reward", "metrics"}:
+        return None
+    return {name: said[name] for name in ("reward", "metrics") if name in said}

@@ -1,0 +1,78 @@
+"""An agent that is a Python function: what runs in the process of its episode."""
+
+import asyncio
+import functools
+import inspect
+import random
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ascent.environments.agents.agent import Assignment
+from ascent.environments.agents.agent_pool import written_outcome
+from ascent.environments.episode_process import Source
+from ascent.processes.user_code import load_code
+from ascent.tasks.agent_sources import Signature, read_signature
+from ascent.tasks.environment import Environment
+from ascent.tasks.python_objects import PREFIX, pickled
+
+
+def function_source(source: str) -> Source:
+    """Where the processes find the function."""
+    sent = pickled(source, "agent") if source.startswith(PREFIX) else None
+    return Source("ascent.environments.agents.function_agent:make_function", {"source": source, "sent": sent})
+
+
+class FunctionAgent(Environment):
+    """One episode of a function: it is over when `begin` returns."""
+
+    def __init__(self, call: Signature):
+        self.call = call
+
+    def begin(self, problem: Any, rng: random.Random) -> str:
+        assignment: Assignment = problem
+        returned = self.call(
+            base_url=assignment.url,
+            key=assignment.key,
+            problem=assignment.problem,
+            messages=[dict(message) for message in assignment.messages],
+            seed=assignment.seed,
+            seconds=assignment.seconds,
+        )
+        return written_outcome(_run(returned) if inspect.isawaitable(returned) else returned)
+
+
+_loop: list[asyncio.AbstractEventLoop] = []
+"""The one of this process: a client that its file has made keeps its connections from one episode to the next."""
+
+
+def _run(awaited: Awaitable[Any]) -> Any:
+    """What it comes to. Nothing of the episode goes on after it: neither a task nor a thread."""
+    if not _loop:
+        _loop.append(asyncio.new_event_loop())
+    (loop,) = _loop
+    with ThreadPoolExecutor() as executor:
+        loop.set_default_executor(executor)
+        return loop.run_until_complete(_alone(awaited))
+
+
+async def _alone(awaited: Awaitable[Any]) -> Any:
+    try:
+        return await awaited
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+@functools.lru_cache
+def _load(source: str, sent: bytes | None) -> Signature:
+    return read_signature(load_code(source, sent))
+
+
+def make_function(source: str, sent: bytes | None) -> FunctionAgent:
+    return FunctionAgent(_load(source, sent))
+
+
+make_function.prepare = _load  # type: ignore[attr-defined]

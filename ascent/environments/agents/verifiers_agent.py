@@ -1,0 +1,194 @@
+"""An environment of verifiers as an agent: one process of the virtual environment that verifiers is in, under a keeper.
+
+The process (inside/bridge.py) runs all episodes, side by side. One that misses its deadline is given up; where the
+process itself no longer answers, or dies, its episodes are invalid and the next ones get a new process. A row's column
+`task` is the number of its task in the taskset.
+"""
+
+import itertools
+import json
+import os
+import select
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ascent.core.errors import ConfigError
+from ascent.environments.agents.agent import AgentResult, Assignment
+from ascent.environments.agents.agent_pool import CLOSED, GLANCE, read_outcome
+from ascent.environments.episode_pool import ProcessLine
+from ascent.processes.reward_calls import REASON
+from ascent.processes.supervisor import (
+    ENDING,
+    START,
+    Limits,
+    SupervisedProcess,
+    end_as,
+    end_children,
+    fork_child,
+    lifelines,
+    wait_for,
+)
+from ascent.tasks.agent_sources import split_verifiers
+
+BRIDGE = Path(__file__).parent / "inside" / "bridge.py"
+GRACE = 10.0
+"""Seconds after an episode's deadline until the process, which has not said that it is late, is ended."""
+
+
+class VerifiersAgent:
+    """Episodes of a taskset."""
+
+    def __init__(self, where: str, limits: Limits, most: int):
+        self.taskset, self.folder = split_verifiers(where)
+        self.limits, self.most, self.owner = limits, most, os.getpid()
+        self.lock, self.numbers = threading.Lock(), itertools.count()
+        self.kept: list[_Bridge] = []
+        """The process, if it runs."""
+        self.deadlines: dict[int, tuple[float, float]] = {}
+        """Of episodes that are under way: their seconds, and when those are over."""
+        self.outcomes: dict[int, AgentResult] = {}
+        """Of those that have ended, until their run takes them."""
+        weakref.finalize(self, _end, self.kept, self.owner)
+
+    def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, AgentResult]]:
+        places: dict[int, int] = {}
+        with self.lock:
+            bridge = self._bridge()
+            for place, given in enumerate(assignments):
+                number = next(self.numbers)
+                job = {"id": number, "url": given.url, "key": given.key, "seconds": given.seconds}
+                bridge.line.write(json.dumps(job | {"task": given.problem.columns.get("task")}).encode() + b"\n")
+                places[number], self.deadlines[number] = place, (given.seconds, float("inf"))
+        try:
+            while places:
+                for number, outcome in self._ended(places):
+                    yield places.pop(number), outcome
+        finally:
+            with self.lock:
+                for number in places:
+                    self.deadlines.pop(number, None)
+                    self.outcomes.pop(number, None)
+                    if self.kept:
+                        self.kept[0].line.write(json.dumps({"cancel": number}).encode() + b"\n")
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """The first tasks, as rows to train on."""
+        with self.lock:
+            bridge, until = self._bridge(), time.monotonic() + START
+            bridge.line.write(json.dumps({"rows": count}).encode() + b"\n")
+            while time.monotonic() < until and self.kept:
+                for reply in bridge.hear(GLANCE):
+                    if isinstance(reply.get("rows"), list):
+                        return reply["rows"]
+                    if isinstance(reply.get("error"), str):
+                        raise ConfigError(
+                            f"--agent verifiers:{self.taskset}: it cannot be loaded: {reply['error']:.300}"
+                        )
+                if bridge.line.ended:
+                    break
+            self._end()
+        raise ConfigError(f"--agent verifiers:{self.taskset}: the process of verifiers ended without an answer")
+
+    def close(self) -> None:
+        with self.lock:
+            self.deadlines.clear()
+            self._end()
+
+    # ---- the process
+
+    def _bridge(self) -> "_Bridge":
+        if self.owner != os.getpid():  # a fork of ours: the process is its parent's
+            self.kept[:], self.owner = [], os.getpid()
+        if not self.kept:
+            self.kept.append(_Bridge(self.folder, self.taskset, self.most, self.limits))
+        return self.kept[0]
+
+    def _end(self) -> None:
+        _end(self.kept, os.getpid())
+
+    def _ended(self, places: dict[int, int]) -> list[tuple[int, AgentResult]]:
+        """The outcomes of these episodes that are there; waits a little for the first."""
+        with self.lock:
+            if not places.keys() & self.outcomes.keys() and self.kept:
+                self._hear(self.kept[0])
+            ended = [(number, self.outcomes.pop(number)) for number in places if number in self.outcomes]
+            lost = [number for number in places if number not in self.deadlines] if not ended else []
+        if not ended:
+            time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
+        return ended or [(number, AgentResult(error=CLOSED)) for number in lost]
+
+    def _hear(self, bridge: "_Bridge") -> None:
+        for reply in bridge.hear(GLANCE):
+            number = reply.get("began")
+            if isinstance(number, int) and number in self.deadlines:
+                seconds, _ = self.deadlines[number]
+                self.deadlines[number] = seconds, time.monotonic() + seconds + GRACE
+            elif "error" in reply and "id" not in reply:
+                return self._lose(f"its taskset cannot be loaded: {reply['error']!s:.300}")
+            elif self.deadlines.pop(reply.get("id", -1), None) is not None:
+                self.outcomes[reply["id"]] = read_outcome(json.dumps(reply))
+        now = time.monotonic()
+        if bridge.line.ended:
+            with suppress(subprocess.TimeoutExpired):
+                bridge.process.wait(ENDING)
+            self._lose(f"the process of verifiers ended: {bridge.ending()}")
+        elif not bridge.ready and now > bridge.deadline:
+            self._lose(f"the process of verifiers did not start within {START:g} s")
+        elif any(now > deadline for _, deadline in self.deadlines.values()):
+            self._lose("the process of verifiers no longer answers")
+
+    def _lose(self, why: str) -> None:
+        """Its episodes have failed; the next ones get another process."""
+        self.outcomes |= {number: AgentResult(error=why[: REASON * 2]) for number in self.deadlines}
+        self.deadlines.clear()
+        self._end()
+
+
+def _end(kept: "list[_Bridge]", owner: int) -> None:
+    while kept and os.getpid() == owner:
+        kept.pop().end()
+
+
+class _Bridge(SupervisedProcess):
+    """The process of verifiers."""
+
+    def __init__(self, folder: str, taskset: str, most: int, limits: Limits):
+        command = [str(Path(folder, "bin", "python")), str(BRIDGE), taskset, str(most)]
+        super().__init__(
+            "ascent.environments.agents.verifiers_agent:keep_bridge", limits, ASCENT_BRIDGE=json.dumps(command)
+        )
+        self.line, self.ready, self.deadline = ProcessLine(self.socket), False, time.monotonic() + START
+
+    def hear(self, wait: float) -> list[dict[str, Any]]:
+        """Its replies; waits at most so many seconds for the first."""
+        poll = select.poll()
+        poll.register(self.socket, self.line.events)
+        replies = [reply for _, event in poll.poll(1000 * wait) for reply in self.line.hear(event)]
+        self.ready = self.ready or any("ready" in reply for reply in replies)
+        return replies
+
+
+def keep_bridge(pipe: int, lifeline: int, parent: int, memory: int) -> None:
+    """The keeper of it: it ends all that verifiers starts, with it or with the parent."""
+    ends = lifelines(lifeline, parent)
+    child = fork_child(lambda: _become_bridge(pipe), ends, memory)
+    os.close(pipe)
+    status = wait_for(child, ends)
+    end_children(child)
+    end_as(status or 0)
+
+
+def _become_bridge(pipe: int) -> None:
+    command = json.loads(os.environ["ASCENT_BRIDGE"])
+    os.dup2(pipe, 0)
+    os.dup2(pipe, 1)
+    ours = ("ASCENT_BRIDGE", "VIRTUAL_ENV")
+    mine = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTHON")}
+    with suppress(OSError):
+        os.execve(command[0], command, mine)

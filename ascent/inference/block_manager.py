@@ -1,0 +1,61 @@
+"""KV-cache blocks and their allocation."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+class BlockManager:
+    """The pages that are free. Rows take the lowest and prompts the highest, so each kind lies together.
+
+    `border`: from there on the lowest are prompts' first, in the order in which they come.
+    """
+
+    def __init__(self, count: int, size: int, border: int | None = None):
+        self.count, self.size, self.border = count, size, count if border is None else border
+        self._free = set(range(count))
+        self._low = list(range(count))
+        self._high = [self._rank(page) for page in (*range(self.border, count), *reversed(range(self.border)))]
+        """Heaps of the free pages and of their ranks; a page that was taken from the other end may still be there."""
+        self._given: list[int] = []
+        """Free pages that are in neither yet: most calls end before anybody takes them again."""
+        self.most = 0
+        """The largest number of pages that were ever held at once."""
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def need(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def take(self, count: int, high: bool = False) -> list[int]:
+        """This many pages; there must be as many."""
+        for page in self._given:
+            heapq.heappush(self._low, page)
+            heapq.heappush(self._high, self._rank(page))
+        self._given.clear()
+        pages: list[int] = []
+        while len(pages) < count:
+            page = self._page(heapq.heappop(self._high)) if high else heapq.heappop(self._low)
+            if page in self._free:
+                self._free.remove(page)
+                pages.append(page)
+        self.most = max(self.most, self.count - len(self._free))
+        return pages
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Back to the free ones."""
+        free = len(self._free) + len(pages)
+        self._free.update(pages)
+        if len(self._free) != free:
+            raise AssertionError(f"some of the pages {pages} were given back twice")
+        self._given += pages
+
+    def _rank(self, page: int) -> int:
+        """When a prompt gets this page, if it is free."""
+        return page if page >= self.border else 2 * self.count - page
+
+    def _page(self, rank: int) -> int:
+        return rank if rank < self.count else 2 * self.count - rank

@@ -1,0 +1,151 @@
+"""Tokens that are given (prompts, observations, rows that come back), encoded with the decoder's own parts.
+
+A pass is a few kernels per layer, and the host takes longer to launch them than the card to compute them. So a pass is
+padded to one of a few sizes and captured at the second use of its size. Padding goes to a page that is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascent.inference.kv_cache import Extending
+from ascent.models.decoder_model import DecoderModel, Layer, norm_heads
+from ascent.models.packed_attention import Spans
+from ascent.ops.cuda_graphs import Graphs, power_above, size_above
+from ascent.ops.kv_cache import Cache, Pair
+
+SIZES = 24
+"""Sizes that are captured, at most; further ones are launched."""
+WORK = 5e12
+"""Tokens times parameters from which on a pass takes the card longer than launching it takes the host."""
+
+
+class PassSize(NamedTuple):
+    """What a captured pass holds at most: the last segment but those that are empty is padding."""
+
+    tokens: int
+    keys: int
+    segments: int
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, layout: Extending) -> PassSize:
+        tokens = size_above(len(layout.page) + 1)
+        keys = size_above(len(layout.seen[0]) + tokens - len(layout.page))
+        longest = power_above(layout.spans.longest_query), power_above(layout.spans.longest_key)
+        return cls(tokens, keys, power_above(len(layout.spans.queries)), *longest)
+
+
+@dataclass
+class FixedLayout:
+    """What `Prefill` asks a layout for, in a captured pass: tensors that stay where they are."""
+
+    cache: Cache
+    page: Tensor
+    offset: Tensor
+    seen: Pair
+    spans: Spans
+    fused: Any
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.fused.forward(q, k, v, self.spans, scale)[0]
+
+
+@dataclass
+class CapturedPasses:
+    """The captured passes by their sizes, and how often a size was used."""
+
+    graphs: Graphs
+    most: int
+    """Tokens of a pass that is captured, at most."""
+    by_size: dict[PassSize, CapturedPass] = field(default_factory=dict)
+    used: Counter[PassSize] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The model over tokens that are given, packed into one row: `extend` takes it in place of the model itself."""
+
+    net: DecoderModel
+    ops: ModuleType
+    tables: list[Pair]
+    passes: CapturedPasses
+
+    @property
+    def device(self) -> torch.device:
+        return self.net.embedding.device
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Extending) -> Tensor:
+        """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
+        size, there = PassSize.of(layout), self.passes.by_size
+        if size not in there and self._captures(size, layout):
+            there[size] = CapturedPass(self, size, ids[0], layout)
+        if size in there:
+            return there[size](ids[0], layout)
+        return self.through(ids[0], positions[0], layout).unsqueeze(0)
+
+    def _captures(self, size: PassSize, layout: Extending) -> bool:
+        """Now, at the second use of a size?"""
+        passes = self.passes
+        passes.used[size] += 1
+        if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= SIZES:
+            return False
+        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.channel)) and layout.fused.captured
+
+    def through(self, ids: Tensor, positions: Tensor, layout: Extending | FixedLayout) -> Tensor:
+        net, ops = self.net, self.ops
+        turns = {id(pair): [table[positions] for table in pair] for pair in self.tables}
+
+        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
+            pages = layout.cache.layers[i]
+            if layer.norms_qk is not None and not layer.norms_all(net.channel):
+                qkv = norm_heads(qkv, layer.norms_qk, net.heads)
+            q = ops.place_given(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
+            k, v = ops.gather_keys(pages, *layout.seen)
+            return layout.mix(q, k, v, layer.scale).flatten(1)
+
+        return net.through(ops, ids, attend)
+
+
+class CapturedPass:
+    """A pass over up to so many tokens, in one launch."""
+
+    def __init__(self, prefill: Prefill, size: PassSize, ids: Tensor, layout: Extending):
+        self.size, self.nobodys = size, layout.cache.pages - 1
+        self.parts = self._padded(ids, layout)
+        self.out = ids  # until the first pass
+        ids, positions, page, offset, seen_page, seen_offset, queries, keys = self.parts
+        nothing = queries[:0]
+        spans = Spans(queries, keys, size.longest_query, size.longest_key, nothing, nothing, nothing)
+        placed = FixedLayout(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
+
+        def work() -> None:
+            self.out = prefill.through(ids, positions, placed)
+
+        prefill.passes.graphs.warm(work)
+        self.replay = prefill.passes.graphs.capture(work)
+
+    def _padded(self, ids: Tensor, layout: Extending) -> list[Tensor]:
+        size, tokens, keys = self.size, len(ids), len(layout.seen[0])
+        given = ((ids, 0), (layout.positions, 0), (layout.page, self.nobodys), (layout.offset, 0))
+        seen = ((layout.seen[0], self.nobodys), (layout.seen[1], 0))
+        ends = ((layout.spans.queries, size.tokens), (layout.spans.keys, keys + size.tokens - tokens))
+        return [
+            F.pad(part, (0, room - len(part)), value=value)
+            for parts, room in ((given, size.tokens), (seen, size.keys), (ends, size.segments + 1))
+            for part, value in parts
+        ]
+
+    def __call__(self, ids: Tensor, layout: Extending) -> Tensor:
+        """Hidden states, with those of padding; the next pass writes others there."""
+        torch._foreach_copy_(self.parts, self._padded(ids, layout))
+        self.replay()
+        return self.out.unsqueeze(0)

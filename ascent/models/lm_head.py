@@ -1,0 +1,288 @@
+"""Log-probs and entropies from a language-model head, a chunk of tokens at a time.
+
+[tokens × vocabulary] never exists at once: the forward pass keeps one number a token, and the backward
+pass computes a chunk's logits again. With z the logits at the sampling temperature:
+
+    log π(a) = z_a − log Σ e^z            ∂ log π(a)/∂z = 1_a − p
+    H = log Σ e^z − Σ p·z                 ∂H/∂z = −p·(z − Σ p·z)
+    KL = Σ p·(log p − log p_ref)          ∂KL/∂z = p·(log p − log p_ref − KL)
+
+All of it in float32 or better, whatever the hidden states are. On a GPU there are kernels that take few passes over
+the logits (`FusedStats`), and on a CPU one in C (kernels/cpu.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascent.ops import cpu_kernels, load_kernels
+
+CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
+"""What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
+CHUNK_SHARE = 1 / 32
+"""Of a GPU's memory, what a chunk may take at most: so it is smaller on a GPU of less than 64 GiB."""
+KEEP_BYTES = 384 * 2**20
+"""Probabilities that the backward pass may find kept rather than compute again. Memory against time."""
+
+
+def chunk_bytes(device: torch.device) -> int:
+    most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return most
+    share = CHUNK_SHARE * torch.cuda.get_per_process_memory_fraction(device.index)
+    return min(most, int(share * torch.cuda.get_device_properties(device).total_memory))
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Head:
+        """The head of a transformers model, with the scalings that its config names."""
+        module, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(module.weight, getattr(module, "bias", None), scale, cap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """In float32 or better, never rounded to the precision of the parameters."""
+        kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else kernels_for(hidden)
+        if kernels is not None:
+            z = kernels.logits(hidden, self.weight, self.bias)
+        elif hidden.dtype.itemsize < 4:
+            z = HeadFormulas.logits(hidden, self.weight, self.bias)
+        else:
+            z = self.multiply(hidden)
+        z = z if self.scale == 1.0 else z * self.scale
+        return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
+
+    def multiply(self, hidden: Tensor) -> Tensor:
+        """h·Wᵀ + b"""
+        return F.linear(hidden, self.weight, self.bias)
+
+    def chunk(self) -> int:
+        """Tokens in a chunk."""
+        return max(16, chunk_bytes(self.weight.device) // (4 * self.weight.shape[0]))
+
+
+def kernels_for(hidden: Tensor) -> Any:
+    """What takes few passes over the logits of these states; None: they are not on a GPU, or in float64."""
+    fits = hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden)
+    return load_kernels("triton_lm_head") if fits else None
+
+
+def token_stats(
+    head: Head,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    reference: tuple[Head, Tensor] | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`.
+
+    `reference`: the head and the hidden states of the other policy.
+    """
+    kernels = kernels_for(hidden)
+    if kernels is not None and reference is None and head.cap is None:
+        how = (head.chunk(), head.scale / temperature, entropy_gradient, kernels)
+        return *FusedStats.apply(hidden, head.weight, head.bias, target, *how), None
+    options = (head, temperature, reference, entropy_gradient)
+    logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)
+    return logp, entropy, (None if reference is None else kl)
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Any) -> Any:
+        head, temperature, reference, entropy_gradient = options
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.kept = []
+        count, chunk = hidden.shape[0], head.chunk()
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logp, entropy, kl = (torch.zeros(count, dtype=dtype, device=hidden.device) for _ in range(3))
+        needed = any(ctx.needs_input_grad[:3])
+        room = KEEP_BYTES if needed and not head.cap else 0
+        for part in _parts(count, chunk):
+            z = head.logits(hidden[part]) / temperature if temperature != 1.0 else head.logits(hidden[part])
+            if cpu_kernels.fits(z):
+                p = z if reference is None else z.clone()
+                logp[part], entropy[part] = cpu_kernels.measure_rows(p, target[part])
+            else:
+                p = torch.softmax(z, -1)
+                log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
+                logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
+                entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
+            if reference is not None:
+                gap = torch.log_softmax(z, -1) - _ref_log_probs(reference, part, temperature)
+                kl[part] = (p * gap).sum(-1)
+            room -= p.numel() * p.element_size()
+            if room >= 0:
+                ctx.kept.append(p)
+        idle = [] if entropy_gradient else [entropy]
+        ctx.mark_non_differentiable(*idle, *([] if reference is not None else [kl]))
+        return logp, entropy, kl
+
+    @staticmethod
+    def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_kl: Tensor) -> Any:
+        head, temperature, reference, entropy_gradient = ctx.options
+        only_logp = reference is None and not entropy_gradient
+        hidden, weight, bias, target = ctx.saved_tensors
+        g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        g_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        for i, part in enumerate(_parts(hidden.shape[0], head.chunk())):
+            kept = ctx.kept[i] if i < len(ctx.kept) else None
+            if kept is None or not only_logp:
+                z = head.logits(hidden[part])
+                log_p = torch.log_softmax(z / temperature, -1)
+            p = torch.exp(log_p) if kept is None else kept
+            g = p.mul_(-g_logp[part, None]) if only_logp and kept is not None else p * -g_logp[part, None]
+            g.scatter_add_(-1, target[part, None], g_logp[part, None].to(g.dtype))
+            if entropy_gradient:
+                mean = (p * log_p).sum(-1, keepdim=True)
+                g -= g_entropy[part, None] * p * (log_p - mean)
+            if reference is not None:
+                gap = log_p - _ref_log_probs(reference, part, temperature)
+                g += g_kl[part, None] * p * (gap - (p * gap).sum(-1, keepdim=True))
+            if temperature != 1.0:
+                g /= temperature
+            if head.cap is not None:  # then nothing is kept
+                g *= 1 - (z / head.cap) ** 2
+            if head.scale != 1.0:
+                g *= head.scale
+            g = g.to(weight.dtype)
+            if g_hidden is not None:
+                g_hidden[part] = g @ weight
+            if g_weight is not None:
+                add_product(g_weight, g.t(), hidden[part])
+            if g_bias is not None:
+                g_bias += g.sum(0, dtype=wide)
+        ctx.kept = []
+        return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a·b. Where the factors are in half precision, the sum over chunks is not."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def narrowed(dtype: torch.dtype, *grads: Tensor | None) -> list[Tensor | None]:
+    """Gradients in the type of their parameters, once everything is in them."""
+    return [None if g is None else g.to(dtype) for g in grads]
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+
+
+def _ref_log_probs(reference: tuple[Head, Tensor], part: slice, temperature: float) -> Tensor:
+    head, hidden = reference
+    return torch.log_softmax(head.logits(hidden[part]) / temperature, -1)
+
+
+# ---- few passes over the logits, on a GPU ----------------------------------------------------------
+
+
+class FusedStats(torch.autograd.Function):
+    """log π of the targets and entropy at each hidden state. `ops`: the kernels, or `HeadFormulas` in the tests.
+
+    A chunk's logits come out of the matrix product in float32, unrounded. The forward pass then reads them once, for
+    all of a token's numbers, and the backward pass computes them again and reads them once, writing the slope in half
+    precision for two more products. With x = z·factor, factor = scale/temperature:
+
+        log π(a) = x_a − log Σ e^x       H = log Σ e^x − Σ p·x
+        slope = factor·(g_logp·(1_a − p) − g_H·p·(log p + H))
+
+    The head's gradient is summed over chunks in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, factor: float,
+        entropy_gradient: bool, ops: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ops = ops or load_kernels("triton_lm_head")
+        parts = _parts(len(hidden), chunk)
+        measured = [ops.measure(ops.logits(hidden[part], weight, bias), target[part], factor) for part in parts]
+        logp, entropy, log_z = (torch.cat(values) for values in zip(*measured, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, target, entropy, log_z)
+        ctx.options = (chunk, factor, entropy_gradient, ops)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weight, bias, target, entropy, log_z = ctx.saved_tensors
+        chunk, factor, entropy_gradient, ops = ctx.options
+        g_logp, g_entropy = grads[0], grads[1] if entropy_gradient else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        g_weight: Tensor | None = None
+        g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        parts = _parts(len(hidden), chunk)
+        for part in parts:
+            z = ops.logits(hidden[part], weight, bias)
+            bent = None if g_entropy is None else (g_entropy[part], entropy[part])
+            g = ops.slope(z, target[part], log_z[part], g_logp[part], bent, factor, weight.dtype)
+            del z
+            if g_hidden is not None:
+                torch.mm(g, weight, out=g_hidden[part])
+            if ctx.needs_input_grad[1] and len(parts) == 1:  # nothing to be summed in float32
+                g_weight = g.t() @ hidden
+            elif ctx.needs_input_grad[1]:  # it is large, and so are the logits: not both at once
+                g_weight = torch.zeros_like(weight, dtype=wide) if g_weight is None else g_weight
+                ops.add_product(g_weight, g.t(), hidden[part])
+            if g_bias is not None:
+                g_bias += g.sum(0, dtype=wide)
+            del g
+        return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None, None, None, None
+
+
+class HeadFormulas:
+    """What the kernels compute, in plain torch."""
+
+    add_product = staticmethod(add_product)
+
+    @staticmethod
+    def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+    @staticmethod
+    def measure(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        """log π of the targets, entropies, and log Σ e^x."""
+        x = z * factor
+        log_z = torch.logsumexp(x, -1)
+        log_p = x - log_z[:, None]
+        return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_z
+
+    @staticmethod
+    def slope(
+        z: Tensor, target: Tensor, log_z: Tensor, g_logp: Tensor, bent: tuple[Tensor, Tensor] | None, factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        log_p = z * factor - log_z[:, None]
+        p = log_p.exp()
+        g = (F.one_hot(target, z.shape[1]) - p) * g_logp[:, None]
+        if bent is not None:
+            g_entropy, entropy = bent
+            g -= g_entropy[:, None] * p * (log_p + entropy[:, None])
+        return (g * factor).to(dtype)

@@ -1,0 +1,315 @@
+"""LoRA's adapters beside a frozen matrix, as they are trained: never merged into it.
+
+    y = x·Wᵀ + h·(s·B)ᵀ,   h = x·Aᵀ,   s = alpha/rank
+
+A and B are float32 where W is in half precision. A product takes them rounded to W's type, the scale inside B before
+that, and h and x·Wᵀ are rounded before their sum is. Learner (`fuse_adapter`) and sampler (`Beside`) round in the same
+places, so that the policy that is drawn from is the one that is trained; what one step changes is never lost, as it
+would be in a sum W + s·B·A that is rounded. W may be in 4 bits (policies/four_bit.py); it is then made again for each
+product, also on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ascent.models.quantization import FourBit, is_packed, packed_product
+
+HALF = (torch.bfloat16, torch.float16)
+EVEN, ROWS = 8, 64
+"""Columns of h, and rows of W and A together, come in multiples of these: products of them are faster."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The trained tensors of one adapter, A `[rank in]` and B `[out rank]`, and its scale."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def taken_apart(module: Any) -> tuple[Any, Adapter | None]:
+    """A matrix or an embedding, and the adapter beside it. What is more than that is given back as it came."""
+    if not hasattr(module, "base_layer") or type(module).__module__ != "peft.tuners.lora.layer":
+        return module, None
+    names = module.active_adapters
+    extra = module.merged or module.disable_adapters or module.lora_variant or getattr(module, "fan_in_fan_out", False)
+    if extra or len(names) != 1:
+        return module, None
+    name, scale = names[0], float(module.scaling[names[0]])
+    if name in module.lora_A:
+        biased = module.lora_B[name].bias is not None
+        found = Adapter(module.lora_A[name].weight, module.lora_B[name].weight, scale)
+        return (module, None) if biased else (module.base_layer, found)
+    return module.base_layer, Adapter(module.lora_embedding_A[name], module.lora_embedding_B[name], scale)
+
+
+def is_adapter(name: str) -> bool:
+    """Is this the name of an adapter's parameter?"""
+    return ".lora_" in name
+
+
+@contextmanager
+def shaken(model: nn.Module) -> Iterator[None]:
+    """Inside, adapters that have not moved yet do something: two forms of the model are told apart by them too."""
+    still: list[Tensor] = [p for name, p in model.named_parameters() if is_adapter(name) and not bool(p.any())]
+    with torch.no_grad():
+        for p in still:
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p in still:
+                p.zero_()
+
+
+# ---- for the sampler: one product for all modules that read the same states ---------------------------
+
+
+class StackedLinear(NamedTuple):
+    """Matrices side by side, and their adapters: x·[W₁; W₂; …; A₁; A₂; …]ᵀ brings every h too, and one more product
+    adds h·Bᵀ, B being 0 where a matrix does not read an adapter. All of it lies at fixed addresses."""
+
+    weight: Tensor
+    """`[out in]`, or with adapters `[out + rank + … in]`."""
+    bias: Tensor | None
+    b: Tensor | None = None
+    """`[out rank]`"""
+    ranks: tuple[int, ...] = ()
+    """Of each matrix: columns of h that it alone reads, one after the other."""
+
+    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
+        """`parts`: the sum may be left in parts (`linear` in sampling/step.py)."""
+        if self.b is None:
+            return ops.linear(x, self.weight, self.bias, parts)
+        return ops.adapted(self.base(x, ops), self.b)
+
+    def base(self, x: Tensor, ops: Any) -> Tensor:
+        """x·Wᵀ, and behind it h if there is an adapter."""
+        return ops.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
+        """act(gate)·up of x, where these matrices are gate and up."""
+        if self.b is None:
+            return ops.gated_linear(x, self.weight, self.bias, gelu)
+        if len(self.ranks) == 1:  # one adapter for gate and up
+            return ops.gated(self(x, ops).contiguous(), gelu=gelu)
+        return ops.gated(self.base(x, ops), self.b, self.ranks, gelu)
+
+    @staticmethod
+    def adapted(whole: Tensor, b: Tensor) -> Tensor:
+        """x·Wᵀ + h·Bᵀ, where `whole` is [x·Wᵀ, h, …]; in the place of x·Wᵀ."""
+        out, rank = b.shape
+        return whole[:, :out].addmm_(whole[:, out : out + rank], b.t())
+
+
+class PackedStackedLinear(NamedTuple):
+    """The same of matrices in 4 bits: h is a product of its own."""
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    a: Tensor | None = None
+    """`[rank in]`"""
+    b: Tensor | None = None
+
+    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
+        x = x.to(self.dtype)
+        y = packed_product(x, self.packed, self.scale, self.bias)
+        return y if self.a is None or self.b is None else y.addmm_(x @ self.a.t(), self.b.t())
+
+    def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
+        return ops.gated(self(x, ops), gelu=gelu)
+
+
+class Lookup(NamedTuple):
+    """An embedding, and its adapter: `a` `[word rank]`, `b` `[width rank]`."""
+
+    weight: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.weight)
+        return x if self.a is None or self.b is None else x.addmm_(F.embedding(ids, self.a), self.b.t())
+
+
+class Copies:
+    """What adapters are copied to, all at once: the trained tensors are in another precision, or another layout."""
+
+    def __init__(self) -> None:
+        self.into: list[Tensor] = []
+        self.of: list[Tensor] = []
+        self.scales: list[float] = []
+
+    def add(self, into: Tensor, of: Tensor, scale: float = 1.0) -> None:
+        self.into.append(into)
+        self.of.append(of.detach())
+        self.scales.append(scale)
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Scaled before they are rounded."""
+        if self.into:
+            torch._foreach_copy_(self.into, torch._foreach_mul(self.of, self.scales))
+
+
+@torch.no_grad()
+def laid_out(parts: Sequence[Tensor], room: int = 0) -> Tensor:
+    """One flat tensor that begins with these parameters, one after the other, and has `room` numbers behind them.
+
+    The parameters stay the same objects and only their memory moves, so an optimizer's step, a state dict or a
+    checkpoint finds them as before, and every change to them is a change to the whole: nothing is copied later.
+    """
+    first, count = parts[0].data, sum(p.numel() for p in parts)
+    ends = [p.data_ptr() + p.numel() * p.element_size() for p in parts]
+    following = all(p.data_ptr() == end for p, end in zip(parts[1:], ends[:-1], strict=True))
+    one_block = len({p.untyped_storage().data_ptr() for p in parts}) == 1 and all(p.is_contiguous() for p in parts)
+    whole = first.storage_offset() == 0 and first.untyped_storage().nbytes() == (count + room) * first.element_size()
+    if following and one_block and (whole or not room):
+        return first.as_strided((count + room,), (1,))
+    flat = torch.cat([*(p.data.flatten() for p in parts), first.new_zeros(room)])
+    for p, part in zip(parts, flat.split([p.numel() for p in parts] + [room]), strict=False):
+        p.data = part.view(p.shape)
+    return flat
+
+
+def beside(modules: Sequence[Any], copies: Copies) -> StackedLinear | PackedStackedLinear:
+    """These modules, each a matrix with or without an adapter, as one."""
+    plain, adapters = zip(*map(taken_apart, modules), strict=True)
+    out, width = [m.out_features for m in plain], plain[0].in_features
+    ranks = tuple(0 if adapter is None else len(adapter.a) for adapter in adapters)
+    rank = sum(ranks) + -sum(ranks) % EVEN
+    if is_packed(plain[0]):
+        whole = _packed_beside(plain, rank)
+        if whole.a is not None and whole.b is not None:
+            copy_adapters(copies, adapters, out, whole.a, whole.b)
+        return whole
+    rows = sum(out) + rank
+    rows += -rows % ROWS if rank else 0
+    flat = laid_out([m.weight for m in plain], (rows - sum(out)) * width + rank * sum(out))
+    bias = None if plain[0].bias is None else laid_out([m.bias for m in plain], rows - sum(out))
+    weight = flat[: rows * width].view(rows, width)
+    if not rank:
+        return StackedLinear(weight, bias)
+    b = flat[rows * width :].view(sum(out), rank)
+    copy_adapters(copies, adapters, out, weight[sum(out) :], b)
+    return StackedLinear(weight, bias, b, ranks)
+
+
+def _packed_beside(plain: Sequence[FourBit], rank: int) -> PackedStackedLinear:
+    """Blocks never go from one row into the next, so packed matrices lie side by side as others do."""
+    first, width, out = plain[0], plain[0].in_features, sum(m.out_features for m in plain)
+    packed, scale = (laid_out([getattr(m, name) for m in plain]).view(out, -1) for name in ("packed", "scale"))
+    bias = None if first.bias is None else laid_out([m.bias for m in plain])
+    if not rank:
+        return PackedStackedLinear(packed, scale, bias, first.dtype)
+    if first.room is None or first.room.numel() != rank * (width + out):
+        first.room = torch.zeros(rank * (width + out), dtype=first.dtype, device=packed.device)
+    a, b = first.room.split([rank * width, rank * out])
+    return PackedStackedLinear(packed, scale, bias, first.dtype, a.view(rank, width), b.view(out, rank))
+
+
+def copy_adapters(copies: Copies, adapters: Sequence[Adapter | None], out: Sequence[int], a: Tensor, b: Tensor) -> None:
+    """Have each adapter copied to its rows of A, and to its rows and columns of B."""
+    row = column = 0
+    for count, adapter in zip(out, adapters, strict=True):
+        own = 0 if adapter is None else len(adapter.a)
+        if adapter is not None:
+            copies.add(a[column : column + own], adapter.a)
+            copies.add(b[row : row + count, column : column + own], adapter.b, adapter.scale)
+        row, column = row + count, column + own
+
+
+def lookup(module: Any, copies: Copies) -> Lookup:
+    plain, adapter = taken_apart(module)
+    if adapter is None:
+        return Lookup(plain.weight.data)
+    (words, width), rank = plain.weight.shape, len(adapter.a)
+    even = rank + -rank % EVEN
+    weight, a, b = laid_out([plain.weight], even * (words + width)).split([words * width, words * even, width * even])
+    a, b = a.view(words, even), b.view(width, even)
+    copies.add(a[:, :rank], adapter.a.t())
+    copies.add(b[:, :rank], adapter.b, adapter.scale)
+    return Lookup(weight.view(words, width), a, b)
+
+
+# ---- for the learner -----------------------------------------------------------------------------------
+
+
+def fuse_adapter(module: Any) -> bool:
+    """Let an adapter beside a half-precision matrix compute in that precision; does it?
+
+    peft widens what goes in to float32, and what comes out: nine passes over a tensor as large as the output.
+    """
+    plain, adapter = taken_apart(module)
+    if adapter is None or type(plain) not in (nn.Linear, FourBit) or _type_of(plain) not in HALF:
+        return False
+    if type(plain) is nn.Linear and plain.weight.requires_grad:
+        return False
+    module.forward = partial(_adapted, module)
+    return True
+
+
+def _type_of(plain: Any) -> torch.dtype:
+    return plain.dtype if is_packed(plain) else plain.weight.dtype
+
+
+def _adapted(module: Any, x: Tensor) -> Tensor:
+    plain, adapter = taken_apart(module)
+    if adapter is None or x.dtype not in HALF or x.dtype != _type_of(plain):  # it was copied, and widened
+        return type(module).forward(module, x)
+    packed = plain if is_packed(plain) else None
+    weight = None if packed is not None else plain.weight
+    return _Adapted.apply(x, weight, plain.bias, adapter.a, adapter.b, adapter.scale, packed)
+
+
+class _Adapted(torch.autograd.Function):
+    """y = x·Wᵀ + bias + h·(s·B)ᵀ, h = x·Aᵀ. W and its bias are frozen; gradients of A and B are summed in float32.
+
+    W is a tensor, or a matrix in 4 bits.
+
+    ∂h = ∂y·(s·B)   ∂x = ∂y·W + ∂h·A   ∂A = ∂hᵀ·x   ∂B = s·∂yᵀ·h
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, scale: float,
+        packed: FourBit | None = None,
+    ) -> Tensor:  # fmt: skip
+        rows = x.flatten(0, -2)
+        a, scaled = a.to(x.dtype), (b * scale).to(x.dtype)
+        h = rows @ a.t()
+        y = F.linear(rows, weight, bias) if packed is None else packed.product(rows)  # type: ignore[arg-type]
+        y.addmm_(h, scaled.t())
+        ctx.save_for_backward(x, weight, a, scaled, h)
+        ctx.scale, ctx.packed = scale, packed
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, a, scaled, h = ctx.saved_tensors
+        rows, g = x.flatten(0, -2), grads[0].flatten(0, -2)
+        weight = weight if ctx.packed is None else ctx.packed.weight
+        g_h = g @ scaled
+        g_x = (g @ weight).addmm_(g_h, a).view(x.shape) if ctx.needs_input_grad[0] else None
+        return g_x, None, None, product(g_h.t(), rows), product(g.t(), h).mul_(ctx.scale), None, None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a·b in float32 or better."""
+    if a.is_cuda and a.dtype in HALF:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)

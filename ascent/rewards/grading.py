@@ -1,0 +1,291 @@
+"""A task's rewards on many responses at once: in its grading processes, by its judges and by its reward models.
+
+`self_test` computes them on responses whose worth is known: right ones have to pass, corrupted ones must not.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+from ascent.processes.reward_calls import Job, RewardCall, compute, error_words, new_loop
+from ascent.tasks.python_objects import pickled
+from ascent.tasks.reward_sources import FUNCTIONS, OWN, call_of, find_function
+from ascent.tasks.reward_worker import Grader
+from ascent.tasks.reward_worker_pool import Limits, PendingCall, RewardOutcome, RewardWorkerPool
+from ascent.tasks.text.answer_checking import on_one_line
+from ascent.tasks.text.text_task import Message, Problem, TextTask
+
+ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[RewardOutcome]]
+"""A judge or a reward model: one outcome for each response to a problem, in order."""
+MOST_WORKERS = 16
+"""Processes where one per core is asked for."""
+AT_ONCE = 64
+"""Responses that an async function gets at the same time, in each process."""
+_EXAMPLES = 3
+"""Failures of each kind that a self-test describes."""
+Outcomes = dict[tuple[int, str], RewardOutcome]
+"""By the number of the response and the source of the reward."""
+Early = dict[str, PendingCall]
+"""What was begun for a response before the others were there, by the source of the reward."""
+
+
+class Grading:
+    """The rewards of a task, ready to be computed. `close` ends its processes.
+
+    Its judges and reward models come from outside, by their source. A self-test is `partial`: it leaves out rewards
+    whose grader it was not given, such as reward models, which know of no right response.
+    """
+
+    def __init__(self, task: TextTask, graders: Mapping[str, ResponseGrader] | None = None, partial: bool = False):
+        self.task, self.graders = task, dict(graders or {})
+        cls = type(task)
+        source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
+        settings = {f.name: getattr(task, f.name) for f in fields(task)}
+        functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in FUNCTIONS)
+        self._calls = {name: call_of(name, sandbox=task.sandbox_settings) for name in functions}
+        loaded = {name: find_function(name) for name in functions if not name.startswith("sandbox:")}
+        here = [name for name, function in loaded.items() if getattr(function, "in_process", False)]
+        self._here = {name: InProcess(self._calls[name], task.reward_seconds) for name in here}
+        self._in_processes = {OWN: _grader(source, settings)}
+        self._in_processes |= {name: _grader(name) for name in loaded if name not in here}
+        boxed = [name for name in functions if name not in loaded]
+        self._in_processes |= {name: Grader(name, sandbox=tuple(task.sandbox_settings)) for name in boxed}
+        limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
+        self.workers = task.reward_workers or min(MOST_WORKERS, count_cores())
+        self.pool = RewardWorkerPool(list(self._in_processes.values()), self.workers, limits)
+        outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
+        self._outside = [source for source in outside if not partial or source in self.graders]
+        self._rewards = task.rewards
+        self._checked = any(reward.kind == OWN for reward in self._rewards)
+        together = {name for name, call in self._calls.items() if call.grouped or call.awaited}
+        self._alone = [(i, name) for i, name in enumerate(self._in_processes) if name not in together]
+        """What is computed in processes for each response by itself: graders by their number, and their sources."""
+
+    def begin(self, responses: Sequence[tuple[Problem, str]]) -> list[Early]:
+        """Let what is computed for each of these by itself be computed from now on, in the processes."""
+        which = [
+            (i, grader, source)
+            for i, (problem, _) in enumerate(responses)
+            for grader, source in self._alone
+            if source != OWN or self._checks(problem)
+        ]
+        begun = self.pool.begin([[_job(grader, *responses[i])] for i, grader, _ in which])
+        early: list[Early] = [{} for _ in responses]
+        for (i, _, source), call in zip(which, begun, strict=True):
+            early[i][source] = call
+        return early
+
+    def _checks(self, problem: Problem) -> bool:
+        """Is the task's own check made? For the strict score alone, too, where there is an answer."""
+        return self._checked or problem.answer is not None
+
+    def __call__(
+        self, responses: Sequence[tuple[Problem, str]], early: Sequence[Early | None] | None = None
+    ) -> list[RewardOutcome]:
+        """A mark for each problem and response, in their order. `early`: what was begun of each."""
+        early = early or [None] * len(responses)
+        begun = {(i, source): call for i, one in enumerate(early) for source, call in (one or {}).items()}
+        places = [(0, OWN, [i]) for i, (problem, _) in enumerate(responses) if self._checks(problem)]
+        for grader, source in list(enumerate(self._in_processes))[1:]:
+            places += [(grader, source, part) for part in self._parts(self._calls[source], responses)]
+        places = [place for place in places if (place[2][0], place[1]) not in begun]
+        here = [(0, source, part) for source in self._here for part in self._parts(self._calls[source], responses)]
+
+        def jobs(grader: int, part: list[int]) -> list[Job]:
+            return [_job(grader, *responses[i]) for i in part]
+
+        made = self.pool.run_calls([jobs(grader, part) for grader, _, part in places])
+        made += [self._here[source](jobs(0, part)) for _, source, part in here]
+        waited = self.pool.results(list(begun.values()))
+        outcomes: Outcomes = {place: answer for place, (answer,) in zip(begun, waited, strict=True)}
+        for (_, source, part), answers in zip([*places, *here], made, strict=True):
+            outcomes |= {(i, source): answer for i, answer in zip(part, answers, strict=True)}
+        for source in self._outside:
+            outcomes |= {(i, source): outcome for i, outcome in enumerate(self.graders[source](responses))}
+        return [self._mark(problem, response, i, outcomes) for i, (problem, response) in enumerate(responses)]
+
+    def _parts(self, call: RewardCall, responses: Sequence[tuple[Problem, str]]) -> list[list[int]]:
+        """Which responses a function gets in one call: one; its whole group; or, if it is async, many."""
+        if call.grouped:
+            return [list(part) for _, part in groupby(range(len(responses)), key=lambda i: id(responses[i][0]))]
+        size = min(AT_ONCE, -(-len(responses) // self.workers)) if call.awaited else 1
+        return [
+            list(range(first, min(first + size, len(responses)))) for first in range(0, len(responses), max(size, 1))
+        ]
+
+    def _mark(self, problem: Problem, response: str, i: int, outcomes: Outcomes) -> RewardOutcome:
+        own = outcomes.get((i, OWN))
+        parts, reasons = {}, [own.reason] if own else []
+        failed = f"the task's check: {own.error}" if own is not None and own.error else None
+        value, skipped = 0.0, False
+        for reward in self._rewards:
+            outcome = outcomes.get((i, reward.source))
+            if outcome is None:  # a process reward, which comes token by token; or what a self-test leaves out
+                continue
+            if outcome.skipped:
+                skipped = True
+                continue
+            parts[reward.name] = outcome.value
+            value += reward.weight * outcome.value
+            if reward.kind != OWN:
+                reasons.append(f"{reward.name}: {outcome.reason}" if outcome.reason else "")
+                failed = failed or (f"reward {reward.name}: {outcome.error}" if outcome.error else None)
+        reason = "; ".join(filter(None, reasons))
+        if skipped and not parts:
+            failed = failed or "every reward returned None, so none is for this row"
+        if failed is not None:
+            failed = f"{failed}. Prompt {excerpt(problem.prompt)}, response {excerpt(response)}"
+            return RewardOutcome(reason=reason, error=failed)
+        if own is None:  # nothing to compare with: what earns the full point counts as right
+            return RewardOutcome(value, value >= 1, value >= 1, reason, parts=parts)
+        return RewardOutcome(value, own.strict, own.lenient, reason, parts=parts)
+
+    def close(self) -> None:
+        self.pool.close()
+        for reward in self._here.values():
+            reward.close()
+
+
+def count_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _job(grader: int, problem: Problem, response: str) -> Job:
+    return Job(grader, problem.prompt, response, problem.answer, problem.columns)
+
+
+def _grader(source: str, settings: Mapping[str, Any] | None = None) -> Grader:
+    """What a process needs for a reward: where its code is, or the code itself."""
+    given = source.startswith("object:")
+    return Grader(source, settings, sent=pickled(source, "reward" if settings is None else "task") if given else None)
+
+
+class InProcess:
+    """A reward function that runs in this process. An async one has a thread and an event loop of its own."""
+
+    def __init__(self, call: RewardCall, seconds: float):
+        self.call, self.seconds = call, seconds
+        self.loop = new_loop(call)
+        self.thread = ThreadPoolExecutor(1, "ascent-reward") if call.awaited else None
+
+    def __call__(self, jobs: Sequence[Job]) -> list[RewardOutcome]:
+        try:
+            if self.thread is None:
+                answers = compute(self.call, jobs, None, self.seconds)
+            else:
+                answers = self.thread.submit(compute, self.call, jobs, self.loop, self.seconds).result()
+        except Exception as error:
+            return [RewardOutcome(error=error_words(error))] * len(jobs)
+        return [RewardOutcome(**answer) for answer in answers]
+
+    def close(self) -> None:
+        if self.thread is not None and self.loop is not None:
+            self.thread.submit(self.loop.close).result()
+            self.thread.shutdown()
+
+
+def rate_responses(
+    task: TextTask,
+    rate: Callable[[list[tuple[list[Message], str]]], list[float]],
+    responses: Sequence[tuple[Problem, str]],
+) -> list[RewardOutcome]:
+    """What a reward model says of each response to a problem; it reads the chat that the policy reads."""
+    values = rate([(task.messages(problem), response) for problem, response in responses])
+    return [
+        RewardOutcome(v, reason=f"{v:.3f}") if math.isfinite(v) else RewardOutcome(error=f"it returned {v}")
+        for v in values
+    ]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What a self-test found."""
+
+    gold: int
+    """Right responses tried; 0 where the task knows none."""
+    gold_passed: int
+    corrupted: int
+    corrupted_passed: int
+    """Corrupted responses that were taken for right: none should be."""
+    gold_reward: float
+    """Mean reward of right responses."""
+    corrupted_reward: float
+    errors: int
+    failures: tuple[str, ...]
+    """What went wrong, in words, a few of each kind."""
+    compares: bool = True
+    """Does any reward look at the right answer? Otherwise right responses need not earn more."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def lines(self) -> list[str]:
+        """The report as a person reads it."""
+        if not self.gold + self.corrupted:
+            head = "no right responses are known, or only a reward model rates them, so the reward could not be tested"
+        else:
+            head = (
+                f"{self.gold_passed} of {self.gold} right responses pass (mean reward {self.gold_reward:.3g}), "
+                f"{self.corrupted_passed} of {self.corrupted} corrupted ones do (mean reward "
+                f"{self.corrupted_reward:.3g}), {self.errors} errors"
+            )
+        return [head, *self.failures]
+
+
+def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrader] | None = None) -> SelfTest:
+    """The rewards on right, corrupted, empty and other problems' responses, in worker processes as in training."""
+    size = 0 if all(reward.kind == "model" for reward in task.rewards) else task.size
+    indices = range(count if size is None else min(count, size))
+    stride = 1 if task.in_order else 7919
+    problems = [task.train(i * stride % size if size else i * stride) for i in indices]
+    golds = [task.gold(problem) for problem in problems]
+    others = golds[1:] + golds[:1]
+    right = [(p, gold) for p, gold in zip(problems, golds, strict=True) if gold is not None]
+    wrong = [
+        (p, response)
+        for p, gold, other in zip(problems, golds, others, strict=True)
+        for response in dict.fromkeys(task.wrong(p, other if other != gold else None))
+    ]
+    with closing(Grading(task, judges, partial=True)) as grading:
+        marks = grading([*right, *wrong])
+    good, bad = marks[: len(right)], marks[len(right) :]
+    errors = [mark.error for mark in marks if mark.error is not None]
+    refused = [_case(*case, mark) for case, mark in zip(right, good, strict=True) if not (mark.error or mark.strict)]
+    passed = [_case(*case, mark) for case, mark in zip(wrong, bad, strict=True) if mark.strict]
+    failures = [f"a reward failed: {error}" for error in errors[:_EXAMPLES]]
+    failures += [f"a right response does not pass: {case}" for case in refused[:_EXAMPLES]]
+    failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
+    high, low = _mean(good), _mean(bad)
+    boxed = task.sandbox_settings
+    functions = [call_of(reward.source, sandbox=boxed) for reward in task.rewards if reward.kind in FUNCTIONS]
+    compares = len(functions) < len(task.rewards) or any(call.takes_answer for call in functions)
+    if compares and right and wrong and not errors and not high > low:
+        failures.append(
+            f"the reward cannot tell right from wrong: right responses earn {high:.3g} on the mean, corrupted {low:.3g}"
+        )
+    passing = sum(mark.strict for mark in good)
+    return SelfTest(len(right), passing, len(wrong), len(passed), high, low, len(errors), tuple(failures), compares)
+
+
+def _mean(marks: list[RewardOutcome]) -> float:
+    values = [mark.value for mark in marks if mark.error is None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _case(problem: Problem, response: str, mark: RewardOutcome) -> str:
+    why = f" ({mark.reason})" if mark.reason else ""
+    return f"prompt {excerpt(problem.prompt)}, response {excerpt(response)}{why}"
+
+
+def excerpt(text: object) -> str:
+    """The head of a prompt or response, on one line."""
+    if isinstance(text, list):
+        text = text[-1].get("content", "") if text else ""
+    return repr(on_one_line(str(text), 160))

@@ -1,0 +1,435 @@
+"""A text task bound to an encoder: what the loop calls a task. With offline data, responses are read and not graded."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ascent.core.errors import ConfigError, RunError
+from ascent.core.types import Prompts, Rollouts, Scores, Space
+from ascent.rewards.grading import Early, Grading
+from ascent.tasks import scoring
+from ascent.tasks.base import BoundBase, WrittenPrompt
+from ascent.tasks.epochs import InOrder, Passes
+from ascent.tasks.text.answer_checking import loose_answer, tidy, value_of, whole_number
+from ascent.tasks.text.python_rows import KEPT
+from ascent.tasks.text.text_task import Message, Problem, TextTask
+
+PADDING = -1
+"""Fills up short prompts; no token."""
+ROLES = frozenset({"user", "tool", "assistant", "model", "system", "ipython", "environment", "observation", "function"})
+"""Words by which chat templates name who speaks; behind a control token they are no part of what is said."""
+_REMEMBERED = 100_000
+"""Problems that are remembered, so that those of an endless task are not made again to be graded."""
+_COUNTED = 10_000
+"""Prompts that are left out and told apart. An endless task may have any number of them."""
+_ROUNDS = 64
+"""Times that `draw` looks for prompts that are short enough before it gives up on an endless task."""
+
+
+class Encoder(Protocol):
+    """Words into tokens and back, as a policy understands them."""
+
+    vocab: int
+    end: int
+    """The end token."""
+    ends: frozenset[int]
+    """Every token that ends a response, the end token among them."""
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """A chat as a prompt, up to where the response begins."""
+
+    def tokenize(self, words: str) -> list[int]:
+        """Words as tokens, with none added."""
+
+    def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
+        """Each step with the separator behind it, tokenized by itself; the end token last, if the response ended."""
+
+    def decode(self, ids: list[int] | np.ndarray) -> str:
+        """Tokens as words, special ones left out."""
+
+    def piece(self, token: int) -> str:
+        """One token as a person reads it, special ones too."""
+
+
+class TokenizedTask(BoundBase):
+    """A `TextTask` whose prompts and responses are tokens. Prompts are padded on the right with −1.
+
+    What is drawn depends on the generator alone, and the prompts of a step on the seed and the step. `graders` are the
+    judges, reward models and process rewards that the task's rewards name, by their source: the task is handed them,
+    and does not load them.
+    """
+
+    def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
+        self.task, self.encoder, self.graders = task, encoder, graders or {}
+        self.space = Space(task.max_prompt, encoder.vocab, task.room, encoder.end)
+        self.ends, self.piece = encoder.ends, encoder.piece
+        self.reward_parts = task.rewards
+        """The parts of the reward that are measured apart, with their weights."""
+        self.train = lru_cache(_REMEMBERED)(task.train)
+        self.tests: list[Problem] = []
+        """Held-out problems, as many as were asked for so far."""
+        self.encoded: dict[int, list[int] | None] = {}
+        """Tokens of the rows of a finite task; None: left out."""
+        self.too_long: set[int] = set()
+        self.empty: set[int] = set()
+        """Hashes of the prompts that have too many tokens, or none."""
+        self.opening: Callable[[Problem], str] | None = None
+        """What an environment says before the first turn, where there is one."""
+        self.grading: Grading | None = None
+        self.early: dict[tuple[int, str], list[Early]] = {}
+        """Rewards that are being computed already, by problem and response: those of equal responses in any order."""
+
+    @cached_property
+    def passes(self) -> Passes | InOrder | None:
+        size = self.task.size
+        if self.task.in_order:
+            return InOrder(lambda row: self._training_prompt(row) is not None)
+        return None if size is None else Passes(size, lambda row: self._training_prompt(row) is not None)
+
+    def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
+        if self.passes is None:
+            return self.draw(count, generator)
+        rows, epoch = self.passes.rows(step, count, seed)
+        if not rows:
+            raise self._too_few(0, count)
+        return replace(self._prompts([(row, self._training_prompt(row) or []) for row in rows]), epoch=epoch)
+
+    def draw(self, count: int, generator: torch.Generator) -> Prompts:
+        """Any prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
+        size = self.task.size
+        rows: list[tuple[int, list[int]]] = []
+        for _ in range(_ROUNDS if size is None else max(_ROUNDS, count)):
+            before = len(rows)
+            if size is None:
+                indices = torch.randint(*self._drawn_from(count), (count,), generator=generator)
+            else:
+                indices = torch.randperm(size, generator=generator)
+            for index in indices.tolist():
+                ids = self._training_prompt(index)
+                if ids is not None:
+                    rows.append((index, ids))
+                if len(rows) == count:
+                    return self._prompts(rows)
+            if len(rows) == before and size is not None:
+                break
+        raise self._too_few(len(rows), count)
+
+    def _drawn_from(self, count: int) -> tuple[int, int]:
+        """The indices to draw from: any; of a stream, what has come so far, and at first what comes first."""
+        if not self.task.in_order:
+            return 0, 2**62
+        read = max(getattr(self.passes, "position", 0), 4 * count)
+        return max(0, read - KEPT), read
+
+    def _too_few(self, drawn: int, count: int) -> ConfigError:
+        of = f"of the prompts that were drawn, {drawn} can be used, and a step needs {count}"
+        if not self.too_long:
+            return ConfigError(
+                f"{of}: the tokenizer makes no token of the others. Look at the prompts and the tokenizer"
+            )
+        left_out = f"{len(self.too_long)} are longer" + (f", {len(self.empty)} have no tokens" if self.empty else "")
+        return ConfigError(f"--max-prompt {self.task.max_prompt}: {of}; {left_out}. Raise --max-prompt")
+
+    def _training_prompt(self, index: int) -> list[int] | None:
+        """The tokens of a problem, or None if there are too many, or none."""
+        if self.task.size is None:
+            return self._encode(self.train(index))
+        if index not in self.encoded:
+            self.encoded[index] = self._encode(self.train(index))
+        return self.encoded[index]
+
+    def held_out(self, count: int) -> Prompts:
+        problems = list(self.task.test(count))
+        if len(problems) > len(self.tests):
+            self.tests = problems
+        rows = [(-1 - i, ids) for i, problem in enumerate(problems) if (ids := self._encode(problem)) is not None]
+        if not rows:
+            if not any(self.encoder.encode(self.task.messages(problem)) for problem in problems):
+                raise ConfigError(
+                    "the tokenizer makes no token of any test prompt: look at the prompts and the tokenizer"
+                )
+            raise ConfigError(f"--max-prompt {self.task.max_prompt}: every test prompt is longer. Raise --max-prompt")
+        return self._prompts(rows)
+
+    def _prompts(self, rows: list[tuple[int, list[int]]]) -> Prompts:
+        identities = [identity for identity, _ in rows]
+        limits = torch.tensor([self.task.limit(self.problem(identity)) for identity in identities])
+        return Prompts(pad_prompts([ids for _, ids in rows]), torch.tensor(identities), limits=limits)
+
+    def problem(self, identity: int) -> Problem:
+        """The problem of a training prompt, by its index, or of the held-out prompt i, by −1 − i."""
+        if identity >= 0:
+            return self.train(identity)
+        if len(self.tests) < -identity:
+            self.tests = self.task.test(-identity)
+        return self.tests[-1 - identity]
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """The chat that the policy reads, with what an environment says first."""
+        return self._opened(self.task.messages(problem), problem)
+
+    def _opened(self, chat: list[Message], problem: Problem) -> list[Message]:
+        if self.opening is not None and (words := self.opening(problem)):
+            chat[-1] = {**chat[-1], "content": "\n\n".join(filter(None, [chat[-1]["content"], words]))}
+        return chat
+
+    def _encode(self, problem: Problem) -> list[int] | None:
+        ids = self.encoder.encode(self.messages(problem))
+        if 0 < len(ids) <= self.task.max_prompt:
+            return ids
+        left_out = self.too_long if ids else self.empty
+        if len(left_out) < _COUNTED:
+            left_out.add(hash(str(problem.prompt)))
+        return None
+
+    def score_early(self, problems: list[int], responses: list[list[int]]) -> None:
+        """Begin to score responses, each to the problem with this identity, that `score` will be given later."""
+        self.grading = self.grading or Grading(self.task, self.graders)
+        if len(self.early) > _REMEMBERED:  # nobody asked for them
+            self.early.clear()
+        words = [self.words(np.asarray(ids)) for ids in responses]
+        pairs = [(self.problem(identity), text) for identity, text in zip(problems, words, strict=True)]
+        for identity, text, begun in zip(problems, words, self.grading.begin(pairs), strict=True):
+            self.early.setdefault((identity, text), []).append(begun)
+
+    def _begun_early(self, rollouts: Rollouts, responses: list[tuple[Problem, str]]) -> list[Early | None] | None:
+        """Of each response what was begun; None: nothing was."""
+        if not self.early or rollouts.problem is None:
+            return None
+        identities = rollouts.problem.repeat_interleave(rollouts.mask.shape[1]).tolist()
+        keys = [(identity, words) for identity, (_, words) in zip(identities, responses, strict=True)]
+        begun = [self.early[key].pop() if self.early.get(key) else None for key in keys]
+        for key in set(keys) & self.early.keys():
+            if not self.early[key]:
+                del self.early[key]
+        return begun
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        shape = rollouts.mask.shape[:2]
+        self.grading = self.grading or Grading(self.task, self.graders)
+        responses = self._responses(rollouts)
+        marks = self.grading(responses, self._begun_early(rollouts, responses))
+
+        def grid(values: Sequence[Any], kind: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=kind).view(shape)
+
+        notes = np.empty(len(marks), dtype=object)
+        notes[:] = [mark.error or mark.reason for mark in marks]
+        measures = {"lenient": grid([mark.lenient for mark in marks])}
+        if len(self.task.rewards) > 1:
+            names = [reward.name for reward in self.task.rewards]
+            measures |= {f"rewards/{name}": grid([mark.parts.get(name, math.nan) for mark in marks]) for name in names}
+        scores = Scores(
+            reward=grid([mark.value for mark in marks]).unsqueeze(-1),
+            valid=grid([mark.error is None for mark in marks], torch.bool),
+            correct=grid([mark.strict for mark in marks], torch.bool),
+            errors=tuple(mark.error for mark in marks if mark.error is not None),
+            measures=measures,
+            notes=notes.reshape(tuple(shape)),
+        )
+        process = [reward for reward in self.task.rewards if reward.kind in scoring.PROCESS_KINDS]
+        parts = [(reward, *self._step_scores(self.graders[reward.source], rollouts)) for reward in process]
+        return scoring.add_process_rewards(scores, rollouts, parts)
+
+    def _step_scores(self, model: Any, rollouts: Rollouts) -> tuple[scoring.PerToken, Tensor]:
+        """What a process reward gives at the last tokens of steps, and where those are.
+
+        Each turn of a conversation is rated behind the chat before it, in which observations are the user's messages.
+        """
+        score, ends = torch.zeros(rollouts.mask.shape), torch.zeros_like(rollouts.mask)
+        responses: list[tuple[list[Message], list[str], bool]] = []
+        places: list[tuple[int, int, Tensor]] = []
+        for p, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
+            chat = self.question(rollouts, p).chat
+            for s, (response, mask) in enumerate(zip(group, masks, strict=True)):
+                before, is_drawn = list(chat), mask.tolist().__getitem__
+                for drawn, run in groupby(rollouts.present[p, s].nonzero().flatten().tolist(), is_drawn):
+                    tokens = torch.tensor(list(run))
+                    ids = response[tokens].tolist()
+                    if drawn:
+                        steps, last = self.cut_steps(ids, model.separator)
+                        responses.append((before, steps, ids[-1] in self.ends))
+                        places.append((p, s, tokens[last]))
+                        before = [*before, {"role": "assistant", "content": self.words(ids)}]
+                    elif len(before) > len(chat):  # the rest of a prompt comes before the first turn
+                        before = [*before, {"role": "user", "content": self._observation(ids)}]
+        for (p, s, tokens), values in zip(places, model.rate(responses), strict=True):
+            score[p, s, tokens], ends[p, s, tokens] = torch.tensor(values), True
+        return score, ends
+
+    def _observation(self, ids: list[int]) -> str:
+        """An observation in words; control tokens have none."""
+        runs = groupby(ids, key=lambda token: bool(self.encoder.decode([token])))
+        return observed_words([self.encoder.decode(list(run)) if words else "" for words, run in runs])
+
+    def _responses(self, rollouts: Rollouts) -> list[tuple[Problem, str]]:
+        """Every response in words, with its problem."""
+        if rollouts.problem is None:
+            raise RunError("these rollouts do not say which problems they answer, so they cannot be graded")
+        pairs, answer = [], rollouts.mask
+        if rollouts.turn is not None:  # of a conversation the last turn is graded
+            last = torch.where(rollouts.mask, rollouts.turn, -1).amax(-1, keepdim=True)
+            answer = rollouts.mask & (rollouts.turn == last)
+        for identity, group, masks in zip(
+            rollouts.problem.tolist(), rollouts.response.numpy(), answer.numpy(), strict=True
+        ):
+            problem = self.problem(identity)
+            pairs += [(problem, self.words(tokens[mask])) for tokens, mask in zip(group, masks, strict=True)]
+        return pairs
+
+    def words(self, ids: list[int] | np.ndarray) -> str:
+        """A response in words, without the token that ended it."""
+        return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.ends else ids)
+
+    record = words
+
+    def text(self, ids: list[int]) -> str:
+        return self.encoder.decode([i for i in ids if i != PADDING])
+
+    def question(self, prompts: Prompts | Rollouts, place: int) -> WrittenPrompt:
+        assert prompts.problem is not None, "prompts of a text task carry the identity of their problems"
+        problem = self.problem(int(prompts.problem[place]))
+        chat = self.messages(problem)
+        return WrittenPrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
+
+    def vote(self, response: str, answer: str | None) -> str:
+        """The answer that a response gives, in one spelling: numbers by value, words without case, marks and spacing.
+
+        The task's own method `answer(response)` finds it; if there is none, it is found as for the lenient score.
+        """
+        hook = getattr(self.task, "answer", None)
+        given = loose_answer(response, answer) if hook is None else hook(response) or ""
+        value = value_of(whole_number(given))
+        return str(value) if value is not None else " ".join(tidy(given).casefold().split())
+
+    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+        """Prompts that a person typed, as in training. None can be scored."""
+        task = replace(self.task, instruction="") if plain else self.task
+        chats = [self._opened(task.messages(Problem(text)), Problem(text)) for text in typed]
+        return Prompts.of(pad_prompts([self.encoder.encode(chat) for chat in chats])), [_words(chat) for chat in chats]
+
+    def cut_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
+        """The token that ends a response has no words."""
+        ended = bool(ids) and ids[-1] in self.ends
+        pieces = [self.piece(token) for token in ids[: len(ids) - ended]]
+        return split_steps([*pieces, *[""] * ended], separator)
+
+    def report(self) -> list[str]:
+        left_out = {f"more than {self.task.max_prompt} tokens": self.too_long, "no tokens": self.empty}
+        counts = {what: f"{len(them)}{' or more' * (len(them) >= _COUNTED)}" for what, them in left_out.items() if them}
+        notes = [f"{count} prompts drawn so far have {what} and are left out" for what, count in counts.items()]
+        return [*self.task.report(), *notes]
+
+    def close(self) -> None:
+        self.early.clear()
+        if self.grading is not None:
+            self.grading.close()
+            self.grading = None
+
+
+class OfflineTextTask(TokenizedTask):
+    """Prompts, each with its demonstration, with the two responses of a preference pair, or with labelled steps."""
+
+    def __init__(self, task: TextTask, encoder: Encoder, data: str):
+        super().__init__(task, encoder)
+        self.data = data
+
+    def offline_rollouts(self, prompts: Prompts) -> Rollouts:
+        """The responses to these prompts, tokenized: for nobody has sampled them."""
+        groups = [self._tokens(self.problem(identity)) for identity in prompts.problem.tolist()]
+        limit = self.space.limit
+        response, mask = scoring.pad_responses([[ids[:limit] for ids in group] for group in groups])
+        cut = torch.tensor([[len(ids) > limit for ids in group] for group in groups])
+        return scoring.offline_rollouts(prompts, response, mask, self.space, None if self.data == "steps" else cut)
+
+    def _tokens(self, problem: Problem) -> list[list[int]]:
+        """The tokens of each response to a problem, the end token last."""
+        if self.data == "steps":
+            return [[token for step in self._steps(problem) for token in step]]
+        responses = [self.task.gold(problem)]
+        if self.data == "pairs":
+            responses = [problem.answer or "", problem.columns["rejected"]]
+        if None in responses:
+            raise ConfigError("--algorithm sft: the task knows no right response to learn from. Use ascent sft FILE")
+        return [[*self.encoder.tokenize(words), self.encoder.end] for words in responses]
+
+    def _steps(self, problem: Problem) -> list[list[int]]:
+        """The tokens of each step and of the separator after it; the end token last. So each token knows its step."""
+        columns = problem.columns
+        return self.encoder.tokenize_steps(columns["steps"], self.task.separator, not columns["cut"])
+
+    def score(self, rollouts: Rollouts) -> Scores:
+        """Every token of a labelled step has the label of its step as its reward."""
+        scores = scoring.offline_scores(rollouts, self.data == "pairs")
+        if self.data != "steps":
+            return scores
+        assert rollouts.problem is not None
+        reward = torch.zeros(rollouts.mask.shape)
+        for row, identity in enumerate(rollouts.problem.tolist()):
+            problem, tokens = self.problem(identity), rollouts.mask[row, 0]
+            steps = zip(self._steps(problem), problem.columns["labels"], strict=True)
+            labels = torch.tensor([label for step, label in steps for _ in step])
+            reward[row, 0, tokens] = labels[: int(tokens.sum())]
+        return replace(scores, reward=reward)
+
+
+def pad_prompts(rows: list[list[int]]) -> Int[Tensor, "prompt position"]:
+    """Prompts of different lengths as one tensor, filled up with −1."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])
+
+
+def _words(chat: list[Message]) -> str:
+    return "\n\n".join(message["content"] for message in chat)
+
+
+def observed_words(pieces: Sequence[str]) -> str:
+    """An observation without what the chat template writes around it.
+
+    Control tokens have no text. What stands between two of them may begin with a line that names the speaker.
+    """
+    parts: list[str] = [""]
+    for piece in pieces:
+        if piece:
+            parts[-1] += piece
+        elif parts[-1]:
+            parts.append("")
+    if len(parts) > 1:
+        for i, part in enumerate(parts):
+            first, _, rest = part.lstrip().partition("\n")
+            parts[i] = rest if first.strip() in ROLES else part
+    return "".join(parts).strip() or "".join(pieces).strip()
+
+
+def split_steps(pieces: list[str], separator: str) -> tuple[list[str], list[int]]:
+    """The steps of a response, given its tokens as words, and the places of their last tokens.
+
+    It is cut after every separator; empty steps go to the one beside them. The last step ends with the last token,
+    whatever that is. A response without any words is one empty step.
+    """
+    text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+    steps: list[str] = []
+    last: list[int] = []
+    start = 0
+    while start < len(text):
+        at = text.find(separator, start)
+        stop, following = (len(text), len(text)) if at < 0 else (at, at + len(separator))
+        token = bisect_left(ends, following)
+        if stop > start:
+            steps.append(text[start:stop])
+            last.append(token)
+        elif steps:
+            last[-1] = token
+        start = following
+    if not steps:
+        return ([""], [len(pieces) - 1]) if pieces else ([], [])
+    return steps, [*last[:-1], len(pieces) - 1]

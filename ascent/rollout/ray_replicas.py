@@ -1,0 +1,113 @@
+"""The replicas of a run on a Ray cluster, as its learner calls them. Ray is imported when it is used."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascent.core.errors import ConfigError, RunError
+from ascent.distributed.ranks import CLUSTER, in_cluster
+from ascent.distributed.replica_errors import ReplicaLostError
+from ascent.distributed.weight_transfer import Snapshot, WeightSender, say_stored
+from ascent.inference.remote.server_process import START
+from ascent.rollout.replica_sampler import ClusterSampler, check_cluster
+
+
+def ray_here() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("ascent cluster needs Ray: pip install 'ascent-rl[cluster]'") from None
+    return ray
+
+
+class RayReplicas:
+    """The samplers of a run, by the names under which its cluster knows them. `device`: where rank 0 has the policy."""
+
+    def __init__(self, run: str, device: torch.device, deadline: float):
+        self.ray, self.run = ray_here(), run
+        self.actors: dict[str, Any] = {}
+        self.sender: WeightSender | None = None
+        try:
+            self.sender = WeightSender(self.ray.util.get_node_ip_address(), device, deadline)
+        except (OSError, RuntimeError) as error:
+            say_stored("all samplers", f"rank 0 cannot listen for them: {error}")
+
+    def names(self) -> list[str]:
+        return sampler_names(self.ray, self.run)
+
+    def put(self, params: dict[str, Tensor]) -> Snapshot:
+        return Snapshot(params)
+
+    def load(self, name: str, weights: Snapshot, version: int, config: dict[str, Any]) -> Future[Any]:
+        sender = self.sender
+        if sender is None or not sender.reaches(name):
+            weights.stored = weights.stored or self.ray.put(weights.params())
+            return self.begin(name, "load", weights.stored, version, config)
+        offer = sender.offer(weights)
+        call = self.begin(name, "receive", offer, version, config)
+        sender.begin(offer, weights, call)
+        call.add_done_callback(lambda done: sender.heed(name, getattr(e := done.exception(), "cause", e)))
+        return call
+
+    def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
+        try:
+            if name not in self.actors:
+                self.actors[name] = self.ray.get_actor(name, namespace=self.run)
+            return getattr(self.actors[name], method).remote(*args).future()
+        except (ValueError, self.ray.exceptions.RayActorError) as error:  # it has gone since it was listed
+            failed: Future[Any] = Future()
+            failed.set_exception(ReplicaLostError(str(error), over=True))
+            return failed
+
+    def result(self, call: Future[Any]) -> Any:
+        errors = self.ray.exceptions
+        try:
+            return call.result()
+        except errors.RayActorError as error:
+            raise ReplicaLostError(str(error), over=not isinstance(error, errors.ActorUnavailableError)) from None
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, ReplicaLostError):
+                raise error.cause from None
+            raise RunError(f"a sampler failed: {type(error.cause).__name__}: {error.cause}") from None
+
+    def restart(self, name: str) -> None:
+        self.ray.kill(self.actors[name], no_restart=False)
+
+
+def sampler_names(ray: Any, run: str) -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(a["name"] for a in named if a["namespace"] == run and a["name"].startswith("sampler"))
+
+
+def crew_here(device: torch.device, deadline: float) -> RayReplicas | None:
+    """The samplers of the run that this learner belongs to; None: it is not part of a cluster."""
+    if not in_cluster():
+        return None
+    address, run = os.environ[CLUSTER].split(" ")
+    ray = ray_here()
+    if not ray.is_initialized():
+        ray.init(address=address, namespace=run, log_to_driver=False, logging_level="error")
+    return RayReplicas(run, device, deadline)
+
+
+def join_cluster(parts: Any) -> Any:
+    """The parts of a run on its first rank: where it is part of a cluster, replicas draw for it."""
+    config, own = parts.config, getattr(parts.sampler, "inner", parts.sampler)
+    crew = crew_here(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
+    if crew is None:
+        return parts
+    check_cluster(config)
+    count, engine = len(crew.names()), getattr(config.policy, "engine", "local")
+    slow = None if engine == "local" else START
+    parts.sampler = ClusterSampler(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline, slow)
+    parts.judged = parts.judged[0], parts.sampler
+    with_engine = "" if engine == "local" else f", each with {engine}"
+    parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster{with_engine}",)
+    if config.ahead:
+        parts.notes += (f"on a cluster, --ahead {config.ahead} is exact: the policy of {config.ahead} steps before",)
+    return parts

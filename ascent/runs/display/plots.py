@@ -1,0 +1,191 @@
+"""Pictures of runs: one run's curves, or several compared with their intervals over seeds."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ascent.core.metric_names import MISMATCH
+from ascent.runs.metrics import SHARES, chart_of, label_of, title_of
+from ascent.runs.run_folder import vacated
+from ascent.runs.statistics import interval
+
+PAIRS = ("rewards/accuracies", "eval/pairs/accuracy")
+GROUPS = ("frac_reward_zero_std", "frac_all_right")
+OF_A_POLICY = (("reward", "eval/reward", "exact/reward"), ("accuracy", "eval/accuracy"), ("entropy",), GROUPS)
+MARGINS = ("rewards/margins", "eval/pairs/margin")
+OF_A_REWARD_MODEL = (PAIRS, ("eval/pairs/log_loss", "loss"), MARGINS, ("eval/pairs/ece",))
+OF_A_PROCESS_REWARD = (("steps/error", "eval/steps/error"), ("eval/steps/explained",), ("grad_norm",), ("reward",))
+COLORS = ("#1f5fa8", "#c8511b", "#3f8f4f", "#7a4fa3", "#8a6d1d", "#1a8c8c", "#b03a6a", "#555555", "#6b8e23", "#aa3333")
+DASHES = ("-", "--", ":", "-.")
+FEW = 20
+"""Each point of a curve gets a dot if there are at most this many points."""
+
+
+def figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure in the house style, drawn without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rc("font", size=9)
+    pyplot.rc("grid", alpha=0.25)
+    pyplot.rc("axes", grid=True, titlesize=10, titleweight="bold", titlelocation="left")
+    pyplot.rc("axes.spines", top=False, right=False)
+    return pyplot.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
+
+
+def series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric, where it was measured."""
+    points = [(line["step"] + 1, line[name]) for line in metrics if line.get(name) is not None]
+    return np.array([p[0] for p in points]), np.array([p[1] for p in points], dtype=float)
+
+
+def panels_of(metrics: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """The metrics of each panel: for a policy that samples, one that learns from offline data, or a reward model."""
+
+    def has(name: str) -> bool:
+        return any(line.get(name) is not None for line in metrics)
+
+    if has("accuracy") or has(MISMATCH) or not (has("rewards/accuracies") or has("loss")):  # what samples has a gap
+        return OF_A_POLICY
+    if not has("entropy"):
+        return OF_A_PROCESS_REWARD if has("steps/error") else OF_A_REWARD_MODEL
+    offline = PAIRS if has("rewards/accuracies") else ("eval/logp", "loss")
+    return ("eval/reward", "exact/reward"), ("eval/accuracy",), ("entropy",), offline
+
+
+Curve = tuple[str, Sequence[Mapping[str, Any]], float | None]
+"""Of a run: its name, its metrics, and the largest reward."""
+
+
+def plot_runs(runs: Sequence[Curve], path: Path, heading: str) -> Path:
+    return save_figure(draw_runs(runs, heading), path)
+
+
+def draw_runs(runs: Sequence[Curve], heading: str) -> Any:
+    """The curves of a few runs, side by side in four panels."""
+    fig, axes = figure(2, 2, (10.0, 6.2))
+    for axis, names in zip(axes.flat, panels_of(runs[0][1]), strict=True):
+        chart = chart_of(names[0])
+        scaled = chart.key == "reward" and names != OF_A_PROCESS_REWARD[-1] and all(maximum for _, _, maximum in runs)
+        for r, (run, metrics, maximum) in enumerate(runs):
+            for n, name in enumerate(names):
+                steps, values = series(metrics, name)
+                label = label_of(name, "greedy")
+                look = line_style(r if len(runs) > 1 else n) | {"linestyle": DASHES[n % 4]}
+                values = values / maximum if scaled and maximum else values
+                draw_line(axis, steps, values, look | {"label": label if len(runs) == 1 else f"{run}: {label}"})
+        title = "Labels" if names == OF_A_PROCESS_REWARD[-1] else chart.title
+        unit = "share of the largest there is" if scaled else chart.unit
+        finish_panel(axis, title, unit, names[0] in SHARES or scaled, "step" if axis in axes[-1] else "")
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4))  # short labels: 1.5 under 1e−4, and not 0.00015
+        if len(axis.get_legend_handles_labels()[0]) > 1:
+            axis.legend(frameon=False, fontsize=7.5)
+    fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
+    fig.set_layout_engine(None)  # four panels need no search for their places, which takes most of the time
+    fig.subplots_adjust(left=0.1, right=0.985, bottom=0.075, top=0.885, hspace=0.26, wspace=0.25)
+    return fig
+
+
+def draw_line(axis: Any, x: Any, mean: Any, look: Mapping[str, Any], band: tuple[Any, Any] | None = None) -> None:
+    """A curve, with a band between two others. Where points are few, each has a dot."""
+    if len(x):
+        axis.plot(x, mean, **{"marker": "." if len(x) <= FEW else "", **look})
+        if band is not None:
+            axis.fill_between(x, *band, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def finish_panel(axis: Any, title: str, unit: str, share: bool, xlabel: str) -> None:
+    """The words and the limits of a panel. A text in which matplotlib would see a formula stays a text."""
+    axis.set_title(plain(title))
+    axis.set_ylabel(plain(unit.partition(", ")[0]))  # what follows is a remark, too long for an axis
+    axis.set_xlabel(xlabel)
+    if share:
+        axis.set_ylim(-0.03, 1.03)
+    if xlabel in ("step", ""):  # an upper panel shares the steps of the one below it
+        axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def plain(text: str) -> str:
+    return text.replace("$", r"\$")
+
+
+Curves = Mapping[str, Mapping[str, list[tuple[np.ndarray, np.ndarray]]]]
+"""For each setting and metric the steps and values of each run."""
+
+
+def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
+    """For each setting the mean over seeds, with its 95 % interval; below, held-out accuracy against what it cost."""
+    names = list(next(iter(curves.values())))
+    fig, axes = figure(2, len(names), (4.4 * len(names), 7.0))
+    for axis, name in zip(axes[0], names, strict=True):
+        for i, metrics in enumerate(curves.values()):
+            _band(axis, metrics[name], i, name in SHARES, lambda _, steps: steps)
+        finish_panel(axis, title_of(name, "greedy")[0], "", name in SHARES, "step")
+    for axis, cost in zip(axes[1], next(iter(spent.values()))[0], strict=False):
+        for i, (setting, metrics) in enumerate(curves.items()):
+            runs = spent[setting]
+            _band(axis, metrics["eval/accuracy"], i, True, lambda r, s, runs=runs, c=cost: np.array(runs[r][c])[s - 1])
+        finish_panel(axis, f"Exactly right, by {cost}", "", True, cost)
+    _ends(axes[1][3], curves, spent)
+    axes[0][0].legend(handles=legend_handles(curves), frameon=False, fontsize=7.5)
+    fig.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return save_figure(fig, path)
+
+
+def line_style(i: int) -> dict[str, Any]:
+    """A color and a dash: no two settings that stand together have both alike."""
+    return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)], "linewidth": 1.6}
+
+
+def legend_handles(labels: Iterable[str]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], label=plain(label), **line_style(i)) for i, label in enumerate(labels)]
+
+
+def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: bool, place: Any) -> None:
+    """The mean of some runs and its interval, at the steps that all of them have measured.
+
+    `place` says where on the x axis the steps of a run lie.
+    """
+    common = reduce(np.intersect1d, (steps for steps, _ in runs))
+    if not len(common):
+        return
+    values = np.stack([v[np.isin(steps, common)] for steps, v in runs])
+    mean = values.mean(0)
+    half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(len(common))
+    x = np.stack([place(r, common) for r in range(len(runs))]).mean(0)
+    limits = (0, 1) if share else (-np.inf, np.inf)
+    draw_line(axis, x, mean, line_style(i), ((mean - half).clip(*limits), (mean + half).clip(*limits)))
+
+
+def _ends(axis: Any, curves: Curves, spent: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Where each setting ended: the last accuracy against the whole time, both with their intervals."""
+    for i, (setting, metrics) in enumerate(curves.items()):
+        last = [values[-1] for _, values in metrics["eval/accuracy"] if len(values)]
+        if not last:
+            continue
+        x, dx = interval([run["seconds"][-1] for run in spent[setting]])
+        y, dy = interval(last)
+        color = COLORS[i % len(COLORS)]
+        axis.errorbar(x, y, np.nan_to_num(dy), np.nan_to_num(dx), fmt="o", color=color, capsize=2, markersize=5)
+    finish_panel(axis, "Where each ended, exactly right", "", True, "seconds per run")
+    axis.set_xlim(left=0)
+    axis.margins(x=0.2)
+
+
+def save_figure(fig: Any, path: Path) -> Path:
+    """Write a figure as a PNG file, whole or not at all."""
+    from matplotlib import pyplot
+
+    aside = vacated(path.with_name(f".{path.name}"))
+    fig.savefig(aside, dpi=130, format="png")
+    os.replace(aside, path)
+    pyplot.close(fig)
+    return path

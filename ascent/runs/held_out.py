@@ -1,0 +1,179 @@
+"""Evaluation on held-out prompts, for each kind of data that a run learns from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from ascent.core.config import Config
+from ascent.core.loop import scored
+from ascent.core.preferences import SHOWN, PairLoss, margin_of
+from ascent.core.protocols import Learner, Sampler, Task
+from ascent.core.types import Batch, Metrics, Outputs, Rollouts, Terms, to_batch
+from ascent.oracle.exact import expected_reward, reward_table
+from ascent.runs.display.terminal import table
+
+Evaluate = Callable[[], Metrics]
+Keep = Callable[[Task, Batch], None]
+"""Where the scored answers of an evaluation go, with the task that scored them."""
+ENUMERABLE = 5_000
+"""Prompts × responses up to which E[R] is enumerated at every evaluation."""
+
+
+def sample_evaluator(
+    config: Config, task: Task, sampler: Sampler, policy: Any = None, keep: Keep | None = None
+) -> Evaluate:
+    """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
+    prompts = task.held_out(config.eval_prompts)
+    few = (
+        policy is not None and prompts.play is None and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
+    )
+    table = reward_table(task, prompts.prompt) if few else None
+
+    def evaluate() -> Metrics:
+        answers, errors = scored(task, sampler.generate(prompts, 1, greedy=True))
+        if keep is not None:
+            keep(task, answers.add(errors=tuple(errors)))
+        metrics: Metrics = {"eval/reward_errors": len(errors)} if errors else {}
+        if bool(answers.valid.any()):
+            if answers.correct is not None:
+                metrics["eval/accuracy"] = answers.correct[answers.valid].double().mean().item()
+            metrics["eval/reward"] = answers.reward.sum(-1)[answers.valid].double().mean().item()
+            if answers.measures is not None:
+                means = answers.measures[answers.valid].double().nanmean(0).tolist()
+                measured = zip(answers.measured, means, strict=True)
+                metrics |= {f"eval/{k}": mean for k, mean in measured if mean == mean and not k.startswith("time/")}
+        if table is not None:
+            metrics["exact/reward"] = expected_reward(policy, prompts.prompt, table, config.temperature)
+        return metrics
+
+    return evaluate
+
+
+def offline_batch(rollouts: Rollouts, label: Tensor | None = None) -> Batch:
+    """Offline data as a batch. A response without a label earns 1."""
+    shape = rollouts.mask.shape[:2]
+    reward = torch.ones(*shape, 1) if label is None else label
+    return to_batch(rollouts, reward=reward, valid=torch.ones(shape, dtype=torch.bool))
+
+
+def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Sampler) -> Evaluate:
+    """The evaluator of the data that the run learns from, on what its task holds out."""
+    rollouts = sampler.generate(task.held_out(config.eval_prompts), SHOWN[config.data])
+    batch = offline_batch(rollouts, task.score(rollouts).reward if config.data == "steps" else None)
+
+    def demonstrations() -> Metrics:
+        """The mean log-prob of a token: what SFT maximises, where it was not trained."""
+        logp = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
+        return {"eval/logp": logp[batch.mask].double().mean().item()}
+
+    def pairs() -> Metrics:
+        """How much higher each chosen response is rated, by a reward model or by a policy's log-ratios."""
+        loss: PairLoss = config.algorithm.loss  # type: ignore[assignment]
+        compared = batch.add(**learner.score(batch, frozenset({"logp_ref"})))
+        margins = each_part(learner, compared, lambda micro, out: margin_of(loss.rating(micro, out)).flatten())
+        return calibration(torch.cat(margins).double().cpu()).metrics()
+
+    def steps() -> Metrics:
+        """The mean squared error, and how much of the labels' variance the scores explain."""
+
+        def error_of(micro: Batch, out: Outputs) -> Tensor:
+            assert out.rating is not None
+            return (out.rating - micro.reward).cpu()[micro.mask.cpu()]
+
+        error = torch.cat(each_part(learner, batch, error_of)).double().square().mean()
+        spread = batch.reward[batch.mask].double().var(correction=0)
+        explained = {"eval/steps/explained": float(1 - error / spread)} if spread > 0 else {}
+        return {"eval/steps/error": float(error)} | explained
+
+    return {"demonstrations": demonstrations, "pairs": pairs, "steps": steps}[config.data]
+
+
+def each_part(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], Tensor]) -> list[Tensor]:
+    """What `read` makes of each micro-batch and of the learner's outputs for it. No parameter moves."""
+    parts: list[Tensor] = []
+
+    def collect(micro: Batch, out: Outputs) -> Terms:
+        parts.append(read(micro, out))
+        return Terms(torch.zeros(()), {})
+
+    learner.total(batch, collect)
+    return parts
+
+
+# ---- calibration: is a reward model right about pairs, and does it know how sure it may be? -----------------------
+#
+# With the margin m = r_w − r_l of a held-out pair, σ(|m|) is the confidence that the higher rated response is the one
+# that was chosen. Calibration compares that confidence with how often it is right.
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The pairs whose confidence σ(|m|) lies in a range: its mean, and the share of them that is right."""
+
+    low: float
+    high: float
+    pairs: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How good a reward model is on held-out pairs."""
+
+    pairs: int
+    accuracy: float
+    """Share of pairs whose chosen response is rated higher; a tie counts half."""
+    log_loss: float
+    """Mean −log σ(m): log 2 = 0.693 is what knowing nothing costs."""
+    margin: float
+    """Mean m."""
+    ece: float
+    """Expected calibration error, Σ_bins (pairs in it / pairs)·|accuracy − confidence| (Guo et al. 2017)."""
+    bins: tuple[Bin, ...]
+    """Those that hold pairs, of equal width from 0.5 to 1."""
+
+    def metrics(self) -> Metrics:
+        return {f"eval/pairs/{name}": getattr(self, name) for name in ("accuracy", "log_loss", "margin", "ece")}
+
+
+def calibration(margin: Float[Tensor, "pair"], bins: int = 10) -> Calibration:
+    """From the margins of held-out pairs. A pair of margin 0 is half right, at a confidence of one half."""
+    margin = margin.double()
+    right = (margin > 0).double() + 0.5 * (margin == 0).double()
+    confidence = torch.sigmoid(margin.abs())
+    place = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    filled = []
+    for i in place.unique().tolist():
+        inside, edges = place == i, (0.5 + 0.5 * i / bins, 0.5 + 0.5 * (i + 1) / bins)
+        filled.append(Bin(*edges, int(inside.sum()), float(confidence[inside].mean()), float(right[inside].mean())))
+    ece = sum(b.pairs * abs(b.accuracy - b.confidence) for b in filled) / len(margin)
+    loss = float(-F.logsigmoid(margin).mean())
+    return Calibration(len(margin), float(right.mean()), loss, float(margin.mean()), ece, tuple(filled))
+
+
+def calibration_text(result: Calibration) -> str:
+    """The figures and the bins, as a person reads them."""
+    head = (
+        f"{result.pairs} held-out pairs: {result.accuracy:.1%} right, log-loss {result.log_loss:.3f} (knowing nothing: "
+        f"0.693), expected calibration error {result.ece:.3f}."
+    )
+    rows = [
+        [f"{b.low:.2f} to {b.high:.2f}", str(b.pairs), f"{b.confidence:.3f}", f"{b.accuracy:.3f}"] for b in result.bins
+    ]
+    return "\n".join([head, "", *table(["confidence", "pairs", "mean", "right"], rows)])
+
+
+def draw_calibration(axis: Any, result: Calibration) -> None:
+    """A reliability diagram: what it was sure of against how often it was right."""
+    confidence, accuracy = [b.confidence for b in result.bins], [b.accuracy for b in result.bins]
+    axis.plot([0.5, 1], [0.5, 1], color="#999999", linewidth=1, linestyle="--", label="perfectly calibrated")
+    axis.scatter(confidence, accuracy, s=[20 + 200 * b.pairs / result.pairs for b in result.bins], color="#1f5fa8")
+    axis.plot(confidence, accuracy, color="#1f5fa8", linewidth=1.2)
+    axis.set(xlabel="confidence, σ(|margin|)", ylabel="share of pairs that is right", ylim=(-0.03, 1.03))
+    axis.legend(frameon=False, fontsize=7.5)

@@ -1,0 +1,179 @@
+"""A recorded response of several turns, read back as a conversation: who said what, and what each turn earned.
+
+A row of the records has tokens with their texts (`pieces`), which of them the policy drew (`mask`), the turn of each,
+and what every turn earned and waited for. Terminal, report and viewer read it here. A row may come from a file that
+somebody else wrote: a list that does not fit its tokens is left out.
+"""
+
+import math
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ascent.environments.tools import COUNTED, read_counts
+from ascent.rewards.tokenized_task import observed_words
+from ascent.rollout.conversations import CUT, FAILED, OUT_OF_TURNS
+from ascent.runs.display.terminal import printable, width
+
+TURN_REWARD, TURN_SECONDS = OF_TURNS = ("turn_reward", "time/turns")
+"""The columns with a number per turn: what it earned, and how long the environment took to answer it."""
+POLICY, ENVIRONMENT, TOOL = SPEAKERS = ("policy", "environment", "tool")
+WAITED = 0.01
+"""Seconds of waiting that are worth a word."""
+_NOTE = re.compile(r"(?:^|; )turn (\d{1,9}): ")
+_COLOURS = {POLICY: "", ENVIRONMENT: "36", TOOL: "35"}
+_QUIET = "2"
+
+
+class Speech(NamedTuple):
+    """What one speaker says, without a break. Only turns of the policy earn something, and wait for an answer."""
+
+    who: str
+    turn: int
+    """Counted from 1; an answer has the number of the turn that it answers."""
+    text: str
+    tokens: int
+    reward: float | None = None
+    advantage: float | None = None
+    """The mean over its tokens."""
+    seconds: float | None = None
+    note: str = ""
+    """What was said about the turn: its calls, why the episode ended."""
+
+
+def drawn_tokens(row: Mapping[str, Any]) -> list[bool] | None:
+    """Which tokens of a row the policy drew; None: all of them, or nobody knows."""
+    return _fitting(row, "mask", bool)
+
+
+def turn_numbers(row: Mapping[str, Any]) -> list[int] | None:
+    """The turn of each token, counted from 0; None: nobody knows."""
+    return _fitting(row, "turn", int)
+
+
+def _fitting(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    values, tokens = row.get(name), row.get("response") or []
+    fits = isinstance(values, list) and len(values) == len(tokens) and all(type(value) is kind for value in values)
+    return values if fits else None
+
+
+def conversation(row: Mapping[str, Any]) -> list[Speech]:
+    """The speeches of a recorded response, in order; empty where it is not known to be a conversation."""
+    turn, pieces = turn_numbers(row), row.get("pieces")
+    if turn is None or not isinstance(pieces, list) or len(pieces) != len(turn):
+        return []
+    mask, notes = drawn_tokens(row) or [True] * len(turn), notes_of(row)
+    credit = row.get("advantage") or []
+    credit = credit * len(turn) if len(credit) == 1 else credit
+    answers = TOOL if any(read_counts(note) for note in notes.values()) else ENVIRONMENT
+    speeches, start = list[Speech](), 0
+    for end in range(1, len(turn) + 1):
+        if end < len(turn) and mask[end] == mask[start] and (turn[end] == turn[start] or not mask[start]):
+            continue
+        said = [str(piece) for piece in pieces[start:end]]
+        if mask[start]:
+            place, δ = turn[start], [x for x in credit[start:end] if isinstance(x, float)]
+            speech = Speech(POLICY, place + 1, "".join(said), end - start, _at(row, TURN_REWARD, place))
+            mean = math.fsum(δ) / len(δ) if δ and all(map(math.isfinite, δ)) else None
+            seconds, note = _at(row, TURN_SECONDS, place), notes.get(place + 1, "")
+            speeches.append(speech._replace(advantage=mean, seconds=seconds, note=note))
+        else:
+            number = speeches[-1].turn if speeches else 0
+            speeches.append(Speech(answers, number, observed_words(said), end - start))
+        start = end
+    return speeches
+
+
+def _at(row: Mapping[str, Any], name: str, place: int) -> float | None:
+    """The number of a turn, where there is a finite one."""
+    values = row.get(name)
+    value = values[place] if isinstance(values, list) and 0 <= place < len(values) else None
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
+    """What the reason of a response says of each turn, by its number; with the last one, the rest of the reason."""
+    _, *parts = _NOTE.split(str(row.get("reason") or ""))
+    return {int(number): note for number, note in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def environment_failed(reason: str) -> bool:
+    """Does this reason say that the environment of a response failed?"""
+    return any(note.startswith(FAILED) for note in notes_of({"reason": reason}).values())
+
+
+def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:
+    """Why a conversation ended, in words."""
+    last = next((speech for speech in reversed(speeches) if speech.who == POLICY), None)
+    notes = last.note.split("; ") if last and last.note else []
+    said = [part for part in notes if not (read_counts(part) or part.startswith(CUT))]
+    out_of_turns = any(OUT_OF_TURNS.search(part) for part in said)
+    if row.get("truncated") is True and row.get("status") != "failed" and not out_of_turns:
+        said.insert(0, "a limit of tokens")
+    return "; ".join(said) or "its environment ended it"
+
+
+# ---- in a terminal ----------------------------------------------------------------------------------------------
+
+
+def colour_wanted() -> bool:
+    """Is this a terminal that shows colours? NO_COLOR says no (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, code: str, colour: bool) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if colour and code and text else text
+
+
+def speech_lines(who: str, text: str, colour: bool) -> list[str]:
+    """What somebody says, as text whatever is in it; the speaker's name stands before the first line."""
+    room = max(20, min(width(), 120) - 15)
+    lines = [part for line in printable(text).strip().split("\n") for part in textwrap.wrap(line, room) or [""]]
+    lines = lines if any(lines) else ["(no words)"]
+    names = [f"  {who:<11}  ", *[" " * 15] * (len(lines) - 1)]
+    return [
+        painted((name + line).rstrip(), _COLOURS.get(who, ""), colour) for name, line in zip(names, lines, strict=True)
+    ]
+
+
+def counts_of(note: str) -> dict[str, int]:
+    """The calls of a turn, by its note; empty where there are none."""
+    return read_counts(note.split("; ")[0])
+
+
+def calls_words(counts: Mapping[str, int]) -> str:
+    """3 calls (1 unparsed)."""
+    calls = counts.get("calls", 0)
+    wrong = [f"{counts[name]} {name}" for name in COUNTED[1:] if counts.get(name)]
+    return f"{calls} {'call' if calls == 1 else 'calls'}" + (f" ({', '.join(wrong)})" if wrong else "")
+
+
+def turn_words(speech: Speech) -> str:
+    """What a turn earned; of an answer, to which turn it is."""
+    said = [f"turn {speech.turn}"] if speech.who == POLICY else [f"to turn {speech.turn}"]
+    said += [f"reward {speech.reward:.3g}"] if speech.reward is not None else []
+    said += [f"δ {speech.advantage:+.3f}"] if speech.advantage is not None else []
+    said += [f"answered in {speech.seconds:.2g} s"] if speech.seconds is not None and speech.seconds >= WAITED else []
+    said += [part for part in speech.note.split("; ") if part.startswith(CUT)]
+    said += [calls_words(counts)] if (counts := counts_of(speech.note)) else []
+    return ", ".join(said)
+
+
+def conversation_lines(speeches: Sequence[Speech], ended: str, colour: bool) -> list[str]:
+    """A conversation for a terminal: every turn with what it earned, and why it ended."""
+    lines: list[str] = []
+    for speech in speeches:
+        said, earned = speech_lines(speech.who, speech.text, colour), f"· {turn_words(speech)}"
+        if speech.who != POLICY:
+            earned = ""
+        elif len(said) == 1 and len(said[0]) + 2 + len(earned) <= width():  # a short turn and its numbers in one line
+            said[0] += "  "
+        else:
+            said.append(" " * 15)
+        lines += [*said[:-1], said[-1] + painted(earned, _QUIET, colour)]
+    waited = math.fsum(speech.seconds or 0.0 for speech in speeches)
+    waiting = f"; {waited:.2g} s of waiting" if waited >= WAITED else ""
+    return [*lines, painted(f"  ended: {printable(' '.join(ended.split()))}{waiting}", _QUIET, colour)]

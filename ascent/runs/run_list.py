@@ -1,0 +1,184 @@
+"""The runs below a folder, and the status of each, from its files and this machine. Nothing outside it is opened."""
+
+import os
+import re
+import shlex
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ascent.core.errors import ConfigError
+from ascent.runs.foreign_runs import foreign_kind
+from ascent.runs.run_folder import SIGN, is_locked, out_of_memory
+from ascent.runs.untrusted_files import UNREADABLE, finite_number, modified_at, read_object
+
+DEEP = 4
+"""Folders within folders in which runs are looked for: a comparison keeps its runs one level down."""
+MOST_RUNS = 5_000
+"""Runs that one list shows."""
+LONGEST = 500
+INSIDE = frozenset({"checkpoints", "journal", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
+"""What is in a run's folder and is not a run."""
+SILENT = 30.0
+"""Seconds without a sign of life after which a run on another machine counts as dead. One comes every five."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that holds a run. Its id is its path below the folder of runs."""
+
+    id: str
+    folder: Path
+    kind: str
+    """`ascent`, or whose files these are: `trl`, `verl`."""
+
+
+def run_kind(folder: Path) -> str | None:
+    """Whose run a folder holds; None: it holds none."""
+    with suppress(OSError):  # not ours to look into
+        if (folder / "run.json").exists() or ((folder / "config.json").exists() and (folder / ".lock").exists()):
+            return "ascent"
+        return foreign_kind(folder)
+    return None
+
+
+def find_run(root: Path, id: str) -> Place:
+    """The run of an id; whatever would lead out of the folder is refused."""
+    parts = id.split("/")
+    if len(id) > LONGEST or "\0" in id or "\\" in id or any(p in ("", ".", "..") or p.startswith(".") for p in parts):
+        raise ConfigError(f"{id[:80]!r} is not the name of a run")
+    try:
+        folder = root.joinpath(*parts).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):
+        raise ConfigError(f"there is no run {id}") from None
+    if not folder.is_relative_to(root.resolve()):
+        raise ConfigError(f"{id}: that is not inside the folder of runs")
+    kind = run_kind(folder) if folder.is_dir() else None
+    if kind is None:
+        raise ConfigError(f"there is no run {id}")
+    return Place(id, folder, kind)
+
+
+def runs_below(root: Path) -> list[Place]:
+    """Every run below a folder, in the order of their names. A link is not followed: it may lead anywhere, or back."""
+    runs: list[Place] = []
+    waiting = [(root, "", 0)]
+    while waiting and len(runs) < MOST_RUNS:
+        folder, id, depth = waiting.pop()
+        kind = run_kind(folder) if depth else None
+        if kind is not None:
+            runs.append(Place(id, folder, kind))
+        elif depth < DEEP:
+            with suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    shown = entry.name.isprintable() and not entry.name.startswith(".") and entry.name not in INSIDE
+                    if shown and entry.is_dir(follow_symlinks=False):
+                        waiting.append((Path(entry.path), f"{id}/{entry.name}".lstrip("/"), depth + 1))
+    return sorted(runs, key=lambda place: place.id)
+
+
+def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tuple[str, str]:
+    """A status and its reason. A run that calls itself running is so only while it gives signs of life.
+
+    On this machine the lock decides. The lock of a run on another machine is not seen here, so the file `.alive`
+    decides, which its process renews every few seconds. While that file is missing, the time in run.json decides.
+    """
+    now = time.time() if now is None else now
+    status = str(run.get("status", "unreadable"))
+    done = f"{run.get('step', 0)} of {run.get('steps', '?')} steps"
+    if status != "running":
+        words = {"finished": "finished,", "interrupted": "stopped and saved after"}.get(status, f"{status} after")
+        return status, f"{words} {done}"
+    sign = read_sign(folder)
+    age = silence(folder, sign, now)
+    if age is None and (heard := finite_number(run.get("heartbeat"))) is not None:
+        age = now - heard
+    sign_words = f"last sign of life {ago(age)}" if age is not None else "no sign of life"
+    if is_locked(folder):
+        return "running", f"running, {done}, {sign_words}"
+    machine = run.get("machine")
+    host = sign.get("host") or (machine.get("host") if isinstance(machine, dict) else None)
+    elsewhere = isinstance(host, str) and host != socket.gethostname()
+    if elsewhere and age is not None and age < SILENT:
+        return "running", f"running on {host}, {done}, {sign_words}"
+    where = f"on {host}" if elsewhere else "here"
+    return "died", f"died after {done}: no process {where} is writing it any more, {sign_words}"
+
+
+def status_reason(status: str, words: str) -> str:
+    """The reason without the status and the steps, which a list shows in other columns."""
+    short = re.sub(r"(,| after) \d+ of \S+ steps", "", words, count=1)
+    return re.sub(rf"^{re.escape(status)}(, |: |$)", "", short)
+
+
+def how_to_resume(folder: Path, status: str) -> dict[str, str] | None:
+    """How to resume a run that did not finish: a command, or why there is none."""
+    if status not in ("died", "interrupted", "failed"):
+        return None
+    if not any(re.fullmatch(r"step_\d+", path.name) for path in (folder / "checkpoints").glob("step_*")):
+        return {"words": "It left no checkpoint, so it cannot be resumed."}
+    here, path = Path.cwd(), folder.resolve()
+    shown = str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return {"words": "To resume from its last checkpoint:", "command": f"ascent resume {shlex.quote(shown)}"}
+
+
+def read_sign(folder: Path) -> dict[str, Any]:
+    """The last sign of life of a run's process: host, pid, time; empty if there is none that can be read."""
+    sign, _ = read_object(folder / SIGN)
+    return sign if finite_number(sign.get("time")) is not None else {}
+
+
+_seen: dict[Path, tuple[float, float | None]] = {}
+"""The last sign of each run, and when it was seen to change, by this machine's clock."""
+MOST_SEEN = 10_000
+
+
+def silence(folder: Path, sign: dict[str, Any], now: float) -> float | None:
+    """Seconds since the last sign of life. Once it was seen to change, the other machine's clock does not matter.
+
+    Before that, the time in the sign counts; if it lies in the future, the time when the file was written.
+    """
+    if not sign:
+        return None
+    if len(_seen) >= MOST_SEEN and folder not in _seen:
+        _seen.clear()
+    last, changed_at = _seen.setdefault(folder, (sign["time"], None))
+    if last != sign["time"]:
+        changed_at = now
+        _seen[folder] = sign["time"], now
+    if changed_at is not None:
+        return now - changed_at
+    age = now - sign["time"]
+    return age if age >= 0 else now - (modified_at(folder / SIGN) or sign["time"])
+
+
+def ago(seconds: float) -> str:
+    """3 s ago, 5 min ago, 2 h ago, 4 days ago."""
+    if seconds < 0:
+        return "in the future: the clocks of the two machines differ"
+    for size, name in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def started_at(run: dict[str, Any]) -> float | None:
+    """When a run was started, in seconds since 1970."""
+    with suppress(LookupError, TypeError, ValueError):
+        return datetime.strptime(run["history"][0]["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    return None
+
+
+def memory_ran_out(folder: Path) -> bool:
+    """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
+    try:
+        sign, _ = read_object(folder / SIGN)
+        before, now = sign["killed"], out_of_memory()
+        same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
+    except UNREADABLE:
+        return False
+    return same and before != now

@@ -1,0 +1,227 @@
+"""Reading what anyone may have written: a run's folder may have come from anywhere.
+
+Only regular files inside it are opened, and no link in it is followed. Whatever a file holds, reading it ends in a
+value or in a refusal that names the file. The folder itself may be a link: whoever names runs/x and has linked it to
+another disk means what lies there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from ascent.core.errors import ConfigError
+from ascent.tasks.base import error_line
+
+MOST_JSON, MOST_LINES = 1 << 26, 1 << 30
+"""Bytes of a file of JSON, and of one with a line per step, that are read."""
+DEEPEST = 64
+"""Lists and objects within one another; Ascent's own files have at most ten."""
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What reading a file may raise that holds anything; pyarrow's and torch's errors are among them."""
+
+
+def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
+    """A regular file, to be read; OSError for a link, a folder or a pipe, which could lead or hang anywhere.
+
+    No folder between the file and `within` (by default its own folder) may be a link either.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    within = path.parent if within is None else within
+    handle, parts = os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path.relative_to(within).parts
+    for part in parts:
+        above = handle
+        try:
+            handle = os.open(part, flags, dir_fd=above)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            what = "a link, and links are not followed" if error.errno == errno.ELOOP else "not a regular file"
+            raise OSError(f"{part} is {what}") from None
+        finally:
+            os.close(above)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path.name} is not a regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
+    """All of a regular file of bounded size."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"{path.name} has more than {most >> 20} MiB")
+    return data
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Whatever is wrong with what a file holds becomes a refusal that names the file."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        raise ConfigError(f"{path.name} is gone: it was removed, or the run was set back") from None
+    except UNREADABLE as error:
+        raise ConfigError(f"{path.name} cannot be read: {error_line(error)[:160]}") from None
+
+
+def parse_json(data: bytes, **hooks: Any) -> Any:
+    """JSON; ValueError if it is none, or nested so deeply that whoever walks through it would fail."""
+    try:
+        value = json.loads(data, **hooks)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if data.count(b"[") + data.count(b"{") <= DEEPEST:
+        return value
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def finite_json(data: bytes) -> Any:
+    """JSON in which every number is finite; others become None. ValueError as `parse_json`."""
+
+    def finite(text: str) -> float | None:
+        value = float(text)
+        return value if math.isfinite(value) else None
+
+    def whole(text: str) -> int | float | None:
+        return int(text) if len(text) <= 15 else finite(text)
+
+    return parse_json(data, parse_float=finite, parse_int=whole, parse_constant=lambda _: None)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return parse_json(read_regular(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent}: there is no {path.name} here, so this is not a run folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def read_object(path: Path) -> tuple[dict[str, Any], str]:
+    """A JSON object, or an empty one and what is wrong with its file."""
+    try:
+        held = finite_json(read_regular(path))
+    except FileNotFoundError:
+        return {}, f"{path.name} is missing"
+    except (OSError, ValueError) as error:
+        return {}, f"{path.name} cannot be read: {error}"
+    return (held, "") if isinstance(held, dict) else ({}, f"{path.name} is not a JSON object")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, up to its last newline: an incomplete last line is still being written."""
+    try:
+        data = read_regular(path, MOST_LINES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    lines = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            lines.append(parse_json(line))
+            if not isinstance(lines[-1], dict):
+                raise ValueError("it is not an object")
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number}, is not valid JSON: {error}. Something other than Ascent has written there"
+            ) from None
+    return lines
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl or updates.jsonl: each has a step, and its values are numbers."""
+    lines = read_lines(path)
+    for number, line in enumerate(lines, 1):
+        if not is_metrics(line):
+            raise ConfigError(
+                f"{path}, line {number}, is not a step and its numbers. Something other than Ascent has written there"
+            )
+    return lines
+
+
+def is_metrics(line: Any) -> bool:
+    """Is this a step and its numbers?"""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    values = [value for name, value in line.items() if name != "nonfinite" and value is not None]
+    return all(isinstance(value, int | float) and abs(value) < 1.7e308 for value in values)
+
+
+def finite_number(value: Any) -> Any:
+    """A finite number; None for anything else."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+    return value if known else None
+
+
+def numbered_files(folder: Path, name: str) -> dict[int, Path]:
+    """What a folder has under such names, by the number that the pattern captures; nothing if it cannot be listed."""
+    try:
+        paths = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(name, path.name))}
+    except OSError:
+        return {}
+    return dict(sorted(paths.items()))
+
+
+def printable(value: Any) -> str:
+    """A name that can be shown: what is not a character, such as half of a surrogate pair, is replaced."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def modified_at(path: Path) -> float | None:
+    """When a file was last written; None if it is missing."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None
+
+
+class FileCache:
+    """Keeps what was read of files until they change (size, time). Above a weight of `most`, the least used go."""
+
+    def __init__(self, most: int):
+        self.most, self.held = most, 0
+        self.entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def __call__(
+        self, path: Path, make: Callable[[], Any], *which: Hashable, weight: Callable[[Any], int] = lambda _: 1
+    ) -> Any:
+        about = path.lstat()
+        key = (str(path), about.st_size, about.st_mtime_ns, *which)
+        with self.lock:
+            if key in self.entries:
+                self.entries.move_to_end(key)
+                return self.entries[key][0]
+        made = make()
+        heavy = weight(made)
+        if heavy > self.most:
+            return made
+        with self.lock:
+            if key not in self.entries:
+                self.entries[key] = (made, heavy)
+                self.held += heavy
+            while self.held > self.most:
+                self.held -= self.entries.popitem(last=False)[1][1]
+        return made

@@ -1,0 +1,133 @@
+"""Values of Python as JSON, and back: plain data only, so that nothing of what a program made can act elsewhere.
+
+A list is a list; other kinds have a tag, {"~": "t", "v": …}. What comes back is built of Python's own types, whatever
+class it had: its comparison, its length and its words are Python's.
+"""
+
+import collections
+import datetime
+import decimal
+import fractions
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+DEEPEST, LONGEST = 150, 500_000
+"""Of a value: how deep it may be nested, and how many items each part of it may have."""
+LARGE = 1 << 12
+"""Bits of a number from which it is written in hexadecimal: Python refuses to write it in decimal."""
+Other = Callable[[Any], Any]
+
+_CLASSES: dict[str, tuple[type, Callable[[Any], list[Any]]]] = {
+    "complex": (complex, lambda v: [v.real, v.imag]),
+    "range": (range, lambda v: [v.start, v.stop, v.step]),
+    "bytearray": (bytearray, lambda v: [bytes(v)]),
+    "Decimal": (decimal.Decimal, lambda v: [str(v)]),
+    "Fraction": (fractions.Fraction, lambda v: [v.numerator, v.denominator]),
+    "deque": (collections.deque, lambda v: [list(v), v.maxlen]),
+    "Counter": (collections.Counter, lambda v: [dict(v)]),
+    "OrderedDict": (collections.OrderedDict, lambda v: [list(v.items())]),
+    "datetime": (datetime.datetime, lambda v: [*v.timetuple()[:6], v.microsecond]),
+    "date": (datetime.date, lambda v: [v.year, v.month, v.day]),
+    "timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds]),
+}
+"""Classes of the library that are data: how each is made again."""
+NO_DATA: list[type] = []
+"""Classes whose objects are no data, though they may derive from it: what a program was asked to write."""
+_SIZED = (list, tuple, set, frozenset, dict, str, bytes)
+_TAGS: dict[type, str] = {tuple: "t", set: "s", frozenset: "f"}
+_KINDS: dict[type, str] = {cls: name for name, (cls, _) in _CLASSES.items()}
+
+
+class NotPlainDataError(Exception):
+    """A value that is not plain data, or not the tagged JSON of any."""
+
+
+def encode(value: Any, other: Other | None = None, depth: int = 0) -> Any:
+    """The value in tagged JSON. What is not data goes to `other`, which returns tagged JSON for it."""
+    if depth > DEEPEST:
+        raise NotPlainDataError(f"it is nested deeper than {DEEPEST}, or contains itself")
+    kind = type(value)
+    if value is None or kind is bool or (kind is str and len(value) <= LONGEST):
+        return value
+    if kind is int:
+        return value if value.bit_length() < LARGE else {"~": "i", "v": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"~": "x", "v": repr(value)}
+    if kind in _SIZED and len(value) > LONGEST:
+        raise NotPlainDataError(f"it has {len(value):,} items, and at most {LONGEST:,} are read")
+    if kind is list:
+        return [encode(item, other, depth + 1) for item in value]
+    if kind in _TAGS:
+        return {"~": _TAGS[kind], "v": [encode(item, other, depth + 1) for item in value]}
+    if kind is dict:
+        pairs = [[encode(k, other, depth + 1), encode(v, other, depth + 1)] for k, v in value.items()]
+        return {"~": "d", "v": pairs}
+    if kind is bytes:
+        return {"~": "b", "v": value.decode("latin-1")}
+    if kind in _KINDS:
+        name = _KINDS[kind]
+        return {"~": "c", "c": name, "v": encode(_CLASSES[name][1](value), other, depth + 1)}
+    return _encode_derived(value, other, depth)
+
+
+def _encode_derived(value: Any, other: Other | None, depth: int) -> Any:
+    """What derives from data as that data: a named tuple, a defaultdict, a number of an enumeration or of NumPy."""
+    for cls, plain in _PLAIN.items():
+        if isinstance(value, cls) and not isinstance(value, tuple(NO_DATA)):
+            return encode(plain(value), other, depth)
+    if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
+        held = encode(value.tolist(), other, depth + 1)
+        return {"~": "a", "v": held} if isinstance(held, list) else held
+    if other is None:
+        raise NotPlainDataError(f"it has a {type(value).__name__}, which is not plain data")
+    return other(value)
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: lambda v: int.__add__(v, 0),
+    float: lambda v: float.__add__(v, 0.0),
+    str: lambda v: str.__add__(v, ""),
+    bytes: lambda v: bytes.__add__(v, b""),
+    list: lambda v: list(list.__iter__(v)),
+    tuple: lambda v: tuple(tuple.__iter__(v)),
+    set: lambda v: set(set.__iter__(v)),
+    frozenset: lambda v: frozenset(frozenset.__iter__(v)),
+    dict: lambda v: dict(dict.items(v)),
+}
+"""A copy that has the class itself, made without what a derived class defines."""
+
+
+def decode(tagged: Any, other: Other | None = None, depth: int = 0) -> Any:
+    """The value of tagged JSON. What has an unknown tag goes to `other`. Wrong JSON is `NotPlainDataError`."""
+    if depth > 3 * DEEPEST:
+        raise NotPlainDataError(f"it is nested deeper than {DEEPEST}")
+    if isinstance(tagged, list):
+        return [decode(item, other, depth + 1) for item in tagged]
+    if not isinstance(tagged, dict):
+        return tagged
+    tag, held = tagged.get("~"), tagged.get("v")
+    try:
+        if tag in ("t", "s", "f"):
+            cls = {"t": tuple, "s": set, "f": frozenset}[tag]
+            return cls(decode(item, other, depth + 1) for item in held)  # type: ignore[union-attr]
+        if tag == "d":
+            return {decode(k, other, depth + 1): decode(v, other, depth + 1) for k, v in held}  # type: ignore[union-attr]
+        if tag == "i":
+            return int(str(held), 16)
+        if tag == "x":
+            return float(str(held))
+        if tag == "b":
+            return str(held).encode("latin-1")
+        if tag == "a":
+            return importlib.import_module("numpy").array(decode(held, other, depth + 1))
+        if tag == "c":
+            return _CLASSES[tagged["c"]][0](*decode(held, other, depth + 1))
+    except NotPlainDataError:
+        raise
+    except Exception as error:
+        raise NotPlainDataError(f"it sent what is not a value: {type(error).__name__}") from None
+    if other is None:
+        raise NotPlainDataError(f"it sent what is not a value: a tag {tag!r:.20}")
+    return other(tagged)

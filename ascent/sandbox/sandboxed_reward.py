@@ -1,0 +1,161 @@
+"""Rewards in a sandbox, sandbox:FILE:NAME: neither the file nor what it runs is trusted.
+
+The file is run in the sandbox alone, also to read how its function is called. Each call is a job of its own, which runs
+the file first: the limits of a job hold for that too, and nothing is kept from one call to the next. Graders import
+this, so it does without torch.
+"""
+
+import base64
+import functools
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ascent.core.errors import ConfigError
+from ascent.processes.reward_calls import (
+    REASON,
+    Job,
+    RewardCall,
+    RewardCallError,
+    compute,
+    error_words,
+    new_loop,
+    read_call,
+)
+from ascent.processes.user_code import load_code
+from ascent.sandbox.allowed_packages import PackageError, allowed_packages
+from ascent.sandbox.channel import ChannelClosedError, Line
+from ascent.sandbox.isolation import IsolationError, Walls, choose
+from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox, SandboxError
+
+GUEST = "ascent.sandbox.sandboxed_reward:serve_reward"
+SHARE = 0.9
+"""Of the seconds of a reward that its job has; the rest is for ending it."""
+
+
+class SandboxSettings(NamedTuple):
+    """Which sandbox, and what a job in it may use and read."""
+
+    kind: str = "auto"
+    seconds: float = 10.0
+    memory: float = 4.0
+    """GiB; 0: as much as there is."""
+    readable: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+    def make(self, guest: str, settings: dict[str, Any], *readable: str) -> Sandbox:
+        limits = BoxLimits(self.seconds * SHARE, self.memory)
+        return Sandbox(guest, limits, settings, self.kind, (*self.readable, *readable), self.packages)
+
+
+def check_walls(settings: SandboxSettings) -> Walls:
+    """The walls that code of this task runs behind; refused where there are none."""
+    try:
+        walls = choose(settings.kind)
+    except IsolationError as error:
+        raise ConfigError(
+            f"--sandbox {settings.kind}: there is nothing here to hold code that is not trusted ({error}). Install "
+            "bubblewrap, or take a machine with Landlock (Linux 5.13); `ascent sandbox check` says more. --sandbox "
+            "none runs it as your own programs run: set it only where you trust every word of the policy"
+        ) from None
+    missing = [path for path in settings.readable if not os.path.exists(path)]
+    if missing:
+        raise ConfigError(f"--sandbox-read {missing[0]}: there is no such file or folder")
+    try:
+        allowed_packages(settings.packages)
+    except PackageError as error:
+        raise ConfigError(f"--sandbox-packages: {error}") from None
+    return walls
+
+
+# ---- outside --------------------------------------------------------------------------------------------------
+
+
+class SandboxedReward:
+    """A reward function in a sandbox, as a grading process calls it."""
+
+    def __init__(self, source: str, settings: SandboxSettings):
+        file, name = source.removeprefix("sandbox:").rsplit(":", 1)
+        file = os.path.realpath(file)
+        self.box = settings.make(GUEST, {"file": file, "name": name}, file)
+        self.box.start()
+
+    def __call__(self, jobs: Sequence[Job], seconds: float) -> list[dict[str, Any]]:
+        sent = base64.b64encode(pickle.dumps([tuple(job) for job in jobs])).decode()
+        try:
+            with self.box.job() as job:
+                answer = job.ask({"jobs": sent, "seconds": seconds * SHARE}, seconds * SHARE)
+        except JobEndedError as ended:
+            raise RewardCallError(f"in its sandbox: {ended}") from None
+        answers = answer.get("answers") if isinstance(answer, dict) else None
+        if isinstance(answers, list) and len(answers) == len(jobs):
+            return answers
+        raise RewardCallError(
+            str(answer.get("error"))[:REASON] if isinstance(answer, dict) else "sent what is not a reward"
+        )
+
+
+def describe_sandboxed(source: str, settings: SandboxSettings) -> RewardCall:
+    """How the function is called, as it is read in the sandbox."""
+    file = source.removeprefix("sandbox:").rsplit(":", 1)[0]
+    return _describe(source, settings, os.stat(file).st_mtime_ns if os.path.exists(file) else 0)
+
+
+@functools.lru_cache
+def _describe(source: str, settings: SandboxSettings, changed: int) -> RewardCall:  # noqa: ARG001 (part of the cache's key)
+    try:
+        reward = SandboxedReward(source, settings._replace(seconds=max(settings.seconds, 10.0)))
+    except (SandboxError, IsolationError) as error:
+        raise RewardCallError(str(error)) from None
+    try:
+        with reward.box, reward.box.job() as job:
+            described = job.ask({"describe": True})
+            if "error" in described:
+                raise RewardCallError(str(described["error"])[:REASON])
+            form, placed, names, required, awaited = described["call"]
+    except (JobEndedError, ValueError, KeyError, TypeError) as error:
+        raise RewardCallError(f"it cannot be asked how it is called: {error}") from None
+    known = None if names is None else frozenset(map(str, names))
+    places = None if placed is None else tuple(map(str, placed))
+    return RewardCall(_never, tuple(map(str, form)), places, known, tuple(map(str, required)), bool(awaited))
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a reward of a sandbox runs nowhere else")
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------
+
+
+def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
+    """The guest. Installed packages that the file imports are loaded here, once; the file itself runs in each job."""
+    text = Path(settings["file"]).read_text(errors="replace")
+    for name in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+(\w[\w.]*)", text, re.MULTILINE)):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "ascent"}:
+            with suppress(BaseException):  # the job that runs the file will tell
+                import_module(name)
+
+    def answer(line: Line) -> None:
+        with suppress(ChannelClosedError):
+            while True:
+                line.write(_answer(settings, line.read()))
+
+    return answer
+
+
+def _answer(settings: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        call = read_call(load_code(f"python:{settings['file']}:{settings['name']}"))
+        if "describe" in question:
+            names = None if call.names is None else sorted(call.names)
+            return {"call": [call.form, call.placed, names, call.required, call.awaited]}
+        jobs = [Job(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
+        return {"answers": compute(call, jobs, new_loop(call), question["seconds"])}
+    except BaseException as error:
+        return {"error": error_words(error)}

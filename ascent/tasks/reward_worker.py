@@ -1,0 +1,115 @@
+"""The process in which rewards are computed, seen from inside: a keeper, and the grader that it forks."""
+
+import functools
+import os
+import pickle
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ascent.processes.reward_calls import (
+    REASON,
+    Job,
+    RewardCallError,
+    compute,
+    error_words,
+    new_loop,
+    read_call,
+    read_number,
+    read_reward,
+)
+from ascent.processes.supervisor import end_as, end_children, fork_child, lifelines, receive, say, wait_for
+from ascent.processes.user_code import CODE, load_code
+from ascent.sandbox.sandboxed_reward import SandboxedReward, SandboxSettings
+from ascent.tasks.text.text_task import Problem
+
+Answer = Callable[[Sequence[Job], float], list[dict[str, Any]]]
+"""From jobs of one call, and the seconds that it may take, to an answer for each."""
+
+
+class Grader(NamedTuple):
+    """What a process needs to compute a reward: where the code is, and a task's fields (None: a plain function)."""
+
+    source: str
+    """python:FILE:NAME, or MODULE:NAME for what can be imported."""
+    settings: Mapping[str, Any] | None = None
+    numbers: bool = False
+    """A function of a small task: f(prompt, response) on lists of numbers."""
+    sent: bytes | None = None
+    """The code itself, where it is an object of the parent's and lies in no file: pickled there, for this process
+    alone. It never comes from a run folder."""
+    sandbox: tuple[Any, ...] | None = None
+    """Of sandbox:FILE:NAME: its `SandboxSettings`."""
+
+
+def keep_grader(jobs: int, lifeline: int, parent: int, memory: int) -> None:
+    """The keeper: it forks the grader, and ends as that does, or with the parent, when nothing of it is left.
+
+    `jobs` and `lifeline` are the numbers of sockets whose other ends `parent` holds; `memory` is in bytes.
+    """
+    ends = lifelines(lifeline, parent)
+    grader = fork_child(lambda: serve_jobs(socket.socket(fileno=jobs)), ends, memory)
+    os.close(jobs)
+    status = wait_for(grader, ends)
+    end_children(grader)
+    end_as(status or 0)
+
+
+def serve_jobs(pipe: socket.socket) -> None:
+    """The grader: it answers one job after the other, each with the job's own number."""
+    own = os.getpid()
+    try:
+        graders, code = pickle.loads(receive(pipe))
+        CODE.update(code)
+        calls = [_load(Grader(*grader)) for grader in graders]
+    except EOFError:
+        return
+    except BaseException as error:
+        return say(pipe, {"error": error_words(error)})
+    say(pipe, {"ready": True})
+    while True:
+        try:
+            number, seconds, jobs = pickle.loads(receive(pipe))
+        except EOFError:
+            return
+        try:
+            answer: dict[str, Any] = {"answers": calls[jobs[0][0]]([Job(*job) for job in jobs], seconds)}
+        except BaseException as error:  # SystemExit and the rest: a reward has no say over this process
+            answer = {"error": error_words(error)}
+        if os.getpid() != own:  # a child that the reward forked, and that came back from it too
+            os._exit(0)
+        say(pipe, {"number": number, **answer})
+
+
+def _load(grader: Grader) -> Answer:
+    """The reward of python:FILE:NAME or MODULE:NAME, or what was sent: a function, or a task with these settings."""
+    if grader.sandbox is not None:
+        return SandboxedReward(grader.source, SandboxSettings(*grader.sandbox))
+    code = load_code(grader.source, grader.sent)
+    if grader.settings is not None:
+        task = object.__new__(code)  # its settings were checked by the parent: nothing is read or checked again
+        vars(task).update(grader.settings)
+        task.prepare()
+        return functools.partial(_grade, task)
+    if grader.numbers:
+        return functools.partial(_numbers, code)
+    call = read_call(code)
+    loop = new_loop(call)
+    return lambda jobs, seconds: compute(call, jobs, loop, seconds)
+
+
+def _numbers(function: Callable[..., Any], jobs: Sequence[Job], _: float) -> list[dict[str, Any]]:
+    """A reward function of a small task: f(prompt, response) on lists of numbers."""
+    answers = [read_reward(function(job.prompt, job.response)) for job in jobs]
+    if any("skipped" in answer for answer in answers):
+        raise RewardCallError("returned NoneType: a reward returns one number, or (number, reason)")
+    return answers
+
+
+def _grade(task: Any, jobs: Sequence[Job], _: float) -> list[dict[str, Any]]:
+    """The task's own check."""
+    (job,) = jobs
+    problem = Problem(job.prompt, job.answer, dict(job.columns))
+    value, strict, lenient, reason = task.grade(problem, job.response)
+    number = read_number(value)
+    return [{"value": number, "strict": bool(strict), "lenient": bool(lenient), "reason": str(reason)[:REASON]}]

@@ -1,0 +1,381 @@
+"""Rewards in processes that can be ended: whatever one does, the run continues and knows what happened.
+
+A process computes one reward at a time, under limits of time and memory. One that hangs is killed with all that it
+started and replaced; one that dies is replaced; and each such reward becomes an error with its reason, never a 0. Every
+job has a number that nobody can guess, and a process that answers with another one is ended: no reward ever counts for
+another response. Where rewards are quick, a process is sent a few milliseconds' worth of them at once; if it dies or
+hangs, the one that it was at is the error, and the others are computed elsewhere.
+
+Processes are started on first use, kept, and end with `close`, or with this process however it ends. All that they have
+started ends with them (keeper.py). They see an allow-list of environment variables, and never import torch themselves.
+"""
+
+import json
+import math
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from ascent.processes.reward_calls import REASON, Job, whole_text
+from ascent.processes.supervisor import FRAME, START, Limits, SupervisedProcess, framed
+from ascent.processes.user_code import CODE
+from ascent.tasks.reward_worker import Grader
+
+GRACE = 1.0
+"""Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
+AHEAD, PACKET = 0.005, 1 << 15
+"""Seconds' worth of rewards that a process is sent at once, and bytes of them: it never waits to be read."""
+KINDS = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
+"""The fields of an answer."""
+GLANCE = 0.5
+"""Seconds after which to look whether a silent process is still there."""
+
+
+@dataclass(frozen=True)
+class RewardOutcome:
+    """What became of a reward: its value, or the error."""
+
+    value: float = 0.0
+    strict: bool = False
+    lenient: bool = False
+    reason: str = ""
+    error: str | None = None
+    skipped: bool = False
+    """It is not for this row: the function returned None."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of a task's rewards together: the value of each by its name, before its weight."""
+
+    def __post_init__(self) -> None:
+        """Words of a reward or a judge are text from here on."""
+        for name in ("reason", "error"):
+            if words := getattr(self, name):
+                object.__setattr__(self, name, whole_text(words))
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A call that a pool was handed: of one grader, on one job or on several that it takes together."""
+
+    jobs: Sequence[Job]
+    outcomes: list[RewardOutcome] | None = None
+    """Of each job, once they are there."""
+    again: bool = False
+    """Was it already sent to a process that answered something else?"""
+
+    def fail(self, error: str) -> None:
+        """The same error for every job."""
+        self.outcomes = [RewardOutcome(error=error)] * len(self.jobs)
+
+
+class RewardWorker(SupervisedProcess):
+    """A grading process, seen from outside."""
+
+    def __init__(self, graders: bytes, limits: Limits):
+        super().__init__("ascent.tasks.reward_worker:keep_grader", limits)
+        self.jobs: deque[tuple[PendingCall, str, float]] = deque()
+        """What it has to answer, in that order: calls, their numbers, and the seconds that they may take."""
+        self.begun, self.sent = 0.0, 0
+        """When it was sent jobs last, and how many."""
+        self.deadline = time.monotonic() + START
+        self.ready = False
+        self.read = b""
+        """What it has said of an answer that is not complete."""
+        self._send(framed(graders))
+
+    def note(self, call: PendingCall, seconds: float) -> bytes:
+        """A call that it is about to be sent."""
+        number = secrets.token_hex(8)
+        # before anything is noted: a problem that cannot be sent is an error
+        frame = framed(pickle.dumps((number, seconds, [tuple(job) for job in call.jobs])))
+        self.jobs.append((call, number, seconds + GRACE * (len(call.jobs) > 1)))
+        return frame
+
+    def begin(self, frames: Sequence[bytes]) -> None:
+        """Let it compute what was noted."""
+        self.begun, self.sent = time.monotonic(), len(frames)
+        self.deadline = self.begun + self.jobs[0][2]
+        self._send(b"".join(frames))
+
+    def done(self) -> PendingCall:
+        """It has answered: which call that was. The time of the next one begins."""
+        call = self.jobs.popleft()[0]
+        if self.jobs:
+            self.deadline = time.monotonic() + self.jobs[0][2]
+        return call
+
+    def _send(self, frames: bytes) -> None:
+        """Whoever dies or does not listen is noticed by its silence."""
+        self.socket.settimeout(max(0.1, self.deadline - time.monotonic()))
+        with suppress(OSError):
+            self.socket.sendall(frames)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Its replies that are complete; or that it died, and how."""
+        try:
+            said = self.socket.recv(FRAME, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            said = b""
+        if not said:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+            return [{"error": f"the reward ended its process: {self.ending()}", "ended": True}]
+        *lines, self.read = (self.read + said).split(b"\n")
+        if len(self.read) > FRAME:
+            lines.append(self.read)
+        return [_reply(line) for line in lines]
+
+
+class RewardWorkerPool:
+    """Grading processes for these graders.
+
+    Calls are computed while somebody waits for them (`results`), or beside whatever else this process does (`begin`):
+    then a thread looks after the processes for as long as anything is open.
+    """
+
+    def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
+        self.graders = pickle.dumps(([tuple(grader) for grader in graders], CODE))
+        self.count, self.limits = workers, limits
+        self.workers: list[RewardWorker] = []
+        self.pace: float | None = None
+        """Seconds of a call, as they were last."""
+        self._start()
+        weakref.finalize(self, _end_all, self.workers, self.process)
+
+    def _start(self) -> None:
+        self.process = os.getpid()
+        self.waiting: deque[PendingCall] = deque()
+        """Calls that no process has yet."""
+        self.lock = threading.Lock()
+        """Of whoever looks after the processes now."""
+        self.changing = threading.Lock()
+        """Of whoever hands calls over, or starts or ends the thread."""
+        self.thread: threading.Thread | None = None
+        self.news = threading.Condition()
+        """The thread has heard from a process."""
+        self.bell, self.rung = socket.socketpair()
+        """Wakes whoever waits for a process to speak."""
+        weakref.finalize(self, _close, self.bell, self.rung)
+        self.broken: str | None = None
+
+    def run(self, jobs: Sequence[Job]) -> list[RewardOutcome]:
+        """The outcome of every job, in their order."""
+        return [outcome for (outcome,) in self.run_calls([[job] for job in jobs])]
+
+    def run_calls(self, calls: Sequence[Sequence[Job]]) -> list[list[RewardOutcome]]:
+        """The outcomes of calls, each of one grader on one job or on several that it takes together."""
+        return self.results(self._queue(calls, beside=False))
+
+    def begin(self, calls: Sequence[Sequence[Job]]) -> list[PendingCall]:
+        """Let these be computed from now on, without waiting for them."""
+        return self._queue(calls, beside=True)
+
+    def _queue(self, calls: Sequence[Sequence[Job]], beside: bool) -> list[PendingCall]:
+        if self.process != os.getpid():  # a fork of ours: the processes are its parent's, and so is the thread
+            self.workers[:] = []
+            self._start()
+        begun = [PendingCall(jobs) for jobs in calls]
+        with self.changing:
+            self.waiting += begun
+            if beside and begun and self.thread is None:
+                self.thread = threading.Thread(target=self._look_after, name="ascent-rewards", daemon=True)
+                self.thread.start()
+            elif self.thread is not None:
+                self._ring()
+        return begun
+
+    def results(self, begun: Sequence[PendingCall]) -> list[list[RewardOutcome]]:
+        """The outcomes of these calls, waited for."""
+        missing = list(begun)
+        try:
+            while missing := [call for call in missing if call.outcomes is None]:
+                if self.thread is None:
+                    self._turn()
+                    continue
+                with self.news:
+                    if missing[-1].outcomes is None and self.thread is not None:
+                        self.news.wait(GLANCE)
+        finally:  # interrupted: what is still at work would answer the next call
+            self._give_up([call for call in missing if call.outcomes is None])
+        return [call.outcomes or [] for call in begun]
+
+    def _look_after(self) -> None:
+        """What the thread does: it ends when nothing is open. If it fails, whoever waits goes on, and fails alike."""
+        try:
+            while True:
+                self._turn()
+                with self.news:
+                    self.news.notify_all()
+                with self.changing:
+                    if not self._open():
+                        self.thread = None
+                        return
+        except BaseException:
+            self.thread = None
+            raise
+
+    def _open(self) -> bool:
+        return bool(self.waiting) or any(worker.jobs for worker in self.workers)
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # it is ringing already
+            self.bell.send(b"!", socket.MSG_DONTWAIT)
+
+    def _turn(self) -> None:
+        """Hand out what waits, and take what comes."""
+        with self.lock:
+            self._hand_out()
+            if any(worker.jobs or not worker.ready for worker in self.workers):
+                self._collect()
+            if self.broken is not None:
+                lost, self.broken = f"no process can compute rewards: {self.broken}", None
+                for worker in [w for w in self.workers if w.jobs]:
+                    self._drop(worker)
+                while self.waiting:
+                    self.waiting.popleft().fail(lost)
+
+    def _hand_out(self) -> None:
+        at_work = sum(len(worker.jobs) for worker in self.workers)
+        while len(self.workers) < min(self.count, len(self.waiting) + at_work):
+            self.workers.append(RewardWorker(self.graders, self.limits))
+        for worker in [w for w in self.workers if w.ready and not w.jobs]:
+            fair, frames, size = len(self.waiting) // (2 * len(self.workers)), list[bytes](), 0
+            most = 1 if self.pace is None else max(1, min(fair, int(AHEAD / max(self.pace, 1e-6))))
+            while self.waiting and len(frames) < most and size < PACKET:
+                call = self.waiting.popleft()
+                try:
+                    frames.append(worker.note(call, self.limits.seconds))
+                    size += len(frames[-1])
+                except Exception as error:
+                    call.fail(f"the problem cannot be sent to a process: {error}")
+            if frames:
+                worker.begin(frames)
+
+    def _collect(self) -> None:
+        """Wait for whoever speaks first, and no longer than anybody's limit."""
+        active = [w for w in self.workers if w.jobs or not w.ready]
+        limit = min(w.deadline for w in active) - time.monotonic()
+        spoke = wait([self.rung, *(w.socket for w in active)], max(0.0, min(limit, GLANCE)))
+        if self.rung in spoke:
+            self.rung.recv(FRAME)
+        for worker in active:
+            ended = worker.process.poll() is not None
+            replies = worker.answers() if ended or worker.socket in spoke else []
+            if not replies and ended:  # what it left behind holds the socket
+                replies = [{"error": f"the reward ended its process: {worker.ending()}", "ended": True}]
+            if not replies and time.monotonic() >= worker.deadline:
+                limit = self.limits.seconds
+                what = f"took longer than {limit:g} s" if worker.ready else f"did not start within {START:g} s"
+                replies = [{"error": what, "ended": True}]
+            for reply in replies:
+                if worker in self.workers:  # else it was ended for an earlier one
+                    self._heard(worker, reply)
+
+    def _heard(self, worker: RewardWorker, reply: dict[str, Any]) -> None:
+        if not worker.ready:
+            worker.ready = "ready" in reply
+            if not worker.ready:
+                self.broken = reply.get("error", "it sent nothing")
+                self._drop(worker)
+            return
+        ended = reply.pop("ended", False)
+        if not worker.jobs:  # nobody asked it
+            return self._drop(worker)
+        if not ended and reply.pop("number", None) != worker.jobs[0][1]:
+            # Somebody else spoke: a thread or a child of an earlier reward. This response may do better elsewhere.
+            call = worker.jobs[0][0]
+            if call.again:
+                worker.done().fail("its process sent an answer that is not the one to this response")
+            call.again = True
+            return self._drop(worker)
+        call = worker.done()
+        made = _outcomes(reply, len(call.jobs))
+        if made is None:
+            call.fail(f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
+        else:
+            call.outcomes = made
+        if not worker.jobs:
+            self.pace = (time.monotonic() - worker.begun) / worker.sent
+        if ended or made is None or (not worker.jobs and worker.process.poll() is not None):
+            self._drop(worker)
+
+    def _drop(self, worker: RewardWorker) -> None:
+        """End it; what it was not yet at is computed elsewhere."""
+        self.waiting.extendleft(call for call, *_ in reversed(worker.jobs))
+        self.workers.remove(worker)
+        worker.end()
+
+    def _give_up(self, calls: Sequence[PendingCall]) -> None:
+        """Nobody waits for these any more: processes that are at them end."""
+        if not calls:
+            return
+        self._ring()
+        left = set(calls)
+        with self.lock:
+            for worker in [w for w in self.workers if any(call in left for call, *_ in w.jobs)]:
+                self._drop(worker)
+            with self.changing:
+                self.waiting = deque(call for call in self.waiting if call not in left)
+
+    def close(self) -> None:
+        """End all processes. What is open has failed."""
+        if self.process != os.getpid():
+            return
+        self._ring()
+        with self.lock, self.changing:
+            every = [*self.waiting, *(call for worker in self.workers for call, *_ in worker.jobs)]
+            self.waiting.clear()
+            _end_all(self.workers, self.process)
+            for call in every:
+                call.fail("the processes that compute rewards were ended")
+
+
+def _reply(line: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        reply = None
+    return reply if isinstance(reply, dict) else {"number": "none"}
+
+
+def _outcomes(reply: Mapping[str, Any], count: int) -> list[RewardOutcome] | None:
+    """A reply as the outcomes of a call: the error of all, or an answer for each."""
+    if reply.keys() == {"error"} and isinstance(reply["error"], str):
+        return [RewardOutcome(error=reply["error"])] * count
+    answers = reply.get("answers") if len(reply) == 1 else None
+    if not isinstance(answers, list) or len(answers) != count:
+        return None
+    made = [_outcome(answer) for answer in answers]
+    return None if None in made else [outcome for outcome in made if outcome is not None]
+
+
+def _outcome(reply: Any) -> RewardOutcome | None:
+    """An answer as an outcome, if it has the fields of one."""
+    if not isinstance(reply, dict):
+        return None
+    odd = any(type(value) is not KINDS.get(name) for name, value in reply.items())
+    if odd or not reply.keys() & {"value", "error", "skipped"} or not math.isfinite(reply.get("value", 0.0)):
+        return None
+    return RewardOutcome(**reply)
+
+
+def _close(*sockets: socket.socket) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _end_all(workers: list[RewardWorker], owner: int) -> None:
+    while workers and os.getpid() == owner:  # a fork has no say over them
+        workers.pop().end()

@@ -1,0 +1,246 @@
+"""A small update is bound by launches: here the host launches a backbone's forward and backward pass once each.
+
+A packed row is padded to one of a few sizes, for which both passes are captured as CUDA graphs, at the size's second
+use. The graphs read the parameters where they lie. They add gradients to sums in float32, which become the `.grad` of
+what is stepped. Padding is rows that see nothing but padding: their gradients are 0, and so they change no sum. What
+lies around the backbone (embedding, head, objective) is launched as always.
+
+A forward pass needs no reward: it may begin while responses are still being scored, and the update finds it done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ascent.models.packed_attention import Group, Packed, Spans
+from ascent.ops.cuda_graphs import Graphs, power_above, size_above, size_step
+
+SHARE = 1 / 16
+"""Of a GPU's memory, what sums and the largest captured row may take."""
+SIZES = 16
+"""Sizes that are captured, at most."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a captured row holds at most."""
+
+    tokens: int
+    keys: int
+    segments: int
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Size:
+        """The smallest one for these groups, with at least one token of padding."""
+        used = sum(group.prompt + sum(group.responses) for group in groups)
+        tokens = size_above(used + 1)
+        again = sum(group.prompt * len(group.responses) for group in groups)
+        query = power_above(max(max(group.prompt, *group.responses, 1) for group in groups))
+        key = power_above(max(group.prompt + max(group.responses, default=0) for group in groups))
+        segments = sum(1 + len(group.responses) for group in groups) + -(-size_step(used + 1) // query)
+        return cls(tokens, tokens + power_above(again + 1), power_above(segments), query, max(query, key))
+
+
+def padded(ids: Tensor, positions: Tensor, groups: Sequence[Group], size: Size) -> list[Tensor]:
+    """Ids, positions, and where segments begin, of a row with padding: all that changes from row to row."""
+    used, every = len(ids), list(groups)
+    for start in range(used, size.tokens, size.longest_query):
+        every.append(Group(start, min(size.longest_query, size.tokens - start), ()))
+    spans, missing = Spans.of(every, torch.device("cpu")), size.tokens - used
+    filler = spans.own[-1]  # the key of a padding token
+    again = torch.full((size.keys - size.tokens,), int(filler))
+    again[: len(spans.again)] = spans.again
+    ends = [F.pad(x.long(), (0, size.segments + 1 - len(x)), value=int(x[-1])) for x in (spans.queries, spans.keys)]
+    seen = F.pad(spans.seen, (0, size.keys - len(spans.seen)))
+    return [F.pad(ids, (0, missing)), F.pad(positions, (0, missing)), *ends, seen, spans.own, again]
+
+
+class CapturedRow:
+    """The two passes over rows of one size, with the places that they read and write."""
+
+    def __init__(self, owner: Captured, size: Size, parts: list[Tensor]):
+        self.owner, self.size = owner, size
+        device, weight = owner.device, owner.embedding.weight
+        self.numbers = torch.cat(parts).to(device)
+        self.ids, positions, queries, keys, seen, own, again = self.numbers.split([len(part) for part in parts])
+        ends = (queries.int(), keys.int())
+        self.embedded = torch.zeros(1, size.tokens, weight.shape[1], dtype=owner.dtype, device=device)
+        self.slope = torch.zeros_like(self.embedded, dtype=weight.dtype)
+        self.hidden = self.slope
+        self.leaves: list[Tensor] = []
+        """Parameters and embedded words, where they lie, as leaves of their own: autograd ties a leaf to a stream."""
+        self.embedded_slope: Tensor | None = None
+        learns = weight.requires_grad
+
+        def forward() -> None:
+            for to, now in zip(ends, (queries, keys), strict=True):
+                to.copy_(now)
+            spans = Spans(*ends, size.longest_query, size.longest_key, seen, own, again)
+            layout = Packed([], fused=owner.fused, _spans=spans)
+            embedded = self.embedded.detach().requires_grad_(learns)
+            parameters = [p.detach().requires_grad_() for p in owner.working]
+            self.leaves = [*parameters, *([embedded] if learns else [])]
+            given = {"position_ids": positions[None], "use_cache": False, "layout": layout}
+            with torch.enable_grad():
+                out = functional_call(
+                    owner.backbone,
+                    dict(zip(owner.names, parameters, strict=True)),
+                    kwargs={"inputs_embeds": embedded, **given},
+                )
+            self.hidden = out.last_hidden_state
+
+        def backward() -> None:
+            grads = list(torch.autograd.grad(self.hidden, self.leaves, self.slope, allow_unused=True))
+            self.embedded_slope = grads.pop() if learns else None
+            for total, grad in zip(owner.sums, grads, strict=True):
+                if grad is not None:
+                    total.add_(grad)
+
+        def both() -> None:
+            forward()
+            backward()
+
+        owner.graphs.warm(both)  # the slope is 0, and so are sums
+        self.forward, self.backward = owner.graphs.capture(forward), owner.graphs.capture(backward)
+
+    def load(self, parts: list[Tensor]) -> None:
+        row = torch.cat(parts)
+        self.numbers.copy_(row.pin_memory() if self.numbers.is_cuda else row, non_blocking=True)
+
+    @torch.no_grad()
+    def pass_forward(self, embedded: Tensor) -> None:
+        self.embedded.copy_(embedded)
+        self.forward()
+
+
+class EarlyPass(NamedTuple):
+    """A forward pass that was computed before it was asked for: its row, its tokens, and which parameters it had."""
+
+    row: CapturedRow
+    ids: Tensor
+    positions: Tensor
+    groups: Sequence[Group]
+    versions: list[int]
+
+
+class _Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embedded: Tensor, _anchor: Tensor, row: CapturedRow, done: bool) -> Tensor:
+        ctx.row = row
+        if not done:
+            row.pass_forward(embedded)
+        return row.hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        row: CapturedRow = ctx.row
+        row.slope.copy_(grads[0])
+        row.owner.make_sums_gradients()
+        row.backward()
+        return row.embedded_slope, None, None, None
+
+
+class Captured:
+    """The passes of one backbone over rows of up to `tokens` tokens; others are left to the caller."""
+
+    def __init__(
+        self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor], tokens: int, graphs: Graphs,
+        fused: Any = None,
+    ):  # fmt: skip
+        self.backbone, self.tokens, self.graphs, self.fused = backbone, tokens, graphs, fused
+        self.embedding: Any = backbone.get_input_embeddings()  # type: ignore[operator]
+        inside = {id(p): name for name, p in backbone.named_parameters() if p is not self.embedding.weight}
+        pairs = [(w, s) for w, s in zip(working, stepped, strict=True) if id(w) in inside]
+        self.working, self.stepped = [w for w, _ in pairs], [s for _, s in pairs]
+        self.names = [inside[id(w)] for w in self.working]
+        self.sums: list[Tensor] = []
+        self.parameters = list(backbone.parameters())
+        self.device = self.embedding.weight.device
+        self.dtype = self.embedding(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self.rows: dict[Size, CapturedRow] = {}
+        self.used: Counter[Size] = Counter()
+        self.places: list[int] = []
+        self.begun: EarlyPass | None = None
+        self.why_not: str | None = None
+        """What went wrong with a capture; then there is none."""
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> None:
+        """Compute the forward pass over a packed row now, if its size is captured: the next call may be for it."""
+        size = Size.of(groups)
+        if size in self.rows and self._lie_where_they_lay():
+            row = self.rows[size]
+            row.load(padded(ids, positions, groups, size))
+            row.pass_forward(self.embedding(row.ids[None]))
+            self.begun = EarlyPass(row, ids, positions, groups, self._versions())
+
+    def _begun(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> CapturedRow | None:
+        """The row whose forward pass was computed last, if it holds these tokens and the parameters are the same."""
+        begun, self.begun = self.begun, None  # used up: rows share their memory
+        if begun is None or begun.versions != self._versions() or not self._lie_where_they_lay():
+            return None
+        same = torch.equal(begun.ids, ids) and torch.equal(begun.positions, positions) and begun.groups == groups
+        return begun.row if same else None
+
+    def _lie_where_they_lay(self) -> bool:
+        return self.places == [p.data_ptr() for p in self.parameters]
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.parameters]
+
+    def __call__(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> Tensor | None:
+        """Hidden states `[1 token width]` of a packed row and of its padding; None: it is not captured."""
+        if len(ids) >= self.tokens or self.why_not is not None or not torch.is_grad_enabled():
+            return None
+        size = Size.of(groups)
+        self.used[size] += 1
+        if size.tokens > self.tokens or self.used[size] < 2:
+            return None
+        begun = self._begun(ids, positions, groups)
+        row = begun or self._row(size, padded(ids, positions, groups, size))
+        if row is None:
+            return None
+        return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row, begun is not None)
+
+    def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
+        if not self._lie_where_they_lay():  # a sampler moved them: graphs would read what was there before
+            self.places, self.rows = [p.data_ptr() for p in self.parameters], {}
+            self.graphs.forget()
+        if size in self.rows:
+            self.rows[size].load(parts)
+        elif len(self.rows) < SIZES:
+            self.sums = self.sums or [torch.zeros_like(p) for p in self.stepped]
+            try:
+                self.rows[size] = CapturedRow(self, size, parts)
+            except RuntimeError as error:  # an architecture that asks the card for numbers, or too little memory
+                self.why_not, self.rows, self.sums = str(error).splitlines()[0], {}, []
+        return self.rows.get(size)
+
+    @torch.no_grad()
+    def make_sums_gradients(self) -> None:
+        """What is stepped gets the sums as its gradients, with what they hold already."""
+        fresh = [total for total, p in zip(self.sums, self.stepped, strict=True) if p.grad is None]
+        if fresh:
+            torch._foreach_zero_(fresh)
+        for total, p in zip(self.sums, self.stepped, strict=True):
+            if p.grad is not total:
+                if p.grad is not None:
+                    total.copy_(p.grad)
+                p.grad = total
+
+
+def captured_tokens(memory: int, stepped: Sequence[Tensor], per_token: int) -> int:
+    """How many tokens a captured row may have on a card: sums and what autograd keeps of it take `SHARE` of it."""
+    sums = sum(p.numel() * p.element_size() for p in stepped)
+    return max(0, int(SHARE * memory - sums)) // per_token

@@ -1,0 +1,478 @@
+"""A language model whose trained state is spread over the ranks by FSDP2: parameters, gradients, moments, reference.
+
+Beside its shards every rank has a whole copy of the model, in the type that is computed with. Its sampler draws from
+that copy, which is gathered anew when the sampler loads. FSDP2 gathers the parameters of a layer while the layer works,
+and sums its gradients into shards. Sums, never means: the weights of a batch were computed over all of it. Adapters
+(LoRA) are few: they are whole on every rank, and the frozen model below them is in shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ascent.core.errors import ConfigError
+from ascent.core.protocols import Objective, TakeStep, UpdateResult, ValueLoss
+from ascent.core.types import Batch, Outputs, Rollouts, Terms
+from ascent.core.update import Update, global_norm
+from ascent.distributed.rank_group import sum_buckets
+from ascent.distributed.ranks import Accompanied, Ranks
+from ascent.models.causal_lm import LanguageModel
+from ascent.models.fused_layers import fuse
+from ascent.models.lm_head import Head
+from ascent.models.packed_attention import send
+from ascent.training.compact_adamw import widened
+from ascent.training.language_learner import LanguageCritic, LanguageLearner, check_params, finest, layers_of
+from ascent.training.learner import check_restored
+from ascent.training.micro_batches import critic_bytes, plan_of, state_bytes
+from ascent.training.packing import Forward, before_actions, last_states, place, spread
+from ascent.training.sharded_checkpoint import PartWriter, RankParts
+
+Groups = dict[str, dict[str, Tensor]]
+ADAPTER = "lora_"
+"""In the name of every parameter that peft adds."""
+BUCKET = 2**24
+"""Parameters of layers that are gathered at once, at least."""
+SPARE = 0.1
+"""Of a GPU's memory: what parameters in float32 may take to stay there, in their own type, until the backward pass."""
+
+
+class ShardedForward(Forward):
+    """Every forward pass, in shards.
+
+    FSDP2 holds on to a module's own parameters, so others in their place would not be seen: the current policy would
+    pass for its reference. Other values are copied into the shards, and the own ones back.
+    """
+
+    own: dict[str, Any]
+    """The shards of the trained parameters. Between passes the model itself may hold what was gathered of them."""
+
+    def forward(self, batch: Rollouts, read: Callable[[Head, Tensor], Any], states: Any = None) -> Any:
+        """FSDP2 cannot follow a view of something else, so what is returned is none."""
+        found = super().forward(batch, read, states)
+        return tuple(map(_no_view, found)) if isinstance(found, tuple) else _no_view(found)
+
+    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[Head, Tensor], Any]) -> Any:
+        now = [p.detach().clone() for p in self.own.values()]
+        self.fill(params)
+        try:
+            with torch.no_grad():
+                return _kept(self(batch, read))
+        finally:
+            self.fill(now)
+
+    @torch.no_grad()
+    def fill(self, values: Iterable[Any]) -> None:
+        """These values into the shards; what was gathered of the old ones is forgotten."""
+        for p, value in zip(self.own.values(), values, strict=True):
+            _local(p).copy_(_local(value))
+        self.reshard()  # type: ignore[operator]
+
+    @torch.no_grad()
+    def gather_into(self, whole: dict[str, Tensor], size: int) -> None:
+        """The trained parameters, in one piece: all ranks' parts at once, in the type that is computed with."""
+        if size == 1:
+            torch._foreach_copy_([whole[name] for name in self.own], [_local(p) for p in self.own.values()])
+            return
+        for bucket in sum_buckets([Piece(p, whole[name], size) for name, p in self.own.items()]):
+            mine = whole[next(iter(whole))].new_zeros(sum(piece.length for piece in bucket))
+            places = list(mine.split([piece.length for piece in bucket]))
+            own = [its[: piece.local.numel()] for its, piece in zip(places, bucket, strict=True)]
+            torch._foreach_copy_(own, [piece.local.reshape(-1) for piece in bucket])
+            every = mine.new_empty(size * len(mine))
+            dist.all_gather(list(every.split(len(mine))), mine)
+            to, of = [], []
+            for rank, part in enumerate(every.split(len(mine))):
+                for its, piece in zip(part.split([piece.length for piece in bucket]), bucket, strict=True):
+                    to.append(piece.whole[rank * piece.length : (rank + 1) * piece.length])
+                    of.append(its[: len(to[-1])])
+            torch._foreach_copy_(to, of)
+
+
+class Piece:
+    """A parameter's shard here, and the whole of it: of each rank as many rows, and of the last ones fewer."""
+
+    def __init__(self, shard: Any, whole: Tensor, size: int):
+        self.local, self.whole = _local(shard), whole.view(-1)
+        self.length = whole.numel()
+        if _is_cut(shard):
+            self.length = -(-len(whole) // size) * whole[0].numel()
+
+    def numel(self) -> int:
+        return self.length
+
+
+def _no_view(found: Any) -> Any:
+    return found.clone() if isinstance(found, Tensor) and found._is_view() else found
+
+
+def _kept(found: Any) -> Any:
+    """A head that stays whole when the model's is in shards again."""
+    if not (isinstance(found, tuple) and isinstance(found[0], Head)):
+        return found
+    head, hidden = found
+    bias = None if head.bias is None else head.bias.detach().clone()
+    return Head(head.weight.detach().clone(), bias, head.scale, head.cap), hidden
+
+
+class ShardedCritic(LanguageCritic):
+    """A critic whose own backbone is in shards as the policy's is, or which reads the policy's. Its head is whole."""
+
+    def __init__(self, whole: LanguageModel, shared: bool, size: int):
+        source = LayerSource(whole)
+        super().__init__(whole, shared, source.hollow)
+        self._policy: list[Any] = []
+        if self.own is not None:
+            cut_layers(self.own, layers_of(self.own), source, whole.model.dtype, size)
+            self.working = self.stepped = [p for p in self.own.parameters() if p.requires_grad]
+
+    def follow(self, forward: ShardedForward) -> None:
+        """Read values off this policy's hidden states, if it has no backbone of its own."""
+        if self.own is None:
+            self._policy, self._lm = [forward], list(forward._lm)
+
+    def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
+        if self.own is not None:
+            return super().forward(batch)
+        states = before_actions(batch) | last_states(batch)
+        hidden = self._policy[0](batch, lambda _, hidden: hidden, states)
+        return spread(self.read(hidden), send(states, batch.mask.device))
+
+
+class Moved:
+    """What an optimizer moves: on this rank's part of each parameter, as plain tensors. That takes the host no time."""
+
+    def __init__(self, parameters: list[Any], update: Update, ranks: Ranks):
+        self.every, self.ranks = parameters, ranks
+        self.own = [_local(p).detach() if _is_cut(p) else p for p in parameters]
+        self.optimizer = update.optimizer(self.own)
+        if self.optimizer is not None:
+            self.optimizer.norm = self.norm  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        for p in self.every:
+            p.grad = None
+
+    def take(self) -> None:
+        """The gradients that FSDP2 has left."""
+        for own, p in zip(self.own, self.every, strict=True):
+            own.grad = None if p.grad is None else _local(p.grad)
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of the whole gradient, of which every rank has a part."""
+        flags = [(own.grad, _is_cut(p)) for own, p in zip(self.own, self.every, strict=True)]
+        parts, whole = ([g for g, cut in flags if g is not None and cut is kind] for kind in (True, False))
+        if self.ranks.size == 1 or not parts:
+            return global_norm(gradients)
+        square = global_norm(parts).double().square()
+        self.ranks.sum([square])
+        return (square + (global_norm(whole).double().square() if whole else 0.0)).sqrt().to(gradients[0].dtype)
+
+    def kept(self, name: str, value: Tensor) -> Any:
+        """What the optimizer keeps of a parameter, in shards as that one is."""
+        p = self.every[int(name.split(".", 1)[0])]
+        return _like(value, p) if value.dim() and _is_cut(p) else value
+
+    def part(self, name: str, value: Any) -> Any:
+        """What this rank holds of that."""
+        p = self.every[int(name.split(".", 1)[0])]
+        return value if _is_cut(value) else _cut(value, p) if value.dim() else value.to(p.device, copy=True)
+
+    def restore(self, name: str, value: Any) -> None:
+        assert self.optimizer is not None
+        index, key = name.split(".", 1)
+        self.optimizer.state[self.own[int(index)]][key] = _local(self.part(name, value))
+
+
+class ShardedLearner(LanguageLearner):
+    """Trains a language model in shards; every rank calls every operation, in the same order."""
+
+    placement = "each trains a part of the parameters, in shards, and samples from a whole copy"
+    alone = False
+
+    def __init__(
+        self, whole: LanguageModel, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int,
+        checkpointing: bool, ranks: Ranks, choice: Any = None, gather: float = math.inf,
+    ):  # fmt: skip
+        """`choice`: the critic of the algorithm, where there is one. `gather`: bytes that rank 0 may write alone."""
+        if whole.model.dtype == torch.float16:  # the shards are in float32
+            raise ConfigError(
+                "--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16"
+            )
+        on = choice is not None and choice.on
+        if whole.device.type == "cuda" and whole.fuses:
+            fuse(whole.model)
+        critic, step = (ShardedCritic(whole, choice.shared, ranks.size), choice.update) if on else (None, None)
+        forward = shard(whole, ranks.size)
+        if critic is not None:
+            critic.follow(forward)
+        super().__init__(forward._lm[0], update, reference, outputs, 1, checkpointing, critic, step)
+        self.ranks, self.spread = ranks, ranks.size
+        self._moved = Moved(self.trainable(), update, ranks)
+        self.optimizer = self._moved.optimizer
+        self._critic_moved = None if step is None else Moved(self.critic.trained(), step, ranks)
+        self.critic_optimizer = None if self._critic_moved is None else self._critic_moved.optimizer
+        self.whole_lm = whole
+        self._forward: Any = forward
+        self._stale = False
+        """Have the parameters moved since the whole copy was gathered?"""
+        self.writing = PartWriter(ranks)
+        self.large = state_bytes(whole) + critic_bytes(critic) > gather
+        self.micro_batch = micro_batch
+        self._room = None if micro_batch else plan_of(whole, checkpointing, reference, critic, ranks.size)
+
+    def params(self) -> dict[str, Tensor]:
+        """Those of the whole copy, as they were when the sampler last loaded."""
+        return self.whole_lm.trained()
+
+    def refresh(self) -> None:
+        if self._stale:
+            self._forward.gather_into(self.params(), self.spread)
+            self._stale = False
+
+    def mine(self, batch: Batch) -> Iterable[Batch]:
+        """As many micro-batches as any rank has, because ranks meet inside of each: the last ones may be empty."""
+        parts = list(super().mine(batch))
+        empty = place(batch.share(slice(0, 0)), self.lm.device)
+        return parts + [empty] * (self.ranks.most(len(parts)) - len(parts))
+
+    def sum_gradients(self, parameters: list[Tensor]) -> None:
+        """FSDP2 has summed those in shards already."""
+        critic = self._critic_moved
+        moved = critic if critic is not None and parameters[0] is critic.own[0] else self._moved
+        if whole := [p for p in moved.every if not _is_cut(p)]:
+            super().sum_gradients(whole)
+        moved.take()
+
+    def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
+        self._stale = True
+        return super().step(mini, objective, update)
+
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+        assert self._critic_moved is not None
+        self._critic_moved.forget()
+        return super().fit(mini, loss)
+
+    def accompanied(self, name: str, mini: Batch, objective: Objective = lambda _, out: nothing(out)) -> Any:
+        """Rank 0 computes the whole batch; the others go through as many passes, with nothing in them."""
+        ranks, self.ranks = self.ranks, Accompanied(self.ranks)
+        try:
+            return getattr(self, name)(mini, objective)
+        finally:
+            self.ranks = ranks
+
+    def state(self) -> Groups:
+        """As one process writes it: whole tensors, in the type of the model, and in float32 beside it. On rank 0."""
+        groups: Groups = {}
+        for group, own in self._in_shards().items():
+            groups[group] = {}
+            for name, value in own.items():
+                whole = _full(value)  # every rank has to ask
+                if self.ranks.rank == 0:
+                    groups[group][name] = whole.cpu()
+        if self._rounded:
+            groups["wide"] = groups["params"]
+            groups["params"] = {name: t.to(self.whole_lm.model.dtype) for name, t in groups["wide"].items()}
+        return groups
+
+    def _in_shards(self) -> Groups:
+        """The state as it is held here. What an optimizer keeps is cut as the parameters are."""
+        groups = super().state()
+        for which, moved in (("optimizer", self._moved), ("critic_optimizer", self._critic_moved)):
+            if moved is not None:
+                groups[which] = {name: moved.kept(name, value) for name, value in groups[which].items()}
+        return groups
+
+    def stage_parts(self, aside: Path) -> RankParts | None:
+        """Copy what this rank holds to the host, and write it there: on rank 0 whoever asks, on others a thread."""
+        own = self._in_shards()
+        if self._rounded:
+            own["wide"] = own.pop("params")
+        return self.writing.stage(own, aside, str(self.whole_lm.model.dtype).removeprefix("torch."))
+
+    def settle(self) -> None:
+        self.writing.saver.wait()
+
+    @property
+    def _rounded(self) -> bool:
+        """Does the model compute with rounded copies of the trained parameters?"""
+        return self.whole_lm.model.dtype.itemsize < 4 and not self._adapters
+
+    @property
+    def _adapters(self) -> bool:
+        return any(ADAPTER in name for name in self._params)
+
+    @torch.no_grad()
+    def restore(self, state: Groups) -> None:
+        own = self._params
+        state = widened(state, list(own))
+        check_params(own, state["params"])
+        values = state.get("wide", state["params"])
+        self._forward.fill([self.part("params", name, values[name]) for name in own])
+        self._stale = True
+        self.refresh()
+        if "reference" in state and self.kept is not None:
+            self.moved = True
+            self.kept = [self.part("reference", name, state["reference"][name]) for name in own]
+        if self.critic is not None:
+            own = self.critic.state_dict()
+            check_params(own, state["critic"])
+            for name, value in state["critic"].items():
+                _local(own[name]).copy_(_local(self.part("critic", name, value)))
+            if self.critic.own is not None:
+                self.critic.own.reshard()
+        for name, value in state["optimizer"].items():
+            self._moved.restore(name, value)
+        for name, value in state.get("critic_optimizer", {}).items():
+            assert self._critic_moved is not None
+            self._critic_moved.restore(name, value)
+        saved = {"params": (self._params, values)}
+        saved |= {} if self.critic is None else {"critic": (self.critic.state_dict(), state["critic"])}
+        for group, (own, whole) in saved.items():
+            for name, p in own.items():
+                check_restored({name: _local(p)}, {name: _local(self.part(group, name, whole[name]))})
+        if not any(map(_is_cut, state["params"].values())):  # other ranks keep their shards alone
+            check_restored(self.params(), state["params"])
+
+    def part(self, group: str, name: str, value: Any) -> Any:
+        """What this rank holds of a tensor of a checkpoint."""
+        if _is_cut(value) or group == "loss_scale":
+            return value
+        if group == "optimizer":
+            return self._moved.part(name, value)
+        if group == "critic_optimizer":
+            return value if self._critic_moved is None else self._critic_moved.part(name, value)
+        return _cut(value, self.critic.state_dict()[name] if group == "critic" else self._params[name])
+
+
+def nothing(out: Outputs) -> Terms:
+    """The objective of a rank that has none of a batch, and goes along."""
+    return Terms((out.logp if out.rating is None else out.rating).sum(), {})
+
+
+def _full(value: Any) -> Tensor:
+    """A tensor that is in shards, in one piece: every rank has to ask for it."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _is_cut(value: Any) -> bool:
+    return hasattr(value, "to_local")
+
+
+def _local(value: Any) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _like(value: Tensor, like: Any) -> Any:
+    """A rank's part of a tensor that is in shards as another one is."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, how = like.device_mesh, like.placements
+    return DTensor.from_local(value, mesh, how, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _cut(value: Tensor, like: Any) -> Any:
+    """A whole tensor, in shards as another one is; every rank has all of it."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not _is_cut(like):
+        return value.to(like.device, like.dtype, copy=True)
+    value = value.to(like.device, like.dtype)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+# ---- cutting a model -----------------------------------------------------------------------------------
+
+
+class LayerSource:
+    """A model whose parameters are copied layer by layer, so that it is never there twice as a whole."""
+
+    def __init__(self, whole: LanguageModel):
+        self.stored, self.device = whole.exact, whole.device
+        self.adapted = any(ADAPTER in name for name in whole.trained())
+        self.names = {id(p): name for name, p in whole.model.named_parameters()}
+        self.own: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        """By the identity of an empty parameter: itself, and the one that it stands for."""
+
+    def hollow(self, module: Any, **memo: Any) -> Any:
+        """A copy whose parameters are on no device yet. The trained ones are in float32 or better."""
+        made = {}
+        for p in module.parameters():
+            dtype = torch.promote_types(p.dtype, torch.float32) if p.requires_grad else p.dtype
+            made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad)
+            self.own[id(made[id(p)])] = made[id(p)], p
+        return copy.deepcopy(module, made | {id(value): value for value in memo.values()})
+
+    @torch.no_grad()
+    def fill(self, part: nn.Module) -> None:
+        """Give its empty parameters their values: as they were stored where that was finer, or as they are."""
+        made: dict[int, nn.Parameter] = {}
+        for module in part.modules():
+            for slot, p in module._parameters.items():
+                if p is None or id(p) not in self.own:
+                    continue
+                if id(p) not in made:
+                    old = self.own[id(p)][1]
+                    value = finest(self.stored, self.names[id(old)], old)
+                    made[id(p)] = nn.Parameter(value.to(old.device, p.dtype, copy=True), p.requires_grad)
+                module._parameters[slot] = made[id(p)]
+
+
+def cut_layers(root: Any, layers: Iterable[Any], source: LayerSource, narrow: torch.dtype, size: int) -> None:
+    """Cut a hollow module into shards, layer by layer: FSDP2 gathers each by itself. Adapters stay whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if torch.finfo(narrow).bits < 32:
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, again = init_device_mesh(source.device.type, (size,)), reshards(root, source.device)
+    for group in (*gathered_at_once(layers), [root]):
+        for part in group:
+            source.fill(part)
+        whole = {p for part in group for p in part.parameters() if source.adapted and p.requires_grad}
+        keep = None if group == [root] else again
+        fully_shard(group, mesh=mesh, mp_policy=policy, ignored_params=whole, reshard_after_forward=keep)
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def gathered_at_once(layers: Iterable[Any]) -> Iterator[list[Any]]:
+    """Layers that are gathered at once: as many as have a bucket of parameters, because every gathering takes time."""
+    group: list[Any] = []
+    for layer in layers:
+        group.append(layer)
+        if sum(p.numel() for part in group for p in part.parameters()) >= BUCKET:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def reshards(module: nn.Module, device: torch.device) -> bool:
+    """Is what was gathered let go between a forward and a backward pass? Not where a GPU can spare the memory."""
+    if device.type != "cuda":
+        return True
+    room = SPARE * torch.cuda.get_device_properties(device).total_memory
+    return sum(p.numel() * 4 for p in module.parameters()) > room
+
+
+def shard(whole: LanguageModel, size: int) -> Any:
+    """The model with its parameters in shards; what is returned has to be called for every pass."""
+    source = LayerSource(whole)
+    lm = source.hollow(whole, tokenizer=whole.tokenizer)
+    forward, layers = ShardedForward(lm), layers_of(lm.backbone)
+    cut_layers(forward, layers, source, whole.model.dtype, size)
+    whole.exact = {}
+    forward.own = lm.trained()
+    return forward

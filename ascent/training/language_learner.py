@@ -1,0 +1,510 @@
+"""A learner for language models that wastes nothing: no padding, no prompt encoded twice, no logits kept."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ascent.core.errors import ConfigError
+from ascent.core.protocols import Objective, TakeStep, UpdateResult, ValueLoss
+from ascent.core.types import Batch, Outputs, Rollouts, Terms
+from ascent.core.update import Adam, Update
+from ascent.distributed.ranks import ALONE
+from ascent.models.causal_lm import LanguageModel
+from ascent.models.fused_layers import fuse
+from ascent.models.lm_head import Head, token_stats
+from ascent.models.packed_attention import Flash, ours, segment_kernel, send
+from ascent.ops.cuda_graphs import CudaGraphs
+from ascent.training.captured_updates import Captured, captured_tokens
+from ascent.training.compact_adamw import CompactAdamW, compacted, widened
+from ascent.training.learner import InProcessLearner, check_restored
+from ascent.training.loss_scale import LossScale
+from ascent.training.micro_batches import COMPACT_BYTES, STATE_BYTES, Plan, bytes_per_token, channel_of, plan_of
+from ascent.training.packing import (
+    Forward,
+    before_actions,
+    computed_tokens,
+    hidden_states,
+    packed_row,
+    parts_of,
+    place,
+    spread,
+    targets,
+    value_states,
+)
+
+
+class LanguageCritic(nn.Module):
+    """V(prompt, tokens so far) = head · hidden, 0 everywhere at first. The head is in float32 or better.
+
+    A backbone of its own is a copy of the policy's first one, in its precision, and trains what that one trains
+    (every parameter, adapters, or the last layers), through float32 copies where the policy does so. On the policy's
+    backbone only the head is new.
+    """
+
+    def __init__(self, lm: LanguageModel, shared: bool, copied: Callable[[Any], Any] = copy.deepcopy):
+        """`copied` makes its backbone of the policy's."""
+        super().__init__()
+        weight = lm.model.get_output_embeddings().weight
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        self._lm = [lm]  # in a list, so that a checkpoint of the critic does not hold the policy
+        self.own = None if shared else copied(lm.backbone)
+        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=exact)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        every = () if self.own is None else self.own.named_parameters()
+        body: dict[str, Tensor] = {name: p for name, p in every if p.requires_grad}
+        self.working = list(body.values())
+        self.stepped = begin_with(stored_of(lm, body), body) if any(map(is_half, self.working)) else self.working
+        """The backbone's trained parameters, or their copies in float32."""
+        self.captured: Captured | None = None
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self._lm[0].backbone if self.own is None else self.own
+
+    def trained(self) -> list[Tensor]:
+        """What an optimizer moves."""
+        return [*self.head.parameters(), *self.stepped]
+
+    def _by_name(self) -> dict[str, Tensor]:
+        names = [name for name, p in self.named_parameters() if p.requires_grad and not name.startswith("head.")]
+        return dict(self.head.named_parameters(prefix="head")) | dict(zip(names, self.stepped, strict=True))
+
+    def state_dict(self, *args: object, **more: object) -> dict[str, Tensor]:  # type: ignore[override]
+        """Its own trained parameters alone: the rest is the model's, and loaded with it."""
+        return {name: p.detach() for name, p in self._by_name().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
+        load_params(self._by_name(), state)
+        copy_rounded(self.working, self.stepped)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Inside, its layers call our attention function."""
+        lm = self._lm[0]
+        return ours(lm.model if self.own is None else self.own, lm.shares)
+
+    def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
+        """V at the states before every action and behind the last token of each response; 0 at the others."""
+        states = value_states(batch)
+        hidden = hidden_states(self._lm[0], batch, states, self.backbone, self.captured)
+        return spread(self.read(hidden), send(states, batch.mask.device))
+
+    def read(self, hidden: Float[Tensor, "state width"]) -> Float[Tensor, "state"]:
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+
+
+class LanguageLearner(InProcessLearner):
+    """Trains a language model in this process.
+
+    Parameters in bfloat16 are stepped through float32 copies of their own: a step of 1e-6 would be lost in them. Their
+    gradients are summed over micro-batches in float32 too. On a GPU a batch is computed with there, and the host waits
+    for it once, at the end of an update. The reference is a copy of the trained parameters alone: the same module is
+    called with them in place of its own.
+
+    With a `rounding`, the seed of random bits, all of that is in a form that takes less memory (compact.py).
+    """
+
+    captures = True
+    """Do small rows go through captured graphs, on a GPU?"""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        update: Update,
+        reference: bool,
+        outputs: frozenset[str],
+        micro_batch: int = 0,
+        checkpointing: bool = False,
+        critic: LanguageCritic | None = None,
+        critic_update: Adam | None = None,
+        rounding: int | None = None,
+    ):
+        self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
+        self.whole_lm = lm
+        """A model with every parameter: another one than what is trained, where that is in shards."""
+        self._params, self._forward = lm.trained(), Forward(lm)
+        self._working = list(self._params.values())
+        stored, lm.exact = lm.exact, {}
+        self._rounds = any(map(is_half, self._working))
+        """Do the parameters have masters in float32?"""
+        self._trainable = begin_with(stored, self._params) if self._rounds and rounding is None else self._working
+        self.train_critic(critic, critic_update)
+        self.loss_scale = self._next_scale = self.critic_scale = LossScale()
+        self.optimizer = update.optimizer(self.trainable())
+        self.compact: CompactAdamW | None = None
+        if rounding is not None:
+            masters = (finest(stored, name, p).to(p.device, torch.float32) for name, p in self._params.items())
+            self.optimizer = self.compact = CompactAdamW(self.trainable(), masters, self.optimizer, rounding)
+        self.kept = [p.detach().clone() for p in self._working] if reference else None
+        self.moved = False
+        self._average: list[Tensor] | None = None
+        """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
+        exact = self._working[0].dtype == torch.float64
+        self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
+        if update.whole and any(map(is_half, lm.model.parameters())):
+            raise ConfigError(  # adapters are in float32 and do not help: log-probs are those of the whole model
+                "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
+                "--policy.dtype float32"
+            )
+        if checkpointing and not layers_of(lm.backbone):
+            raise ConfigError(
+                f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it"
+            )
+        fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
+        if fits and self.alone and not update.whole:  # Fisher products differentiate twice
+            fuse(lm.model)
+            if critic is not None and critic.own is not None:
+                fuse(critic.own)
+        per = STATE_BYTES if rounding is None else COMPACT_BYTES
+        self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic, per=per)
+        self._captured = self._capturing(lm.backbone, self._working, self._trainable)
+        if critic is not None and critic.own is not None:
+            critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
+
+    def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> Captured | None:
+        """What captures the passes over small rows, where flash attention computes them."""
+        lm = self.lm
+        if not self.alone or self.compact is not None:  # in shards a layer is gathered as it works; graphs sum floats
+            return None
+        flash = segment_kernel(lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))) is Flash
+        if not (self.captures and flash and lm.shares) or self.checkpointing:
+            return None
+        tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
+        return Captured(
+            backbone, working, stepped, min(tokens, self._room.tokens if self._room else tokens), CudaGraphs()
+        )
+
+    # ---- forward passes -------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> Forward:
+        """The module that every pass goes through."""
+        return self._forward
+
+    @property
+    def plan(self) -> Plan:
+        """What goes through at once."""
+        return self._room if self._room is not None and not self.micro_batch else Plan(self.micro_batch)
+
+    def split(self, batch: Batch) -> Iterator[Batch]:
+        plan = self.plan
+        parts = parts_of(batch, plan.tokens, self.lm.shares, plan.repeat, plan.padded)
+        return (place(part, self.lm.device) for part in parts)
+
+    def _tight(self, micro: Batch) -> bool:
+        """Does it take too much though it cannot be cut? Then its layers are computed twice, for the same numbers."""
+        return self.plan.tight(computed_tokens(micro, self.lm.shares))
+
+    def begin(self, rollouts: Rollouts) -> None:
+        """Compute what an update on all of these computes before it needs their rewards, if it is captured.
+
+        Nobody waits for it: a GPU works while the host scores responses. It never changes numbers.
+        """
+        if self._captured is not None and not self.micro_batch and self.ranks is ALONE:
+            row = packed_row(rollouts, before_actions(rollouts))
+            with self._attention():
+                self._captured.begin(row.ids, row.positions, row.groups)
+
+    def forward(self, micro: Batch) -> Outputs:
+        with checkpointed(self.lm.backbone, self._tight(micro)):
+            return super().forward(micro)
+
+    def evaluate(self, batch: Batch) -> Outputs:
+        reference = None
+        if "kl_full" in self.outputs:
+            with torch.no_grad():
+                reference = self._reference(batch)
+        stats = self._stats(batch, reference=reference, entropy_gradient="entropy" in self.outputs)
+        read = partial(_with_values, self.critic, stats) if "value" in self.outputs else stats
+        logp, entropy, kl, *values = self._forward(batch, read)
+        kl = None if kl is None else spread(kl, batch.mask)
+        value = F.pad(spread(values[0], batch.mask), (0, 1)) if values else None
+        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask), kl, value=value)
+
+    def _stats(self, batch: Batch, **more: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+        """How log-probs, entropies and the KL to another policy are read off a head and hidden states."""
+        return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **more)
+
+    def _reference(self, batch: Batch) -> tuple[Head, Tensor]:
+        assert self.kept is not None
+        return self._forward.instead(self.kept, batch, _both)
+
+    def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        stats, reference, value = self._stats(micro), None, None
+        scores: dict[str, Any] = {}
+        with self._attention():
+            if needs & {"logp_ref", "kl_full"}:
+                reference = self._reference(micro)
+                scores["logp_ref"] = stats(*reference)[0]
+            if needs & {"logp_old", "kl_full"}:
+                stats = partial(stats, reference=reference if "kl_full" in needs else None)
+                shared = "value" in needs and self.critic.own is None
+                (scores["logp_old"], _, scores["kl_full"]), value = self._policy_scores(micro, stats, shared)
+        scores = {name: spread(scores[name], micro.mask) for name in needs & scores.keys()}
+        if "value" in needs:
+            scores["value"] = self.values(micro) if value is None else value
+        return scores
+
+    def _policy_scores(self, micro: Batch, stats: Callable[..., Any], shared: bool) -> tuple[Any, Tensor | None]:
+        """What is read off the policy's hidden states; of a critic that shares them, values in the same pass."""
+        if not shared:
+            return self._forward(micro, stats), None
+        states = value_states(micro)
+        acted = send(before_actions(micro)[states], self.lm.device)
+
+        def read(head: Head, hidden: Tensor) -> tuple[Any, Tensor]:
+            return stats(head, hidden[acted]), self.critic.read(hidden)
+
+        found, values = self._forward(micro, read, states)
+        return found, spread(values, send(states, micro.mask.device))
+
+    def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
+        with self.critic.attention(), checkpointed(self.critic.backbone, self._tight(batch)):
+            return self.critic(batch)
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def gradient(self, mini: Batch, objective: Objective) -> Terms:
+        """In float16, of a multiple of the objective. Only a step changes the scale of the next update."""
+        if self.lm.model.dtype != torch.float16:
+            return self._gradient(mini, objective)
+        terms, self._next_scale = self.loss_scale.compute(
+            lambda scale: self._gradient(mini, objective, scale), self.trainable()
+        )
+        return terms
+
+    def _gradient(self, mini: Batch, objective: Objective, scale: float = 1.0) -> Terms:
+        again = checkpointed(self.lm.backbone, self.checkpointing)
+        # Gradients of micro-batches are summed without losing the small ones.
+        wide = gradients_into(self._trainable, self._working) if self.compact is None else self.compact.summing()
+        self._forward.captured, uphill = self._captured, self._uphill
+        self._uphill = uphill if scale == 1.0 else uphill * scale
+        try:
+            with self._attention(), again, wide:
+                return super().gradient(mini, objective)
+        finally:
+            self._forward.captured, self._uphill = None, uphill
+
+    def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
+        stepped = super().step(mini, objective, update)
+        self.loss_scale = self._next_scale
+        self._narrow()
+        return stepped if self.lm.device.type == "cpu" else fetched(stepped, self.lm.device)
+
+    def _narrow(self) -> None:
+        """The working parameters follow their float32 copies."""
+        copy_rounded(self._working, self._trainable)
+
+    def total(self, mini: Batch, objective: Objective) -> Tensor:
+        with self._attention():
+            return super().total(mini, objective)
+
+    def assign(self, params: list[Tensor]) -> None:
+        super().assign(params)
+        self._narrow()
+
+    def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt sample token"]:
+        with self._attention():
+            now = self._forward(micro, _both)
+            _, _, kl = self._forward.instead(params, micro, self._stats(micro, reference=now))
+        assert kl is not None
+        return spread(kl, micro.mask)
+
+    def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
+        """At the states before actions: whole distributions, so over few tokens only."""
+        with self._attention():
+            logits = self._forward(micro, Head.logits)
+        return torch.log_softmax(logits / micro.temperature, -1), micro.counted[micro.mask].unsqueeze(-1)
+
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+        critic = self.critic
+        again = checkpointed(critic.backbone, self.checkpointing)
+        with critic.attention(), again, gradients_into(critic.stepped, critic.working):
+            total, norm = super().fit(mini, loss)
+        copy_rounded(critic.working, critic.stepped)
+        return total.cpu(), norm.cpu()
+
+    def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
+        if self.lm.model.dtype != torch.float16:
+            return super().value_gradient(mini, loss, scale)
+        total, self.critic_scale = self.critic_scale.compute(
+            lambda scale: super(LanguageLearner, self).value_gradient(mini, loss, scale), self.critic.trained()
+        )
+        return total
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return ours(self.lm.model, self.lm.shares)
+
+    # ---- the reference, and what a checkpoint holds ---------------------------------------------
+
+    @torch.no_grad()
+    def mix_reference(self, rate: float) -> None:
+        assert self.kept is not None
+        self.moved = True
+        if self._rounds and self._average is None:
+            self._average = [kept.float() for kept in self.kept]
+        average = self._average or self.kept
+        masters = self._trainable if self.compact is None else self.compact.masters()
+        for old, now in zip(average, masters, strict=False):  # behind the parameters may come a value head
+            old.lerp_(now, rate)
+        if average is not self.kept:
+            torch._foreach_copy_(self.kept, average)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        groups = super().state()
+        if self._trainable is not self._working:
+            groups["wide"] = self._masters()
+        if self.kept is not None and self.moved:
+            groups["reference"] = dict(zip(self._params, self._average or self.kept, strict=True))
+        if self.lm.model.dtype == torch.float16:
+            scales = {"policy": self.loss_scale, "critic": self.critic_scale}
+            groups["loss_scale"] = {name: torch.tensor(scale, dtype=torch.float64) for name, scale in scales.items()}
+        return groups
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
+        names = list(self._params)
+        state = widened(state, names) if self.compact is None else compacted(state, names, self.compact)
+        exact = state.get("wide", state["params"])
+        load_params(self._masters(), exact)
+        self._narrow()
+        if "reference" in state and self.kept is not None:
+            self.moved = True
+            load_params(dict(zip(self._params, self.kept, strict=True)), state["reference"])
+            if self._rounds:
+                self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
+        super().restore(state)
+        if scales := state.get("loss_scale"):
+            self.loss_scale, self.critic_scale = (LossScale(*scales[name].tolist()) for name in ("policy", "critic"))
+            self._next_scale = self.loss_scale
+        check_restored(self._masters(), exact)
+
+    def _masters(self) -> dict[str, Tensor]:
+        """What the optimizer steps, by name: float32 copies of the parameters where there are any, else themselves."""
+        return dict(zip(self._params, self._trainable, strict=True))
+
+
+def fetched(stepped: UpdateResult, device: torch.device) -> UpdateResult:
+    """What a step reports, on the host: all numbers in one copy, and all tokens in another."""
+    named = stepped.metrics | stepped.sums
+    numbers = torch.stack([value.to(device) for value in named.values()]).cpu()  # here the host waits
+    by_name = dict(zip(named, numbers, strict=True))
+    tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
+    logp, *entropy = torch.stack(tokens).cpu()
+    metrics, sums = ({name: by_name[name] for name in names} for names in (stepped.metrics, stepped.sums))
+    return UpdateResult(metrics, sums, logp, *entropy)
+
+
+def _with_values(critic: LanguageCritic, stats: Callable[..., Any], head: Head, hidden: Tensor) -> tuple[Any, ...]:
+    """What is read off the hidden states for the policy, and their values."""
+    return *stats(head, hidden), critic.read(hidden)
+
+
+def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
+    return head, hidden
+
+
+# ---- what a learner does to a model's parameters ----------------------------------------------------
+
+
+@torch.no_grad()
+def load_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Trained parameters from a checkpoint; refused where they are another model's."""
+    check_params(own, given)
+    for name, value in given.items():
+        own[name].copy_(value)
+
+
+def check_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Refuse parameters that are another model's."""
+    if own.keys() != given.keys() or any(own[k].shape != given[k].shape for k in given):
+        raise ConfigError(
+            "these parameters are not this model's: set the --model and --policy.lora that they were made with"
+        )
+
+
+def is_half(p: Tensor) -> bool:
+    return p.dtype in (torch.bfloat16, torch.float16)
+
+
+def begin_with(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list[Tensor]:
+    """The float32 copies of half-precision parameters: as they were stored, where that was finer, or as they are.
+
+    A copy that begins at its rounded value has to move by half of the rounding before the model moves at all.
+    """
+    wide = []
+    for name, p in params.items():
+        value = finest(stored, name, p)
+        wide.append(value.to(p.device, torch.float32, copy=value.data_ptr() == p.data_ptr()))
+    return wide
+
+
+def stored_of(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For a copy of the backbone, its parameters as they were stored, where the model has rounded them."""
+    names = {id(p): name for name, p in lm.model.named_parameters()}
+    pairs = ((own, lm.exact.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body)
+    return {own: exact.clone() for own, exact in pairs if exact is not None}
+
+
+@torch.no_grad()
+def copy_rounded(working: list[Tensor], stepped: list[Tensor]) -> None:
+    """Parameters become what their float32 copies were stepped to, where they have such copies."""
+    if working is not stepped:
+        torch._foreach_copy_(working, stepped)
+
+
+def finest(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
+    """A parameter as it was stored, if that was finer; not if it was started from another run since."""
+    exact = stored.get(name)
+    same = exact is not None and torch.equal(exact.to(p.dtype).to(p.device), p)
+    return exact if exact is not None and same else p.detach()
+
+
+@contextmanager
+def gradients_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
+    """Inside, a gradient that comes to a narrow parameter is added to that of its wide copy, and not kept."""
+
+    def add(to: Tensor, p: Tensor) -> None:
+        assert p.grad is not None
+        to.grad = p.grad.float() if to.grad is None else to.grad.add_(p.grad)
+        p.grad = None
+
+    pairs = [] if wide is narrow else zip(narrow, wide, strict=True)
+    hooks = [p.register_post_accumulate_grad_hook(partial(add, to)) for p, to in pairs]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def checkpointed(backbone: nn.Module, on: bool = True) -> Iterator[None]:
+    """Inside, if `on`, a layer keeps nothing but its input, and the backward pass computes the layer again.
+
+    transformers' own switch works in training mode alone, and that mode turns on whatever dropout, layer dropping or
+    router noise an architecture has. Log-probs are the policy's own only without them, so no model ever enters it.
+    """
+    layers = layers_of(backbone) if on else []
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def layers_of(backbone: nn.Module) -> list[Any]:
+    """The layers that transformers lets one compute again."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -1,0 +1,290 @@
+"""What every learner shares: gradients, steps and Fisher products as plain sums over micro-batches and ranks."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ascent.core.errors import ConfigError
+from ascent.core.protocols import Learner, Objective, TakeStep, UpdateResult, ValueLoss
+from ascent.core.types import Batch, Outputs, Terms
+from ascent.core.update import Adam
+from ascent.distributed.ranks import ALONE, Ranks
+
+
+class InProcessLearner(Learner, Protocol):
+    """A learner whose parameters are in this process. An engine adds how a batch is cut, and its forward passes.
+
+    Every token count that a sum is divided by is the whole mini-batch's, so that shares of it add up. Of several ranks
+    each is called with the same batch and computes its share; what is joined is whole on rank 0.
+    """
+
+    ranks: Ranks = ALONE
+    placement: str = "each has every parameter, and gradients are summed"
+    alone: bool = True
+    """Can one rank by itself compute a batch?"""
+    spread: int = 1
+    """How many ranks hold the trained state together."""
+    large: bool = False
+    """Is the state too large for one rank, so that each writes a part of a checkpoint?"""
+
+    fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
+    optimizer: torch.optim.Optimizer | None
+    rate: Callable[[Batch], Tensor] | None = None
+    """What a reward model or a process reward gives a batch; None: a policy is trained."""
+    critic: Any = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    critic_update: Adam | None = None
+    _params: dict[str, Tensor]
+    _trainable: list[Tensor]
+    _value_head: tuple[Tensor, ...] = ()
+    """Of a critic on the policy's backbone: it is stepped with the policy."""
+    _uphill: Tensor
+    """−1: objectives are maximised."""
+    _logp: list[Tensor]
+    _entropy: list[Tensor]
+
+    def split(self, batch: Batch) -> Iterator[Batch]:
+        """What goes through at once: whole responses and whole pairs. It never changes numbers."""
+
+    def evaluate(self, batch: Batch) -> Outputs:
+        """The training forward of a policy."""
+
+    def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
+        """V at every state, the critic's forward."""
+
+    def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The batch fields that are needed, of one micro-batch."""
+
+    def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
+        """log π over the whole vocabulary at every state, and how often each of them counts."""
+
+    def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt #sample token"]:
+        """KL(π_old ‖ π) over the vocabulary at every state, π_old having these parameters."""
+
+    def forward(self, micro: Batch) -> Outputs:
+        """The training forward. A reward model has no log-probs, and 0 stands for them."""
+        if self.rate is None:
+            return self.evaluate(micro)
+        rating = self.rate(micro)
+        zeros = rating.new_zeros(micro.mask.shape)
+        return Outputs(zeros, zeros, rating=rating)
+
+    def backward(self, objective: Tensor) -> None:
+        """Add −∇objective to `.grad`."""
+        objective.backward(self._uphill)
+
+    def train_reward(self, rate: Callable[[Batch], Tensor]) -> None:
+        """Train a reward model or a process reward, which scores no batch for a policy."""
+        self.rate, self.fills = rate, frozenset()
+
+    def train_critic(self, critic: Any, update: Adam | None) -> None:
+        """Take this critic along; None: there is none. Without an `update` it is stepped with the policy."""
+        self.critic, self.critic_update = critic, update
+        if critic is None:
+            return
+        self.fills = self.fills | {"value"}
+        if update is None:
+            self._value_head = tuple(critic.trained())
+        else:
+            self.critic_optimizer = update.optimizer(critic.trained())
+
+    def mine(self, batch: Batch) -> Iterable[Batch]:
+        """The micro-batches of this rank's share."""
+        return self.split(self.ranks.share(batch))
+
+    def whole(self, parts: list[Tensor], batch: Batch) -> Tensor:
+        """Numbers of all micro-batches of all ranks, as `[prompt sample …]` of the batch."""
+        return self.ranks.put_together(joined(parts, self.ranks.share(batch)), batch)
+
+    def sum_gradients(self, parameters: list[Tensor]) -> None:
+        """Those of this rank's share become those of all."""
+        self.ranks.sum_gradients(parameters)
+
+    def refresh(self) -> None:
+        """What a sampler reads follows the parameters; here it is the parameters themselves."""
+        return None
+
+    def _summed(self, value: Tensor) -> Tensor:
+        self.ranks.sum([value])
+        return value
+
+    def params(self) -> dict[str, Tensor]:
+        return self._params
+
+    def trainable(self) -> list[Tensor]:
+        return [*self._trainable, *self._value_head]
+
+    @torch.no_grad()
+    def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        needs = needs & self.fills
+        parts = [self.scored(micro, needs) for micro in self.mine(batch)] if needs else []
+        return {name: self.whole([part[name] for part in parts], batch).cpu() for name in sorted(needs)}
+
+    def gradient(self, mini: Batch, objective: Objective) -> Terms:
+        """−∇objective into `.grad`: a plain sum over micro-batches and ranks, whatever their number."""
+        for parameter in self.trainable():
+            parameter.grad = None
+        parts: list[Terms] = []
+        self._logp, self._entropy = [], []
+        for micro in self.mine(mini):
+            out = self.forward(micro)
+            terms = objective(micro, out)
+            self.backward(terms.objective)
+            self._logp.append(out.logp.detach())
+            if out.rating is None:
+                self._entropy.append(out.entropy.detach())
+            parts.append(Terms(terms.objective.detach(), terms.sums, terms.means))
+        self.sum_gradients(self.trainable())
+        return self.ranks.sum_terms(added(parts))
+
+    def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
+        terms, report = update(self, mini, objective)
+        torch.autograd.graph.increment_version(self.trainable())  # fused optimizers do not, and samplers go by it
+        entropy = self.whole(self._entropy, mini) if self._entropy else None
+        metrics = {"loss": -terms.objective, **terms.means, **report}
+        return UpdateResult(metrics, terms.sums, self.whole(self._logp, mini), entropy)
+
+    @torch.no_grad()
+    def total(self, mini: Batch, objective: Objective) -> Tensor:
+        parts = [objective(micro, self.forward(micro)).objective for micro in self.mine(mini)]
+        return self._summed(torch.stack(parts).sum())
+
+    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
+        """v ↦ F·v = Jᵀ (π ∘ J·v) / tokens, with J = ∂ log π / ∂θ at every state and for every token of the vocabulary.
+
+        A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
+        """
+        micros = [micro for micro in self.mine(mini) if len(micro.prompt)]
+        kept = [self._linearized(micros[0])] if len(micros) == 1 else None
+
+        def product(vector: list[Tensor]) -> list[Tensor]:
+            total = [torch.zeros_like(p) for p in self.trainable()]
+            for logp_all, probe, slope, weight in kept or map(self._linearized, micros):
+                along = torch.stack([(s * v).sum() for s, v in zip(slope, vector, strict=True) if s.requires_grad])
+                (Jv,) = torch.autograd.grad(along.sum(), probe, retain_graph=True)
+                part = torch.autograd.grad(
+                    logp_all, self.trainable(), weight * Jv, retain_graph=kept is not None, materialize_grads=True
+                )
+                torch._foreach_add_(total, part)
+            self.ranks.sum(total)
+            return list(torch._foreach_div(total, max(mini.tokens, 1)))
+
+        return product
+
+    def _linearized(self, micro: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+        """log π; a probe u and Jᵀu, which is linear in u (its derivative along v is J·v); π where tokens count."""
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
+            logp_all, count = self.distributions(micro)
+        probe = torch.zeros_like(logp_all, requires_grad=True)
+        slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
+        return logp_all, probe, slope, logp_all.detach().exp() * count
+
+    @torch.no_grad()
+    def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
+        """The mean KL(π_old ‖ π): a forward pass of each, so that no distribution is kept."""
+        parts = [torch.where(micro.counted, self.kl(micro, params), 0.0).sum() for micro in self.mine(mini)]
+        return self._summed(torch.stack(parts).sum()) / max(mini.tokens, 1)
+
+    @torch.no_grad()
+    def assign(self, params: list[Tensor]) -> None:
+        torch._foreach_copy_(self.trainable(), params)
+
+    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+        assert self.critic_optimizer is not None and self.critic_update is not None
+        total = self.value_gradient(mini, loss)
+        norm = self.critic_update.step(self.critic_optimizer, mini.progress)
+        torch.autograd.graph.increment_version(self.critic_optimizer.param_groups[0]["params"])
+        return self._summed(total), norm
+
+    def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
+        """∇(scale · the loss's token mean) into `.grad` of the critic; returns the sum over this rank's share."""
+        assert self.critic_optimizer is not None
+        self.critic_optimizer.zero_grad()
+        parts = []
+        for micro in self.mine(mini):
+            part = loss(micro, self.values(micro))
+            (part.flatten()[0] * scale / max(mini.tokens, 1)).backward()
+            parts.append(part.detach())
+        self.sum_gradients(self.critic_optimizer.param_groups[0]["params"])
+        return torch.stack(parts).sum(0)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        groups = {"params": {name: p.detach() for name, p in self._params.items()}}
+        groups["optimizer"] = _optimizer_state(self.optimizer)
+        if self.critic is not None:
+            groups["critic"] = dict(self.critic.state_dict())
+            groups["critic_optimizer"] = _optimizer_state(self.critic_optimizer)
+        return groups
+
+    def stage_parts(self, aside: Any) -> Any:
+        """What ranks write by themselves of the checkpoint in this folder; None: `state` is all of it."""
+        return None
+
+    def settle(self) -> None:
+        """Wait for what this rank is writing."""
+        return None
+
+    def part(self, group: str, name: str, value: Tensor) -> Tensor:
+        """What this rank holds of a tensor of a checkpoint."""
+        return value
+
+    def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """The optimizers and the critic; an engine loads the parameters itself."""
+        _restore_optimizer(self.optimizer, state["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+            _restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+            check_restored(self.critic.state_dict(), state["critic"])
+        check_restored(self.params(), state["params"])
+
+
+def joined(parts: list[Tensor], batch: Batch) -> Tensor:
+    """Numbers of all micro-batches, as `[prompt sample …]` of the batch."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, batch.mask.shape[:2])
+
+
+def added(parts: list[Terms]) -> Terms:
+    """The terms of all micro-batches together: plain sums."""
+    first, *rest = parts
+    if not rest:
+        return first
+    sums = {name: sum((part.sums[name] for part in rest), value) for name, value in first.sums.items()}
+    means = {name: sum((part.means[name] for part in rest), value) for name, value in first.means.items()}
+    return Terms(sum((part.objective for part in rest), first.objective), sums, means)
+
+
+def check_restored(own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Refuse trained parameters that differ from their checkpoint by more than the rounding of half precision."""
+    for name, p in own.items():
+        value = saved[name].to(p.device)
+        half = [kind for kind in (torch.finfo(p.dtype), torch.finfo(value.dtype)) if kind.bits == 16]
+        rtol, atol = sum(kind.eps for kind in half), sum(kind.eps * kind.tiny for kind in half)
+        wide = torch.promote_types(p.dtype, value.dtype)
+        if not torch.allclose(p.to(wide), value.to(wide), rtol=rtol, atol=atol):
+            raise ConfigError(
+                f"{name} differs from the checkpoint after it was loaded, so the run would continue from other "
+                "parameters. Resume it from another checkpoint (--from), or start a new run with --init"
+            )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """What an optimizer keeps of each parameter, by the parameter's place in its list."""
+    if optimizer is None:
+        return {}
+    parameters = enumerate(optimizer.param_groups[0]["params"])
+    return {f"{i}.{key}": v for i, p in parameters for key, v in optimizer.state.get(p, {}).items()}
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
+    """Give an optimizer back what it kept."""
+    for name, value in kept.items():
+        assert optimizer is not None
+        index, key = name.split(".", 1)
+        parameter = optimizer.param_groups[0]["params"][int(index)]
+        optimizer.state[parameter][key] = value.to(parameter.device, copy=True)

@@ -1,0 +1,340 @@
+"""A policy that is asked or exported and not trained: that of a run's checkpoint, or a bare model; its responses."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascent.build.backend import SAMPLING_SETTINGS, Backend, BoundTask
+from ascent.build.backends import backend_of
+from ascent.build.reward_loading import bind_task, check_rewards
+from ascent.build.trained_run import Run, load_policy
+from ascent.core.algorithms import Algorithm
+from ascent.core.config import Config
+from ascent.core.errors import ConfigError
+from ascent.core.loop import scored
+from ascent.core.menu import name_of
+from ascent.core.protocols import Sampler
+from ascent.core.types import Batch, Prompts, Rollouts, check_counts, to_batch
+from ascent.runs import checkpoint
+from ascent.runs.display.terminal import printable
+from ascent.runs.recorded_conversation import Speech, conversation, conversation_lines, ending
+from ascent.runs.rollout_files import Pieces, sampled_rows
+from ascent.runs.run import check_trains_policy, task_name
+from ascent.settings import configure
+from ascent.tasks.text import TextTask
+from ascent.workflows.model_card import Hub, model_card
+
+Row = dict[str, Any]
+Source = str | Path | None
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy, the task that it is asked about, and how it is sampled (all in `config`)."""
+
+    config: Config
+    policy: Any
+    run: Path | None = None
+    step: int | None = None
+    """The checkpoint's, where it is a run's."""
+
+    @property
+    def backend(self) -> Backend:
+        return backend_of(self.config)
+
+    def about(self) -> dict[str, Any]:
+        """Where it came from and how it is sampled, for records."""
+        model = getattr(self.config.policy, "model", None)
+        origin = {"run": None if self.run is None else str(self.run), "step": self.step, "model": model}
+        settings = {name: getattr(self.config, name) for name in SAMPLING_SETTINGS}
+        return origin | {"task": task_name(self.config)} | settings
+
+    def task(self) -> BoundTask:
+        """The task, bound to the policy's tokens and to its rewards. The caller closes it."""
+        check_rewards(self.backend, self.config.task)
+        return bind_task(self.backend, self.config.task, self.policy)
+
+    def unscored_task(self) -> BoundTask:
+        """The task without its learned rewards and judges, to read and write prompts and responses."""
+        return self.backend.bind(self.config.task, self.policy, {})
+
+    def sampler(self, prompts: Prompts, seed: int) -> Sampler:
+        """A sampler for these prompts, whose draws the seed decides."""
+        return self.backend.answering_sampler(self.config, self.policy, prompts, seed, self.step or 0)
+
+
+def find_policy(
+    run: Source, model: Source, task: Any, settings: dict[str, Any], step: int | None, best: bool, **changes: Any
+) -> LoadedPolicy:
+    """The policy of a run, or a bare model, on a task with these settings; `own`, or None, is the run's own task."""
+    if (run is None) == (model is None):
+        raise ConfigError("name a run or a model to ask, and not both")
+    if task is None and settings:
+        raise ConfigError(f"{', '.join(settings)}: settings of a task, and no task was named; a run brings its own")
+    if model is not None:
+        return model_policy(str(model), task, settings, **changes)
+    assert run is not None
+    other = None if task is None or task == "own" else configure(task, settings).task
+    return run_policy(run, step, best, other, **changes)
+
+
+def run_policy(
+    run: str | Path, step: int | None = None, best: bool = False, task: Any = None, **changes: Any
+) -> LoadedPolicy:
+    """The newest checkpoint of a run (or that of a step, or the best), on its own task or on another."""
+    existing = Run(run)
+    path, config = existing.checkpoint(step, best), existing.config
+    check_trains_policy(config, existing.folder)
+    if task is not None:
+        flag = f"--task {name_of(task)}"
+        if task.kind != config.task.kind:
+            raise ConfigError(f"{flag}: it is a {task.kind} task, and the run {run} is of {task_name(config)}")
+        backend_of(config).check_task(config, task, flag)
+        config = replace(config, algorithm=Algorithm(), task=task)
+    config = for_asking(config, **changes)
+    return LoadedPolicy(config, load_policy(config, path), existing.folder, checkpoint.step_of(path))
+
+
+def model_policy(model: str, task: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> LoadedPolicy:
+    """A bare model: a folder or a name on the hub. Without a task it is only asked, and nothing is scored."""
+    if (Path(model) / "run.json").exists():
+        raise ConfigError(f"--model {model}: that is a run. Name it first, without --model")
+    settings = {"policy": "causal-lm"} | (settings or {}) | {"model": model}
+    return untrained_policy(configure(TextTask() if task is None else task, settings), **changes)
+
+
+def untrained_policy(config: Config, **changes: Any) -> LoadedPolicy:
+    """The policy of a config before any training."""
+    config = for_asking(config, **changes)
+    return LoadedPolicy(config, backend_of(config).policy(config, None))
+
+
+def for_asking(config: Config, **changes: Any) -> Config:
+    """The config with other ways to sample; what is None stays as it is. Nothing in it concerns training any more."""
+    changes = {name: value for name, value in changes.items() if value is not None}
+    config = replace(config, algorithm=Algorithm(), init=None)
+    return backend_of(config).with_settings(config, changes)
+
+
+# ---- responses, one dictionary each -----------------------------------------------------------------
+
+
+def unscored(rollouts: Rollouts) -> Batch:
+    """Rollouts with what their environments paid, and nothing besides."""
+    valid = torch.ones_like(rollouts.truncated) if rollouts.valid is None else rollouts.valid
+    nothing = torch.zeros(*rollouts.truncated.shape, 1)
+    return to_batch(rollouts, valid=valid, reward=nothing if rollouts.reward is None else rollouts.reward)
+
+
+def conversations(task: BoundTask, batch: Batch) -> list[Row]:
+    """For each response of several turns, in order: its `turns`, one dictionary a speech, and why it `ended`."""
+    if batch.turn is None:
+        return [{} for _ in range(batch.valid.numel())]
+    rows = [(row, conversation(row)) for row in sampled_rows(0, batch, len(batch.prompt), Pieces(task))]
+    return [{"turns": [speech._asdict() for speech in said], "ended": ending(row, said)} for row, said in rows]
+
+
+def response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, group: int) -> list[Row]:
+    """The responses to one prompt, in words and tokens with their log-probs."""
+    rows = []
+    for sample, mask in enumerate(rollouts.mask[group]):
+        ids = rollouts.response[group, sample][mask].tolist()
+        rows.append(
+            {
+                "prompt": prompt,
+                "sample": sample,
+                "response": task.words(ids),
+                "truncated": bool(rollouts.truncated[group, sample]),
+                "length": len(ids),
+                "ids": ids,
+                "logp": rollouts.logp_sampler[group, sample][mask].tolist(),
+            }
+        )
+    return rows
+
+
+def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[str]]:
+    """Every response with its score and the reason for it, and why rewards failed.
+
+    strict      right, and in the form that was asked for (None where nobody can say)
+    lenient     right, in whatever form (None for small tasks)
+    reward      None where it failed, and then `valid` is False
+    answer      what it votes for in a majority
+    """
+    batch, errors = scored(task, rollouts)
+    lenient = batch.measured.index("lenient") if "lenient" in batch.measured else None
+    every: list[Row] = []
+    for group in range(len(rollouts.prompt)):
+        question = task.question(rollouts, group)
+        rows = response_rows(task, question.words, rollouts, group)
+        for sample, row in enumerate(rows):
+            valid = bool(batch.valid[group, sample])
+            row |= {
+                "gold": question.answer,
+                "answer": task.vote(row["response"], question.answer),
+                "strict": bool(batch.correct[group, sample]) if valid and batch.correct is not None else None,
+                "lenient": None,
+                "reward": float(batch.reward[group, sample].sum()) if valid else None,
+                "valid": valid,
+                "reason": "" if batch.notes is None else str(batch.notes[group, sample] or ""),
+            }
+            if lenient is not None and valid and batch.measures is not None:
+                row["lenient"] = bool(batch.measures[group, sample, lenient])
+        every += rows
+    return [row | said for row, said in zip(every, conversations(task, batch), strict=True)], errors
+
+
+# ---- `ascent sample`: what a policy answers to a prompt ----------------------------------------------
+
+
+def sample(
+    run: str | Path | None = None,
+    prompts: str | Sequence[str] = (),
+    *,
+    model: str | Path | None = None,
+    task: Any = None,
+    step: int | None = None,
+    best: bool = False,
+    count: int | None = None,
+    greedy: bool = False,
+    plain: bool = False,
+    seed: int = 0,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    stop: Sequence[str] | None = None,
+    system: str | None = None,
+    device: str | None = None,
+    **settings: Any,
+) -> list[Row]:
+    """Responses of a run or a bare model to prompts, or with scores to the held-out problems of a task.
+
+    ascent.sample("runs/mine", "What is 3 + 4?", count=4)
+    ascent.sample(model="folder", prompts=["What is 3 + 4?"], greedy=True)
+    ascent.sample("runs/mine", task="own", count=8)
+
+    A run is asked as in training, with its system message and instruction, unless `plain`.
+    """
+    changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    changes |= {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop": stop, "system": system, "device": device}
+    loaded = find_policy(run, model, task, settings, step, best, **changes)
+    if task is not None:
+        return problems(loaded, count or 4, greedy, seed)
+    return ask(loaded, [prompts] if isinstance(prompts, str) else prompts, count or 1, greedy, plain, seed)
+
+
+def ask(loaded: LoadedPolicy, prompts: Sequence[str], count: int, greedy: bool, plain: bool, seed: int) -> list[Row]:
+    """`count` responses to each prompt, with scores where the prompt says all that is needed for one."""
+    if not prompts:
+        raise ConfigError("nothing to ask: give a prompt, or several")
+    check_counts(count=count)
+    if greedy and count > 1:
+        raise ConfigError(f"--count {count} with --greedy: all would be the same")
+    task = loaded.unscored_task()
+    typed, words = task.read_prompts(prompts, plain)
+    rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
+    if loaded.backend.words:  # a typed prompt has no answer to score by
+        rows = [row for i, prompt in enumerate(words) for row in response_rows(task, prompt, rollouts, i)]
+        talks = conversations(task, unscored(rollouts))
+        return [row | said for row, said in zip(rows, talks, strict=True)]
+    return scored_rows(task, rollouts)[0]
+
+
+def problems(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -> list[Row]:
+    """One response to each of `count` held-out problems, with its score and reason."""
+    check_counts(count=count)
+    with closing(loaded.task()) as task:
+        prompts = task.held_out(count)
+        return scored_rows(task, loaded.sampler(prompts, seed).generate(prompts, 1, greedy))[0]
+
+
+def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, colour: bool = False) -> str:
+    """Responses below their prompts, for a terminal. With `piece`, which spells a token, every token's log-prob."""
+    lines: list[str] = []
+    for row in rows:
+        if row["sample"] == 0:
+            lines += ["", *_titled("prompt", row["prompt"])]
+            if row.get("gold") is not None:
+                lines += _titled("answer", row["gold"])
+        ended = "cut off at the limit" if row["truncated"] else "ended"
+        head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
+        lines += ["", f"response {row['sample'] + 1}: {head}", *response_lines(row, colour)]
+        if "valid" in row:
+            lines += ["", *_titled("score", _score(row))]
+        if piece is not None:
+            tokens = zip(row["logp"], row["ids"], strict=True)
+            lines += ["", *(f"{logp:9.3f}  {i:>6}  {piece(i)!r}" for logp, i in tokens)]
+    return "\n".join(lines).strip()
+
+
+def response_lines(row: Row, colour: bool) -> list[str]:
+    """The words of a response, or its conversation."""
+    if not row.get("turns"):
+        return [printable(row["response"])]
+    return conversation_lines([Speech(**said) for said in row["turns"]], row["ended"], colour)
+
+
+def _titled(title: str, words: str) -> list[str]:
+    first, *more = printable(words).split("\n")
+    return [f"{title:<8} {first}", *(f"{'':<8} {line}".rstrip() for line in more)]
+
+
+def _score(row: Row) -> str:
+    why = f" ({row['reason']})" if row["reason"] and not row.get("turns") else ""  # a conversation says why it ended
+    if not row["valid"]:
+        return f"the reward failed{why}"
+    form = "right, but not in the form that was asked for" if row["lenient"] else "wrong"
+    form = "" if row["strict"] is None else "right, " if row["strict"] else f"{form}, "
+    return f"{form}reward {row['reward']:g}{why}"
+
+
+# ---- as a Hugging Face folder -----------------------------------------------------------------------
+
+
+def export(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    push: str | None = None,
+    public: bool = False,
+) -> Path:
+    """The newest checkpoint of a run (or that of a step, or the best) as a folder that `from_pretrained` loads.
+
+    LoRA adapters are merged in. The folder is written aside and renamed, so it is there whole or not at all. `push` is
+    the name of a repository on the Hugging Face hub, which then gets the same files; a new one is private, or `public`.
+    """
+    if public and push is None:
+        raise ConfigError("public is about what is pushed to the hub: set push too, to the repository's name")
+    existing, folder = Run(run), Path(folder)
+    path, config = existing.checkpoint(step, best), existing.config
+    check_trains_policy(config, existing.folder)
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise ConfigError(f"{folder}: already there, and nothing is overwritten. Choose another folder")
+    hub = None if push is None else Hub(push)
+    aside, params = folder.with_name(f".writing-{folder.name}-{os.getpid()}"), checkpoint.params(path)
+    try:
+        aside.mkdir(parents=True)
+        backend_of(config).export(config, existing.folder, params, aside)
+        (aside / "README.md").write_text(model_card(existing, checkpoint.step_of(path)))
+        for file in [*aside.iterdir(), aside]:
+            checkpoint.flush(file)
+        os.replace(aside, folder)
+        checkpoint.flush(folder.parent)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write there ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if hub is not None:
+        hub.push(folder, public)
+    return folder

@@ -1,0 +1,225 @@
+"""Weights from rank 0 to replicas by gloo: who dies, hangs or is not reached holds up nobody, and nobody for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language import model_of, sampler_of
+from processes import Forked
+from torch import Tensor
+
+from ascent.distributed import replica_dispatch, weight_transfer
+from ascent.distributed.replica import Replica
+from ascent.distributed.replica_errors import ReplicaLostError, ReplicaUnreachableError
+from ascent.distributed.weight_transfer import Offer, Snapshot, WeightSender, receive_weights
+from tests.distributed.test_replicas import CLOSING, FIVE, Calls, alone, begun, equal
+
+CPU, HERE = torch.device("cpu"), "127.0.0.1"
+SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(weight_transfer, "PIECE", 1000)
+    monkeypatch.setattr(replica_dispatch, "PAUSE", 0.001)
+    yield
+    while CLOSING:
+        CLOSING.pop().close()
+
+
+def mixed() -> dict[str, Tensor]:
+    """Parameters of two types, of many shapes, one of them larger than a piece."""
+    made = torch.Generator().manual_seed(0)
+    shapes = {"scalar": (), "none": (0, 3), "large": (40, 50), "a": (30, 20), "b": (500,), "c": (7, 3, 2)}
+    params = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
+    return params | {"half": torch.randn(33, 31, generator=made).bfloat16(), "one": torch.ones(1).bfloat16()}
+
+
+def taken(offer: Offer) -> dict[str, Tensor]:
+    return {name: tensor for part in receive_weights(offer, CPU, HERE) for name, tensor in part.items()}
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_all_parameters_arrive_as_they_were_at_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = mixed()
+    expected = {name: p.clone() for name, p in params.items()}
+    weights, sender = Snapshot(params), WeightSender(HERE, CPU, SECONDS)
+    for p in params.values():
+        p.zero_()
+    assert len(weights.pieces) > 4 and same(weights.params(), expected)
+    with ThreadPoolExecutor(3) as pool:  # three at once, each with its own copy
+        offers = [sender.offer(weights) for _ in range(3)]
+        calls = [pool.submit(taken, offer) for offer in offers]
+        for offer, call in zip(offers, calls, strict=True):
+            sender.begin(offer, weights, call)
+        assert all(same(call.result(SECONDS), expected) for call in calls)
+
+
+def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sender, chosen = WeightSender(HERE, CPU, SECONDS), list[str]()
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ours = [line[1] for line in listening if int(line[1].partition(":")[2], 16) == sender.port and line[3] == "0A"]
+    assert ours == [f"0100007F:{sender.port:04X}"]
+
+    def refuse(store: Any, rank: int, size: int, backend: str, *_: Any) -> Any:
+        chosen.append(backend)
+        raise RuntimeError("Duplicate GPU detected\nand more")
+
+    monkeypatch.setattr(weight_transfer, "group_over", refuse)
+    monkeypatch.setattr(weight_transfer, "gpu_name", lambda device: "GPU-a" if device.type == "cuda" else "")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    offer = sender.offer(Snapshot(mixed()))
+    for device, gpu in (("cuda", "GPU-b"), ("cuda", "GPU-a"), ("cuda", ""), ("cpu", "GPU-b")):
+        with pytest.raises(ReplicaUnreachableError, match=r"weights did not arrive by .*: Duplicate GPU detected$"):
+            next(receive_weights(offer._replace(gpu=gpu), torch.device(device), HERE))
+    assert chosen == ["nccl", "gloo", "gloo", "gloo"]
+
+
+# ---- failures
+
+
+def ends_in_the_middle(offer: Offer, number: int) -> None:
+    parts = receive_weights(offer, CPU, HERE)
+    next(parts), next(parts)
+    os.kill(os.getpid(), number)
+    list(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "deadline"), [(signal.SIGKILL, SECONDS), (signal.SIGSTOP, 0.5)])
+def test_a_replica_that_dies_or_hangs_in_the_middle_holds_up_nobody(
+    tmp_path: Path, number: int, deadline: float
+) -> None:
+    weights = Snapshot({str(i): torch.randn(400_000) for i in range(20)})
+    sender, never = WeightSender(HERE, CPU, deadline), Future[Any]()
+    offer = sender.offer(weights)
+    ill = Forked(lambda: ends_in_the_middle(offer, number), tmp_path)
+    sending = sender.begin(offer, weights, never)
+    with ThreadPoolExecutor(1) as pool:
+        other = sender.offer(weights)
+        call = pool.submit(taken, other)
+        sender.begin(other, weights, call)
+        assert same(call.result(SECONDS), weights.params()), "another gets its weights meanwhile"
+    sending.join(SECONDS)
+    assert not sending.is_alive(), "it ends by itself"
+    if number == signal.SIGSTOP:
+        ill.kill()
+    assert ill.wait() == -signal.SIGKILL
+
+
+def test_a_replica_is_told_when_rank_0_ends_in_the_middle_or_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, sender = Snapshot(mixed()), WeightSender(HERE, CPU, SECONDS)
+    cut = Snapshot(mixed())
+    cut.flat = cut.flat[:2]  # rank 0 sends two pieces, and its end of the group is gone
+    offer = sender.offer(weights)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(taken, offer)
+        sender.begin(offer, cut, call)
+        with pytest.raises(ReplicaUnreachableError, match=r"did not arrive by gloo: .*Connection"):
+            call.result(SECONDS)
+    monkeypatch.setattr(weight_transfer, "JOIN", 0.2)
+    with pytest.raises(ReplicaUnreachableError, match="did not arrive by gloo"):
+        taken(sender.offer(weights))
+    with pytest.raises(ReplicaUnreachableError, match="did not arrive by gloo"):
+        taken(sender.offer(weights)._replace(port=1))
+
+
+def test_rank_0_does_not_wait_for_a_replica_whose_call_is_over() -> None:
+    weights, sender, call = Snapshot(mixed()), WeightSender(HERE, CPU, SECONDS), Future[Any]()
+    sending = sender.begin(sender.offer(weights), weights, call)
+    assert sending.is_alive()
+    call.set_exception(ReplicaLostError("killed"))
+    sending.join(SECONDS)
+    assert not sending.is_alive()
+
+
+# ---- whole loads
+
+
+class Sent(Calls):
+    """Replicas of this process, each with a thread of its own, to which weights are sent. `unreached`: who is not."""
+
+    def __init__(self, count: int, unreached: tuple[str, ...] = ()):
+        super().__init__(count)
+        self.sender, self.unreached, self.ways = WeightSender(HERE, CPU, SECONDS), unreached, list[tuple[str, str]]()
+        self.pools = {name: ThreadPoolExecutor(1) for name in self.there}
+
+    def put(self, params: dict[str, Tensor]) -> Snapshot:
+        return Snapshot(params)
+
+    def load(self, name: str, weights: Snapshot, version: int, config: dict[str, Any]) -> Future[Any]:
+        if not self.sender.reaches(name):
+            self.ways.append((name, "store"))
+            return self.begin(name, "load", weights.params(), version, config)
+        self.ways.append((name, "gloo"))
+        offer = self.sender.offer(weights)
+        call = self.pools[name].submit(self.reach, name, offer, version, config)
+        self.sender.begin(offer, weights, call)
+        call.add_done_callback(lambda done: self.sender.heed(name, done.exception()))
+        return call
+
+    def reach(self, name: str, *args: Any) -> Any:
+        if name in self.unreached:
+            raise ReplicaUnreachableError("weights did not arrive by gloo: no route to host")
+        return self.do(name, "receive", "", *args)
+
+
+@pytest.mark.long
+def test_replicas_that_are_sent_weights_draw_what_one_sampler_draws_and_others_get_them_in_another_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    crew = Sent(2, unreached=("sampler-1",))
+    sampler = begun(crew)
+    assert equal(sampler.generate(FIVE, 3, seed=7), alone())
+    for version in (2, 3):
+        sampler.load(sampler.own.lm.trained(), version)
+        for _ in range(200 if version == 2 else 0):
+            assert equal(sampler.generate(FIVE, 3, seed=7), alone())
+            if ("sampler-1", "store") in crew.ways:
+                break
+        assert equal(sampler.generate(FIVE, 3, seed=7), alone())
+    own = [way for name, way in crew.ways if name == "sampler-1"]
+    assert own[:3] == ["gloo", "gloo", "store"] and "gloo" not in own[2:]
+    assert {way for name, way in crew.ways if name == "sampler-0"} == {"gloo"}
+    said = capsys.readouterr().err
+    assert (
+        said.count("weights go to sampler-1 through Ray's object store (weights did not arrive by gloo: no route") == 1
+    )
+
+
+def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> None:
+    weights, sender = Snapshot(model_of("Llama").trained()), WeightSender(HERE, CPU, SECONDS)
+    sampler = sampler_of(model_of("Llama", seed=9), limit=6)
+    replica = Replica(lambda _: (sampler, sampler))
+
+    def load(sent: Snapshot, version: int) -> None:
+        offer, call = sender.offer(weights), Future[Any]()
+        sending = sender.begin(offer, sent, call)
+        try:
+            replica.receive(offer, version, {})
+        finally:
+            sending.join(SECONDS)
+
+    load(weights, 1)
+    cut = Snapshot(model_of("Llama").trained())
+    cut.flat = cut.flat[:2]
+    with pytest.raises(ReplicaUnreachableError):
+        load(cut, 2)
+    with pytest.raises(ReplicaLostError, match="version -1"):
+        replica.draw(1, FIVE, 3, None, None)
+    load(weights, 3)
+    assert replica.draw(3, FIVE, 3, None, None).response.shape[:2] == (5, 3)
+    assert threading.active_count() < 50

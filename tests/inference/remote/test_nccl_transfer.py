@@ -1,0 +1,117 @@
+"""Weights by a broadcast: vLLM's life cycle of a transfer, over gloo. Over NCCL it is untested."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from ascent.core.errors import ConfigError, RunError
+from ascent.inference.remote.engine_adapter import Serving
+from ascent.inference.remote.nccl_transfer import Collective, WeightGroup, both
+from ascent.inference.remote.server_client import ServerLostError
+from ascent.inference.remote.weight_files import prepared
+from ascent.settings import configure
+from tests.inference.remote.test_remote_engine import World, gap, stack
+from tests.stand_in import VllmStandIn
+
+__all__ = ["stack"]  # a fixture
+NCCL = {"engine_transport": "nccl"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_arrive_by_a_broadcast_and_the_group_stays(stack: ExitStack, tied: bool) -> None:
+    world = World(stack, servers=2, policy=NCCL, tie_word_embeddings=tied)
+    for version in (0, 1):
+        world.load(version)
+        rollouts = world.generate()
+        assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == version).all()
+        world.move()
+    for server in world.servers:
+        calls = [call for call in server.calls if "weight" in call or call in ("/pause", "/resume")]
+        assert calls.count("/init_weight_transfer_engine") == 1
+        cycle = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+        assert calls[1:] == cycle * 2
+
+
+def test_every_dtype_and_layout_is_broadcast_as_it_is() -> None:
+    tensors = {
+        "half": torch.randn(3, 5).bfloat16(),
+        "turned": torch.randn(4, 3).T,
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "whole": torch.arange(5),
+    }
+    with prepared(tensors, by_file=False) as weights:
+        held = weights.held or {}
+        group, server = WeightGroup(2, torch.device("cpu"), 60.0), VllmStandIn(torch.nn.Linear(1, 1))
+        joined = threading.Thread(target=group.join)
+        joined.start()
+        server.join({"port": group.port, "size": 2, "seconds": 60.0})
+        joined.join()
+        sent = threading.Thread(target=group.send, args=[held])
+        sent.start()
+        shapes, dtypes = ([[*t.shape] for t in held.values()], [str(t.dtype)[6:] for t in held.values()])
+        received = server.receive({"names": list(held), "shapes": shapes, "dtypes": dtypes})
+        sent.join()
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+    assert weights.tensors["turned"][0] == [3, 4]
+    group.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [0, 3])
+def test_after_a_broadcast_that_is_cut_off_another_group_is_made(stack: ExitStack, after: int) -> None:
+    world = World(stack, policy=NCCL)
+    world.load(0)
+    world.server.cut_off_after = after  # type: ignore[attr-defined]
+    world.move()
+    world.load(1)
+    assert gap(world.lm, world.generate()) < 1e-5
+    assert world.server.calls.count("/init_weight_transfer_engine") == 2
+
+
+@pytest.mark.long
+def test_a_server_that_never_takes_part_is_trouble_within_the_deadline(stack: ExitStack) -> None:
+    world = World(stack, policy=NCCL, deadline=0.5)
+    world.server.join = lambda _: None  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match=r"the engine was lost 4 times in a row|the engine is gone"):
+        world.load(0)
+
+
+def test_what_fails_first_of_a_request_and_its_broadcast_is_raised() -> None:
+    ended = threading.Event()
+
+    async def refused() -> None:
+        raise ServerLostError("500")
+
+    async def never() -> None:
+        await asyncio.sleep(600)
+
+    with pytest.raises(ServerLostError, match="500"):
+        asyncio.run(both(refused(), lambda: ended.wait(60) and None))
+    ended.set()
+    with pytest.raises(ServerLostError, match=r"the broadcast of weights has failed: ZeroDivisionError"):
+        asyncio.run(both(never(), lambda: print(1 / 0)))
+
+
+def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
+    group = WeightGroup(2, torch.device("cuda", 0), 9.0)
+    assert group.backend == "nccl" and WeightGroup(2, torch.device("cpu"), 9.0).backend == "gloo"
+    listening = [line.split() for line in open("/proc/net/tcp")][1:]  # noqa: SIM115
+    ours = [line[1] for line in listening if int(line[1].partition(":")[2], 16) == group.port and line[3] == "0A"]
+    assert ours == [f"0100007F:{group.port:04X}"]
+    assert group.wait.total_seconds() > 9.0, "the deadline of the request comes before NCCL's, which ends the process"
+
+
+def test_a_server_is_started_for_a_broadcast_and_others_are_refused() -> None:
+    started = Collective(torch.device("cpu"), 9.0).arguments(Serving({}, "float32", 64, 8, False), Path("m"), 1)
+    assert started[-2:] == ["--weight-transfer-config", '{"backend": "collective"}']
+    for more in ({"engine": "sglang"}, {"engine": "vllm", "engine.key_env": "A"}):
+        settings = {"model": "tiny", "engine.url": "http://127.0.0.1:1", "engine.transport": "nccl"} | more
+        with pytest.raises(ConfigError, match="nccl is for --engine vllm on this machine"):
+            configure("countdown", settings)

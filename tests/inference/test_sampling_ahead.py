@@ -1,0 +1,332 @@
+"""Sampling ahead: who draws a token, and with which parameters, is recorded; what is drawn does not depend on when."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, close, shake
+from torch import Tensor
+
+import ascent
+from ascent.build.trained_run import Run
+from ascent.core.errors import ConfigError
+from ascent.core.protocols import FinishedRollouts, RolloutRequest
+from ascent.core.types import Prompts, Rollouts
+from ascent.inference.engine import LanguageSampler
+from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.eager import EagerRunner
+from ascent.inference.runners.paged import PagedRunner
+from ascent.rollout.small_sampler import SmallSampler
+from ascent.runs.batch_files import put_together, take_apart
+from ascent.runs.untrusted_files import naming
+from ascent.settings import configure
+from ascent.tasks.small.sorting import Sort
+from benchmarks.ahead import try_schedule
+from tests.language import VOCAB, model_of, sampler_of
+
+STEPS, SAMPLES = 4, 2
+Params = dict[str, Tensor]
+
+
+def asked(step: int) -> Prompts:
+    """The prompts of a step, of several lengths."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(2, 8, (4,), generator=generator)
+    prompt = torch.randint(VOCAB, (4, 8), generator=generator)
+    return Prompts.of(torch.where(torch.arange(8) < lengths[:, None], prompt, -1))
+
+
+def drive(
+    sampler: LanguageSampler, ahead: int, moving: bool = False, first: int = 0, greedy: bool = False
+) -> tuple[list[Rollouts], list[Params]]:
+    """The rollouts of each step, and the parameters of each version; between two steps they move, or nothing does."""
+    found, versions = [], []
+    for step in range(first, STEPS):
+        if moving and step > first:
+            shake(sampler.lm.model, 0.02, seed=step)
+        params = dict(sampler.lm.model.named_parameters())
+        versions.append({name: p.detach().clone() for name, p in params.items()})
+        sampler.load({}, version=step)
+        begun = {one.ticket.step for one in sampler.pending}
+        for later in range(step, min(step + ahead + 1, STEPS)):
+            ticket = RolloutRequest(later, asked(later), SAMPLES)
+            if later not in begun:
+                sampler.submit([ticket, replace(ticket, samples=1, greedy=True)] if greedy else [ticket])
+        done = list(sampler.finished(step, 60.0))
+        assert [one.ticket.greedy for one in done] == [False, True][: 1 + greedy]
+        found.append(done[0].rollouts)
+    assert not sampler.pending
+    return found, versions
+
+
+def sampler_for(decoder: Any, **more: Any) -> LanguageSampler:
+    lm, room = model_of(), more.pop("room", 0)
+    sampler = sampler_of(lm, **{"limit": 10, "rows": 4} | more)
+    sampler.decoder, sampler.room = graph_decoder(lm)[0] if decoder == "graphs" else decoder, room
+    return sampler
+
+
+DECODERS = [pytest.param(PagedRunner, id="groups"), "graphs"]
+
+
+@pytest.mark.long
+@pytest.mark.unchecked
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(
+    ("ahead", "more"),
+    [
+        pytest.param(1, {}, id="one", marks=pytest.mark.smoke),
+        pytest.param(9, {}, id="more than there are"),
+        pytest.param(3, {"rows": 100, "top_p": 0.7, "min_tokens": 2}, id="many rows and top-p"),
+        pytest.param(2, {"room": 128}, id="few pages"),
+    ],
+)
+def test_whatever_is_begun_early_the_same_responses_are_trained_in_the_same_step(
+    decoder: Any, ahead: int, more: dict[str, Any]
+) -> None:
+    """So the trained lengths are those that were sampled, however long some take: nothing is dropped or reordered."""
+    more = more | ({"room": 2 * more["room"]} if "room" in more and decoder == "graphs" else {})
+    whole, _ = drive(sampler_for(decoder, **more), 0)
+    early, _ = drive(sampler_for(decoder, **more), ahead)
+    for step, (one, other) in enumerate(zip(whole, early, strict=True)):
+        assert torch.equal(one.mask, other.mask) and torch.equal(one.truncated, other.truncated)
+        assert torch.equal(one.response.where(one.mask, -1), other.response.where(other.mask, -1))
+        close(other.logp_sampler.double(), one.logp_sampler.double(), 1e-5)
+        if one.mass is not None:
+            close(other.mass.double(), one.mass.double(), 1e-5)
+        drawn_by = other.version.expand(other.mask.shape)[other.mask]
+        assert int(drawn_by.max()) <= step and int(drawn_by.min()) >= step - ahead
+    assert any((one.version.expand(one.mask.shape)[one.mask] < step).any() for step, one in enumerate(early))
+
+
+@torch.no_grad()
+def own_logp(sampler: LanguageSampler, params: Params, rollouts: Rollouts) -> Tensor:
+    """What the model itself says of each token, one whole forward pass per response."""
+    model, found = sampler.lm.model, torch.zeros(rollouts.mask.shape, dtype=torch.float64)
+    model.load_state_dict(params, strict=False)
+    for p, prompt in enumerate(rollouts.prompt):
+        ids = prompt[prompt >= 0]
+        for s in range(rollouts.mask.shape[1]):
+            response = rollouts.response[p, s][rollouts.mask[p, s]]
+            logits = model(torch.cat([ids, response])[None]).logits[0, len(ids) - 1 : -1]
+            found[p, s, : len(response)] = torch.log_softmax(logits, -1).gather(-1, response[:, None])[:, 0]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_every_token_has_the_log_prob_of_the_version_that_drew_it(decoder: Any) -> None:
+    """Keys and values of what was drawn before are those of the new parameters too, or later tokens would be off."""
+    sampler = sampler_for(decoder)
+    found, versions = drive(sampler, 2, moving=True)
+    mixed, off = 0, 0.0
+    for rollouts in found:
+        version = rollouts.version.expand(rollouts.mask.shape)
+        for v in version[rollouts.mask].unique().tolist():
+            own = rollouts.mask & (version == v)
+            close(rollouts.logp_sampler[own].double(), own_logp(sampler, versions[v], rollouts)[own], 1e-5)
+            other = own_logp(sampler, versions[max(0, v - 1)], rollouts)[own]
+            off = max(off, float((rollouts.logp_sampler[own] - other).abs().max()))
+        ends = rollouts.length.clamp(min=1).unsqueeze(-1) - 1
+        mixed += int((version.gather(-1, ends) != version[..., :1]).sum())
+    assert mixed > 1, "some responses were begun by one version and ended by another"
+    assert off > 0.01, "versions differ by far more than the bound"
+
+
+@pytest.mark.long
+@pytest.mark.unchecked
+def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
+    sampler = sampler_for(PagedRunner)
+    with_greedy, _ = drive(sampler, 2, greedy=True)
+    alone, _ = drive(sampler_for(PagedRunner), 0)
+    for one, other in zip(with_greedy, alone, strict=True):
+        assert torch.equal(one.response.where(one.mask, -1), other.response.where(other.mask, -1))
+    again = RolloutRequest(0, asked(0), SAMPLES, seed=5)
+    sampler.submit([RolloutRequest(1, asked(1), SAMPLES)])
+    sampler.submit([again])
+    (done,) = sampler.finished(0, 60.0)
+    assert done.ticket is again and [one.ticket.step for one in sampler.pending] == [1]
+    fresh = sampler_for(PagedRunner).generate(asked(0), SAMPLES, seed=5)
+    assert torch.equal(fresh.response.where(fresh.mask, -1), done.rollouts.response.where(done.rollouts.mask, -1))
+
+
+@pytest.mark.long
+@pytest.mark.unchecked
+@pytest.mark.parametrize("decoder", [*DECODERS, pytest.param(EagerRunner, id="plain")])
+def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
+    """Saved after the second step and restored into a new sampler: the rest is the same, tokens and log-probs."""
+    whole, versions = drive(sampler_for(decoder), 2, moving=True)
+    sampler, at = sampler_for(decoder), 2
+    sampler.lm.shares = decoder is not EagerRunner
+    if not sampler.lm.shares:
+        plain = sampler_for(decoder)
+        plain.lm.shares = False
+        whole, versions = drive(plain, 2, moving=True)
+    first = sampler_for(decoder)
+    first.lm.shares = sampler.lm.shares
+    stopped: list[Any] = []
+
+    class Stop(Exception):
+        pass
+
+    real = first.finished
+
+    def finished(step: int, deadline: float) -> Iterator[FinishedRollouts]:
+        if step == at:
+            stopped.append((take_apart(first.pending), first.generator.get_state()))
+            raise Stop
+        yield from real(step, deadline)
+
+    first.finished = finished  # type: ignore[method-assign]
+    with pytest.raises(Stop):
+        drive(first, 2, moving=True)
+    (tensors, plain_parts), state = stopped[0]
+    sampler.pending = put_together({k: v.clone() for k, v in tensors.items()}, plain_parts)
+    sampler.generator.set_state(state)
+    sampler.lm.model.load_state_dict(versions[at], strict=False)
+    rest, _ = drive(sampler, 2, moving=True, first=at)
+    for one, other in zip(whole[at:], rest, strict=True):
+        assert torch.equal(one.version, other.version)
+        assert torch.equal(one.response, other.response) and torch.equal(one.logp_sampler, other.logp_sampler)
+
+
+# ---- the loop's tickets, by a simulated clock ----------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.unchecked
+def test_no_token_is_older_than_what_was_allowed_in_any_schedule() -> None:
+    """Random lengths, speeds, kills and resumes; `benchmarks.ahead` tries a thousand."""
+    rng = random.Random(0)
+    tried = [try_schedule(rng) for _ in range(40)]
+    assert sum(oldest == ahead > 0 for oldest, ahead, _ in tried) > 10 and sum(resumes for *_, resumes in tried) > 5
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------
+
+
+ROWS = [{"prompt": f"{a} plus {b}", "answer": str(a + b)} for a in range(5) for b in range(4)]
+
+
+def brevity(prompt: str, response: str) -> float:
+    return float(len(response) % 7)
+
+
+def language(folder: Path, model: Path, **more: Any) -> Run:
+    given = {"algorithm": "grpo", "samples": 4, "prompts": 3, "steps": 4, "max_tokens": 8, "lr": 0.01, "threads": 1}
+    given |= {
+        "policy.rows": 7,
+        "eval_every": 4,
+        "eval_prompts": 2,
+        "checkpoint_every": 2,
+        "keep": 9,
+        "reward_workers": 1,
+    }
+    plain = {"out": folder, "show": False, "preflight": False}
+    reward = folder.with_name("brevity.py")  # a process that rates loads this file alone
+    reward.write_text("def brevity(response):\n    return float(len(response) % 7)\n")
+    return ascent.train(ROWS, model=str(model), reward=f"python:{reward}:brevity", **plain, **given | more)
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.metrics]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ahead": 2},
+        {"ahead": 1, "algorithm": "dapo", "shaping": "no-shaping", "top_p": 0.9, "epochs": 2},
+        {"ahead": 3, "algorithm": "ppo", "policy.lora": 4, "correction": "masked", "record_rollouts": "all"},
+    ],
+    ids=["grpo", "dapo", "ppo with LoRA"],
+)
+def test_a_run_that_samples_ahead_resumes_to_the_same_bits(
+    more: dict[str, Any], tmp_path: Path, tiny_folder: Path
+) -> None:
+    whole = language(tmp_path / "run", tiny_folder, **more)
+    lines, params = numbers(whole), whole.checkpoints[-1] / "params.safetensors"
+    kept = params.read_bytes()
+    assert max(line.get("sampling/lag") or 0 for line in lines) > 0
+    assert whole.config.old_logp == "learner" and whole.config.algorithm.correction.on
+    again = ascent.resume(whole, from_step=2, rows=ROWS)
+    assert numbers(again) == lines and params.read_bytes() == kept
+
+
+@pytest.mark.long
+def test_a_small_policy_is_drawn_whole_and_resumes_too(tmp_path: Path) -> None:
+    """Conversations among them: what was said is in the checkpoint, so no environment is asked again."""
+    given = {"steps": 6, "prompts": 4, "samples": 2, "checkpoint_every": 3, "keep": 9, "eval_every": 6, "ahead": 2}
+    for task in ("sort", "guess"):
+        run = ascent.train(task, out=tmp_path / task, show=False, algorithm="dr-grpo", **given)
+        lines, kept = numbers(run), (run.checkpoints[-1] / "params.safetensors").read_bytes()
+        assert [line.get("sampling/lag") or 0 for line in lines] == [0, 1, 2, 2, 2, 2]
+        again = ascent.resume(run, from_step=3)
+        assert numbers(again) == lines and (again.checkpoints[-1] / "params.safetensors").read_bytes() == kept
+
+
+def test_a_resume_refuses_responses_that_are_older_than_its_ahead_allows(tmp_path: Path) -> None:
+    """With --ahead 2 the checkpoint of step 3 holds responses for steps 3 and 4. With --ahead 1 step 4 is too early."""
+    given = {"steps": 5, "prompts": 2, "samples": 2, "checkpoint_every": 3, "keep": 9, "eval_every": 5, "ahead": 2}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, algorithm="dr-grpo", **given)
+    config = json.loads((run.folder / "config.json").read_text())
+    (run.folder / "config.json").write_text(json.dumps(config | {"ahead": 1}))
+    with pytest.raises(ConfigError, match=r"step 3 holds responses for step 4.*--ahead 1.*Set it to 2 or more"):
+        ascent.resume(run.folder, from_step=3)
+    (run.folder / "config.json").write_text(json.dumps(config))
+    assert numbers(ascent.resume(run.folder, from_step=3)) == numbers(run)
+
+
+def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> None:
+    run = ascent.train("sort", out=tmp_path / "run", show=False, steps=2, prompts=2, samples=2)
+    assert {path.name for path in run.checkpoints[-1].iterdir()}.isdisjoint({"ahead.safetensors"})
+    assert "ahead" not in (run.checkpoints[-1] / "state.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"step": "x"}, {"drawn": {"more": 1}}, {"drawn": 5}],
+    ids=["step", "field", "kind"],
+)
+def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
+    sampler = SmallSampler(TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1))
+    sampler.submit([RolloutRequest(3, Sort().held_out(2), 2)])
+    list(sampler.finished(2, 1.0))
+    tensors, plain = take_apart(sampler.pending)
+    (one,) = put_together(tensors, plain)
+    assert one.ticket.step == 3 and torch.equal(one.drawn.response, sampler.pending[0].drawn.response)  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="ahead cannot be read"), naming(Path("ahead")):
+        put_together(tensors, [plain[0] | odd])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"algorithm": "reinforce"}, "--ahead 1 with --loss log-prob: nothing bounds.*--correction truncated"),
+        ({"algorithm": "trpo"}, "--ahead 1 with --loss ratio"),
+        ({"algorithm": "grpo", "old_logp": "learner"}, "its ratio begins at 1 whoever drew the tokens"),
+        ({"algorithm": "sft"}, "learns from demonstrations, and samples nothing"),
+        ({"algorithm": "grpo", "ahead": -1}, "--ahead is -1"),
+    ],
+)
+def test_what_would_not_notice_older_policies_is_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        configure("sort", {"ahead": 1} | settings)
+
+
+def test_who_samples_ahead_gets_a_correction_where_nobody_chose_one() -> None:
+    text = configure(ROWS, {"reward": brevity, "model": "none", "ahead": 1})
+    assert text.algorithm.correction.on and text.old_logp == "learner"
+    clipped = configure(ROWS, {"reward": brevity, "model": "none", "ahead": 1, "old_logp": "sampler"})
+    assert not clipped.algorithm.correction.on
+    small = configure("sort", {"algorithm": "grpo", "ahead": 1})
+    assert not small.algorithm.correction.on and small.old_logp == "sampler"
+    assert not configure(ROWS, {"reward": brevity, "model": "none"}).algorithm.correction.on

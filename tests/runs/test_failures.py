@@ -1,0 +1,118 @@
+"""What ends a run early, and what a run keeps: trouble names its phase and keeps its batch; the best is not dropped."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ascent
+from ascent.core.errors import RunError
+from ascent.core.loop import stop_on_trouble
+from ascent.core.types import Rollouts
+from ascent.rollout.small_sampler import SmallSampler
+from ascent.runs import checkpoint
+from ascent.runs.run import best_of
+from ascent.training.small_learner import SmallLearner
+from benchmarks.common import NoRecords, random_batch
+
+SMALL: dict[str, Any] = {
+    "steps": 4,
+    "prompts": 4,
+    "samples": 2,
+    "length": 2,
+    "numbers": 4,
+    "eval_prompts": 8,
+    "threads": 1,
+}
+
+
+def run(out: Path, **more: Any) -> ascent.Run:
+    return ascent.train("sort", out=out, show=False, **SMALL | more)
+
+
+def shifted(gap: float) -> Any:
+    """A sampler that says other log-probs than those it drew with."""
+    generate = SmallSampler.generate
+
+    def wrong(self: SmallSampler, *args: Any, **named: Any) -> Rollouts:
+        rollouts = generate(self, *args, **named)
+        return replace(rollouts, logp_sampler=torch.where(rollouts.mask, rollouts.logp_sampler + gap, 0.0))
+
+    return wrong
+
+
+def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SmallSampler, "generate", shifted(0.5))
+    with pytest.raises(RunError, match=r"step 0: .* 0\.5 apart on average.*--max-mismatch 0\.3"):
+        run(tmp_path / "a")
+    assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
+    assert not list((tmp_path / "a" / "checkpoints").iterdir()), "what was learned from it is not saved"
+    assert run(tmp_path / "b", max_mismatch=0.6).status == "finished"
+
+
+def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SmallSampler, "generate", shifted(float("nan")))
+    with pytest.raises(RunError, match="the sampler's log-probs"):
+        run(tmp_path / "a")
+    assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
+
+
+class Kept(NoRecords):
+    def step(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30, -1e30])
+def test_parameters_that_are_not_finite_stop_the_run(value: float) -> None:
+    """Not those whose squares alone overflow."""
+    learner: Any = object.__new__(SmallLearner)
+    learner.params = lambda: {"a": torch.ones(3), "b": torch.tensor([[0.0, value]])}
+    batch, records = random_batch(5, 1, 2, 2, 2), Kept()
+    with nullcontext() if abs(value) == 1e30 else pytest.raises(RunError, match="the parameters became infinite"):
+        stop_on_trouble(3, {"loss": 0.0}, batch, learner, records, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "words"),
+    [
+        (SmallSampler, "generate", "in the phase generate: lower --policy.rows or --max-tokens"),
+        (SmallLearner, "step", "in the phase update: lower --micro-batch"),
+    ],
+)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_out_of_memory_names_the_phase(
+    owner: type, method: str, words: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise error("tried to allocate 99 GiB")
+
+    monkeypatch.setattr(owner, method, full)
+    with pytest.raises(RunError, match=words) as caught:
+        run(tmp_path / "a")
+    assert "99 GiB" in str(caught.value)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1: the second is the best, and the first of equals."""
+    scores = iter([0.2, 0.9, 0.5, 0.9, 0.1])
+    monkeypatch.setattr("ascent.build.assemble.sample_evaluator", lambda *_: lambda: {"eval/accuracy": next(scores)})
+    done = run(tmp_path / "a", steps=5, eval_every=1, keep=1, keep_best=True, checkpoint_every=2)
+    assert [checkpoint.step_of(path) for path in done.checkpoints] == [2, 5]
+    assert done.info["best"] == 2
+
+
+def test_without_the_wish_no_best_is_kept(tmp_path: Path) -> None:
+    done = run(tmp_path / "a", eval_every=1, keep=1)
+    assert [checkpoint.step_of(path) for path in done.checkpoints] == [4]
+
+
+def test_which_is_best_is_read_from_the_records() -> None:
+    """So that a resumed run knows it, whatever run.json said when it died."""
+    lines = [{"step": i, "eval/accuracy": a, "eval/reward": 0.0} for i, a in enumerate((0.1, None, 0.7, 0.7, 0.3))]
+    assert best_of(lines) == (3, (0.7, 0.0))
+    assert best_of([{"step": 0, "eval/accuracy": None}]) is None
+    assert best_of([{"step": 0, "eval/logp": -2.0}, {"step": 1, "eval/logp": -1.0}]) == (2, (-1.0, 0.0))

@@ -1,0 +1,176 @@
+"""What is recorded of a response: its tokens as text, its entropy, and whether its reward failed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ascent
+from ascent.core.types import Batch
+from ascent.runs.rollout_files import BROKEN, Pieces
+from ascent.tasks.small.sorting import Sort
+from ascent.training.language_learner import LanguageLearner, fetched
+
+
+class Bytes:
+    """A vocabulary of single bytes, and of a few longer tokens that begin or end inside a character."""
+
+    TOKENS = (*(bytes([i]) for i in range(256)), " café".encode(), " caf\u00e9"[:4].encode() + b"\xc3", b"\xa9 au", b"")
+
+    def text(self, ids: list[int]) -> str:
+        return b"".join(self.TOKENS[i] for i in ids).decode(errors="replace")
+
+
+class Spaced:
+    """Tokens that carry the space before them, which a decoder leaves out at the head of a text."""
+
+    TOKENS = (" so", " it", " is", "n't", ",", "\n", " ")
+
+    def text(self, ids: list[int]) -> str:
+        return "".join(self.TOKENS[i] for i in ids).removeprefix(" ")
+
+
+def test_pieces_of_a_list_of_numbers() -> None:
+    pieces = Pieces(Sort(numbers=10, end=True))
+    assert pieces([1, 0, 10], "[1 0 end]") == ["[1", " 0", " end]"]
+    assert pieces([7], "[7]") == ["[7]"]
+
+
+def test_a_character_goes_to_the_token_that_completes_it() -> None:
+    pieces = Pieces(Bytes())
+    assert pieces([257, 258], " café au") == [" caf", "é au"]
+    assert pieces([*"€!".encode(), 259], "€!") == ["", "", "€", "!", ""]
+    assert pieces([0xE2, 0x82], BROKEN) == ["", BROKEN], "a character that never ends is shown once, as in the text"
+
+
+def test_pieces_are_the_text_whatever_the_bytes() -> None:
+    pieces, rng = Pieces(Bytes()), random.Random(0)
+    for _ in range(500):
+        ids = [rng.randrange(260) if rng.random() < 0.5 else rng.choice("日本é a".encode()) for _ in range(12)]
+        whole = Bytes().text(ids)
+        found = pieces(ids, whole)
+        assert len(found) == len(ids) and "".join(found) == whole
+
+
+def test_a_space_goes_to_the_word_behind_it() -> None:
+    ids = [0, 1, 2, 3, 4, 6, 0, 5]
+    whole = Spaced().text(ids)
+    found = Pieces(Spaced())(ids, whole)
+    assert "".join(found) == whole and found[:4] == ["so", " it", " is", "n't"]
+
+
+def test_a_text_that_its_tokens_do_not_make_up_keeps_their_own() -> None:
+    class Odd:
+        def text(self, ids: list[int]) -> str:
+            return "?" if len(ids) > 1 else f"<{ids[0]}>"
+
+    assert Pieces(Odd())([3, 4], "?") == ["<3>", "<4>"]
+
+
+def test_pieces_of_a_real_vocabulary(tmp_path: Path) -> None:
+    """A byte-level BPE, trained on too little to know any character that is not ASCII."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["sort the numbers, please", "the sorted numbers are"], vocab_size=300)
+
+    class Vocabulary:
+        def text(self, ids: list[int]) -> str:
+            return trained.decode(ids)
+
+    text = "the numbers 日本 are 😀, naïve"
+    ids = trained.encode(text).ids
+    found = Pieces(Vocabulary())(ids, text)
+    assert "".join(found) == text and len(found) == len(ids) and "日" in found and "😀" in found
+
+
+# ---- entropy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [0, 20])
+def test_the_entropy_of_the_tokens_is_what_the_step_reports(micro: int, tmp_path: Path) -> None:
+    given = {"length": 3, "numbers": 4, "end": True, "prompts": 4, "samples": 3, "record_rollouts": "all"}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, steps=2, micro_batch=micro, **given)
+    for step, line in enumerate(run.metrics):
+        rows = run.rollouts(step)
+        assert len(rows) == 12 and all(len(row["entropy"]) == len(row["response"]) for row in rows)
+        every = [x for row in rows for x in row["entropy"]]
+        assert sum(every) / len(every) == pytest.approx(line["entropy"], rel=1e-5)
+
+
+def test_the_entropy_is_that_of_the_first_update(tmp_path: Path) -> None:
+    """In the lecture's world a first update has the policy that sampled: the entropy is that of its probabilities."""
+    run = ascent.train("lecture", out=tmp_path / "run", show=False, steps=2, record_every=1, epochs=3, minibatches=3)
+    rows = run.rollouts(1)
+    first = [row for row in rows if row["logp_update"][0] == 0]
+    for t in range(3):
+        seen = {row["response"][t]: row["logp_old"][t] for row in first}
+        (entropy,) = {row["entropy"][t] for row in first}
+        assert entropy > 0 and all(x < 0 for x in seen.values())
+        assert -sum(np.exp(x) * x for x in seen.values()) <= entropy + 1e-5, "a part of the sum"
+
+
+def test_a_reward_model_has_no_entropy(tmp_path: Path) -> None:
+    given = {"algorithm": "reward-model", "length": 3, "numbers": 4, "prompts": 4, "steps": 1}
+    run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
+    assert "entropy" not in run.rollouts(0)[0]
+
+
+def test_a_language_model_reports_it_too() -> None:
+    from ascent.core.algorithms import ALGORITHMS
+    from tests.language import batch_of, model_of
+
+    algorithm, lm = ALGORITHMS["dr-grpo"], model_of()
+    learner = LanguageLearner(lm, algorithm.update, False, algorithm.outputs, micro_batch=12)
+    batch: Batch = algorithm.credit(batch_of(lm), algorithm.start())[0]
+    mini = batch.add(weight=algorithm.weights(batch))
+    stepped = learner.step(mini, algorithm.objective, algorithm.update)
+    assert stepped.entropy is not None and stepped.entropy.shape == mini.mask.shape
+    assert torch.allclose((stepped.entropy * mini.counted).sum(), stepped.sums["entropy"])
+    for given in (stepped, replace(stepped, entropy=None)):  # as a GPU's numbers are fetched
+        found = fetched(given, torch.device("cpu"))
+        assert found.metrics.keys() == given.metrics.keys() and found.sums == given.sums
+        assert torch.equal(found.logp, given.logp)
+        assert found.entropy is None if given.entropy is None else torch.equal(found.entropy, given.entropy)
+
+
+# ---- status -----------------------------------------------------------------------------------------
+
+
+def rows_of(tmp_path: Path, reward: str, **more: Any) -> list[dict[str, Any]]:
+    (tmp_path / "own.py").write_text(f"def own(prompt, response):\n    return {reward}\n")
+    given = {"reward": f"python:{tmp_path / 'own.py'}:own", "max_reward_errors": 1.0, **more}
+    return ascent.train("lecture", out=tmp_path / "run", show=False, steps=1, **given).rollouts(0)
+
+
+def test_a_failed_reward_is_said(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "1 / response[0]")
+    assert {row["status"] for row in rows if row["response"][0] == 0} == {"failed"}
+    assert {row["status"] for row in rows if row["response"][0] != 0} == {"ok"}
+
+
+def test_groups_that_are_left_out_have_not_failed(tmp_path: Path) -> None:
+    """No group has signal, so none is learned from; the rewards are there all the same."""
+    rows = rows_of(tmp_path, "1", groups="with-signal")
+    assert not any(row["valid"] for row in rows) and {row["status"] for row in rows} == {"ok"}
+
+
+# ---- updates ----------------------------------------------------------------------------------------
+
+
+def test_clip_ratios_of_every_update(tmp_path: Path) -> None:
+    run = ascent.train("lecture", out=tmp_path / "a", show=False, steps=1)
+    for name in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
+        own = [line[name] for line in run.updates if line["step"] == 0]
+        assert len(own) == 10 and own[0] == 0 < max(own)
+        assert sum(own) / 10 == pytest.approx(run.metrics[0][name])
+    plain = ascent.train("lecture", out=tmp_path / "b", show=False, steps=1, loss="log-prob")
+    assert set(plain.updates[0]) == {"step", "update", "loss", "grad_norm"}
+    assert json.loads((tmp_path / "b" / "updates.jsonl").read_text().splitlines()[0]) == plain.updates[0]

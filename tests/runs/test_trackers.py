@@ -1,0 +1,306 @@
+"""Trackers: what is sent is what they hold, read back with their own tools, and none of them can hurt a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascent.core.errors import ConfigError
+from ascent.runs.metrics import CHARTS
+from ascent.runs.trackers import trackers
+from ascent.runs.trackers.trackers import SINKS, Row, Sink, Sinks, finite, flat
+
+CONFIG = {"task": {"name": "sort", "length": 3}, "loss": {"name": "clipped", "high": 0.28}, "steps": 3}
+METRICS = {"step": 1, "reward": 0.5, "clip_ratio/low_mean": 0.25, "kl": None, "loss": float("nan"), "time/step": 2}
+
+
+class Said(list[str]):
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+def opened(folder: Path, *names: str, resume_step: int = 0) -> tuple[Sinks, Said]:
+    said = Said()
+    return Sinks(names, folder, CONFIG, "a-run", resume_step, said), said
+
+
+def run(folder: Path, name: str, steps: range, status: str = "finished", resume_step: int = 0) -> Said:
+    """A run of these steps, whose reward is the step."""
+    tracked, said = opened(folder, name, resume_step=resume_step)
+    for step in steps:
+        tracked.step(step, METRICS | {"step": step, "reward": float(step)})
+    tracked.close(status)
+    return said
+
+
+# ---- with the real libraries ----------------------------------------------------------------------
+
+
+def test_tensorboard_holds_the_finite_numbers_and_hides_steps_taken_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(tmp_path, "tensorboard", range(5), status="interrupted") == []
+    assert run(tmp_path, "tensorboard", range(3, 6), resume_step=3) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {"reward", "clip_ratio/low_mean", "time/step"}
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(step, float(step)) for step in range(6)]
+    assert b"clipped" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_tensorboard_has_the_charts_of_the_table_of_metrics(tmp_path: Path) -> None:
+    """In its order and under its titles; each chart matches its own metrics and no others."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    run(tmp_path, "tensorboard", range(1))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (held,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+    (category,) = Layout.FromString(held).category
+    assert [chart.title for chart in category.chart] == [chart.title for chart in CHARTS]
+    names = [metric.name for chart in CHARTS for metric in chart.series]
+    for drawn, chart in zip(category.chart, CHARTS, strict=True):
+        matched = [name for name in names if any(re.match(tag, name) for tag in drawn.multiline.tag)]
+        assert matched == [metric.name for metric in chart.series]
+
+
+@pytest.mark.smoke
+def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(trackers.Mlflow, "most", 2)
+    monkeypatch.setattr(trackers, "CLOSING", 60.0)
+    assert run(tmp_path, "mlflow", range(3), status="interrupted") == []
+    assert run(tmp_path, "mlflow", range(3, 5), resume_step=3) == []
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "ascent"]
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name == "a-run" and found.info.status == "FINISHED"
+    assert found.data.params["loss.high"] == "0.28"
+    assert set(found.data.metrics) == {"reward", "clip_ratio/low_mean", "time/step"}
+    history = client.get_metric_history(found.info.run_id, "reward")
+    assert sorted((m.step, m.value) for m in history) == [(step, float(step)) for step in range(5)]
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_wandb_writes_offline_into_the_folder_and_a_resume_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a key and without WANDB_MODE: no question is asked, nothing is sent."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # its process may take long to start on a busy machine
+    monkeypatch.setattr(trackers, "CLOSING", 300.0)
+    (said,) = run(tmp_path, "wandb", range(3))
+    assert "wandb sync" in said
+    (said,) = run(tmp_path, "wandb", range(3, 5), resume_step=3)
+    assert "wandb sync" in said
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    identity = (tmp_path / "wandb" / "id").read_text()
+    assert len(files) == 2 and {file.stem for file in files} == {f"run-{identity}"}
+    written = [(s, float(s)) for s in range(5)]  # by a process of its own, which may take its time
+    until(lambda: [step for file in files for step in wandb_rewards(file)] == written, 120)
+
+
+def wandb_rewards(file: Path) -> list[tuple[int, float]]:
+    """The steps and rewards in a run's file so far: protocol buffers in a LevelDB log, 7 bytes before each."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data):
+            break
+        whole = (whole if kind in (3, 4) else b"") + data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            values = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            assert not {"kl", "loss"} & set(values)
+            found += [(values["step"], values["reward"])] if values else []
+    return found
+
+
+@pytest.mark.smoke
+def test_trackio_holds_the_run_and_leaves_stdout_alone(tmp_path: Path) -> None:
+    """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
+    code = f"""
+from pathlib import Path
+from ascent.runs.trackers.trackers import Sinks
+for steps, first in ((range(3), 0), (range(3, 5), 3)):
+    tracked = Sinks(("trackio",), Path({str(tmp_path)!r}), {CONFIG!r}, "a-run", first, print)
+    for step in steps:
+        tracked.step(step, {{"reward": float(step)}})
+    tracked.close("finished")
+import trackio.run, trackio.utils
+assert not any("print" in vars(module) for module in (trackio, trackio.run, trackio.utils)), "undone"
+"""
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    with sqlite3.connect(tmp_path / "trackio" / "ascent.db") as store:
+        rows = store.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [(name, step) for name, step, _ in rows] == [("a-run", step) for step in range(5)]
+
+
+# ---- refused before work --------------------------------------------------------------------------
+
+
+def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--track tensorbord: no such tracker.*Did you mean tensorboard"):
+        opened(tmp_path, "tensorbord")
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_any_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Missing(Fake):
+        package = "no_such_tracker"
+
+    monkeypatch.setitem(SINKS, "missing", Missing)
+    with pytest.raises(ConfigError, match=r"--track missing.*pip install 'ascent-rl\[track\]'"):
+        opened(tmp_path, "tensorboard", "missing")
+    assert not (tmp_path / "tensorboard").exists()
+
+
+# ---- trackers that misbehave ----------------------------------------------------------------------
+
+
+class Fake(Sink):
+    """Keeps what it gets; fails or hangs as it is told to."""
+
+    package = "json"
+    made: list[Fake]
+    failing = 0
+    """How many calls of `log` fail."""
+    hanging: threading.Event | None = None
+    """`log` waits for it."""
+
+    def start(self) -> str | None:
+        self.rows: list[Row] = []
+        self.ended: str | None = None
+        self.threads = {threading.get_ident()}
+        type(self).made.append(self)
+        return None
+
+    def log(self, rows: list[Row]) -> None:
+        self.threads.add(threading.get_ident())
+        if self.hanging is not None:
+            self.hanging.wait()
+        if self.failing > 0:
+            self.failing -= 1
+            raise OSError("the server is down")
+        self.rows += rows
+
+    def end(self, status: str) -> None:
+        self.ended = status
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    """A tracker of its own for each test, under the name `fake`; pauses are short."""
+    made = type("Fake", (Fake,), {"made": []})
+    monkeypatch.setitem(SINKS, "fake", made)
+    monkeypatch.setattr(trackers, "PAUSES", (0.01, 0.01))
+    return made
+
+
+def until(true: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_every_step_arrives_in_order_from_one_thread(fake: type[Fake], tmp_path: Path) -> None:
+    said = run(tmp_path, "fake", range(200))
+    (sink,) = fake.made
+    assert [step for step, _ in sink.rows] == list(range(200)) and sink.ended == "finished" and said == []
+    assert len(sink.threads) == 1 and threading.get_ident() not in sink.threads
+
+
+def test_a_failure_is_said_once_and_nothing_is_lost_if_it_passes(fake: type[Fake], tmp_path: Path) -> None:
+    fake.failing = 2
+    said = run(tmp_path, "fake", range(3))
+    assert len(said) == 1 and "OSError: the server is down" in said[0] and "The run goes on" in said[0]
+    assert [step for step, _ in fake.made[0].rows] == [0, 1, 2]
+
+
+def test_three_failures_in_a_row_drop_it_and_the_others_go_on(fake: type[Fake], tmp_path: Path) -> None:
+    fake.failing = 10**9
+    tracked, said = opened(tmp_path, "fake", "tensorboard")
+    tracked.step(0, {"reward": 0.0})
+    until(lambda: not tracked.feeds[0].thread.is_alive())
+    for step in range(1, 50):
+        tracked.step(step, {"reward": 0.0})
+    tracked.close("finished")
+    assert [("failed" in text, "dropped" in text) for text in said] == [(True, False), (False, True)]
+    assert tracked.feeds[0].failures == 3 and fake.made[0].ended is None
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_one_that_cannot_even_start_is_said_and_dropped(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: Fake) -> str | None:
+        raise SystemExit("no key")
+
+    monkeypatch.setattr(fake, "start", start)
+    said = run(tmp_path, "fake", range(3))
+    assert "SystemExit: no key" in said[0] and "dropped" in said[1] and len(said) == 2
+
+
+def test_a_hanging_tracker_neither_blocks_a_step_nor_the_end(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.hanging = threading.Event()
+    monkeypatch.setattr(trackers, "WAITING", 8)
+    monkeypatch.setattr(trackers, "CLOSING", 0.2)
+    said = run(tmp_path, "fake", range(1000))  # or it would never come back
+    assert len(said) == 2 and "too slow or hangs" in said[0] and "did not finish in 0.2 s" in said[1]
+    fake.hanging.set()
+    until(lambda: fake.made[0].ended == "finished")
+    assert len(fake.made[0].rows) <= 2 * 8 + 1, "those in the call that hung, and those that waited behind it"
+
+
+def test_what_trackers_say_is_said_by_the_thread_of_the_run(fake: type[Fake], tmp_path: Path) -> None:
+    """So that the caller may write it to a file without a lock."""
+    fake.failing = 10**9
+    spoke: list[int] = []
+    tracked = Sinks(("fake",), tmp_path, CONFIG, "a-run", 0, lambda _: spoke.append(threading.get_ident()))
+    tracked.step(0, {"reward": 1.0})
+    tracked.close("failed")
+    assert set(spoke) == {threading.get_ident()} and spoke
+
+
+def test_no_tracker_is_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    tracked, said = opened(tmp_path)
+    tracked.step(0, METRICS)
+    tracked.close("finished")
+    assert threading.active_count() == before and said == []
+
+
+def test_only_finite_numbers_go_out_and_config_is_flat() -> None:
+    given = {**METRICS, "inf": float("inf"), "flag": True, "text": "x", "list": [1.0]}
+    assert finite(given) == {"reward": 0.5, "clip_ratio/low_mean": 0.25, "time/step": 2.0}
+    assert flat(CONFIG) == {
+        "task.name": "sort",
+        "task.length": 3,
+        "loss.name": "clipped",
+        "loss.high": 0.28,
+        "steps": 3,
+    }

@@ -1,0 +1,411 @@
+"""`ascent plan`: what it predicts by hand, what it reads, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import transformers
+from language import SHAPE
+
+from ascent.cli.main import main
+from ascent.core.errors import ConfigError
+from ascent.settings import configure
+from ascent.workflows.planning.cost_model import OneCard, Tokens
+from ascent.workflows.planning.gpus import CARDS, GIB, Card, Cluster, Fit, bytes_per_second, card_of
+from ascent.workflows.planning.model_shapes import ModelShape, read_shape
+from ascent.workflows.planning.plan_text import plan_text
+from ascent.workflows.planning.planner import Lengths, Planner, forecast
+from ascent.workflows.planning.schedule_simulation import Decoder, simulate
+
+QWEN_7B = ModelShape(
+    "qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, 6_525_621_760, 7_615_616_512, 2_000_000, 32_768, None
+)
+PLAIN = Card("plain", 10**12, bandwidth=1e9, rate=1e12, link=1e9)
+"""A card whose seconds are easy to compute."""
+SMALL = ModelShape("llama", 2, 8, 16, 2, 1, 4, 100, 1000, 1800, 100, None, None)
+FIT = Fit(layer=0.5, products=2.0, caches=3.0, operations=1.0, attention=1.0, passes=1.0, launch=0.0, update=0.0)
+ONE = OneCard(SMALL, PLAIN, FIT)
+
+
+# ---- costs
+
+
+def test_a_decoding_step_by_hand() -> None:
+    """Two layers of 0.5 s; 1,800 weights are 3,600 bytes; a token's cache is 4·2·1·4 = 32 bytes."""
+    assert ONE.decoding(1, 1e6) == pytest.approx(2 * 0.5 + 2 * 3600 / 1e9 + 3 * 32e6 / 1e9)
+    slow = OneCard(SMALL, Card("slow", 10**12, 1e15, 1e6, 1e9), FIT)  # bound by operations, and rows fill a bucket
+    assert slow.decoding(10, 0) == pytest.approx(2 * 0.5 + 2 * 2 * 1800 * 16 / 1e6)
+
+
+def test_an_update_and_a_score_by_hand() -> None:
+    batch = Tokens.of(3, [[2, 1], [4, 4]])
+    assert (batch.tokens, batch.loss, batch.pairs) == (17, 11, 2 * 6 + (6 + 3) + (3 + 1) + 2 * (12 + 10))
+    operations = 6 * 1000 * 17 + 8 * 800 * 11 + 12 * 2 * 2 * 4 * batch.pairs
+    kept = SMALL.kept * 17 / 1e9
+    assert ONE.update(batch, 100, 1800) == pytest.approx(28 * 1800 / 1e9 + operations / 1e12 + kept)
+    again = (4 / 3) * (operations - 8 * 800 * 11) / 1e12 + 8 * 800 * 11 / 1e12 + 4 / 3 * kept
+    assert ONE.update(batch, 100, 1800, again=True) == pytest.approx(28 * 1800 / 1e9 + again)
+    forward = (operations - 8 * 800 * 11) / 3e12 + 2 * 800 * 11 / 1e12 + kept / 3
+    assert ONE.score(batch, 100) == pytest.approx(forward)
+    launches = OneCard(SMALL, PLAIN, Fit(launch=5.0, update=1.0))  # 17 tokens in micro-batches of 6: three
+    assert launches.update(batch, 6, 0) == pytest.approx(1 + 3 * 2 * 5)
+
+
+def test_rows_that_end_make_the_steps_after_them_cheaper() -> None:
+    lanes = Decoder(ONE, 8, prompt=10)
+    lanes.add(0, [[2, 4]])
+    encoded = lanes.clock
+    lanes.run(0, float("inf"))
+    first = 2 * ONE.decoding(2, 10 + 2)  # a prompt, and two rows of one token on average
+    second = 2 * ONE.decoding(1, 5 + 2 + 1)
+    assert encoded == pytest.approx(ONE.encoding(1, 10))
+    assert lanes.clock - encoded == pytest.approx(first + second) and not lanes.left[0]
+
+
+def test_with_one_lane_responses_follow_each_other() -> None:
+    one, two = Decoder(ONE, 1, prompt=0), Decoder(ONE, 2, prompt=0)
+    for lanes in (one, two):
+        lanes.add(0, [[5, 5]])
+        lanes.run(0, float("inf"))
+    assert one.clock - ONE.encoding(1, 0) == pytest.approx(2 * (two.clock - ONE.encoding(1, 0)), rel=1e-3)
+
+
+# ---- the simulation
+
+
+def lengths(card: int, step: int) -> list[list[int]]:
+    return [[20, 20 + 60 * ((card + step) % 3 == 0)]]
+
+
+def test_without_looking_ahead_a_step_is_its_slowest_card_and_its_learning() -> None:
+    cards = [Decoder(ONE, 8, 0) for _ in range(2)]
+    found = simulate(cards, lambda card, _: [[20 + 10 * card]], 0, learn=7.0, sync=2.0, together=True)
+    alone = Decoder(ONE, 8, 0)
+    alone.add(0, [[30]])
+    alone.run(0, float("inf"))
+    assert found.sample == pytest.approx(alone.clock) and found.step == pytest.approx(alone.clock + 9)
+    assert all(not any(card.left.values()) for card in cards), "a response was lost"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_looking_ahead_is_never_slower_and_fills_the_tail(together: bool) -> None:
+    steps = [simulate([Decoder(ONE, 8, 0), Decoder(ONE, 8, 0)], lengths, k, 5.0, 0.0, together).step for k in (0, 1, 4)]
+    assert steps[0] > 1.2 * steps[1] > 1.2 * 0.99 * steps[2]
+
+
+def test_cards_that_only_sample_work_while_others_learn() -> None:
+    found = simulate([Decoder(ONE, 8, 0)], lambda *_: [[20]], 1, learn=50.0, sync=0.0, together=False)
+    assert found.step == pytest.approx(50, rel=0.01), "sampling takes 20 s and is hidden"
+    found = simulate([Decoder(ONE, 8, 0)], lambda *_: [[20]], 1, learn=1.0, sync=0.0, together=False)
+    assert 10 < found.step < 14, "two tickets are decoded together: 20 s for both, and what is encoded"
+
+
+# ---- memory and placement
+
+
+def config(**settings: Any) -> Any:
+    return configure("gsm8k", {"model": "m", "prompts": 8, "samples": 4, "policy.dtype": "bfloat16", **settings})
+
+
+def planned(gpus: int, shape: ModelShape = QWEN_7B, **settings: Any) -> Any:
+    cluster = Cluster(CARDS["h200"], min(gpus, 8), max(1, gpus // 8), 40e9)
+    return forecast(config(**settings), shape, cluster, Lengths(100, 100.0, 0.5, 200))
+
+
+def test_seven_billion_parameters_fit_on_one_card_in_bfloat16_and_in_shards_on_two() -> None:
+    one, two, less = planned(1, **{"policy.optimizer_state": "float32"}), planned(2), planned(1)
+    assert not one.fits and one.needed == 2 and two.fits and two.shard
+    assert less.fits and less.needed == 1 and less.memory["gradients and Adam in bfloat16"] == 8 * QWEN_7B.every
+    assert planned(1, algorithm="grpo").fits and "float32 copy, gradients, Adam" in planned(1, SMALL).memory
+    with pytest.raises(ConfigError, match="for one card and Adam's moments"):
+        planned(2, **{"policy.optimizer_state": "bfloat16"})
+    assert one.memory["float32 copy, gradients, Adam"] == 16 * QWEN_7B.every
+    assert two.memory["float32 copy, gradients, Adam"] == 8 * QWEN_7B.every, "half of it each"
+    assert two.memory["parameters"] == 2 * QWEN_7B.every, "and a whole copy to sample from"
+    small = planned(2, SMALL)
+    assert not small.shard and "sync" not in [k for k, v in small.asked.phases.items() if v]
+
+
+@pytest.mark.long
+def test_what_trains_fewer_parameters_or_needs_more_models_takes_memory_accordingly() -> None:
+    base = sum(planned(8).memory.values())
+    assert "reference" not in planned(8).memory and planned(8, algorithm="grpo").memory["reference"] > 0
+    with_lora = planned(1, **{"policy.lora": 16})
+    assert with_lora.fits and any("LoRA" in note for note in with_lora.notes)
+    assert planned(8, **{"ranks.shard": "replicate"}).memory["float32 copy, gradients, Adam"] == 16 * QWEN_7B.every
+    assert sum(planned(64).memory.values()) < base
+    with pytest.raises(ConfigError, match="nothing to share"):
+        planned(1, **{"ranks.shard": "shard"})
+
+
+def test_a_critic_of_its_own_is_in_shards_too() -> None:
+    """18 bytes per parameter, of which each rank has its part; without shards each has all of them."""
+    whole = planned(2, algorithm="ppo", **{"ranks.shard": "replicate"}).memory["critic"]
+    assert whole == 18 * QWEN_7B.every
+    for ranks in (2, 8):
+        assert planned(ranks, algorithm="ppo", **{"ranks.shard": "shard"}).memory["critic"] == whole // ranks
+    assert planned(4, algorithm="ppo").fits, "which it would not with a whole critic on each: 137 GB beside the policy"
+
+
+def test_mixed_keeps_the_residual_stream_in_float32() -> None:
+    """By hand: width 8 and 2 layers, each with two norms that keep 2 bytes more per number of a token."""
+    mixed = OneCard(SMALL, PLAIN, FIT, mixed=True)
+    assert mixed.per_token(True) - ONE.per_token(True) == 2 * (2 * 2 * 8) + 2 * (2 * 8), "a layer twice, and the inputs"
+    assert mixed.per_token(False) - ONE.per_token(False) == 2 * (2 * 2 * 8) + 2 * 2 * 8, "all layers, and one more"
+    found = {dtype: planned(2, **{"policy.dtype": dtype}) for dtype in ("bfloat16", "mixed")}
+    assert found["mixed"].micro_tokens < found["bfloat16"].micro_tokens, "so fewer tokens fit at once"
+    assert found["mixed"].memory["parameters"] == found["bfloat16"].memory["parameters"]
+
+
+def test_the_command_plans_for_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.LlamaConfig(**SHAPE | {"max_position_embeddings": 1024}).save_pretrained(tmp_path)
+    tokens = {}
+    for dtype in ("auto", "bfloat16", "mixed"):
+        arguments = ["plan", "gsm8k", "--model", str(tmp_path), "--policy.dtype", dtype, "--json"]
+        assert main(arguments) == 0
+        tokens[dtype] = json.loads(capsys.readouterr().out)["micro_tokens"]
+    assert tokens["mixed"] < tokens["bfloat16"] == tokens["auto"]
+
+
+def test_a_critic_and_more_epochs_take_more_time() -> None:
+    base, more, epochs = (planned(1, SMALL, **s).asked.phases for s in ({}, {"algorithm": "ppo"}, {"epochs": 3}))
+    assert more["update"] > 1.9 * base["update"] / 1 and more["score"] > base["score"]
+    assert epochs["update"] == pytest.approx(3 * base["update"])
+
+
+@pytest.mark.long
+def test_thousands_of_cards_and_fewer_prompts_than_cards_are_planned_and_said() -> None:
+    many = planned(4096, prompts=64)
+    assert many.asked.idle > 0.9 and any("have no work" in note for note in many.notes)
+    assert any("stands for the slowest of 4,096" in note for note in many.notes)
+    assert many.best.tokens_per_second >= many.best_today.tokens_per_second and many.best_today.untried is None
+
+
+def test_shares_are_whole_prompts_and_no_card_has_less_than_its_largest() -> None:
+    planner = Planner(config(), SMALL, Cluster(CARDS["h200"], 8, 1, 1e9), Lengths(10, 100.0, 1.0, 400))
+    sums = sorted(10 + sum(own) for own in planner.batch)
+    assert planner.slowest(8).tokens == sums[-1] and planner.slowest(1).tokens == sum(sums)
+    assert sum(sums) / 2 <= planner.slowest(2).tokens <= sum(sums) / 2 + sums[-1]
+
+
+def test_policy_gpu_memory_caps_the_memory_of_a_card() -> None:
+    assert planned(1, SMALL, **{"policy.gpu_memory": 10}).cluster.card.memory == 10 * GIB
+    assert planned(1, SMALL, **{"policy.gpu_memory": 10**6}).cluster.card.memory == CARDS["h200"].memory
+
+
+HUGE = replace(QWEN_7B, every=10**12, blocks=10**12 - 10**9)
+"""A model of which no card holds a whole copy."""
+WIDE_LORA = replace(QWEN_7B, sides=600_000_000)
+"""Adapters of rank 16 with 9.6e9 parameters: 173 GB of state, more than one H200 has."""
+ADVICE: list[tuple[int, ModelShape, dict[str, Any], int, str]] = [
+    (1, QWEN_7B, {"policy.optimizer_state": "float32"}, 2, "take 2 cards or more (in shards), or --policy.lora 16"),
+    (1, WIDE_LORA, {"policy.lora": 16}, 2, "take 2 cards or more (in shards), or --policy.bits 4"),
+    (2, QWEN_7B, {"ranks.shard": "replicate"}, 2, "set --ranks.shard shard"),
+    (1, HUGE, {}, 0, "take a smaller model, a card with more memory, or --policy.lora 16"),
+    (2, HUGE, {"policy.lora": 16}, 0, "take a smaller model, a card with more memory, or --policy.bits 4"),
+    (1, HUGE, {"policy.lora": 16, "policy.bits": 4}, 0, "take a smaller model, a card with more memory"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "shape", "settings", "needed", "advice"), ADVICE)
+def test_a_plan_that_does_not_fit_says_what_to_change(
+    gpus: int, shape: ModelShape, settings: dict[str, Any], needed: int, advice: str
+) -> None:
+    plan = planned(gpus, shape, **settings)
+    words = " ".join(plan_text(plan).split())
+    assert not plan.fits and plan.needed == needed
+    assert words.partition(" assumed")[0].endswith(f"tokens. It does not fit: {advice}"), words
+    assert "new tokens per second" not in words, "no speed of a run that cannot be"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shape", "placement"),
+    [
+        (1, SMALL, "one card has everything"),
+        (2, SMALL, "replicate: every card has every parameter"),
+        (2, QWEN_7B, "shard: each card trains a part of the parameters and samples from a whole copy"),
+    ],
+)
+def test_a_plan_says_where_parameters_are(gpus: int, shape: ModelShape, placement: str) -> None:
+    words = " ".join(plan_text(planned(gpus, shape)).split())
+    assert f"placement {placement} memory" in words and "It does not fit" not in words
+    assert "new tokens per second" in words
+
+
+NOTES = {
+    "decoding without captured graphs (it has no RoPE)": ({}, "it has no RoPE"),
+    "sampling with LoRA": ({"policy.lora": 16}, None),
+    "matrices in 4 bits": ({"policy.lora": 16, "policy.bits": 4}, None),
+    "vllm was not measured for plans": ({"policy.engine": "vllm", "policy.engine_url": "http://localhost:8000"}, None),
+    "turns with an environment are counted as one answer": ({"tools": ("python",)}, None),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_plan_notes_what_its_costs_leave_out(note: str) -> None:
+    settings, unlike = NOTES[note]
+    shape = replace(SMALL, unlike=unlike)
+    assert sum(note in said for said in planned(1, shape, **settings).notes) == 1
+    assert not any(note in said for said in planned(1, SMALL).notes)
+
+
+# ---- cards
+
+
+def test_rates_of_networks_and_kinds_of_cards() -> None:
+    given = {"40GB/s": 40e9, "400Gb/s": 50e9, "400Gbps": 50e9, "5e9": 5e9, " 1.5 TB/s ": 1.5e12, "100Mbit/s": 12.5e6}
+    assert {text: bytes_per_second(text) for text in given} == given
+    for text in ("", "fast", "-1GB/s", "0GB/s", "1.2.3GB/s", "40GB", "nan", "inf", "9e99"):
+        with pytest.raises(ConfigError, match="--network"):
+            bytes_per_second(text)
+    assert card_of("H200").measured and not card_of("h100").measured
+    with pytest.raises(ConfigError, match="mi300x"):
+        card_of("h2000")
+    cluster = Cluster(CARDS["h200"], 8, 2, 40e9)
+    assert cluster.summed(8e9, 1) == 0 and cluster.summed(8e9, 8) == pytest.approx(2 * 7 / 8 * 8 / 300)
+    assert cluster.summed(8e9, 16) == pytest.approx(2 * 15 / 16 * 8 / 40), "between nodes the network decides"
+
+
+# ---- the command
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*args: Any) -> Said:
+        status = main(["plan", *map(str, args)])
+        return Said(status, *capsys.readouterr())
+
+    return call
+
+
+def written(folder: Path, kind: str, **changes: Any) -> Path:
+    """A config.json alone."""
+    own = {k: v for k, v in (SHAPE | changes).items() if not (kind == "Falcon" and k == "head_dim")}
+    made = getattr(transformers, f"{kind}Config")(**own)
+    made.architectures = [f"{kind}ForCausalLM"]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(made.to_json_string(use_diff=False))
+    return folder
+
+
+KINDS = ("Llama", "Qwen3", "GPT2", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3")
+
+
+@pytest.mark.long
+def test_of_every_architecture_the_config_says_how_many_parameters_there_are(tmp_path: Path) -> None:
+    for kind in KINDS:
+        more = {"n_inner": 48} if kind == "GPT2" else {}
+        path = written(tmp_path / kind, kind, **more)
+        shape = read_shape(str(path / "config.json"))
+        loaded = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        assert shape.every == sum(p.numel() for p in loaded.parameters()), kind
+        like = kind in ("Llama", "Qwen3", "Phi3")
+        assert (shape.unlike is None) == like, (kind, shape.unlike)
+        if like:
+            assert shape.layers == 2 and shape.cache == 4 * 2 * 2 * 8 and shape.sides > 0, kind
+
+
+@pytest.mark.long
+def test_a_plan_on_the_screen_and_as_json(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path / "model", "Qwen2", max_position_embeddings=2048)
+    flags = ("gsm8k", "--model", folder / "config.json", "--gpus", 8, "--nodes", 2, "--prompts", 32)
+    for columns in (40, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        said = plan(*flags)
+        assert said.status == 0 and not said.err
+        words = [
+            line for line in said.out.splitlines() if not line.startswith(("samplers", "all", "4 ", "8 ", "12", "14"))
+        ]
+        assert max(map(len, words)) <= columns, columns
+        assert "16 × h200 on 2 nodes" in " ".join(said.out.split()) and "never measured" in " ".join(said.out.split())
+    found = json.loads(plan(*flags, "--json", "--network", "100GB/s", "--gpu", "h100").out)
+    assert found["cards"] | {"gpus": 8, "nodes": 2, "network": 1e11, "measured": False} == found["cards"]
+    assert found["asked"]["samplers"] == 0 and found["asked"]["untried"] is None
+    assert sum(found["memory"]["parts"].values()) == found["memory"]["total"] and found["memory"]["fits"]
+    assert found["asked"]["seconds"] == pytest.approx(sum(found["asked"]["phases"].values()))
+    assert found["run"]["gpu_hours"] == pytest.approx(16 * found["run"]["hours"])
+    assert 12 in {way["samplers"] for way in found["ways"]}
+
+
+@pytest.mark.long
+def test_what_cannot_be_planned_is_refused_in_words(plan: Any, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", "Llama")
+    (tmp_path / "empty").mkdir()
+    for name, text in (("broken", '{"model_type": "llama", '), ("odd", '{"model_type": "never"}'), ("list", "[1]")):
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "many.json").write_text(json.dumps(SHAPE | {"model_type": "llama", "num_hidden_layers": 10**9}))
+    written(tmp_path / "experts", "Mixtral", num_local_experts=4)
+    model = ("--model", folder)
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((), "TASK is missing"),
+        (("sort",), "plans are for language models"),
+        (("gsm8k",), "--model is missing"),
+        (("gsm8k", "--model", tmp_path / "nowhere"), "no such folder"),
+        (("gsm8k", "--model", tmp_path / "empty"), "no config.json"),
+        (("gsm8k", "--model", tmp_path / "broken.json"), "cannot be read"),
+        (("gsm8k", "--model", tmp_path / "odd.json"), "cannot be read"),
+        (("gsm8k", "--model", tmp_path / "list.json"), "cannot be read"),
+        (("gsm8k", "--model", tmp_path / "many.json"), "1000000000 layers"),
+        (("gsm8k", "--model", tmp_path / "experts"), "mixture of experts"),
+        (("gsm8k", *model, "--gpus", 0), "gpus"),
+        (("gsm8k", *model, "--gpus", 8, "--nodes", 10**6), "at most 100,000"),
+        (("gsm8k", *model, "--gpu", "h300"), "h200"),
+        (("gsm8k", *model, "--network", "fast"), "--network"),
+        (("gsm8k", *model, "--answer-tokens", 300), "--answer-tokens 300"),
+        (("gsm8k", *model, "--answer-spread", -1), "--answer-spread"),
+        (("gsm8k", *model, "--policy.dtype", "float32"), "bfloat16"),
+        (("gsm8k", *model), "positions"),
+        (("gsm8k", *model, "--gpuss", 8), "no such flag"),
+    ]
+    for args, words in cases:
+        said = plan(*args)
+        assert said.status == 2 and words in said.err and not said.out, (args, said)
+
+
+def test_without_transformers_a_plan_names_the_extra(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = plan("gsm8k", "--model", "m")
+    assert said.status == 2 and "pip install 'ascent-rl[lm]'" in said.err
+
+
+def test_help_after_the_task_is_help(plan: Any) -> None:
+    said = plan("gsm8k", "--model", "m", "--help")
+    assert said.status == 0 and "--answer-spread" in said.out and not said.err
+
+
+# ---- the calibration
+
+
+@pytest.mark.long
+def test_nothing_is_fitted_to_what_is_held_out() -> None:
+    from dataclasses import replace
+
+    from benchmarks.plan import fit_constants, measured_before, measured_here
+
+    points = [*measured_here(), *measured_before()]
+    shapes = {p.shape for p in points if not p.fitted}
+    assert {p.shape for p in points if p.fitted} == {"135m", "1.5b"} and "360m" in shapes
+    wrong = [p if p.fitted else replace(p, measured=100 * p.measured) for p in points]
+    assert fit_constants(wrong) == fit_constants(points)
+
+
+def test_what_a_token_takes_is_what_was_measured() -> None:
+    lines = json.loads((Path(__file__).parents[2] / "docs" / "results" / "plan_gpu.json").read_text())
+    from benchmarks.plan import one_card
+
+    for line in (x for x in lines if x["phase"] == "update"):
+        assert one_card(line["shape"]).per_token(False) == pytest.approx(line["bytes_per_token"], rel=0.01), line[
+            "shape"
+        ]
+    assert one_card("1.5b").card.memory / GIB == pytest.approx(139.8, abs=0.1)
