@@ -122,7 +122,7 @@ def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
         raise ConfigError(
             (
                 f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "
-                "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or, for text, sandbox:FILE:NAME "
+                "python:FILE:NAME, model:RUN (a reward model), process:RUN (one of steps) or sandbox:FILE:NAME (text) "
                 "(a function in a sandbox) or judge:FILE (a "
                 "model that is asked), with a weight if wanted: 0.5*model:RUN."
             )
